@@ -1,0 +1,47 @@
+# make demo: the whole thing at work, from nothing but Python 3.11.   make test: every test.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+# Tests and checks run two at a time: one thread each. Nothing ever asks the network for a model.
+ALONE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: demo test lint types coverage bench clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(ALONE) $(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(MAKE) types
+
+# The packages lie side by side in the repository and inside one another once installed: mypy checks them as installed.
+types: $(READY)
+	rm -rf build/types && mkdir -p build/types/retrofit
+	ln -s $(CURDIR)/retrofit/*.py $(CURDIR)/passes $(CURDIR)/cli build/types/retrofit/
+	cd build/types && $(abspath $(BIN))/mypy --cache-dir $(CURDIR)/.mypy_cache --ignore-missing-imports --package retrofit
+
+# What is achieved on every architecture of the installed transformers; takes long, and goes on where it stopped.
+coverage: $(READY)
+	$(ALONE) $(BIN)/python tests/coverage_table.py -o docs/coverage.md
+
+bench: $(READY)
+	$(BIN)/python benchmarks/altup_overhead.py
+	$(BIN)/python benchmarks/altup_starts.py
+
+# torch first, by its exact version: a range may choose another build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt $(TORCH)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[test,lint]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

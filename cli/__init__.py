@@ -1,0 +1,62 @@
+"""The command line: `main` runs a command and turns every failure into a message and an exit code.
+
+A command is a module with `add_parser(subparsers)`, which sets the default `run`, and `run(arguments) -> int`, its exit code.
+Command modules import torch only inside `run`, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import traceback
+from collections.abc import Sequence
+
+from retrofit.cli.failures import cleanly_terminated, exit_code, explain, hang_up
+from retrofit.cli.parser import Parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command in `argv` has run; 0 done, 1 verification failed, 2 bad usage or input, 130 interrupted."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show "→" still gets its table
+    try:
+        with cleanly_terminated():
+            code = dispatch(given)
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:
+        return hang_up()
+    except (Exception, KeyboardInterrupt) as error:
+        if "--debug" in given:
+            traceback.print_exc()
+        print(f"retrofit: {explain(error)}", file=sys.stderr)
+        return exit_code(error)
+
+
+def dispatch(given: list[str]) -> int:
+    """The exit code of the command that `given` asks for."""
+    parser = build_parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        arguments = parser.parse_args(given)
+    except SystemExit as answered:  # --help and --version
+        return int(answered.code or 0)
+    code: int = arguments.run(arguments)
+    return code
+
+
+def build_parser() -> Parser:
+    """The parser of every command."""
+    from retrofit import __version__
+    from retrofit.cli import apply, inspect, passes, train, verify
+
+    parser = Parser(prog="retrofit", description="Retrofit trained transformers with efficient-transformer methods.")
+    parser.add_argument("--version", action="version", version=f"retrofit {__version__}")
+    parser.set_defaults(debug=False)
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (apply, inspect, verify, train, passes):
+        command.add_parser(subparsers)
+    return parser

@@ -1,0 +1,102 @@
+"""`retrofit apply`: a model on disk, rewritten by one pass or several, saved beside itself."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retrofit.cli.failures import UsageError
+from retrofit.cli.parser import Subparsers, add_model_arguments, existing
+from retrofit.cli.pass_options import gather_passes
+from retrofit.cli.progress import Progress, quiet
+from retrofit.cli.tables import change, columns
+from retrofit.cli.writing import beside, free, save_beside_companions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from retrofit.rewriting import Applied
+
+WINDOW = 128  # tokens a window of calibration text
+
+EXAMPLES = """\
+An option after --pass belongs to that pass. What passes there are and what options they have: retrofit passes [NAME]
+
+  retrofit apply --pass altup --k 2 model.pt                 writes model.altup.pt
+  retrofit apply --pass altup --k 2 --pass sum hf_dir/       writes hf_dir.altup.sum/
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "apply", help="rewrite a model with one pass or several", description="Rewrite a model.", epilog=EXAMPLES
+    )
+    parser.gather = gather_passes
+    parser.add_argument("--pass", metavar="NAME", help="a pass to apply, in the order given; its options follow it")
+    add_model_arguments(parser)
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: beside MODEL)")
+    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+    parser.add_argument("--calibrate", metavar="FILE", type=Path, help="text that approximate passes are fitted on")
+    parser.add_argument("--no-verify", action="store_true", help="skip the checks of the rewritten model")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of whatever starts at random (default: 0)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The rewritten model is on disk and a table of what happened on stdout."""
+    if not arguments.passes:
+        raise UsageError("no pass to apply", remedy="name one with --pass; retrofit passes lists them")
+    existing(arguments.model)
+    output = free(arguments.output or beside(arguments.model, [name for name, _ in arguments.passes]), arguments.force)
+
+    import torch
+    from transformers import PreTrainedModel
+
+    from retrofit.checkpoint import FILES, load, save
+    from retrofit.protocol import make_pass
+    from retrofit.rewriting import apply_reported
+
+    passes = [make_pass(name, options) for name, options in arguments.passes]
+    with Progress() as progress, quiet(arguments.debug):
+        progress(f"reading {arguments.model}")
+        model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+        calibration = None if arguments.calibrate is None else read_calibration(arguments, model)
+        torch.manual_seed(arguments.seed)
+        applied = apply_reported(model, *passes, calibration=calibration, verify=not arguments.no_verify, progress=progress)
+        progress(f"writing {output}")
+        source = arguments.config or arguments.model
+        if isinstance(model, PreTrainedModel) and source.is_dir() and output.suffix not in FILES:
+            save_beside_companions(model, source, output, force=arguments.force)
+        else:
+            save(model, output, force=arguments.force)
+    print(summary(applied, output))
+    return 0
+
+
+def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.Tensor:
+    """The text to fit on, as windows of the model's token ids: (windows, length)."""
+    from retrofit.corpus import codec_for, read_texts, read_tokenizer, windows_of
+
+    codec = codec_for(model, read_tokenizer(arguments.config or arguments.model))
+    return windows_of(read_texts([arguments.calibrate]), codec, WINDOW)
+
+
+def summary(applied: Applied, output: Path) -> str:
+    """What was rewritten, parameters and FLOPs before and after, what was verified, where the result is."""
+    rows = []
+    for rewrite in applied.rewrites:
+        kind = "the same function at step 0" if rewrite.exact else "approximate at step 0"
+        rows.append(("rewritten", f"{len(rewrite.sites)} sites, {kind}"))
+        rows.append(("recipe", rewrite.spec))
+        if rewrite.skipped:
+            rows.append(("left alone", f"{len(rewrite.skipped)} sites: {rewrite.skipped[0].name}: {rewrite.skipped[0].why}"))
+        rows.extend(("note", note) for note in rewrite.notes)
+    rows.append(("parameters", change(applied.parameters_before, applied.parameters_after)))
+    rows.append(("FLOPs per token", change(applied.flops_before, applied.flops_after)))
+    checks = applied.report.checks if applied.report is not None else ()
+    rows.append(("verified", ", ".join(check.name for check in checks if check.status == "passed") or "nothing"))
+    rows.extend(("not verified", f"{check.name}: {check.why}") for check in checks if check.status != "passed")
+    rows.append(("result", str(output)))
+    return columns(rows)

@@ -1,0 +1,87 @@
+"""What a failure says on stderr, and the exit code it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from retrofit.errors import RetrofitError, VerificationError
+
+REMEDIES = {
+    errno.ENOSPC: "free some space, or name another place with -o",
+    errno.EDQUOT: "free some of your quota, or name another place with -o",
+    errno.EFBIG: "raise the limit on the size of a file, or name another place with -o",
+    errno.EACCES: "check its permissions, or name another place",
+    errno.EROFS: "name another place with -o",
+    errno.ENOENT: "check the path",
+}
+
+
+class UsageError(RetrofitError):
+    """The command line asks for something that does not exist or does not fit together."""
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end by SIGTERM."""
+
+
+def explain(error: BaseException) -> str:
+    """What went wrong, why, and the way out."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"error: {as_retrofit_error(error)}"
+
+
+def as_retrofit_error(error: BaseException) -> RetrofitError:
+    """Any failure as one that names the thing, the reason and the remedy."""
+    if isinstance(error, RetrofitError):
+        return error
+    if isinstance(error, OSError) and error.errno is not None:
+        return RetrofitError(
+            f"{error.filename or 'a file'} cannot be read or written",
+            why=os.strerror(error.errno).lower(),
+            remedy=REMEDIES.get(error.errno, "--debug shows where it happened"),
+        )
+    if isinstance(error, MemoryError):
+        return RetrofitError("out of memory", why=str(error), remedy="use a machine with more memory, or a smaller model")
+    return RetrofitError(
+        f"{type(error).__name__}: {error}", why="nothing foresaw this failure", remedy="--debug shows where it happened"
+    )
+
+
+def exit_code(error: BaseException) -> int:
+    if isinstance(error, Terminated):
+        return 128 + signal.SIGTERM
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return 1 if isinstance(error, VerificationError) else 2
+
+
+def hang_up() -> int:
+    """Nobody reads stdout any more: what is left in its buffer goes nowhere, without a complaint at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
+
+
+@contextlib.contextmanager
+def cleanly_terminated() -> Iterator[None]:
+    """SIGTERM unwinds the stack as Ctrl-C does, so that half-written files are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unwind(signum: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

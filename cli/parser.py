@@ -1,0 +1,88 @@
+"""An argument parser whose errors are exceptions that name the nearest thing there is, and the arguments that commands share."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from retrofit.cli.failures import UsageError
+from retrofit.errors import CheckpointError
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+Gather: TypeAlias = Callable[[list[str], Sequence[str]], tuple[list[str], dict[str, Any]]]
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that knows `--debug`, abbreviates nothing, and raises `UsageError`.
+
+    `gather`, where set, sees the arguments first, together with the option strings the parser knows; it returns the arguments
+    that are left to parse and what it read from the others.
+    """
+
+    gather: Gather | None = None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        gathered: dict[str, Any] = {}
+        if self.gather is not None and args is not None:
+            args, gathered = self.gather(list(args), tuple(self._option_string_actions))
+        namespace, extra = super().parse_known_args(args, namespace)
+        if extra:
+            self.refuse(extra[0])
+        for name, value in gathered.items():
+            setattr(namespace, name, value)
+        return namespace, extra
+
+    def refuse(self, argument: str) -> NoReturn:
+        """An argument nobody asked for is an error that says which was probably meant."""
+        if argument.startswith("-"):
+            name = argument.partition("=")[0]
+            raise UsageError(f"there is no option {name}", remedy=suggest(name, self._option_string_actions, self.see()))
+        raise UsageError(f"unexpected argument {argument!r}", remedy=self.see())
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            what = action.option_strings[0] if action.option_strings else action.metavar or action.dest
+            raise UsageError(
+                f"{what}: there is no {value!r}",
+                remedy=suggest(str(value), map(str, action.choices), f"choose one of {', '.join(map(str, action.choices))}"),
+            )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, remedy=self.see())
+
+    def see(self) -> str:
+        return f"see {self.prog} --help"
+
+
+def suggest(word: str, known: Iterable[str], otherwise: str) -> str:
+    """The known word nearest to `word`, as a question, and what to do where it is not that one."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"did you mean {near[0]}? otherwise {otherwise}" if near else otherwise
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The parser reads MODEL and how to load it."""
+    parser.add_argument("model", metavar="MODEL", type=Path, help="a .pt checkpoint or a Hugging Face directory")
+    parser.add_argument("--config", metavar="DIR", type=Path, help="where the config of a bare state dict lies")
+    parser.add_argument(
+        "--allow-pickle", action="store_true", help="load a pickled module, which can run any code: only from those you trust"
+    )
+
+
+def existing(path: Path) -> Path:
+    """`path`, where something is there; raises `CheckpointError` where nothing is."""
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: there is no such file or directory",
+            why="models are read from disk only, never downloaded",
+            remedy="check the path",
+        )
+    return path

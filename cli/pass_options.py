@@ -1,0 +1,94 @@
+"""Which pass an option belongs to: the one named by the `--pass` before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from retrofit.cli.failures import UsageError
+from retrofit.cli.parser import suggest
+from retrofit.protocol import Pass, load_pass, options_of, pass_names
+
+Declared = Callable[[str], Mapping[str, bool]]  # pass name → its options, and whether one may stand alone as a yes
+Requested = list[tuple[str, dict[str, str]]]  # (pass name, option → text), in the order given
+
+YES_OR_NO = ("true", "false", "yes", "no")
+
+
+def split_passes(arguments: Sequence[str], own: Collection[str], declared: Declared) -> tuple[list[str], Requested]:
+    """The arguments that belong to the command, and the passes with the options that belong to them.
+
+    After `--pass NAME`, `--option value` and `--option=value` belong to that pass where it declares the option, and else to the
+    command where it is one of its `own`. A yes-or-no option may stand without its value. Raises `UsageError`.
+    """
+    left: list[str] = []
+    passes: Requested = []
+    queue = list(arguments)
+    while queue:
+        argument = queue.pop(0)
+        option, equals, value = argument.partition("=")
+        if argument == "--":
+            return [*left, argument, *queue], passes
+        if not argument.startswith("--"):
+            left.append(argument)
+        elif option == "--pass":
+            name = value if equals else take_value(option, queue, own)
+            declared(name)  # an unknown name is an error before its options are
+            passes.append((name, {}))
+        elif passes and field_name(option) in declared(passes[-1][0]):
+            name, options = passes[-1]
+            if field_name(option) in options:
+                raise UsageError(f"{name}: {option} is given twice", remedy="give it once")
+            if not equals:
+                alone = declared(name)[field_name(option)] and not (queue and queue[0].lower() in YES_OR_NO)
+                value = "true" if alone else take_value(option, queue, own)
+            options[field_name(option)] = value
+        elif option in own:
+            left.append(argument)
+        else:
+            refuse(option, own, passes, declared)
+    return left, passes
+
+
+def take_value(option: str, queue: list[str], own: Collection[str]) -> str:
+    """The next argument, taken off the queue as the value of `option`."""
+    if not queue or queue[0].startswith("--") or queue[0] in own:
+        raise UsageError(f"{option} needs a value", remedy=f"write {option} VALUE")
+    return queue.pop(0)
+
+
+def refuse(option: str, own: Collection[str], passes: Requested, declared: Declared) -> None:
+    """An option that neither the pass nor the command has is an error that says which was probably meant."""
+    if not passes:
+        near = suggest(option, own, "an option of a pass follows the --pass it belongs to")
+        raise UsageError(f"there is no option {option}", remedy=near)
+    name = passes[-1][0]
+    known = [f"--{field.replace('_', '-')}" for field in declared(name)]
+    raise UsageError(f"{name}: unknown option {option}", remedy=suggest(option, [*known, *own], f"see retrofit passes {name}"))
+
+
+def field_name(option: str) -> str:
+    """`--some-option` as the field it sets, `some_option`."""
+    return option.removeprefix("--").replace("-", "_")
+
+
+def known_pass(name: str) -> type[Pass]:
+    """The class of the installed pass `name`; an unknown name is a `UsageError` that says which was probably meant."""
+    names = pass_names()
+    if name not in names:
+        raise UsageError(f"there is no pass called {name!r}", remedy=suggest(name, names, f"choose one of {', '.join(names)}"))
+    return load_pass(name)
+
+
+def declared_by(name: str) -> Mapping[str, bool]:
+    """The options of the installed pass `name`, and whether each may stand alone."""
+    return {option: isinstance(default, bool) for option, _, default, _ in options_of(known_pass(name))}
+
+
+def gather_passes(arguments: list[str], own: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The arguments left for the command, and its `passes`; where help is asked for, nothing but that."""
+    ended = arguments.index("--") if "--" in arguments else len(arguments)
+    if {"-h", "--help"} & set(arguments[:ended]):
+        return ["--help"], {}
+    left, passes = split_passes(arguments, own, declared_by)
+    return left, {"passes": passes}

@@ -1,0 +1,114 @@
+"""`retrofit train`: a model on disk, trained on with its own objective."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from retrofit.cli.failures import exit_code
+from retrofit.cli.parser import Subparsers, add_model_arguments, existing
+from retrofit.cli.progress import Progress, quiet
+from retrofit.cli.writing import beside, free, naming
+from retrofit.settings import Settings, flag
+
+EXAMPLES = """\
+The objective is the model's own: span corruption where it has an encoder and a decoder, the next token where its outputs never
+depend on later tokens, masked tokens otherwise. Text is read through the tokenizer in MODEL or --tokenizer, else as bytes.
+
+  retrofit train model.pt --data text.txt --steps 200        writes model.trained.pt, its curve and numbers in model.trained.run/
+  retrofit train hf_dir/ --data docs/ --steps 1000 --bf16    writes hf_dir.trained/
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model on text, with its own objective",
+        description="Continue a model's pretraining.",
+        epilog=EXAMPLES,
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--data",
+        metavar="TEXT",
+        type=Path,
+        nargs="+",
+        action="extend",
+        required=True,
+        help="text files, or directories of .txt, .py and .md",
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: beside MODEL)")
+    parser.add_argument("--force", action="store_true", help="replace an output that exists, and its run")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of the run that writes this output")
+    for field in dataclasses.fields(Settings):
+        add_setting(parser, field)
+    parser.set_defaults(run=run)
+
+
+def add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
+    """The parser reads one field of the settings, which keeps its default where it is not given."""
+    text, default = field.metadata["doc"], field.default
+    if default is False:
+        parser.add_argument(flag(field), action="store_true", default=argparse.SUPPRESS, help=text)
+        return
+    kind = {"int": int, "int | None": int, "float": float, "str": str}[str(field.type)]
+    parser.add_argument(
+        flag(field),
+        type=kind,
+        metavar=None if kind is str else "N" if kind is int else "X",
+        choices=field.metadata.get("choices") or None,
+        required=default is dataclasses.MISSING,
+        default=argparse.SUPPRESS,
+        help=text if default in (dataclasses.MISSING, None) else f"{text} (default: {default})",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The trained model, its numbers and its curve are on disk, and a table of them on stdout."""
+    given = vars(arguments)
+    settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings) if field.name in given})
+    existing(arguments.model)
+    output = free(arguments.output or beside(arguments.model, ["trained"]), arguments.force)
+
+    from retrofit.runs import refuse_to_overwrite
+
+    refuse_to_overwrite(output, resume=arguments.resume, force=arguments.force)
+
+    from retrofit.checkpoint import load
+    from retrofit.corpus import read_texts, read_tokenizer
+    from retrofit.training import continue_pretraining
+
+    texts = read_texts(arguments.data)
+    try:
+        with Progress() as progress, quiet(arguments.debug), naming(output):
+            progress(f"reading {arguments.model}")
+            tokenizer = read_tokenizer(arguments.tokenizer or arguments.model, required=arguments.tokenizer is not None)
+            model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+            result = continue_pretraining(
+                model,
+                texts,
+                settings,
+                tokenizer=tokenizer,
+                output=output,
+                resume=arguments.resume,
+                force=arguments.force,
+                progress=progress,
+            )
+    except KeyboardInterrupt as interruption:
+        return interrupted(output, interruption)
+    print(result)
+    return 0
+
+
+def interrupted(output: Path, interruption: KeyboardInterrupt) -> int:
+    """The exit code of an interrupted run, after a word on how to go on."""
+    from retrofit.runs import folder_of, last_checkpoint
+
+    checkpoint = last_checkpoint(folder_of(output))
+    left = "nothing was written" if checkpoint is None else f"{checkpoint} is whole, the same command with --resume goes on from it"
+    print(f"retrofit: interrupted: {left}", file=sys.stderr)
+    return exit_code(interruption)

@@ -1,0 +1,170 @@
+"""The whole thing at work, from nothing: a small language model is trained, widened, checked, trained on, and asked to write.
+
+    python examples/demo.py    # some five minutes on two cores; everything it makes is in demo/
+
+The text is the documentation of the language that comes with every Python. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pydoc_data.topics import topics
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import retrofit
+from retrofit.cli import main as retrofit_command
+from retrofit.cli.progress import Progress, quiet
+from retrofit.corpus import codec_for, read_texts
+from retrofit.cost import flops_per_token
+from retrofit.curves import draw_curves
+from retrofit.runs import TrainingRun
+from retrofit.settings import Settings
+from retrofit.training import continue_pretraining
+
+LENGTH, BATCH, HELD_OUT, EVALUATIONS = 256, 4, 0.03, 6
+PROMPT = 'The "with" statement'
+
+
+def main() -> None:
+    options = read_options()
+    began = time.monotonic()
+    folder: Path = options.output
+    folder.mkdir(parents=True, exist_ok=True)
+    text, dense, wide = folder / "text.txt", folder / "model.pt", folder / "model.altup.pt"
+
+    stage("1/6  Text: the documentation of the Python language")
+    text.write_text("\n\n".join(topics[name] for name in sorted(topics)), encoding="utf-8")
+    print(f"{text}: {text.stat().st_size:,} bytes on {len(topics)} topics")
+
+    stage(f"2/6  A small dense model, trained from scratch for {options.steps} steps")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(byte_llama(options.width, options.layers))
+    every = math.ceil(options.steps / EVALUATIONS)
+    settings = Settings(options.steps, BATCH, LENGTH, lr=2e-3, schedule="cosine", eval_fraction=HELD_OUT, eval_every=every)
+    with Progress() as progress, quiet(debug=False):
+        run = continue_pretraining(model, read_texts([text]), settings, output=dense, force=True, progress=progress)
+    print(run)
+
+    stage("3/6  The same model with a residual stream twice as wide, its layers as they were")
+    command("apply", "--pass", "altup", "--k", "2", dense, "--force")
+    command("verify", wide, "--against", dense)
+    command("inspect", wide, "--svg", folder / "model.altup.svg", "--force")
+
+    stage(f"4/6  Both trained on: the same {options.more} steps on the same windows in the same order")
+    setting = {"steps": options.more, "batch-size": BATCH, "length": LENGTH, "lr": 1e-3, "eval-fraction": HELD_OUT, "seed": 1}
+    setting["eval-every"] = math.ceil(options.more / EVALUATIONS)
+    words = [word for name, value in setting.items() for word in (f"--{name}", value)]
+    runs = {}
+    for name, start in (("dense", dense), ("AltUp, K = 2", wide)):
+        trained = start.with_suffix(".trained.pt")
+        command("train", start, "--data", text, *words, "-o", trained, "--force")
+        runs[name] = TrainingRun.read(trained)
+    curves = draw_curves(folder / "curves.png", runs, "From the same start, on the same windows")
+    print(f"{curves}: the loss of both")
+
+    stage("5/6  A sample from the retrofitted model")
+    print(sample(wide.with_suffix(".trained.pt"), options.characters))
+
+    stage("6/6  In numbers")
+    print(comparison(dense, wide, *runs.values()))
+    print(f"\nEverything is in {folder}/: the models (.pt), their anatomy (.svg), the curves (.png), the numbers (.run/).")
+    print(f"Done in {time.monotonic() - began:.0f} s.")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="From nothing to a retrofitted, verified, trained model.")
+    parser.add_argument("--output", type=Path, default=Path("demo"), help="where everything goes (default: demo)")
+    parser.add_argument("--steps", type=int, default=500, help="steps of the dense model's first training (default: 500)")
+    parser.add_argument("--more", type=int, default=250, help="steps of the continued training of each (default: 250)")
+    parser.add_argument("--width", type=int, default=192, help="the dense model's width, a multiple of 16 (default: 192)")
+    parser.add_argument("--layers", type=int, default=6, help="its depth (default: 6)")
+    parser.add_argument("--characters", type=int, default=230, help="length of the sample (default: 230)")
+    return parser.parse_args()
+
+
+def byte_llama(width: int, layers: int) -> LlamaConfig:
+    """A Llama whose tokens are bytes."""
+    heads = max(1, width // 48)
+    return LlamaConfig(
+        vocab_size=256,
+        hidden_size=width,
+        intermediate_size=8 * width // 3 // 16 * 16,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=width // heads // 2 * 2,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
+def stage(title: str) -> None:
+    print(f"\n\033[1m{title}\033[0m\n" if sys.stdout.isatty() else f"\n{title}\n", flush=True)
+
+
+def command(*words: object) -> None:
+    """The command line has run; the demo ends here where it failed."""
+    print("$ retrofit", *words, flush=True)
+    code = retrofit_command([str(word) for word in words])
+    if code != 0:
+        sys.exit(code)
+    print(flush=True)
+
+
+def sample(path: Path, characters: int) -> str:
+    """What the model at `path` writes after `PROMPT`."""
+    model = retrofit.load(path)
+    codec = codec_for(model)
+    torch.manual_seed(0)
+    ids = codec.encode(PROMPT).long()[None]
+    written = model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=characters, do_sample=True, temperature=0.5, pad_token_id=0
+    )
+    return codec.decode(written[0].tolist())
+
+
+def comparison(dense: Path, wide: Path, before: TrainingRun, after: TrainingRun) -> str:
+    """The dense model and the retrofitted one, side by side."""
+    models = [retrofit.load(path) for path in (dense, wide)]
+    seconds = seconds_a_step(models)
+    flops = [flops_per_token(retrofit.inspect(model).program) for model in models]
+    rows = [
+        ("", "dense", "AltUp, K = 2", "ratio"),
+        ("parameters", f"{before.parameters:,}", f"{after.parameters:,}", f"{after.parameters / before.parameters:.3f}"),
+        ("FLOPs a token, forward", f"{flops[0]:,}", f"{flops[1]:,}", f"{flops[1] / flops[0]:.3f}"),
+        ("seconds a training step", f"{seconds[0]:.3f}", f"{seconds[1]:.3f}", f"{seconds[1] / seconds[0]:.3f}"),
+        ("held-out loss at the start", *(f"{run.eval_losses[0][1]:.4f}" for run in (before, after)), ""),
+        (f"held-out loss after {before.settings.steps} steps", *(f"{run.eval_losses[-1][1]:.4f}" for run in (before, after)), ""),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def seconds_a_step(models: Sequence[torch.nn.Module], rounds: int = 7) -> list[float]:
+    """The least time of a forward and backward pass of each model, the models taken in turns: a busy machine slows them alike."""
+    ids = torch.randint(256, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    seconds: list[list[float]] = [[] for _ in models]
+    for _ in range(rounds):
+        for model, taken in zip(models, seconds, strict=True):
+            began = time.perf_counter()
+            model.train()(input_ids=ids, labels=ids).loss.backward()
+            taken.append(time.perf_counter() - began)
+            model.eval().zero_grad()
+    return [min(taken) for taken in seconds]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The passes: one file a method. Names are imported on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retrofit.passes.altup import AltUp as AltUp
+    from retrofit.passes.sum import SumEmbedding as SumEmbedding
+
+HOMES = {"AltUp": "retrofit.passes.altup", "SumEmbedding": "retrofit.passes.sum"}
+__all__ = sorted(HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in HOMES:
+        return getattr(importlib.import_module(HOMES[name]), name)
+    raise AttributeError(f"module 'retrofit.passes' has no attribute {name!r}")

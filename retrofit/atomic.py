@@ -1,0 +1,103 @@
+"""Outputs that are whole or not there: written beside their final name, renamed when complete, gone again when anything fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from retrofit.errors import CheckpointError, RetrofitError
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, *, force: bool = False) -> Iterator[BinaryIO]:
+    """A file to write to; it is at `path`, on the disk, once the block ends, and nowhere if the block raises."""
+    path = final_name(path, force=force, directory=False)
+    draft = draft_of(path)
+    with explained(path):
+        try:
+            descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+            with os.fdopen(descriptor, "w+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, path)
+            flush_directory(path.parent)
+        finally:
+            draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
+    """A directory to write into; once the block ends it has taken the place of what was at `path`, and if it raises it is gone."""
+    path = final_name(path, force=force, directory=True)
+    draft, previous = draft_of(path), draft_of(path)
+    with explained(path):
+        try:
+            draft.mkdir()
+            yield draft
+            for file in draft.rglob("*"):
+                flush_directory(file) if file.is_dir() else flush_file(file)
+            if path.exists():
+                path.rename(previous)
+            draft.rename(path)
+            flush_directory(path.parent)
+        finally:
+            if previous.exists() and not path.exists():
+                previous.rename(path)
+            shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(previous, ignore_errors=True)
+
+
+def final_name(path: Path, *, force: bool, directory: bool) -> Path:
+    """`path` with its links followed; raises where something stands there that may not be replaced, or where nothing can be put."""
+    if path.exists():
+        if path.is_dir() != directory:
+            kinds = ("a directory", "a file") if path.is_dir() else ("a file", "a directory")
+            raise CheckpointError(f"{path} is {kinds[0]}; {kinds[1]} was to be written there", remedy="choose another name")
+        if not force:
+            raise CheckpointError(f"{path} exists already", remedy="choose another name, or force=True (--force) to replace it")
+    elif not path.resolve().parent.is_dir():
+        raise CheckpointError(f"{path} cannot be written", why=f"there is no directory {path.parent}", remedy="create it first")
+    return path.resolve()
+
+
+def draft_of(path: Path) -> Path:
+    """A new hidden name beside `path`."""
+    return path.parent / f".retrofit-{secrets.token_hex(8)}.partial"
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """A failure to write is a `CheckpointError` that names `path` and the reason."""
+    try:
+        yield
+    except RetrofitError:
+        raise
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        raise CheckpointError(
+            f"{path} cannot be written",
+            why=reason,
+            remedy=f"check the free space and the permissions of {path.parent}" if isinstance(error, OSError) else "",
+        ) from error
+
+
+def flush_file(path: Path) -> None:
+    """The file's contents are on the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def flush_directory(path: Path) -> None:
+    """The directory's entries are on the disk, where the system can say so."""
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

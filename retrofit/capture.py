@@ -1,0 +1,274 @@
+"""Capture a model as one ATen graph that remembers every module call: `torch.export` under fake tensors.
+
+While the model is traced, hooks put a marker on each tensor that enters or leaves a module call. The markers are taken out of the
+graph again and become `Program.calls`: which node entered which call as which argument, and which left it as which output.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from retrofit.errors import CaptureError
+
+LIBRARY = torch.library.Library("retrofit", "DEF")
+LIBRARY.define("mark(Tensor x, int call, bool leaves, str key) -> Tensor")
+LIBRARY.impl("mark", lambda x, call, leaves, key: x.clone(), "CompositeExplicitAutograd")
+fx.node.has_side_effect(torch.ops.retrofit.mark.default)  # what a module call reads is run, whether or not the outputs hang on it
+
+Key = int | str | None
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of one module: what entered as which argument, what left as which output."""
+
+    path: str
+    index: int  # the how-manieth call of that module
+    number: int  # position among all calls, in the order they began
+    parent: Call | None
+    inputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
+    outputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    @property
+    def chain(self) -> Iterator[Call]:
+        """This call and the calls it was made in, innermost first."""
+        call: Call | None = self
+        while call is not None:
+            yield call
+            call = call.parent
+
+    def encloses(self, other: Call) -> bool:
+        return any(call is self for call in other.chain)
+
+
+@dataclasses.dataclass
+class Program:
+    """A captured model: its graph, what each placeholder stands for, its module calls."""
+
+    graph: fx.Graph
+    parameters: dict[fx.Node, str]  # placeholder → parameter name
+    buffers: dict[fx.Node, str]  # placeholder → buffer name
+    constants: dict[fx.Node, str]
+    inputs: dict[fx.Node, str]  # placeholder → name of the argument
+    outputs: dict[str, fx.Node]  # name of the output → node
+    calls: list[Call]  # the root call, of the model itself, first
+    owner: dict[fx.Node, Call]  # the innermost call a node was computed in
+
+    @property
+    def root(self) -> Call:
+        return self.calls[0]
+
+
+class Marker:
+    """Puts markers on the tensors of one side of one call, one marker a tensor: modules compare arguments with `is`."""
+
+    def __init__(self, call: int, leaves: bool) -> None:
+        self.call, self.leaves = call, leaves
+        self.done: dict[int, torch.Tensor] = {}
+
+    def mark(self, item: Any, key: Key) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        if id(item) not in self.done:
+            self.done[id(item)] = torch.ops.retrofit.mark(item, self.call, self.leaves, repr(key))
+        return self.done[id(item)]
+
+    def mark_all(self, value: Any) -> Any:
+        """`value` with a marker on every tensor in it, one level of tuple, list or mapping deep."""
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.mark(item, position) for position, item in enumerate(value)))
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.mark(item, position) for position, item in enumerate(value))
+        if isinstance(value, MutableMapping):
+            for key in list(value):
+                if isinstance(value[key], torch.Tensor):
+                    value[key] = self.mark(value[key], key)
+            return value
+        return self.mark(value, None)
+
+
+@contextlib.contextmanager
+def marked_calls(model: nn.Module) -> Iterator[list[Call]]:
+    """Within this context every call of a submodule of `model` is recorded and its tensors are marked."""
+    calls = [Call("", 0, 0, None)]
+    stack = [calls[0]]
+    counts: dict[str, int] = {}
+    handles: list[Any] = []
+
+    def before(path: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = Call(path, counts.get(path, 0), len(calls), stack[-1])
+            counts[path] = call.index + 1
+            calls.append(call)
+            stack.append(call)
+            marker = Marker(call.number, leaves=False)
+            return marker.mark_all(tuple(args)), marker.mark_all(dict(kwargs))
+
+        return hook
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return Marker(stack.pop().number, leaves=True).mark_all(output)
+
+    try:
+        for path, module in model.named_modules():
+            if path:
+                handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
+                handles.append(module.register_forward_hook(after, with_kwargs=True))
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def no_cache(model: nn.Module) -> Iterator[None]:
+    """Within this context no config in the model asks for a cache, which is no value of the graph."""
+    found = [getattr(module, "config", None) for module in model.modules()]
+    configs: dict[int, Any] = {id(config): config for config in found if hasattr(config, "use_cache")}
+    before = {key: config.use_cache for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for key, config in configs.items():
+            config.use_cache = before[key]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within this context the tracer's warnings and the graphs it prints when it fails are not shown."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def capture(model: nn.Module, example_inputs: Mapping[str, Any]) -> Program:
+    """The program that `model` runs on inputs like `example_inputs` (arguments by name), in evaluation mode.
+
+    Nothing is computed and no weight is copied. Raises `CaptureError` where the model cannot be traced.
+    """
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        try:
+            exported, calls = export(model, dict(example_inputs))
+        except Exception:
+            mask = missing_mask(model, example_inputs)
+            if mask is None:
+                raise
+            exported, calls = export(model, {**example_inputs, "attention_mask": mask})
+    except Exception as error:  # whatever the model's own code raises
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CaptureError(
+            f"{type(model).__name__} could not be captured as a graph",
+            why=f"{type(error).__name__}: {first}",
+            remedy="pass example_inputs= that its forward accepts; code that branches on the values of tensors cannot be captured",
+        ) from error
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    return read_program(exported, calls)
+
+
+def export(model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.export.ExportedProgram, list[Call]]:
+    """The model as an exported program in functional form, with markers, and the calls they belong to."""
+    with marked_calls(model) as calls, torch.no_grad(), quiet(), no_cache(model):
+        exported = torch.export.export(model, (), inputs, strict=False)
+        if any(mutates(node) for node in exported.graph.nodes):
+            exported = exported.run_decompositions({})  # functional form, no operation taken apart
+    return exported, calls
+
+
+def missing_mask(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """An all-ones attention mask, where the model takes one, was given ids and was given none: some code needs it when traced."""
+    ids = inputs.get("input_ids")
+    takes = "attention_mask" in inspect.signature(model.forward).parameters
+    return torch.ones_like(ids) if takes and ids is not None and inputs.get("attention_mask") is None else None
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether the operation writes into one of its operands."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def read_program(exported: torch.export.ExportedProgram, calls: list[Call]) -> Program:
+    """The program of an exported model, its markers turned into the inputs and outputs of `calls`."""
+    graph = exported.graph
+    signature = exported.graph_signature
+    by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    parameters = {by_name[key]: name for key, name in signature.inputs_to_parameters.items() if key in by_name}
+    buffers = {by_name[key]: name for key, name in signature.inputs_to_buffers.items() if key in by_name}
+    constants = {by_name[key]: name for key, name in signature.inputs_to_lifted_tensor_constants.items() if key in by_name}
+    inputs = {by_name[name]: name for name in signature.user_inputs if isinstance(name, str) and name in by_name}
+    owner = take_marks(graph, calls)
+    (result,) = (node for node in graph.nodes if node.op == "output")
+    outputs = dict(zip(output_names(exported), result.args[0], strict=False))
+    named = {name: node for name, node in outputs.items() if isinstance(node, fx.Node)}
+    calls[0].inputs = {name: node for node, name in inputs.items()}
+    calls[0].outputs = {name: node for name, node in named.items()}  # noqa: C416
+    return Program(graph, parameters, buffers, constants, inputs, named, calls, owner)
+
+
+def output_names(exported: torch.export.ExportedProgram) -> list[str]:
+    """A name for each flat output: the key of the mapping it stands in, or its position."""
+    names: list[str] = []
+    mutated = len(exported.graph_signature.output_specs) - len(exported.graph_signature.user_outputs)
+    names.extend(f"mutation {position}" for position in range(mutated))
+    spec = exported.call_spec.out_spec
+    dummy = torch.utils._pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    leaves, _ = torch.utils._pytree.tree_flatten_with_path(dummy)
+    for path, _ in leaves:
+        names.append(".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path) or "output")
+    return names
+
+
+def take_marks(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
+    """The graph without its markers; each call knows its inputs and outputs; the innermost call of every node is returned."""
+    owner: dict[fx.Node, Call] = {}
+    mark = torch.ops.retrofit.mark.default
+    by_path: dict[tuple[str, int], Call] = {(call.path, call.index): call for call in calls}
+    for node in list(graph.nodes):
+        if node.op not in ("call_function", "get_attr"):
+            continue
+        if node.target is mark:
+            source, number, leaves, key = node.args
+            call = calls[number]
+            (call.outputs if leaves else call.inputs).setdefault(parse_key(key), source)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            continue
+        owner[node] = innermost_call(node, by_path, calls[0])
+    return owner
+
+
+def parse_key(text: str) -> Key:
+    if text == "None":
+        return None
+    return int(text) if text.lstrip("-").isdigit() else text[1:-1]
+
+
+def innermost_call(node: fx.Node, by_path: Mapping[tuple[str, int], Call], root: Call) -> Call:
+    """The call a node was made in, from the module stack that the tracer wrote down."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for entry in reversed(list(stack.items())):
+        key, (path, _) = entry
+        call = by_path.get((path, int(key.partition("@")[2] or 0)))
+        if call is not None:
+            return call
+    return root

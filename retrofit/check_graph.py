@@ -1,0 +1,54 @@
+"""The graph check: the model captures again, and its outputs are laid out as the dense model's at other batch sizes and lengths."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from retrofit.finding import Finding, failed, first_line, layout, passed
+from retrofit.probes import describe, is_per_token
+from retrofit.reference import Layout, Probe, other_shapes
+
+if TYPE_CHECKING:
+    from retrofit.subject import Subject
+
+
+def check(subject: Subject) -> Finding:
+    nodes = sum(node.op == "call_function" for node in subject.program.graph.nodes)
+    expected = expected_outputs(subject)
+    for inputs, outputs in expected:
+        try:
+            found = Probe.of(subject.model, inputs).outputs
+        except Exception as error:
+            return failed(f"{nodes} nodes", f"it does not run on {describe(inputs)}: {first_line(error)}")
+        wrong = [
+            f"{name} is {said(found.get(name))}, not {said(output)}"
+            for name, output in outputs.items()
+            if found.get(name) != output
+        ]
+        if wrong:
+            return failed(f"{nodes} nodes", f"on {describe(inputs)}, {'; '.join(wrong)}")
+    return passed(f"{nodes} nodes, {len(expected)} shapes of inputs")
+
+
+def expected_outputs(subject: Subject) -> list[tuple[dict[str, Any], dict[str, Layout]]]:
+    """Inputs of several shapes, and what they must give: what they gave in the dense model, else what follows from the first."""
+    if subject.reference is not None:
+        return [(probe.inputs, probe.outputs) for probe in subject.reference.probes]
+    shapes = [subject.inputs, *other_shapes(subject.model, subject.inputs)]
+    return [(inputs, scaled(subject.first, inputs)) for inputs in shapes]
+
+
+def scaled(first: Probe, inputs: dict[str, Any]) -> dict[str, Layout]:
+    """The outputs of a probe, as they are to be for inputs of another shape: laid out (batch, length or not, …)."""
+    pairs = [(value, inputs[name]) for name, value in first.inputs.items() if is_per_token(value)]
+    lengths = {value.shape[1]: other.shape[1] for value, other in pairs}
+    rows = next(value.shape[0] for value in inputs.values() if hasattr(value, "shape"))
+    return {
+        name: ((rows, *(lengths.get(extent, extent) for extent in shape[1:2]), *shape[2:]), dtype)
+        for name, (shape, dtype) in first.outputs.items()
+        if shape
+    }
+
+
+def said(output: Layout | None) -> str:
+    return "missing" if output is None else layout(*output)

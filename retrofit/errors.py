@@ -1,0 +1,49 @@
+"""Everything retrofit raises on purpose: what went wrong, why, and the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RetrofitError(Exception):
+    """A failure a person can act on: the thing it concerns, the reason, the remedy."""
+
+    def __init__(self, what: str, *, why: str = "", remedy: str = "") -> None:
+        self.what, self.why, self.remedy = what, why, remedy
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(f"  why: {self.why}")
+        if self.remedy:
+            lines.append(f"  way out: {self.remedy}")
+        return "\n".join(lines)
+
+
+class CaptureError(RetrofitError):
+    """The model could not be captured as a graph."""
+
+
+class NoTransformerError(RetrofitError):
+    """The captured graph holds no transformer, or only a part of one."""
+
+
+class DoesNotFitError(RetrofitError):
+    """A pass does not fit the model it was asked to rewrite."""
+
+
+class SpecError(RetrofitError):
+    """The text of a pass or of one of its options cannot be read."""
+
+
+class CheckpointError(RetrofitError):
+    """A file is not what it should be, or cannot be written."""
+
+
+class VerificationError(RetrofitError):
+    """A rewritten model failed a check; `report` says which."""
+
+    def __init__(self, what: str, *, report: Any = None, why: str = "", remedy: str = "") -> None:
+        super().__init__(what, why=why, remedy=remedy)
+        self.report = report

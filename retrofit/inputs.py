@@ -1,0 +1,117 @@
+"""Inputs to capture a model with: the ones given, or ones derived from the model itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.errors import CaptureError
+
+BATCH, LENGTH, TARGET_LENGTH = 2, 11, 7  # primes, so that no extent is mistaken for another
+
+
+def forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+    """The parameters of the model's forward by name."""
+    return dict(inspect.signature(model.forward).parameters)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+
+
+def vocabulary_of(model: nn.Module) -> int:
+    """The number of token ids the model takes, from its config or else from its largest embedding."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    if isinstance(size, int) and size > 0:
+        return size
+    return max((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), default=0)
+
+
+def special_ids(model: nn.Module) -> set[int]:
+    """The ids that the model's config gives a meaning of their own."""
+    config = getattr(model, "config", None)
+    found: set[int] = set()
+    for source in filter(None, (config, getattr(model, "generation_config", None))):
+        for name, value in vars(source).items():
+            if name.endswith("token_id"):
+                found.update(item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, int))
+    return found
+
+
+def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Ordinary token ids, special ones left out: (batch, length)."""
+    size = vocabulary_of(model)
+    if size < 1:
+        raise CaptureError(
+            f"{type(model).__name__}: cannot tell how many token ids it takes",
+            why="it has neither config.vocab_size nor an nn.Embedding",
+            remedy="pass example_inputs={'argument': tensor, …}",
+        )
+    special = special_ids(model)
+    ordinary = torch.tensor([token for token in range(min(size, 4096)) if token not in special] or [0])
+    chosen = torch.randint(len(ordinary), (batch, length), generator=torch.Generator().manual_seed(seed))
+    return ordinary[chosen]
+
+
+def pixel_values(model: nn.Module, batch: int, seed: int = 0) -> torch.Tensor:
+    """A batch of images of the size that the config names: (batch, channels, height, width)."""
+    config = getattr(model, "config", None)
+    vision = getattr(config, "vision_config", None) or config
+    extent = getattr(vision, "image_size", None) or 224
+    height, width = extent if isinstance(extent, (list, tuple)) else (extent, extent)
+    channels = getattr(vision, "num_channels", 3)
+    return torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def example_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> dict[str, Any]:
+    """Inputs the model accepts, by argument name, on its device; raises `CaptureError` where they cannot be told."""
+    parameters = forward_parameters(model)
+    config = getattr(model, "config", None)
+    made: dict[str, Any] = {}
+    main = getattr(model, "main_input_name", None)
+    if "pixel_values" in parameters and (main == "pixel_values" or "input_ids" not in parameters):
+        made["pixel_values"] = pixel_values(model, batch, seed)
+    elif "input_ids" in parameters:
+        made["input_ids"] = token_ids(model, batch, length, seed)
+        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
+            made["decoder_input_ids"] = token_ids(model, batch, min(TARGET_LENGTH, length), seed + 1)
+    else:
+        required = [
+            name
+            for name, parameter in parameters.items()
+            if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if len(required) != 1:
+            raise CaptureError(
+                f"{type(model).__name__}: cannot derive inputs for forward({', '.join(parameters)})",
+                why=f"it needs {len(required)} arguments whose meaning is unknown",
+                remedy="pass example_inputs={'argument': tensor, …}",
+            )
+        made[required[0]] = token_ids(model, batch, length, seed)
+    device = device_of(model)
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in made.items()}
+
+
+def named_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:
+    """What the model is captured with: `given` (mapping, tensor, sequence) or derived inputs, by argument name, without a cache."""
+    parameters = forward_parameters(model)
+    if given is None:
+        inputs = example_inputs(model)
+    elif isinstance(given, Mapping):
+        inputs = dict(given)
+    else:
+        values = [given] if isinstance(given, torch.Tensor) else list(given)
+        inputs = dict(zip(parameters, values, strict=False))
+    device = device_of(model)
+    inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if "use_cache" in parameters or (keywords and hasattr(getattr(model, "config", None), "use_cache")):
+        inputs["use_cache"] = False
+    inputs.pop("labels", None)
+    return inputs

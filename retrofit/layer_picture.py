@@ -1,0 +1,238 @@
+"""One layer as a panel: the stream as a thick line, each branch leaving it through its norm and joining again at ⊕."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+
+from retrofit.anatomy import Branch, Layer
+from retrofit.canvas import BODY, FAINT, NAME, TITLE, Canvas, Face, Point
+from retrofit.folding import common_name, relative, structure
+from retrofit.placement import Norms
+from retrofit.wording import compact, heads, layer_range, owner, shapes, sharing
+
+STREAM, WIRE = "#475569", "#64748b"
+PANEL, PANEL_EDGE = "#f8fafc", "#d8dee6"
+STREAM_AT, BRANCH_AT, EDGE = 40.0, 92.0, 18.0  # from the panel's edge on the stream's side; to its other edge
+NARROWEST, WIDEST = 236.0, 340.0  # one branch
+LINE, PAD, BESIDE = 16.0, 11.0, 16.0
+RISER = 34.0  # where a branch's wire enters its box
+TAP, STEP, JOIN, HEADER = 24.0, 14.0, 20.0, 50.0
+PLUS = 9.0
+PILL_WIDTH, PILL_HEIGHT = 46.0, 20.0
+MOST_SHAPES = 5
+LABEL = Face(10.5)
+
+NONE = Norms({}, {}, {}, ())
+
+# role: title, fill, edge
+LOOKS = {
+    "self-attention": ("Self-attention", "#e8effc", "#6b8fd8"),
+    "cross-attention": ("Cross-attention", "#dff3ef", "#3f9c8d"),
+    "ffn": ("Feed-forward", "#fdf2dc", "#d9a441"),
+    "moe": ("Mixture of experts", "#fbe7df", "#d57f5a"),
+    "other mixer": ("Mixer", "#efe9f9", "#957bc9"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """The horizontal extent of a column; a mirrored one has its stream at the right."""
+
+    left: float
+    width: float
+    mirrored: bool = False
+
+    @property
+    def right(self) -> float:
+        return self.left + self.width
+
+    @property
+    def stream(self) -> float:
+        return self.at(STREAM_AT)
+
+    @property
+    def side(self) -> int:
+        """The direction from the stream to the branches."""
+        return -1 if self.mirrored else 1
+
+    def at(self, offset: float) -> float:
+        """The point `offset` away from the edge on the stream's side."""
+        return self.right - offset if self.mirrored else self.left + offset
+
+    def box(self, offset: float, width: float) -> float:
+        """The left edge of a box that begins `offset` away from the edge on the stream's side."""
+        return self.at(offset + width) if self.mirrored else self.at(offset)
+
+    @property
+    def clear(self) -> tuple[float, float]:
+        """Where text stands free of the stream."""
+        near, far = self.at(STREAM_AT + 24), self.at(self.width - EDGE)
+        return min(near, far), max(near, far)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inlet:
+    """Where a cross-attention takes in what it reads."""
+
+    branch: Branch
+    point: Point
+
+
+def texts(branch: Branch, layer: Layer) -> list[tuple[str, Face]]:
+    """The lines of a branch's box below its title."""
+    lines = [(text, BODY) for text in [heads(branch)] if text]
+    made = shapes(branch)
+    if len(made) > MOST_SHAPES:
+        made[MOST_SHAPES - 1 :] = [f"{len(made) - MOST_SHAPES + 1} more"]
+    return lines + [(text, BODY) for text in made] + [(text, NAME) for text in [owner(branch, layer)] if text]
+
+
+def title_of(branch: Branch) -> str:
+    return ("Gated " + LOOKS[branch.role][0].lower()) if branch.gated else LOOKS[branch.role][0]
+
+
+def box_width(branch: Branch, layer: Layer) -> float:
+    """How wide the box of a branch has to be, within limits."""
+    first = TITLE.width(title_of(branch)) + 20 + BODY.width(compact(branch.parameters))
+    widest = max([first, *(face.width(text) for text, face in texts(branch, layer))])
+    return min(max(widest + 2 * PAD, NARROWEST), WIDEST)
+
+
+def box_height(branch: Branch, layer: Layer, brief: bool) -> float:
+    return 2 * PAD - 3 + LINE * (1 if brief else 1 + len(texts(branch, layer)))
+
+
+def parallel(layer: Layer) -> list[list[int]]:
+    """The branches by position, neighbours that leave the stream at the same node together."""
+    groups: list[list[int]] = []
+    for index, branch in enumerate(layer.branches):
+        if groups and layer.branches[groups[-1][-1]].source == branch.source:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def panel_width(layer: Layer) -> float:
+    """How wide a panel has to be for all branches of `layer`."""
+    needed = NARROWEST
+    for group in parallel(layer):
+        widest = max(box_width(layer.branches[index], layer) for index in group)
+        needed = max(needed, len(group) * widest + (len(group) - 1) * BESIDE)
+    return BRANCH_AT + needed + EDGE
+
+
+def captions(layers: Sequence[Layer], same: str, norms: Sequence[str]) -> list[str]:
+    """The lines below the title of a panel: where the layers are, what else is to be said of them."""
+    name = common_name([layer.name for layer in layers]) if all(layer.name for layer in layers) else "no module of their own"
+    unplaced = ", ".join(relative(norm, layers[0].name) for norm in norms)
+    return [name, *filter(None, [sharing(layers), same, unplaced and f"norms: {unplaced}"])]
+
+
+class LayerPicture:
+    """Draws layers into one column of a canvas, upwards."""
+
+    def __init__(self, canvas: Canvas, frame: Frame) -> None:
+        self.canvas, self.frame = canvas, frame
+        self.inlets: list[Inlet] = []
+        self.drawn: dict[Hashable, str] = {}  # structure → the layers it was drawn in full for
+        self.brief = False  # whether the layer at hand was drawn before
+
+    def draw(self, layers: Sequence[Layer], positions: Sequence[int], norms: Norms, y: float) -> float:
+        """One panel for all of `layers`, its lower edge at `y`; returns its upper edge. What was drawn before is drawn in brief."""
+        layer, frame, bottom = layers[0], self.frame, y
+        same = self.drawn.setdefault(structure(layer), layer_range(positions))
+        self.brief = same != layer_range(positions)
+        norms = NONE if self.brief else norms
+        y -= 12
+        y = self.stream_norms(norms.stream.get(-1, ()), layer, y)
+        for group in parallel(layer):
+            y = self.branches(layer, group, norms, y)
+            y = self.stream_norms([norm for index in group for norm in norms.stream.get(index, ())], layer, y)
+        lines = captions(layers, f"as {same}" if self.brief else "", norms.unplaced)
+        top = y - HEADER - LINE * (len(lines) - 1)
+        self.header(layers, positions, lines, top)
+        self.canvas.panel(frame.left, top, frame.width, bottom - top, PANEL, PANEL_EDGE)
+        return top
+
+    def header(self, layers: Sequence[Layer], positions: Sequence[int], lines: Sequence[str], top: float) -> None:
+        left, right = self.frame.clear
+        size = f"{compact(layers[0].parameters)}{' each' if len(layers) > 1 and not sharing(layers) else ''}"
+        self.canvas.text(left, top + 23, layer_range(positions).capitalize(), TITLE, width=right - left - BODY.width(size) - 12)
+        self.canvas.text(right, top + 23, size, BODY, "end")
+        for number, line in enumerate(lines):
+            self.canvas.text(left, top + 39 + LINE * number, line, BODY if number else NAME, width=right - left)
+
+    def branches(self, layer: Layer, group: Sequence[int], norms: Norms, y: float) -> float:
+        """The branches of `group` side by side between one tap and one ⊕; returns the upper edge of the ⊕."""
+        frame, canvas = self.frame, self.canvas
+        room = frame.width - BRANCH_AT - EDGE
+        width = (room - (len(group) - 1) * BESIDE) / len(group)
+        own = {index: norms.before.get(index, ()) for index in group}
+        shared = [norm for norm in own[group[0]] if len(group) > 1 and all(norm in names for names in own.values())]
+        before = {index: [norm for norm in names if norm not in shared] for index, names in own.items()}
+        after = {index: norms.after.get(index, ()) for index in group}
+
+        tap, first = y - 8, frame.at(BRANCH_AT + RISER)
+        level = self.pills(shared, layer, first, tap - TAP, room - RISER)
+        fork = level + STEP / 2 if shared else tap
+        level -= STEP / 2 if shared else 0
+        floor = level - max(map(len, before.values())) * (PILL_HEIGHT + STEP)
+        roof = floor - max(box_height(layer.branches[index], layer, self.brief) for index in group)
+        join = roof - max(map(len, after.values())) * (PILL_HEIGHT + STEP) - JOIN
+        for place, index in enumerate(group):
+            offset = BRANCH_AT + place * (width + BESIDE)
+            riser = frame.at(offset + RISER)
+            canvas.wire(bends([(frame.stream, tap), (first, tap), (first, fork), (riser, fork), (riser, floor)]), WIRE, arrow=True)
+            canvas.wire([(riser, roof), (riser, join), (frame.stream + frame.side * PLUS, join)], WIRE, arrow=True)
+            self.pills(before[index], layer, riser, level, width - RISER)
+            self.pills(after[index], layer, riser, roof - STEP, width - RISER)
+            self.branch_box(layer.branches[index], layer, frame.box(offset, width), roof, width, floor - roof)
+            if layer.branches[index].role == "cross-attention":
+                self.inlets.append(Inlet(layer.branches[index], (frame.at(offset + width), (roof + floor) / 2)))
+        canvas.plus(frame.stream, join, STREAM, PLUS)
+        return join - PLUS
+
+    def branch_box(self, branch: Branch, layer: Layer, x: float, y: float, width: float, height: float) -> None:
+        _, fill, edge = LOOKS[branch.role]
+        canvas, size = self.canvas, compact(branch.parameters)
+        canvas.box(x, y, width, height, fill, edge)
+        baseline = y + PAD + 10
+        canvas.text(x + PAD, baseline, title_of(branch), TITLE, width=width - 2 * PAD - BODY.width(size) - 8)
+        canvas.text(x + width - PAD, baseline, size, BODY, "end")
+        for text, face in [] if self.brief else texts(branch, layer):
+            baseline += LINE
+            canvas.text(x + PAD, baseline, text, face, width=width - 2 * PAD)
+
+    def stream_norms(self, names: Sequence[str], layer: Layer, y: float) -> float:
+        """Norms that act on the stream itself, upwards from `y`."""
+        left, right = self.frame.clear
+        return self.pills(names, layer, self.frame.stream, y - 10, right - left) + (10 if not names else STEP - 6)
+
+    def pills(self, names: Sequence[str], layer: Layer, x: float, y: float, room: float) -> float:
+        """Norms one above the other, the first with its lower edge at `y`; returns where the next one would go."""
+        for name in names:
+            y = self.pill(x, y, relative(name, layer.name), room) - STEP
+        return y
+
+    def pill(self, x: float, y: float, name: str, room: float) -> float:
+        """A norm with its lower edge at `y`, its name beside it; returns its upper edge."""
+        canvas, top = self.canvas, y - PILL_HEIGHT
+        canvas.box(x - PILL_WIDTH / 2, top, PILL_WIDTH, PILL_HEIGHT, "#ffffff", FAINT, PILL_HEIGHT / 2)
+        canvas.text(x, top + 14, "norm", LABEL, "middle")
+        away = self.frame.side * (PILL_WIDTH / 2 + 7)
+        canvas.text(x + away, top + 14, name, NAME, "end" if self.frame.mirrored else "start", room - PILL_WIDTH / 2 - 7)
+        return top
+
+
+def bends(points: Sequence[Point]) -> list[Point]:
+    """The points without those that repeat the one before or lie on the way to the next."""
+    kept: list[Point] = []
+    for point in points:
+        if kept and kept[-1] == point:
+            continue
+        if len(kept) > 1 and (kept[-2][0] == kept[-1][0] == point[0] or kept[-2][1] == kept[-1][1] == point[1]):
+            kept.pop()
+        kept.append(point)
+    return kept

@@ -1,0 +1,183 @@
+"""What each ATen operation does to a token's representation, said once for every analysis.
+
+The vocabulary: an operation *carries* an operand when its result is that operand up to layout, scale, offset, mask or
+normalisation. It is *heavy* when it multiplies representations by weights or by one another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+LAYOUT = frozenset(
+    "view reshape _unsafe_view flatten unflatten squeeze unsqueeze expand expand_as permute transpose t movedim moveaxis swapaxes "
+    "swapdims contiguous clone alias detach lift_fresh lift_fresh_copy view_as reshape_as numpy_T mT adjoint _reshape_alias "
+    "squeeze_copy".split()
+)
+CAST = frozenset("to _to_copy type_as convert_element_type float half bfloat16 _autocast_to_full_precision".split())
+DROPOUT = frozenset("dropout native_dropout alpha_dropout feature_dropout feature_alpha_dropout".split())
+SELECTION = frozenset(
+    "slice select index index_select narrow pad constant_pad_nd roll flip unbind split split_with_sizes chunk".split()
+)
+JOIN = frozenset(("cat", "concat", "concatenate"))
+MASKING = frozenset("masked_fill where clamp clamp_min clamp_max nan_to_num".split())
+NORM = frozenset(
+    "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm batch_norm instance_norm".split()
+)
+ACTIVATION = frozenset(
+    "gelu silu relu relu6 sigmoid tanh softplus elu selu celu leaky_relu mish hardswish hardsigmoid hardtanh erf exp log_sigmoid "
+    "glu prelu rrelu softsign".split()
+)
+POINTWISE = (
+    ACTIVATION
+    | CAST
+    | DROPOUT
+    | MASKING
+    | frozenset(
+        "add sub rsub mul div neg abs pow square sqrt rsqrt reciprocal exp log log1p sin cos minimum maximum true_divide".split()
+    )
+    | frozenset("addcmul addcdiv lerp floor round sign contiguous clone alias detach zeros_like".split())
+)
+ATTENTION = frozenset(
+    "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_overrideable "
+    "flex_attention".split()
+)
+PRODUCT = frozenset("matmul mm bmm baddbmm addmm addbmm einsum bilinear tensordot mv dot linear _grouped_mm grouped_mm".split())
+CONVOLUTION = frozenset(
+    "conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc".split()
+)
+SCAN = frozenset("cumsum cumprod logcumsumexp cummax associative_scan scan while_loop segment_reduce".split())
+POOLING = frozenset(
+    "avg_pool1d avg_pool2d max_pool1d max_pool2d max_pool2d_with_indices adaptive_avg_pool1d adaptive_avg_pool2d".split()
+)
+ROUTING = frozenset("topk sort argsort argmax".split())
+LIKE = frozenset(
+    "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty sym_size size".split()
+)  # their result depends on the operand's shape only
+
+
+def op(node: fx.Node) -> str:
+    """The operation's name without namespace, overload or in-place underscore; the node's kind where it is none."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return node.op
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.partition("::")[2]
+        return name if name.startswith("__") else name.rstrip("_")
+    return str(getattr(target, "__name__", target))
+
+
+def shape(node: Any) -> tuple[int, ...] | None:
+    """The shape of the node's value, None where it is no tensor; an extent that depends on the data is 0."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    return tuple(size if isinstance(size, int) else 0 for size in value.shape)
+
+
+def is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The node operands in order, those in lists included."""
+    return list(node.all_input_nodes)
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Whether the operation multiplies by weights or mixes tokens; operations of unknown namespaces count as such."""
+    name = op(node)
+    if node.op != "call_function" or name == "getitem":
+        return False
+    if name in PRODUCT | CONVOLUTION | ATTENTION | SCAN | POOLING or name.startswith("fft_") or "fft" in name:
+        return True
+    target: Any = node.target
+    namespace = target.namespace if isinstance(target, torch._ops.OpOverload) else ""
+    return namespace not in ("aten", "prims", "prim", "")
+
+
+def mixes_tokens(node: fx.Node) -> bool:
+    """Whether the operation by itself lets one position read another (attention aside)."""
+    name = op(node)
+    return name in CONVOLUTION | SCAN | POOLING or "fft" in name or name in ("roll", "associative_scan", "scan")
+
+
+def weight_operand(node: fx.Node) -> int | None:
+    """Position of the weight among the arguments of a product of a representation with a weight."""
+    return {"linear": 1, "addmm": 2, "mm": 1, "matmul": 1, "conv1d": 1, "conv2d": 1, "conv3d": 1, "convolution": 1}.get(op(node))
+
+
+def carried(node: fx.Node, depends: set[fx.Node]) -> list[fx.Node]:
+    """The operands that `node` carries on along the last dimension; `depends` are the nodes that depend on the inputs' content."""
+    name, out = op(node), shape(node)
+    if out is None or not out:
+        return []
+    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    before = shape(source)
+    same_width = before is not None and bool(before) and before[-1] == out[-1]
+    whole_blocks = (
+        before is not None
+        and bool(before)
+        and min(before[-1], out[-1]) > 1
+        and max(before[-1], out[-1]) % min(before[-1], out[-1]) == 0
+    )
+    if name == "getitem":
+        inner = source
+        if inner is None:
+            return []
+        if op(inner) in NORM:
+            return carried_operand(inner, out) if node.args[1] == 0 else []
+        if op(inner) in DROPOUT | SELECTION:
+            return carried_operand(inner, out)
+        return []
+    if name in LAYOUT | SELECTION and whole_blocks:  # a stream of several blocks, its blocks, one of them
+        return [source] if source is not None else []
+    if name in LAYOUT | CAST | DROPOUT | SELECTION | NORM | (MASKING - {"where"}):
+        return [source] if source is not None and same_width else []
+    if name in JOIN:
+        parts = node.args[0]
+        along = int(node.args[1]) if len(node.args) > 1 else int(node.kwargs.get("dim", 0))  # type: ignore[arg-type]
+        if along in (-1, len(out) - 1) or not isinstance(parts, (list, tuple)):
+            return []
+        return [part for part in parts if isinstance(part, fx.Node)]
+    if name == "where":
+        return [
+            part for part in node.args[1:] if isinstance(part, fx.Node) and part in depends and (shape(part) or (0,))[-1] == out[-1]
+        ]
+    if name in ("add", "sub", "mul", "div"):
+        return carried_by_arithmetic(node, out, depends)
+    return []
+
+
+def carried_operand(node: fx.Node, out: tuple[int, ...]) -> list[fx.Node]:
+    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    before = shape(source)
+    return [source] if source is not None and before and before[-1] == out[-1] else []
+
+
+def carried_by_arithmetic(node: fx.Node, out: tuple[int, ...], depends: set[fx.Node]) -> list[fx.Node]:
+    left = node.args[0] if node.args else None
+    right = node.args[1] if len(node.args) > 1 else None
+    if not isinstance(right, fx.Node):
+        return [left] if isinstance(left, fx.Node) and (shape(left) or (0,))[-1:] == out[-1:] else []
+    if not isinstance(left, fx.Node):
+        return [right] if (shape(right) or (0,))[-1:] == out[-1:] else []
+
+    def minor(part: fx.Node) -> bool:
+        """A scale, offset or mask: independent of the inputs' content, or one number a position."""
+        size = shape(part)
+        return part not in depends or size is None or not size or size[-1] == 1 or not is_float(part)
+
+    def major(part: fx.Node) -> bool:
+        size = shape(part)
+        return part in depends and bool(size) and size[-1] == out[-1]  # type: ignore[index]
+
+    if major(left) and minor(right):
+        return [left]
+    if major(right) and minor(left) and op(node) in ("add", "mul", "sub"):
+        return [right]
+    return []

@@ -1,0 +1,205 @@
+"""An anatomy as a drawing: inputs at the bottom, one column a stack, layers that repeat drawn once, outputs at the top.
+
+The drawing is self-contained SVG: no script, no font and no style sheet from elsewhere. Everything is drawn upwards from the line
+the stems stand on, so heights are negative.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from retrofit.anatomy import Anatomy
+from retrofit.canvas import BODY, BRACKET, FACTS, HEADLINE, MUTED, NAME, TITLE, Canvas, Face, Point
+from retrofit.columns import MARGIN, Column, bracket_width, depth, dimensions, lay_out, nodes_of, remark
+from retrofit.folding import Fold, leaves
+from retrofit.layer_picture import LOOKS, STREAM, STREAM_AT, WIRE, Frame, LayerPicture
+from retrofit.placement import Placement
+from retrofit.surroundings import Piece, surroundings
+from retrofit.wording import compact, plural
+
+BETWEEN, RISE = 18.0, 16.0  # between layers; between other boxes
+PART_FILL, PART_EDGE = "#eef2f6", "#8695a8"
+PART_HEIGHT, BAR_HEIGHT = 48.0, 30.0
+THICK = 5.0
+MEMORY = LOOKS["cross-attention"][2]
+
+
+def svg(anatomy: Anatomy) -> str:
+    """The anatomy drawn as one SVG file."""
+    return Picture(anatomy).draw()
+
+
+class Picture:
+    """Draws the columns of an anatomy and what connects them."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.anatomy = anatomy
+        self.placement = Placement(anatomy)
+        self.around = surroundings(anatomy)
+        self.layout = lay_out(anatomy, self.around, self.placement)
+        self.columns = self.layout.columns
+        self.canvas = Canvas()
+        self.tied: list[Point] = []  # the right edges of the embedding's and the head's box
+
+    def draw(self) -> str:
+        floor = 0.0
+        for piece, columns in self.layout.shared:
+            left, right = min(column.frame.left for column in columns), max(column.frame.right for column in columns)
+            floor = self.draw_piece(piece, left, right, floor) - RISE
+            for column in self.columns:
+                column.floor = floor if left <= column.frame.left < right else column.floor
+        for index, column in enumerate(self.columns):
+            self.draw_column(index, column)
+        for index, column in enumerate(self.columns):
+            self.draw_links(index, column)
+        right = max((column.right for column in self.columns), default=MARGIN)
+        if self.around.tied and len(self.tied) == 2:
+            right = self.draw_tie(right)
+        return self.framed(right + MARGIN)
+
+    def framed(self, right: float) -> str:
+        """The finished drawing, with headline and notes."""
+        anatomy, canvas = self.anatomy, self.canvas
+        name = type(anatomy.model).__name__
+        facts = [plural(anatomy.parameters, "parameter")]
+        if anatomy.stacks:
+            facts += [f"width {anatomy.width}", plural(sum(len(stack.layers) for stack in anatomy.stacks), "layer")]
+        line = " · ".join(facts)
+        top = min((column.top for column in self.columns), default=0.0) - 76
+        right = max(right, 2 * MARGIN + HEADLINE.width(name), 2 * MARGIN + FACTS.width(line))
+        canvas.text(MARGIN, top + 16, name, HEADLINE)
+        canvas.text(MARGIN, top + 38, line, FACTS)
+        y = 48.0
+        for note in anatomy.notes:
+            for text in textwrap.wrap(note, max(24, int((right - 2 * MARGIN) / 7.2))):
+                y += 17
+                canvas.text(MARGIN, y, text, BODY)
+        return canvas.document(top - 28, right, y + 24, f"The anatomy of {name}", line)
+
+    def draw_column(self, index: int, column: Column) -> None:
+        """One stack from its inputs up to its outputs."""
+        canvas, frame, stack = self.canvas, column.frame, column.stack
+        inputs = ", ".join(self.placement.inputs_of(index)) or ("" if self.placement.feeding(index) else "inputs")
+        if inputs:
+            canvas.wire([(frame.stream, 30), (frame.stream, 1)], WIRE, 2, arrow=True)
+            self.beside(frame, 22, inputs, NAME)
+        y = column.floor
+        for piece in column.stem:
+            lower = y
+            y = self.draw_piece(piece, frame.left, frame.right, y)
+            column.doors.append((piece, (frame.left, (lower + y) / 2)))
+            y -= RISE
+        self.beside(frame, y - 4, " · ".join([stack.kind, f"width {stack.width}", *["causal"] * stack.causal]), BODY)
+        column.entry = y - 8
+        layers = LayerPicture(canvas, frame)
+        y = self.draw_folds(column, layers, column.folds, leaves(column.folds), y - 24) + BETWEEN - RISE
+        column.inlets = layers.inlets
+        for piece in (*column.tail, *filter(None, [column.head])):
+            y = self.draw_piece(piece, frame.left, frame.right, y) - RISE
+        y += RISE if column.head else 0
+        canvas.wire([(frame.stream, column.floor + (RISE if column.floor else 0)), (frame.stream, y)], STREAM, THICK)
+        if column.head or not self.is_read(index):
+            canvas.wire([(frame.stream, y), (frame.stream, y - 28)], WIRE, 2, arrow=True)
+            self.beside(frame, y - 12, "logits" if column.head else "output", BODY)
+            y -= 28
+        column.top = y
+
+    def beside(self, frame: Frame, y: float, text: str, face: Face) -> None:
+        """A text next to the stream."""
+        anchor = "end" if frame.mirrored else "start"
+        self.canvas.text(frame.at(STREAM_AT + 14), y, text, face, anchor, frame.width - STREAM_AT - 32)
+
+    def draw_folds(
+        self,
+        column: Column,
+        picture: LayerPicture,
+        folds: Sequence[Fold],
+        written: Iterator[tuple[Fold, tuple[int, ...]]],
+        y: float,
+    ) -> float:
+        """The folds upwards from `y`, each repeated one in a bracket; returns where the next one goes."""
+        for fold in folds:
+            bottom = y
+            if fold.body:
+                y = self.draw_folds(column, picture, fold.body, written, y)
+            else:
+                _, positions = next(written)
+                layers = [column.stack.layers[position] for position in positions]
+                y = picture.draw(layers, positions, self.placement.norms(layers[0]), y) - BETWEEN
+            if fold.times > 1:
+                self.draw_bracket(column, fold, y + BETWEEN, bottom)
+        return y
+
+    def draw_bracket(self, column: Column, fold: Fold, top: float, bottom: float) -> None:
+        frame, out = column.frame, depth(fold.body) * bracket_width(column.folds)
+        inner, edge = frame.at(-7 - out), frame.at(-14 - out)
+        self.canvas.wire([(inner, top + 1), (edge, top + 1), (edge, bottom - 1), (inner, bottom - 1)], MUTED, 2)
+        self.canvas.text(
+            frame.at(-21 - out), (top + bottom) / 2 + 6, f"×{fold.times}", BRACKET, "start" if frame.mirrored else "end"
+        )
+
+    def draw_piece(self, piece: Piece, left: float, right: float, y: float) -> float:
+        """A module outside the layers, its lower edge at `y`; returns its upper edge."""
+        if piece.part is None:
+            return self.draw_bar(piece, left, right, y)
+        canvas, width, top = self.canvas, right - left, y - PART_HEIGHT
+        is_head, shape = piece is self.around.head, dimensions(piece)
+        size = "tied" if is_head and self.around.tied else compact(piece.parameters or 0)
+        canvas.box(left, top, width, PART_HEIGHT, PART_FILL, PART_EDGE)
+        canvas.text(left + 12, top + 20, "Head" if is_head else "Embedding", TITLE)
+        canvas.text(right - 12, top + 20, size, BODY, "end")
+        canvas.text(left + 12, top + 37, piece.name, NAME, width=width - 36 - BODY.width(shape))
+        canvas.text(right - 12, top + 37, shape, BODY, "end")
+        if is_head or (self.anatomy.embedding is not None and piece.part.parameter == self.anatomy.embedding.parameter):
+            self.tied.append((right, top + PART_HEIGHT / 2))
+        return top
+
+    def draw_bar(self, piece: Piece, left: float, right: float, y: float) -> float:
+        """A module that is neither embedding nor head, its class left out where there is no room for it."""
+        width, top, aside = right - left, y - BAR_HEIGHT, remark(piece)
+        if NAME.width(piece.name) + BODY.width(aside) > width - 40:
+            aside = "" if piece.parameters is None else compact(piece.parameters)
+        self.canvas.box(left, top, width, BAR_HEIGHT, PART_FILL, PART_EDGE)
+        self.canvas.text(right - 12, top + 19, aside, BODY, "end", width / 2)
+        self.canvas.text(left + 12, top + 19, piece.name, NAME, width=width - 40 - min(BODY.width(aside), width / 2))
+        return top
+
+    def is_read(self, index: int) -> bool:
+        """Whether another stack begins from this one's result or attends to it."""
+        others = [(other, column) for other, column in enumerate(self.columns) if other != index]
+        return any(
+            index in self.placement.feeding(other)
+            or any(index in self.placement.read_by(other, branch) for branch in column.crossing)
+            for other, column in others
+        )
+
+    def draw_links(self, index: int, column: Column) -> None:
+        """What reaches the stream or the cross-attentions of a stack from other stacks."""
+        for source in self.placement.feeding(index):
+            lane = column.left - 30
+            made = self.placement.made_from(index, source)
+            doors = [point for piece, point in column.doors if made & set(nodes_of(piece, self.placement))]
+            goal = doors[0] if doors else (column.frame.stream, column.entry)
+            self.canvas.wire([*self.way_to(source, index, lane), (lane, goal[1]), goal], STREAM, 2.4, arrow=True)
+        for inlet in column.inlets:
+            (x, y), lane = inlet.point, column.frame.left - 34
+            sources = self.placement.read_by(index, inlet.branch)
+            for source in sources:
+                self.canvas.wire([*self.way_to(source, index, lane), (lane, y), (x, y)], MEMORY, 2, arrow=True)
+            if not sources:
+                self.canvas.wire([(x - 44, y), (x, y)], MEMORY, 2, arrow=True)
+
+    def way_to(self, source: int, index: int, lane: float) -> list[Point]:
+        """From the top of the column `source` over the columns between to the lane beside the column `index`."""
+        start = self.columns[source]
+        over = min(column.top for column in self.columns[min(source, index) : max(source, index)]) - 14
+        return [(start.frame.stream, start.top), (start.frame.stream, over), (lane, over)]
+
+    def draw_tie(self, right: float) -> float:
+        """A dashed line between the two boxes that hold one weight; returns the new right edge."""
+        (x1, y1), (x2, y2) = self.tied
+        lane = right + 22
+        self.canvas.wire([(x1, y1), (lane, y1), (lane, y2), (x2, y2)], MUTED, 1.6, dashed=True)
+        self.canvas.text(lane + 8, (y1 + y2) / 2, "tied", BODY)
+        return lane + 8 + BODY.width("tied")

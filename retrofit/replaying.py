@@ -1,0 +1,72 @@
+"""Run passes over a model, and run a saved recipe over an empty skeleton; which passes a model has been through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit import hub
+from retrofit.capture import Program
+from retrofit.cost import flops_per_token
+from retrofit.edit import Edit
+from retrofit.errors import RetrofitError
+from retrofit.inputs import named_inputs
+from retrofit.inspection import inspect, read_anatomy
+from retrofit.protocol import Recipe, Rewrite, parse_recipe
+
+Progress = Callable[[str], None]
+
+
+def run_passes(
+    model: nn.Module, passes: Recipe, inputs: dict[str, Any], edit: Edit, say: Progress, program: Program | None = None
+) -> tuple[tuple[Rewrite, ...], int]:
+    """Each pass has rewritten what the one before it left; returns their accounts and the FLOPs before the first.
+
+    `program` is the model as it is, where that is captured already.
+    """
+    rewrites: list[Rewrite] = []
+    dense_flops = 0
+    for one in passes:
+        say(f"inspecting for {one.name}")
+        anatomy = inspect(model, inputs) if program is None or rewrites else read_anatomy(model, program)
+        dense_flops = dense_flops or flops_per_token(anatomy.program)
+        say(f"rewriting with {one.spec()}")
+        with torch.no_grad():
+            rewrites.append(one.rewrite(anatomy, edit))
+    return tuple(rewrites), dense_flops
+
+
+def replay(model: nn.Module, specs: Sequence[str]) -> None:
+    """`model`, a dense skeleton with the right structure but no weights yet, has the structure that the recipe gives it."""
+    edit = Edit(model)
+    passes = parse_recipe(specs)
+    try:
+        made, _ = run_passes(model, passes, replayed_inputs(model), edit, lambda stage: None)
+        edit.set_attribute(model, "retrofit_rewrites", made)
+        hub.remember(model, specs)
+    except RetrofitError:
+        edit.undo()
+        raise
+
+
+def replayed_inputs(model: nn.Module) -> dict[str, Any]:
+    """Inputs like those the recipe was first applied with; only their types and shapes matter to a capture."""
+    noted = hub.noted_inputs(model)
+    if not noted:
+        return named_inputs(model)
+    made = {name: torch.ones(shape, dtype=getattr(torch, dtype), device="cpu") for name, (dtype, shape) in noted.items()}
+    return named_inputs(model, made)
+
+
+def recipe(model: nn.Module) -> Recipe | None:
+    """The passes applied to `model` so far, in order; None for a dense model."""
+    specs = hub.recalled(model)
+    return parse_recipe(specs) if specs else None
+
+
+def rewrites(model: nn.Module) -> tuple[Rewrite, ...] | None:
+    """The accounts of the passes applied to `model`, or replayed when it was loaded; None for a dense model."""
+    return getattr(model, "retrofit_rewrites", None)

@@ -1,0 +1,125 @@
+"""`apply`: run passes over a model, one verified program to the next, all or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+from torch import nn
+
+from retrofit import hub
+from retrofit.capture import Program, capture
+from retrofit.cost import flops_per_token
+from retrofit.edit import Edit
+from retrofit.errors import CaptureError, DoesNotFitError, SpecError, VerificationError
+from retrofit.inputs import named_inputs
+from retrofit.protocol import Pass, Rewrite, as_pass, format_recipe
+from retrofit.replaying import Progress, recipe, rewrites, run_passes
+from retrofit.verification import Reference, Report, check_rewrite
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """What `apply` did."""
+
+    model: nn.Module
+    rewrites: tuple[Rewrite, ...]
+    report: Report | None
+    parameters_before: int
+    parameters_after: int
+    flops_before: int  # a token, forward
+    flops_after: int  # 0 where they were not counted
+
+
+def apply(
+    model: Model,
+    *passes: Pass | str,
+    example_inputs: Any = None,
+    calibration: Any = None,
+    verify: bool = True,
+    emit: str = "module",
+) -> Model:
+    """`model`, rewritten in place by `passes` in order; on any failure it is exactly what it was before the call.
+
+    `passes` are objects or specs (`"altup(k=2)"`); `example_inputs` (by argument name) are derived from the model where not given.
+    Raises `RetrofitError` where a pass does not fit, `VerificationError` where the result fails a check.
+    """
+    apply_reported(
+        model, *passes, example_inputs=example_inputs, calibration=calibration, verify=verify, emit=emit, count_flops=False
+    )
+    return model
+
+
+def apply_reported(
+    model: nn.Module,
+    *passes: Pass | str,
+    example_inputs: Any = None,
+    calibration: Any = None,
+    verify: bool = True,
+    emit: str = "module",
+    progress: Progress | None = None,
+    count_flops: bool = True,
+) -> Applied:
+    """`apply`, with an account of what was done, what it costs and how the checks came out."""
+    say = progress or (lambda stage: None)
+    if not passes:
+        raise SpecError("no pass given", remedy="name at least one, e.g. retrofit.apply(model, AltUp(k=2))")
+    if emit != "module":
+        raise SpecError(f"emit={emit!r} is not available", why="this version rewrites the module tree", remedy="use emit='module'")
+    if calibration is not None:
+        raise SpecError("calibration= was given, but none of the passes uses it", remedy="leave it out")
+    chosen = tuple(as_pass(one) for one in passes)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    inputs = named_inputs(model, example_inputs)
+    say("capturing the dense model")
+    dense = capture(model, inputs)
+    reference = None
+    if verify:
+        say("remembering the dense model")
+        reference = Reference.of(model, inputs, dense)
+    edit = Edit(model)
+    earlier = hub.recalled(model)
+    if example_inputs is not None:
+        edit.set_attribute(model, "retrofit_inputs", hub.input_notes(inputs))
+    try:
+        made, dense_flops = run_passes(model, chosen, inputs, edit, say, dense)
+        hub.remember(model, (*earlier, *format_recipe(chosen)))
+        edit.set_attribute(model, "retrofit_rewrites", (*(rewrites(model) or ()), *made))
+        say("capturing the result")
+        result = captured_again(model, inputs)
+        report = None
+        if reference is not None:
+            say("verifying")
+            report = check_rewrite(model, reference, made, edit.account(), inputs, program=result)
+            if not report.ok:
+                failed = ", ".join(check.name for check in report.checks if check.status == "failed")
+                raise VerificationError(
+                    f"the rewritten model failed: {failed}",
+                    report=report,
+                    why=str(report),
+                    remedy="the model was left as it was; this is a defect of retrofit if the dense model passes the same checks",
+                )
+    except BaseException:
+        edit.undo()
+        hub.remember(model, earlier)
+        raise
+    flops = flops_per_token(result) if count_flops else 0
+    after = sum(parameter.numel() for parameter in model.parameters())
+    return Applied(model, made, report, before, after, dense_flops, flops)
+
+
+def captured_again(model: nn.Module, inputs: dict[str, Any]) -> Program:
+    """The rewritten model as a program; raises `DoesNotFitError` where it does not run."""
+    try:
+        return capture(model, inputs)
+    except CaptureError as error:
+        raise DoesNotFitError(
+            "the rewritten model does not run",
+            why=error.why,
+            remedy="the model was left as it was; its own code may count on the stream's width: for altup, try embedding=recycled",
+        ) from error
+
+
+__all__ = ["Applied", "apply", "apply_reported", "recipe"]

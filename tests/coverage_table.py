@@ -1,0 +1,243 @@
+"""Writes docs/coverage.md: what retrofit achieves on every architecture of the zoo.
+
+    python tests/coverage_table.py [--only PATTERN] [--jobs N] -o docs/coverage.md
+
+Each architecture is assessed in a worker process under a time limit. Results are kept in a JSON file as they come, so that
+a run that was interrupted goes on where it stopped; `--again` assesses anew what `--only` selects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+HEADINGS = ("architecture", "captured", "anatomy", "AltUp exact", "generates", "trains", "saved and loaded")
+CELLS = ("captured", "anatomy", "exact", "generates", "trains", "saved")
+RECYCLED = "`embedding=recycled`"
+Row = dict[str, Any]
+
+
+def main() -> int:
+    options = parse()
+    results: dict[str, Row] = json.loads(options.results.read_text()) if options.results.exists() else {}
+    everything = all_ids()
+    selected = [name for name in everything if re.search(options.only, name)]
+    waiting = [name for name in selected if options.again or name not in results]
+    started = time.monotonic()
+    for count, (name, row) in enumerate(assessed(waiting, options.spec, options.jobs, options.limit), start=1):
+        results[name] = row
+        write_whole(options.results, json.dumps(results, indent=1, ensure_ascii=False))
+        line = "  ".join(f"{cell}: {row[cell][:40]}" for cell in CELLS)
+        print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {name}  {line}", flush=True)
+    rows = [results[name] for name in everything if name in results]
+    write_whole(options.output, table(rows, options.spec))
+    print(f"{len(rows)} architectures in {options.output}")
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="PATTERN", help="architectures whose id (causal/llama) the pattern matches")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="worker processes")
+    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="time limit of one architecture")
+    parser.add_argument("--pass", dest="spec", default="altup(k=2)", metavar="SPEC", help="the pass to apply")
+    parser.add_argument("--again", action="store_true", help="assess anew what has a result already")
+    parser.add_argument("--results", type=Path, default=Path("build/coverage.json"), help="where results are kept between runs")
+    parser.add_argument("-o", "--output", type=Path, default=Path("docs/coverage.md"))
+    return parser.parse_args()
+
+
+def all_ids() -> list[str]:
+    import zoo
+
+    return [entry.id for entry in zoo.entries()]
+
+
+@dataclasses.dataclass
+class Worker:
+    """A process that assesses one architecture after another."""
+
+    process: multiprocessing.process.BaseProcess
+    pipe: Connection
+    name: str = ""
+    since: float = 0.0
+
+    @classmethod
+    def start(cls, spec: str) -> Worker:
+        here, there = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(there, spec), daemon=True)
+        process.start()
+        there.close()
+        return cls(process, here)
+
+    def give(self, name: str) -> None:
+        self.name, self.since = name, time.monotonic()
+        self.pipe.send(name)
+
+    def stop(self) -> None:
+        """The process is gone: asked to end where it waits for work, killed where it does not."""
+        with contextlib.suppress(OSError):
+            self.pipe.send("")
+        self.process.join(0 if self.name else 5)
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def serve(pipe: Connection, spec: str) -> None:
+    """Names come in by `pipe`, rows go out; an empty name ends it."""
+    warnings.filterwarnings("ignore")
+    import transformers
+    from assessment import Row as Assessed
+    from assessment import assess, told
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with contextlib.suppress(EOFError, OSError):  # nobody is left to answer to
+        while name := pipe.recv():
+            try:
+                row = assess(name, spec)
+            except Exception as error:
+                row = Assessed(name, captured=f"no: {told(error)}")
+            pipe.send(dataclasses.asdict(row))
+
+
+def assessed(names: list[str], spec: str, jobs: int, limit: float) -> Iterator[tuple[str, Row]]:
+    """Each name with its row, as they are done; a worker that dies or takes too long costs its own architecture only."""
+    queue = list(reversed(names))
+    workers: list[Worker] = []
+    try:
+        while queue or workers:
+            while queue and len(workers) < jobs:
+                workers.append(Worker.start(spec))
+                workers[-1].give(queue.pop())
+            ready = wait([worker.pipe for worker in workers], timeout=1.0)
+            for worker in list(workers):
+                elapsed = time.monotonic() - worker.since
+                if worker.pipe in ready:
+                    row = received(worker)
+                elif elapsed > limit:
+                    row = failed(worker.name, f"took more than {limit:.0f} s")
+                else:
+                    continue
+                alive = row.pop("alive", False)
+                row["seconds"] = round(elapsed, 1)
+                yield worker.name, row
+                worker.name = ""
+                if alive and queue:
+                    worker.give(queue.pop())
+                else:
+                    worker.stop()
+                    workers.remove(worker)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def received(worker: Worker) -> Row:
+    try:
+        return {**worker.pipe.recv(), "alive": True}
+    except EOFError:
+        worker.process.join()
+        return failed(worker.name, f"the process ended with exit code {worker.process.exitcode}")
+
+
+def failed(name: str, why: str) -> Row:
+    return {"id": name, "transformer": False, "dense": "", **dict.fromkeys(CELLS, "—"), "captured": f"no: {why}"}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """`path` holds `text`, never a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".partial")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def table(rows: list[Row], spec: str) -> str:
+    """The Markdown page: what was measured, the summary, one line an architecture, the dense models' own faults."""
+    import torch
+    import transformers
+
+    return "\n".join(
+        [
+            "# Coverage",
+            "",
+            f"What `{spec}` does on a tiny random model of each architecture in transformers' auto classes for causal, masked and",
+            f"sequence-to-sequence language modelling and image classification (transformers {transformers.__version__}, "
+            f"torch {torch.__version__.partition('+')[0]}, float32).",
+            "Written by `python tests/coverage_table.py`; do not edit.",
+            "",
+            *summary(rows),
+            "",
+            *legend(),
+            "",
+            line(HEADINGS),
+            line(["---"] * len(HEADINGS)),
+            *(line([f"`{row['id']}`", *(cell(row[name]) for name in CELLS)]) for row in rows),
+            "",
+            "## Where the dense model itself misbehaves",
+            "",
+            *(f"- `{row['id']}`: {cell(row['dense'])}" for row in rows if row["dense"]),
+            "",
+        ]
+    )
+
+
+def line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def summary(rows: list[Row]) -> list[str]:
+    """Counts a column: of the architectures that could show it, how many do."""
+    runnable = [row for row in rows if not row["captured"].startswith("dense cannot")]
+    mixed = [row for row in runnable if row["transformer"]]
+    both = "a residual stack has attentions and feed-forwards"
+    lines = [f"{len(rows)} architectures, of which {len(runnable)} can be built and run from transformers alone.", ""]
+    lines += ["| | yes | of | |", "| --- | ---: | ---: | ---: |"]
+    lines += [counted(heading, runnable, name) for heading, name in (("captured", "captured"), ("anatomy", "anatomy"))]
+    lines += [counted("AltUp exact", runnable, "exact"), counted(f"AltUp exact, where {both}", mixed, "exact")]
+    lines += [counted(f"AltUp exact or exact with {RECYCLED}, where {both}", mixed, "exact", recycled=True)]
+    for name in ("generates", "trains", "saved"):
+        judged = [row for row in runnable if row[name] != "—" and not row[name].startswith("dense cannot")]
+        lines.append(counted(f"{HEADINGS[CELLS.index(name) + 1]}, where rewritten", judged, name))
+    return lines
+
+
+def counted(heading: str, rows: list[Row], name: str, recycled: bool = False) -> str:
+    good = sum(row[name].startswith("yes") and (name != "exact" or recycled or "recycled only" not in row[name]) for row in rows)
+    return f"| {heading} | {good} | {len(rows)} | {100 * good / max(len(rows), 1):.1f} % |"
+
+
+def legend() -> list[str]:
+    return [
+        "- captured: `torch.export` yields the model's graph; anatomy: its residual stacks were found in it.",
+        "- AltUp exact: on another batch, length and image size than captured, also padded, no logit is off by more than 1e-5 of",
+        f"  the largest. Recycled only: the pass is refused, and its way out, {RECYCLED}, is what was assessed.",
+        "- generates: greedily, with and without a cache, the dense model's tokens.",
+        "- trains: every new parameter gets a finite gradient and three AdamW steps lower the loss.",
+        "- saved and loaded: through `save_pretrained` and the stock auto class, the logits are the same bits.",
+        "- —: does not apply, or was not reached; dense cannot: the unmodified model fails the same check.",
+    ]
+
+
+def cell(text: str) -> str:
+    """`text` on one line of a table, not too long."""
+    flat = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return flat if len(flat) <= 220 else flat[:219] + "…"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The coverage script: what it counts, what it writes, and that one failing architecture does not sink the rest."""
+
+from __future__ import annotations
+
+import assessment
+import coverage_table
+import pytest
+import torch
+import zoo
+from coverage_table import CELLS, Row, assessed, cell, summary, table
+
+
+def row(name: str, **cells: str) -> Row:
+    return {"id": name, "transformer": True, "dense": "", **dict.fromkeys(CELLS, "yes"), **cells}
+
+
+ROWS = [
+    row("causal/one"),
+    row("causal/two", generates="no: other tokens", dense="generates other tokens with a cache than without"),
+    row("masked/three", exact="refused: a | b\nand c", generates="—", trains="—", saved="—"),
+    row("image/four", captured="dense cannot: timm is missing", **dict.fromkeys(CELLS[1:], "—")),
+    row("causal/six", exact="yes (3e-07), recycled only: too wide"),
+    row("causal/five", trains="dense cannot: no loss", generates="dense cannot: ValueError"),
+]
+
+
+def test_the_summary_counts_what_could_hold() -> None:
+    text = "\n".join(summary(ROWS))
+    assert "6 architectures, of which 5 can be built" in text
+    assert "| captured | 5 | 5 | 100.0 % |" in text
+    assert "| AltUp exact | 3 | 5 | 60.0 % |" in text
+    assert "| AltUp exact or exact with `embedding=recycled`, where a residual stack" in text
+    assert "| 4 | 5 | 80.0 % |" in text
+    assert "| generates, where rewritten | 2 | 3 | 66.7 % |" in text
+    assert "| trains, where rewritten | 3 | 3 | 100.0 % |" in text
+
+
+def test_the_table_has_a_line_and_as_many_cells_for_every_architecture() -> None:
+    lines = [line for line in table(ROWS, "altup(k=2)").splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in lines] == [one["id"] for one in ROWS]
+    assert {line.replace("\\|", "").count("|") for line in lines} == {len(CELLS) + 2}
+    assert "- `causal/two`: generates other tokens" in table(ROWS, "altup(k=2)")
+
+
+def test_a_cell_is_one_short_line() -> None:
+    assert cell("a\nb | <c>") == "a b \\| &lt;c>"
+    assert len(cell("x" * 1000)) == 220
+
+
+def test_a_worker_that_takes_too_long_costs_its_own_architecture_only() -> None:
+    found = dict(assessed(["image/timm_wrapper", "image/dinat"], "altup(k=2)", jobs=1, limit=0.0))
+    assert set(found) == {"image/timm_wrapper", "image/dinat"}
+    assert all(one["captured"] == "no: took more than 0 s" for one in found.values())
+
+
+def test_rows_come_out_of_workers() -> None:
+    ((name, found),) = assessed(["image/timm_wrapper"], "altup(k=2)", jobs=2, limit=300.0)
+    assert found["captured"] == f"dense cannot: {zoo.skip_reason(zoo.entry(name))}"
+
+
+def test_another_function_is_not_called_exact() -> None:
+    entry = zoo.entry("causal/gpt2")
+    model = zoo.build(entry)
+    before = assessment.Behaviour.of(entry, model)
+    assert assessment.agreement(before, assessment.Behaviour.logits_of(entry, model)) == "yes (0e+00)"
+    assert assessment.generation(before, assessment.Behaviour.tokens_of(entry, model)) == "yes"
+    with torch.no_grad():
+        model.get_parameter("transformer.wte.weight")[zoo.FIRST_FREE_ID :] += 0.1 * torch.randn(64)
+    assert assessment.agreement(before, assessment.Behaviour.logits_of(entry, model)).startswith("no: ")
+
+
+def test_a_parameter_without_gradient_is_told() -> None:
+    entry = zoo.entry("causal/gpt2")
+    model = zoo.build(entry)
+    lonely = torch.nn.Parameter(torch.zeros(2))
+    assert assessment.trained(entry, model, [("lonely.p", lonely)]) == "lonely.p gets no finite gradient"
+    assert assessment.trained(entry, model, list(model.named_parameters())) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("blocks.0.p", True), ("blocks.0.g", True), ("wte", True), ("fc", False), ("new.w", False)]
+)
+def test_new_parameters_are_coefficients_and_grown_tables(name: str, expected: bool) -> None:
+    dense = {"wte": torch.Size([9, 4]), "fc": torch.Size([4, 4])}
+    shape = {"wte": (9, 8)}.get(name, (4, 4))
+    assert assessment.is_new(name, torch.nn.Parameter(torch.zeros(shape)), dense) is expected
+
+
+def test_results_are_kept_between_runs(tmp_path, monkeypatch, capsys) -> None:
+    results, output = tmp_path / "kept.json", tmp_path / "coverage.md"
+    monkeypatch.setattr("sys.argv", ["coverage_table.py", "--only", "timm", "--results", str(results), "-o", str(output)])
+    asked: list[list[str]] = []
+
+    def answer(names: list[str], *_: object):
+        asked.append(names)
+        yield from ((name, row(name)) for name in names)
+
+    monkeypatch.setattr(coverage_table, "assessed", answer)
+    assert coverage_table.main() == coverage_table.main() == 0
+    assert asked == [["image/timm_wrapper"], []]
+    assert "`image/timm_wrapper`" in output.read_text()
+    assert "1 architectures" in capsys.readouterr().out
