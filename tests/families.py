@@ -87,6 +87,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 32},
     "ministral": {"head_dim": 16},
     "mobilenet_v1": {"depth_multiplier": 0.25},
+    "mobilebert": {"embedding_size": 32},
     "musicgen": {
         "text_encoder": {"model_type": "t5"},
         "audio_encoder": {"model_type": "encodec"},
