@@ -44,6 +44,10 @@ def problem(subject: Subject, name: str, one: Fingerprint) -> str:
             if one.is_of_scaled(value[fate.index], fate.scale)
             else f"its part of {fate.name} is not {what}{subject.site_of(fate.name)}"
         )
+    if fate.layout is not None:
+        order = subject.model.get_buffer(fate.layout.order) if fate.layout.order else None
+        whole = one.is_of(fate.layout.dense(value, order))
+        return "" if whole else f"{fate.name} does not hold it where it should{subject.site_of(fate.name)}"
     if (tuple(value.shape), value.dtype) != (one.shape, one.dtype):
         return f"{fate.name} is {layout(value.shape, value.dtype)}, was {layout(one.shape, one.dtype)}"
     return "" if one.is_of(value) else f"{fate.name} does not hold the values it held{subject.site_of(fate.name)}"

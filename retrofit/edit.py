@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from retrofit.calibration import Calibration
 
 MISSING = object()
 
@@ -23,24 +26,64 @@ class Widened:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rearranged:
+    """How a dense parameter lies in a new one: as `new[index]`, transposed or not, its hidden units in an order of their own.
+
+    The units run along `dim` of the dense parameter, in `ports` of (first, step): unit u of a port stands at first + step·u.
+    """
+
+    index: tuple[int | slice, ...] = ()
+    transposed: bool = False
+    order: str = ""  # the buffer that says which dense unit each unit of the new parameter is; "" where they are in order
+    dim: int = 0
+    ports: tuple[tuple[int, int], ...] = ((0, 1),)
+
+    def dense(self, new: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
+        """The dense parameter as it lies in `new`."""
+        value = new.detach()[self.index]
+        value = value.t() if self.transposed else value
+        if order is None:
+            return value
+        units = torch.arange(len(order), device=order.device)
+        old = torch.empty_like(value)
+        for first, step in self.ports:
+            old.index_copy_(self.dim, first + step * order, value.index_select(self.dim, first + step * units))
+        return old
+
+    def ordered(self, dense: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """`dense` with its units in the new order: unit i is the dense unit order[i]."""
+        new = torch.empty_like(dense)
+        units = torch.arange(len(order), device=order.device)
+        for first, step in self.ports:
+            new.index_copy_(self.dim, first + step * units, dense.index_select(self.dim, first + step * order))
+        return new
+
+
+@dataclasses.dataclass(frozen=True)
 class Fate:
     """Where one dense parameter is now."""
 
-    kind: str  # kept, moved, widened, dropped
+    kind: str  # kept, moved, widened, rearranged, dropped
     name: str  # its name in the rewritten model, "" where dropped
     why: str = ""
     index: tuple[slice, ...] = ()
     scale: float = 1.0
+    layout: Rearranged | None = None  # of one that was rearranged
 
 
 class Edit:
-    """A journal of edits on `model`: each takes effect at once, `undo` takes all back, `account` says where the parameters went."""
+    """A journal of edits on `model`: each takes effect at once, `undo` takes all back, `account` says where the parameters went.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    `calibration` is what a pass may observe the model on before it edits it, None where there is none.
+    """
+
+    def __init__(self, model: nn.Module, calibration: Calibration | None = None) -> None:
+        self.model, self.calibration = model, calibration
         self.dense = dict(model.named_parameters(remove_duplicate=False))
         self.widened: dict[int, Widened] = {}  # id of the dense parameter → what it became part of
-        self.replaced: dict[int, nn.Parameter] = {}  # id of the dense parameter → its wider successor
+        self.replaced: dict[int, nn.Parameter] = {}  # id of the dense parameter → its wider or rearranged successor
+        self.layouts: dict[int, tuple[nn.Module, Rearranged, str]] = {}  # id of the dense parameter → how its successor holds it
+        self.reasons: dict[int, str] = {}  # id of the dense parameter → why it was dropped
         self.journal: list[Callable[[], None]] = []
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
@@ -102,6 +145,15 @@ class Edit:
         self.widened[id(old)] = Widened("", index, why, scale)
         self.replaced[id(old)] = new
 
+    def rearrange_parameter(self, old: nn.Parameter, new: nn.Parameter, owner: nn.Module, layout: Rearranged, why: str) -> None:
+        """`new`, which the edits put into the model, is accounted for as holding `old` by `layout`, whose order `owner` keeps."""
+        self.layouts[id(old)] = owner, layout, why
+        self.replaced[id(old)] = new
+
+    def drop_parameter(self, old: nn.Parameter, why: str) -> None:
+        """`old` is accounted for as dropped on purpose; only an approximate pass may."""
+        self.reasons[id(old)] = why
+
     def account(self) -> dict[str, Fate]:
         """For every dense parameter by its old name: kept, moved, widened or dropped, and where it is now."""
         now: dict[int, str] = {}
@@ -118,8 +170,14 @@ class Edit:
                 part, successor = self.widened[id(parameter)], self.replaced[id(parameter)]
                 new_name = name if name in names[id(successor)] else now[id(successor)]
                 fates[name] = Fate("widened", new_name, part.why, part.index, part.scale)
+            elif id(parameter) in self.layouts and id(self.replaced[id(parameter)]) in now:
+                owner, layout, why = self.layouts[id(parameter)]
+                path = next((path for path, module in self.model.named_modules() if module is owner), "")
+                layout = dataclasses.replace(layout, order=f"{path}.{layout.order}".lstrip(".")) if layout.order else layout
+                fates[name] = Fate("rearranged", now[id(self.replaced[id(parameter)])], why, layout=layout)
             else:
-                fates[name] = Fate("dropped", "", "no module of the rewritten model holds it")
+                why = self.reasons.get(id(parameter), "no module of the rewritten model holds it")
+                fates[name] = Fate("dropped", "", why)
         return fates
 
     def undo(self) -> None:
@@ -128,3 +186,5 @@ class Edit:
             self.journal.pop()()
         self.widened.clear()
         self.replaced.clear()
+        self.layouts.clear()
+        self.reasons.clear()

@@ -11,7 +11,7 @@ from torch import nn
 from retrofit import hub
 from retrofit.capture import Program
 from retrofit.cost import flops_per_token
-from retrofit.edit import Edit
+from retrofit.edit import Edit, Fate
 from retrofit.errors import RetrofitError
 from retrofit.inputs import named_inputs
 from retrofit.inspection import inspect, read_anatomy
@@ -46,6 +46,7 @@ def replay(model: nn.Module, specs: Sequence[str]) -> None:
     try:
         made, _ = run_passes(model, passes, replayed_inputs(model), edit, lambda stage: None)
         edit.set_attribute(model, "retrofit_rewrites", made)
+        edit.set_attribute(model, "retrofit_rearranged", rearranged(edit))
         hub.remember(model, specs)
     except RetrofitError:
         edit.undo()
@@ -59,6 +60,11 @@ def replayed_inputs(model: nn.Module) -> dict[str, Any]:
         return named_inputs(model)
     made = {name: torch.ones(shape, dtype=getattr(torch, dtype), device="cpu") for name, (dtype, shape) in noted.items()}
     return named_inputs(model, made)
+
+
+def rearranged(edit: Edit) -> dict[str, Fate]:
+    """The dense parameters whose values lie elsewhere in another layout, which nobody could find by looking."""
+    return {name: fate for name, fate in edit.account().items() if fate.kind == "rearranged"}
 
 
 def recipe(model: nn.Module) -> Recipe | None:

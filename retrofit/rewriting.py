@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 from torch import nn
 
 from retrofit import hub
+from retrofit.calibration import Calibration
 from retrofit.capture import Program, capture
 from retrofit.cost import flops_per_token
 from retrofit.edit import Edit
 from retrofit.errors import CaptureError, DoesNotFitError, SpecError, VerificationError
 from retrofit.inputs import named_inputs
 from retrofit.protocol import Pass, Rewrite, as_pass, format_recipe
-from retrofit.replaying import Progress, recipe, rewrites, run_passes
+from retrofit.replaying import Progress, rearranged, recipe, rewrites, run_passes
 from retrofit.verification import Reference, Report, check_rewrite
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,6 +45,7 @@ def apply(
     """`model`, rewritten in place by `passes` in order; on any failure it is exactly what it was before the call.
 
     `passes` are objects or specs (`"altup(k=2)"`); `example_inputs` (by argument name) are derived from the model where not given.
+    `calibration`, what passes that start approximate are fitted on: texts, token ids (windows, length), or batches of inputs.
     Raises `RetrofitError` where a pass does not fit, `VerificationError` where the result fails a check.
     """
     apply_reported(
@@ -68,9 +70,9 @@ def apply_reported(
         raise SpecError("no pass given", remedy="name at least one, e.g. retrofit.apply(model, AltUp(k=2))")
     if emit != "module":
         raise SpecError(f"emit={emit!r} is not available", why="this version rewrites the module tree", remedy="use emit='module'")
-    if calibration is not None:
-        raise SpecError("calibration= was given, but none of the passes uses it", remedy="leave it out")
     chosen = tuple(as_pass(one) for one in passes)
+    if calibration is not None and not any(one.calibrates for one in chosen):
+        raise SpecError("calibration= was given, but none of the passes uses it", remedy="leave it out")
     before = sum(parameter.numel() for parameter in model.parameters())
     inputs = named_inputs(model, example_inputs)
     say("capturing the dense model")
@@ -79,7 +81,7 @@ def apply_reported(
     if verify:
         say("remembering the dense model")
         reference = Reference.of(model, inputs, dense)
-    edit = Edit(model)
+    edit = Edit(model, None if calibration is None else Calibration.of(model, calibration))
     earlier = hub.recalled(model)
     if example_inputs is not None:
         edit.set_attribute(model, "retrofit_inputs", hub.input_notes(inputs))
@@ -87,6 +89,7 @@ def apply_reported(
         made, dense_flops = run_passes(model, chosen, inputs, edit, say, dense)
         hub.remember(model, (*earlier, *format_recipe(chosen)))
         edit.set_attribute(model, "retrofit_rewrites", (*(rewrites(model) or ()), *made))
+        edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))
         say("capturing the result")
         result = captured_again(model, inputs)
         report = None

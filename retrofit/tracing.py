@@ -19,10 +19,13 @@ def trace(dense: Mapping[str, Fingerprint], model: nn.Module) -> dict[str, Fate]
     """The fate of each dense parameter: kept, moved under a longer name, a block of a larger one, under any name, or dropped."""
     now = dict(model.named_parameters(remove_duplicate=False))
     contents = {(checksum(parameter), tuple(parameter.shape)): name for name, parameter in now.items()}
+    noted: Mapping[str, Fate] = getattr(model, "retrofit_rearranged", {})
     fates: dict[str, Fate] = {}
     for name, one in dense.items():
         elsewhere = contents.get((one.checksum, one.shape))
-        if name in now and tuple(now[name].shape) == one.shape:
+        if name in noted and noted[name].name in now:
+            fates[name] = noted[name]
+        elif name in now and tuple(now[name].shape) == one.shape:
             fates[name] = Fate("kept", name)
         elif wrapped := next((other for other in longer_names(name, now) if tuple(now[other].shape) == one.shape), None):
             fates[name] = Fate("moved", wrapped, "its module was wrapped")

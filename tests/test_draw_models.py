@@ -101,7 +101,7 @@ def test_what_a_person_looks_for_is_there() -> None:
         *small
     }
     assert {"32 heads, 8 for k and v", "q, out 4096→4096", "down 14336→4096", "×32", "218 M each", "32000 × 4096"} <= {*large}
-    assert {"Cross-attention", "Layers 1–2", "×2", "Layers 1–3", "×3", "input_ids", "decoder_input_ids", "tied"} <= {*encoder_decoder}
+    assert {"Cross-attention", "Layers 1–2", "×2", "Layers 1–3", "×3", "decoder_input_ids", "tied"} <= {*encoder_decoder}
 
 
 def test_pre_norm_and_post_norm_are_told_apart() -> None:
