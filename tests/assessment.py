@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 import retrofit
 from retrofit.anatomy import Anatomy, Stack
-from retrofit.errors import CaptureError, RetrofitError
+from retrofit.errors import CaptureError, RetrofitError, VerificationError
+from retrofit.rewriting import apply_reported
 
 TOLERANCE = 1e-5  # of the largest dense logit
 NEW_TOKENS = 6
@@ -91,6 +92,27 @@ def assess(name: str, spec: str) -> Row:
     return row
 
 
+def assess_pass(name: str, spec: str) -> str:
+    """How the pass `spec` fares on the architecture `name`: `yes` where the rewritten model comes through every check."""
+    entry = zoo.entry(name)
+    if reason := zoo.skip_reason(entry):
+        return f"dense cannot: {reason}"
+    model = zoo.build(entry)
+    example = zoo.inputs(entry, model)
+    try:
+        applied = apply_reported(model, spec, example_inputs=example, count_flops=False)
+    except VerificationError as error:
+        return f"no: {'; '.join(f'{check.name}: {check.why or check.measured}' for check in error.report.failed)}"
+    except CaptureError as error:
+        return f"not captured: {told(error)}"
+    except RetrofitError as error:
+        return f"refused: {told(error)}"
+    assert applied.report is not None
+    (rewrite,) = applied.rewrites
+    left = f", {len(rewrite.skipped)} left alone ({rewrite.skipped[0].why})" if rewrite.skipped else ""
+    return f"yes: {len(rewrite.sites)} sites{left}; {applied.report['function'].measured}"
+
+
 def attempt(check: Callable[[], str]) -> str:
     """The check's verdict, or what it raised."""
     try:
@@ -139,7 +161,7 @@ class Behaviour:
     @staticmethod
     @torch.no_grad()
     def logits_of(entry: zoo.Entry, model: PreTrainedModel) -> dict[str, torch.Tensor | str]:
-        """Logits of a batch and length other than the captured one, plain, padded, of larger images; the reason where there are none."""
+        """Logits of another batch and length than the captured one: plain, padded, of larger images; the reason where there are none."""
         fresh = zoo.inputs(entry, model, batch=3, length=9, seed=5)
         found = {"plain": measured(lambda: zoo.logits(model(**fresh)))}
         if "pixel_values" in fresh and fresh["pixel_values"].dim() == 4:

@@ -1,6 +1,6 @@
 """Writes docs/coverage.md: what retrofit achieves on every architecture of the zoo.
 
-    python tests/coverage_table.py [--only PATTERN] [--jobs N] -o docs/coverage.md
+    python tests/coverage_table.py [--only PATTERN] [--passes PATTERN] [--jobs N] -o docs/coverage.md
 
 Each architecture is assessed in a worker process under a time limit. Results are kept in a JSON file as they come, so that
 a run that was interrupted goes on where it stopped; `--again` assesses anew what `--only` selects.
@@ -26,7 +26,14 @@ from typing import Any
 HEADINGS = ("architecture", "captured", "anatomy", "AltUp exact", "generates", "trains", "saved and loaded")
 CELLS = ("captured", "anatomy", "exact", "generates", "trains", "saved")
 RECYCLED = "`embedding=recycled`"
+OTHERS = {  # beside AltUp, with sizes that fit the tiny models
+    "sparse-ffn": "sparse-ffn(sparsity=8)",
+    "shared-moe": "shared-moe(experts=2, k=1)",
+    "memory": "memory(lookup=token-id)",
+}
+SPEC = "altup(k=2)"
 Row = dict[str, Any]
+Task = tuple[str, str]  # architecture, pass
 
 
 def main() -> int:
@@ -34,15 +41,20 @@ def main() -> int:
     results: dict[str, Row] = json.loads(options.results.read_text()) if options.results.exists() else {}
     everything = all_ids()
     selected = [name for name in everything if re.search(options.only, name)]
-    waiting = [name for name in selected if options.again or name not in results]
+    passes = [name for name in ("altup", *OTHERS) if re.search(options.passes, name)]
+    tasks = [(name, one) for one in passes for name in selected]
+    waiting = [task for task in tasks if options.again or task[1] not in results.get(task[0], {})]
     started = time.monotonic()
-    for count, (name, row) in enumerate(assessed(waiting, options.spec, options.jobs, options.limit), start=1):
-        results[name] = row
+    for count, ((name, one), found) in enumerate(assessed(waiting, options.jobs, options.limit), start=1):
+        results.setdefault(name, {})[one] = found
         write_whole(options.results, json.dumps(results, indent=1, ensure_ascii=False))
-        line = "  ".join(f"{cell}: {row[cell][:40]}" for cell in CELLS)
-        print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {name}  {line}", flush=True)
-    rows = [results[name] for name in everything if name in results]
-    write_whole(options.output, table(rows, options.spec))
+        told = "  ".join(f"{cell}: {found[cell][:40]}" for cell in CELLS) if one == "altup" else found["cell"][:160]
+        print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {name} {one}  {told}", flush=True)
+    rows = [results[name]["altup"] for name in everything if "altup" in results.get(name, {})]
+    cells = {
+        name: {one: results[name][one]["cell"] for one in OTHERS if one in results[name]} for name in everything if name in results
+    }
+    write_whole(options.output, table(rows, cells))
     print(f"{len(rows)} architectures in {options.output}")
     return 0
 
@@ -52,7 +64,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="PATTERN", help="architectures whose id (causal/llama) the pattern matches")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="worker processes")
     parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="time limit of one architecture")
-    parser.add_argument("--pass", dest="spec", default="altup(k=2)", metavar="SPEC", help="the pass to apply")
+    parser.add_argument("--passes", default="", metavar="PATTERN", help="passes whose name the pattern matches")
     parser.add_argument("--again", action="store_true", help="assess anew what has a result already")
     parser.add_argument("--results", type=Path, default=Path("build/coverage.json"), help="where results are kept between runs")
     parser.add_argument("-o", "--output", type=Path, default=Path("docs/coverage.md"))
@@ -71,71 +83,74 @@ class Worker:
 
     process: multiprocessing.process.BaseProcess
     pipe: Connection
-    name: str = ""
+    task: Task | None = None
     since: float = 0.0
 
     @classmethod
-    def start(cls, spec: str) -> Worker:
+    def start(cls) -> Worker:
         here, there = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=serve, args=(there, spec), daemon=True)
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
         process.start()
         there.close()
         return cls(process, here)
 
-    def give(self, name: str) -> None:
-        self.name, self.since = name, time.monotonic()
-        self.pipe.send(name)
+    def give(self, task: Task) -> None:
+        self.task, self.since = task, time.monotonic()
+        self.pipe.send(task)
 
     def stop(self) -> None:
         """The process is gone: asked to end where it waits for work, killed where it does not."""
         with contextlib.suppress(OSError):
-            self.pipe.send("")
-        self.process.join(0 if self.name else 5)
+            self.pipe.send(None)
+        self.process.join(0 if self.task else 5)
         self.process.kill()
         self.process.join()
         self.pipe.close()
 
 
-def serve(pipe: Connection, spec: str) -> None:
-    """Names come in by `pipe`, rows go out; an empty name ends it."""
+def serve(pipe: Connection) -> None:
+    """Tasks come in by `pipe`, what was found goes out; None ends it."""
     warnings.filterwarnings("ignore")
     import transformers
     from assessment import Row as Assessed
-    from assessment import assess, told
+    from assessment import assess, assess_pass, told
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with contextlib.suppress(EOFError, OSError):  # nobody is left to answer to
-        while name := pipe.recv():
+        while task := pipe.recv():
+            name, one = task
             try:
-                row = assess(name, spec)
+                found = dataclasses.asdict(assess(name, SPEC)) if one == "altup" else {"cell": assess_pass(name, OTHERS[one])}
             except Exception as error:
-                row = Assessed(name, captured=f"no: {told(error)}")
-            pipe.send(dataclasses.asdict(row))
+                problem = f"no: {told(error)}"
+                found = dataclasses.asdict(Assessed(name, captured=problem)) if one == "altup" else {"cell": problem}
+            pipe.send(found)
 
 
-def assessed(names: list[str], spec: str, jobs: int, limit: float) -> Iterator[tuple[str, Row]]:
-    """Each name with its row, as they are done; a worker that dies or takes too long costs its own architecture only."""
-    queue = list(reversed(names))
+def assessed(tasks: list[Task], jobs: int, limit: float) -> Iterator[tuple[Task, Row]]:
+    """Each task with what was found, as they are done; a worker that dies or takes too long costs its own task only."""
+    queue = list(reversed(tasks))
     workers: list[Worker] = []
     try:
         while queue or workers:
             while queue and len(workers) < jobs:
-                workers.append(Worker.start(spec))
+                workers.append(Worker.start())
                 workers[-1].give(queue.pop())
             ready = wait([worker.pipe for worker in workers], timeout=1.0)
             for worker in list(workers):
                 elapsed = time.monotonic() - worker.since
+                assert worker.task is not None
                 if worker.pipe in ready:
                     row = received(worker)
                 elif elapsed > limit:
-                    row = failed(worker.name, f"took more than {limit:.0f} s")
+                    row = failed(worker.task, f"took more than {limit:.0f} s")
                 else:
                     continue
                 alive = row.pop("alive", False)
                 row["seconds"] = round(elapsed, 1)
-                yield worker.name, row
-                worker.name = ""
+                yield worker.task, row
+                worker.task = None
                 if alive and queue:
                     worker.give(queue.pop())
                 else:
@@ -151,10 +166,14 @@ def received(worker: Worker) -> Row:
         return {**worker.pipe.recv(), "alive": True}
     except EOFError:
         worker.process.join()
-        return failed(worker.name, f"the process ended with exit code {worker.process.exitcode}")
+        assert worker.task is not None
+        return failed(worker.task, f"the process ended with exit code {worker.process.exitcode}")
 
 
-def failed(name: str, why: str) -> Row:
+def failed(task: Task, why: str) -> Row:
+    name, one = task
+    if one != "altup":
+        return {"cell": f"no: {why}"}
     return {"id": name, "transformer": False, "dense": "", **dict.fromkeys(CELLS, "—"), "captured": f"no: {why}"}
 
 
@@ -166,8 +185,8 @@ def write_whole(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def table(rows: list[Row], spec: str) -> str:
-    """The Markdown page: what was measured, the summary, one line an architecture, the dense models' own faults."""
+def table(rows: list[Row], cells: dict[str, dict[str, str]]) -> str:
+    """The Markdown page: what was measured, the summary, one line an architecture, the dense models' own faults, other passes."""
     import torch
     import transformers
 
@@ -175,7 +194,7 @@ def table(rows: list[Row], spec: str) -> str:
         [
             "# Coverage",
             "",
-            f"What `{spec}` does on a tiny random model of each architecture in transformers' auto classes for causal, masked and",
+            f"What `{SPEC}` does on a tiny random model of each architecture in transformers' auto classes for causal, masked and",
             f"sequence-to-sequence language modelling and image classification (transformers {transformers.__version__}, "
             f"torch {torch.__version__.partition('+')[0]}, float32).",
             "Written by `python tests/coverage_table.py`; do not edit.",
@@ -192,8 +211,23 @@ def table(rows: list[Row], spec: str) -> str:
             "",
             *(f"- `{row['id']}`: {cell(row['dense'])}" for row in rows if row["dense"]),
             "",
+            *others(cells),
         ]
     )
+
+
+def others(cells: dict[str, dict[str, str]]) -> list[str]:
+    """The section on the other passes: yes where the rewritten model came through every check of `retrofit.verify`."""
+    specs = ", ".join(f"`{spec}`" for spec in OTHERS.values())
+    kinds = {"yes": "yes", "refused": "refused", "no:": "no", "not captured": "not captured", "dense cannot": "dense cannot"}
+    lines = ["## The other passes", "", f"{specs}, each on the dense model, with every check of `retrofit.verify`.", ""]
+    lines += [line(["", *kinds.values()]), line(["---", *["---:"] * len(kinds)])]
+    for one in OTHERS:
+        found = [row[one] for row in cells.values() if one in row]
+        lines.append(line([one, *(str(sum(text.startswith(start) for text in found)) for start in kinds)]))
+    lines += ["", line(["architecture", *OTHERS]), line(["---"] * (1 + len(OTHERS)))]
+    lines += [line([f"`{name}`", *(cell(row.get(one, "—")) for one in OTHERS)]) for name, row in cells.items() if row]
+    return [*lines, ""]
 
 
 def line(cells: Sequence[str]) -> str:
