@@ -161,7 +161,7 @@ class Behaviour:
     @staticmethod
     @torch.no_grad()
     def logits_of(entry: zoo.Entry, model: PreTrainedModel) -> dict[str, torch.Tensor | str]:
-        """Logits of another batch and length than the captured one: plain, padded, of larger images; the reason where there are none."""
+        """Logits of other batches than the captured one, plain, padded, of larger images; the reason where there are none."""
         fresh = zoo.inputs(entry, model, batch=3, length=9, seed=5)
         found = {"plain": measured(lambda: zoo.logits(model(**fresh)))}
         if "pixel_values" in fresh and fresh["pixel_values"].dim() == 4:
