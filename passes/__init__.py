@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retrofit.passes.altup import AltUp as AltUp
+    from retrofit.passes.memory import Memory as Memory
+    from retrofit.passes.sparse_loss import SparseLoss as SparseLoss
     from retrofit.passes.sum import SumEmbedding as SumEmbedding
 
-HOMES = {"AltUp": "retrofit.passes.altup", "SumEmbedding": "retrofit.passes.sum"}
+HOMES = {
+    "AltUp": "retrofit.passes.altup",
+    "Memory": "retrofit.passes.memory",
+    "SparseLoss": "retrofit.passes.sparse_loss",
+    "SumEmbedding": "retrofit.passes.sum",
+}
 __all__ = sorted(HOMES)
 
 

@@ -15,7 +15,8 @@ coefficients, and §5.4 are from the paper on external memory before it. Input-d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,7 @@ from retrofit.anatomy import Anatomy, Stack
 from retrofit.blocks import BlockScale, Blockwise, DivideAndProject, Replicated
 from retrofit.contraction import combine_blocks, contract, weighted_sum
 from retrofit.dataflow import Dataflow
+from retrofit.depths import depths
 from retrofit.edit import Edit
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.ops import shape
@@ -273,21 +275,6 @@ class AltUp(Pass):
         return Application(self, anatomy, edit).run()
 
 
-def depths(text: str, count: int) -> set[int]:
-    """The depths that `0-5+8` names among `count` layers; `all` names all. Raises `SpecError`."""
-    if text == "all":
-        return set(range(count))
-    chosen: set[int] = set()
-    for part in text.split("+"):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
-            raise SpecError(f"altup: cannot read layers={text}", remedy="name depths and ranges joined by +, e.g. 0-5+8")
-        chosen.update(range(int(first), int(last or first) + 1))
-    if max(chosen) >= count:
-        raise SpecError(f"altup: layers={text} names depth {max(chosen)}", why=f"the stack has depths 0 to {count - 1}")
-    return chosen
-
-
 class Application:
     """One AltUp rewrite of one model."""
 
@@ -319,7 +306,7 @@ class Application:
         for name in plan.buffers:
             self.repeat_buffer(name)
         for name in plan.parameters:
-            self.grow(name, -1, self.copies(self.model.get_parameter(name), -1), "a copy for each block, (K−1) times its size")
+            self.grow(name, -1, *self.copies(name, -1), "a copy for each block, (K−1) times its size")
         self.widen_heads(plan)
         for stack in self.stacks:
             self.wrap_layers(stack, plan, starts_wide=bool(tables[stack.entry]), ends_wide=ends[stack.entry])
@@ -403,13 +390,18 @@ class Application:
         self.edit.replace_module(path, wrapper)
         self.sites.append(Site(path, what))
 
-    def grow(self, name: str, dim: int, more: Tensor, what: str, scale: float = 1.0) -> None:
-        """The parameter `name`, times `scale`, is followed by `more` along `dim`."""
+    def grow(self, name: str, dim: int, extent: int, fill: Callable[[Tensor], Any], what: str, scale: float = 1.0) -> None:
+        """The parameter `name`, times `scale`, is followed along `dim` by `extent` entries more, as `fill` fills them in place."""
         old = self.model.get_parameter(name)
         width = old.shape[dim]
-        new = nn.Parameter(torch.cat([old.detach(), more], dim), requires_grad=old.requires_grad)
+        size = list(old.shape)
+        size[dim] += extent
+        new = nn.Parameter(old.detach().new_empty(size), requires_grad=old.requires_grad)
+        dense, rest = new.detach().split([width, extent], dim)
+        dense.copy_(old)
         if scale != 1.0:
-            new.data.narrow(dim, 0, width).mul_(scale)
+            dense.mul_(scale)
+        fill(rest)
         for module in list(self.model.modules()):
             if any(parameter is old for parameter in module._parameters.values()):
                 for attribute in ("embedding_dim", "in_features"):
@@ -418,11 +410,17 @@ class Application:
         index = [slice(None)] * old.dim()
         index[dim] = slice(0, width)
         self.edit.widen_parameter(old, new, tuple(index), what, scale)
-        self.terms.append((f"{name}, {what}", more.numel()))
+        self.terms.append((f"{name}, {what}", rest.numel()))
 
-    def copies(self, parameter: Tensor, dim: int) -> Tensor:
-        """K−1 copies side by side."""
-        return torch.cat([parameter.detach()] * (self.altup.k - 1), dim)
+    def copies(self, name: str, dim: int, scale: float = 1.0) -> tuple[int, Callable[[Tensor], Any]]:
+        """What `grow` takes for K−1 copies of the parameter, times `scale`, side by side."""
+        old = self.model.get_parameter(name).detach()
+
+        def fill(rest: Tensor) -> None:
+            for part in rest.chunk(self.altup.k - 1, dim):
+                part.copy_(old).mul_(scale)
+
+        return (self.altup.k - 1) * old.shape[dim], fill
 
     def widen_tables(self, plan: WidePlan) -> None:
         """A token's row holds K blocks, or the dense one and e columns more, projected to the others after the look-up."""
@@ -431,10 +429,10 @@ class Application:
             table = self.model.get_parameter(name)
             width = table.shape[1]
             if altup.init == "lockstep":
-                self.grow(name, 1, self.copies(table, 1), "(K−1)·V·d")
+                self.grow(name, 1, *self.copies(name, 1), "(K−1)·V·d")
             else:
                 columns = altup.extra or (altup.k - 1) * width
-                self.grow(name, 1, noise_like(table, columns), "V·e" if altup.extra else "(K−1)·V·d")
+                self.grow(name, 1, columns, partial(fill_with_noise, like=table), "V·e" if altup.extra else "(K−1)·V·d")
             if altup.extra:
                 project = DivideAndProject(altup.extra, altup.k, width).to(device=table.device, dtype=table.dtype)
                 self.projects[name] = project
@@ -457,11 +455,11 @@ class Application:
                     remedy="use embedding=recycled",
                 )
             if not tied:
-                weight = self.model.get_parameter(name)
-                shape_of_rest = list(weight.shape)
-                shape_of_rest[site.dim] = altup.extra or (k - 1) * weight.shape[site.dim]
-                rest = self.copies(weight, site.dim).div_(k) if lockstep else weight.new_zeros(shape_of_rest)
-                self.grow(name, site.dim, rest, "V·e" if altup.extra else "(K−1)·V·d", 1 / k if lockstep else 1.0)
+                width, what = self.model.get_parameter(name).shape[site.dim], "V·e" if altup.extra else "(K−1)·V·d"
+                if lockstep:
+                    self.grow(name, site.dim, *self.copies(name, site.dim, 1 / k), what, 1 / k)
+                else:
+                    self.grow(name, site.dim, altup.extra or (k - 1) * width, Tensor.zero_, what)
             if tied:
                 scale = BlockScale([1 / k] * k if lockstep else [1.0] + [0.0] * (k - 1), learnable=not lockstep)
                 self.before(site.path, "block_scale", scale, name)
@@ -490,7 +488,7 @@ class Application:
 
     def wrap_layers(self, stack: Stack, plan: WidePlan, starts_wide: bool, ends_wide: bool) -> None:
         altup, k, shared = self.altup, self.altup.k, self.shared(stack)
-        chosen = depths(altup.layers, len(stack.layers))
+        chosen = depths(altup.layers, len(stack.layers), self.altup.name)
         kind = COEFFICIENTS[altup.coefficients]
         if shared and not (starts_wide and ends_wide):
             raise DoesNotFitError(
@@ -532,10 +530,9 @@ class Application:
             self.sites.append(Site(layer.name, f"works on block {wrapper.active} of {k}" + (" in turn" if rotate else "")))
 
 
-def noise_like(table: Tensor, columns: int) -> Tensor:
-    """Columns of noise with the table's spread: (V, columns)."""
-    spread = 1.0 if table.is_meta else float(table.detach().float().std())
-    return torch.randn(table.shape[0], columns, device=table.device, dtype=table.dtype) * spread
+def fill_with_noise(rest: Tensor, like: Tensor) -> None:
+    """`rest` is noise with the spread of `like`."""
+    rest.normal_(std=1.0 if like.is_meta else float(like.detach().std()))
 
 
 def hold_still(wrapper: AltUpLayer) -> None:

@@ -1,9 +1,9 @@
 """Some modules inside a module are handed one keyword more, for one call: by a view of the module that lives as long as the call.
 
-Code that a model's author wrote between two modules need not hand on what it does not know. It cannot be changed, but it can be run
-on another `self`: a shallow copy of the module, in which the inner modules are stand-ins that add the keyword and call the real ones.
-The copy shares every parameter, buffer, hook and submodule with the module, and nothing is written to the module itself, so
-checkpointing, threads and tracing see an ordinary call.
+Code that a model's author wrote between two modules need not hand on what it does not know. It cannot be changed, but it can be
+run on another `self`: a shallow copy of the module, in which the inner modules are stand-ins that add the keyword and call the real
+ones. The copy shares every parameter, buffer, hook and submodule with the module, and nothing is written to the module itself, so
+checkpointing, threads and tracing see an ordinary call. What the code sets on `self` is gone with the view.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def bind(module: nn.Module, paths: Sequence[str], **keywords: Any) -> nn.Module:
 
 
 class BindingForward:
-    """In place of a module's `forward`: runs its code on a view that hands the submodules at `paths` what `carry` makes of the call.
+    """In place of a module's `forward`: runs it on a view that hands the submodules at `paths` what `carry` makes of the call.
 
     `carry(args, kwargs)` returns the keywords. The signature is the module's own.
     """
