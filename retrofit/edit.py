@@ -114,6 +114,8 @@ class Edit:
         """The submodule at `path`, under every name it is registered by, is `module`."""
         old = self.model.get_submodule(path)
         module.train(old.training)
+        if not any(part is old for part in module.modules()):
+            take_over_hooks(old, module)
         for owner in list(self.model.modules()):
             if owner is module:
                 continue
@@ -188,3 +190,16 @@ class Edit:
         self.replaced.clear()
         self.layouts.clear()
         self.reasons.clear()
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
+
+
+def take_over_hooks(old: nn.Module, new: nn.Module) -> None:
+    """What an earlier pass hooked on `old` acts on `new`, and the children of `old` whose methods they are are its children."""
+    for name in HOOKS:
+        getattr(new, name).update(getattr(old, name))
+    acting = {id(getattr(hook, "__self__", None)) for hook in (*old._forward_pre_hooks.values(), *old._forward_hooks.values())}
+    for name, child in old.named_children():
+        if id(child) in acting:
+            new.add_module(name, child)

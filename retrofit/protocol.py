@@ -53,6 +53,7 @@ class Rewrite:
     sites: tuple[Site, ...]
     skipped: tuple[NearMiss, ...] = ()
     new_parameters: int = 0  # by the method's formula, not by counting
+    superseded: int = 0  # elements that earlier passes added and this one took out again
     formula: str = ""  # that formula with its numbers filled in
     second_step: tuple[str, ...] = ()  # parameters whose gradient is zero until others have moved
     notes: tuple[str, ...] = ()

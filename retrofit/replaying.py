@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,9 +35,23 @@ def run_passes(
         anatomy = inspect(model, inputs) if program is None or rewrites else read_anatomy(model, program)
         dense_flops = dense_flops or flops_per_token(anatomy.program)
         say(f"rewriting with {one.spec()}")
+        before, left = held(model), dropped(edit)
         with torch.no_grad():
-            rewrites.append(one.rewrite(anatomy, edit))
+            made = one.rewrite(anatomy, edit)
+        gone = {key: size for key, size in before.items() if key not in held(model) and key not in edit.replaced}
+        rewrites.append(dataclasses.replace(made, superseded=sum(gone.values()) - (dropped(edit) - left)))
     return tuple(rewrites), dense_flops
+
+
+def held(model: nn.Module) -> dict[int, int]:
+    """The elements of each of the model's parameters, by identity."""
+    return {id(parameter): parameter.numel() for parameter in model.parameters()}
+
+
+def dropped(edit: Edit) -> int:
+    """How many elements of the dense model have been dropped so far."""
+    lost = {id(edit.dense[name]): edit.dense[name].numel() for name, fate in edit.account().items() if fate.kind == "dropped"}
+    return sum(lost.values())
 
 
 def replay(model: nn.Module, specs: Sequence[str]) -> None:

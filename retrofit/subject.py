@@ -66,7 +66,7 @@ class Subject:
     @property
     def claimed(self) -> int:
         """How many new elements the rewrites say there are."""
-        return sum(rewrite.new_parameters for rewrite in self.rewrites or ())
+        return sum(rewrite.new_parameters - rewrite.superseded for rewrite in self.rewrites or ())
 
     def site_of(self, name: str) -> str:
         """The innermost rewritten site that a module or parameter lies in, for a message; "" where it lies in none."""

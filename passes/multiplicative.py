@@ -1,0 +1,87 @@
+"""The multiplicative dense layer: each input feature reaches every module by one weight and every place in a module by another.
+
+    y[s,m] = Σ_i x_i D[i,s] E[i,m]        D: [d, S] `d`   E: [d, M] `e`   S modules of size M
+
+Input feature i contributes x_i times the rank-1 matrix D[i,:] ⊗ E[i,:]: a dense layer, d → S·M, of d·(S + M) weights.
+
+Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+ITERATIONS = 12  # of the power method, far more than a useful start needs
+
+
+class Multiplicative(nn.Module):
+    """y[s,m] = Σ_i x_i D[i,s] E[i,m]: (…, d) gives (…, S, M).
+
+    For few tokens x is spread over the modules first, which reads d·(S + M) weights; for many the dense matrix is made once and all
+    of them go through one product. Which is cheaper depends on the number of tokens alone.
+    """
+
+    def __init__(self, width: int, modules: int, size: int, device: torch.device | None = None, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.d = nn.Parameter(torch.empty(width, modules, device=device, dtype=dtype))
+        self.e = nn.Parameter(torch.empty(width, size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Noise under which y has the variance of a dense layer's at its usual start."""
+        width = len(self.d)
+        for factor in (self.d, self.e):
+            factor.normal_(std=width**-0.25)
+
+    @property
+    def modules_and_size(self) -> tuple[int, int]:
+        return self.d.shape[1], self.e.shape[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        modules, size = self.modules_and_size
+        if x.shape[:-1].numel() * (modules + size) > modules * size:  # what is spread would outgrow the dense matrix
+            return (x @ self.matrix().to(x.dtype)).unflatten(-1, (modules, size))
+        spread = x.unsqueeze(-2) * self.d.t().to(x.dtype)  # (…, S, d)
+        return spread @ self.e.to(x.dtype)
+
+    def matrix(self) -> Tensor:
+        """The dense matrix that the layer stands for: (d, S·M)."""
+        return (self.d.unsqueeze(-1) * self.e.unsqueeze(-2)).flatten(1)
+
+    @torch.no_grad()
+    def fit(self, matrix: Tensor) -> None:
+        """The layer is the nearest one to the dense `matrix` (d, S·M), by least squares of the weights: rank 1 an input feature.
+
+        Nothing happens on the meta device.
+        """
+        if matrix.is_meta:
+            return
+        modules, size = self.modules_and_size
+        for part in range(0, len(matrix), ROWS):
+            rows = matrix[part : part + ROWS].float().unflatten(-1, (modules, size))  # (rows, S, M)
+            d, e = nearest_product(rows)
+            self.d[part : part + ROWS].copy_(d)
+            self.e[part : part + ROWS].copy_(e)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.d)}, modules={self.d.shape[1]}, size={self.e.shape[1]}"
+
+    @staticmethod
+    def count(width: int, modules: int, size: int) -> int:
+        """How many parameters the layer has: d²/S + d·S where S·M = d."""
+        return width * (modules + size)
+
+
+ROWS = 256  # input features fitted at a time
+
+
+def nearest_product(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """u and v of equal norm with u ⊗ v nearest to each of the `matrices` (n, S, M): (n, S) and (n, M), by the power method."""
+    v = matrices[torch.arange(len(matrices)), matrices.norm(dim=-1).argmax(-1)].unsqueeze(-1)  # (n, M, 1), its longest row
+    for _ in range(ITERATIONS):
+        u = nn.functional.normalize(matrices @ v, dim=-2)
+        v = matrices.mT @ u  # its length is the singular value
+    root = v.norm(dim=-2, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny).sqrt()
+    return (u * root).squeeze(-1), (v / root).squeeze(-1)

@@ -1,0 +1,129 @@
+"""Sparse loss: the output layer d → V becomes a multiplicative layer with S modules.
+
+    logits[s·M + m] = Σ_i x_i D[i,s] E[i,m]        M = ⌈V/S⌉, the places beyond V are cut off
+
+Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from retrofit.anatomy import Anatomy
+from retrofit.dataflow import Dataflow
+from retrofit.edit import Edit
+from retrofit.errors import DoesNotFitError
+from retrofit.passes.multiplicative import Multiplicative
+from retrofit.protocol import Pass, Rewrite, Site, option
+from retrofit.roles import weight_product
+
+
+class MultiplicativeHead(nn.Module):
+    """The logits of V tokens from a multiplicative layer whose S·M places are at least as many, and the dense head's bias."""
+
+    def __init__(self, width: int, vocabulary: int, modules: int, bias: nn.Parameter | None, like: Tensor) -> None:
+        super().__init__()
+        self.vocabulary = vocabulary
+        self.product = Multiplicative(width, modules, -(-vocabulary // modules), like.device, like.dtype)
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.product(x).flatten(-2)[..., : self.vocabulary]
+        return logits if self.bias is None else logits + self.bias
+
+    def fit(self, weight: Tensor) -> None:
+        """The nearest layer to the dense head's weight, (V, d)."""
+        modules, size = self.product.modules_and_size
+        self.product.fit(nn.functional.pad(weight.t(), (0, modules * size - self.vocabulary)))
+
+    def extra_repr(self) -> str:
+        return f"vocabulary={self.vocabulary}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseLoss(Pass):
+    """Replace the output head with a multiplicative layer of S modules: d·(S + ⌈V/S⌉) parameters instead of d·V."""
+
+    name: ClassVar[str] = "sparse-loss"
+    summary: ClassVar[str] = "replace the output layer with a multiplicative one, which reads far fewer weights a token"
+    paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.3"
+
+    modules: int = option(16, "S, the number of modules the vocabulary is divided into", minimum=1)
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
+        head, model = anatomy.head, anatomy.model
+        if head is None:
+            raise DoesNotFitError(
+                "sparse-loss: the model has no output head",
+                why="no product with a weight makes its first output",
+                remedy="apply it to a model with a language-modelling head",
+            )
+        old = model.get_submodule(head.name) if head.name else model
+        weight = model.get_parameter(head.parameter)
+        bias = self.bias_of(anatomy, old)
+        vocabulary, width = weight.shape if self.is_out_first(anatomy) else weight.shape[::-1]
+        if self.modules > vocabulary:
+            raise DoesNotFitError(
+                f"sparse-loss: modules={self.modules} is more than the head's {vocabulary} outputs",
+                remedy=f"choose modules near the square root of the vocabulary, {round(vocabulary**0.5)}",
+            )
+        made = MultiplicativeHead(width, vocabulary, self.modules, bias, weight)
+        made.fit(weight if self.is_out_first(anatomy) else weight.t())
+        tied = any(head.parameter in names for names in anatomy.tied)
+        edit.replace_module(head.name, made)
+        if not tied:
+            edit.drop_parameter(weight, "a multiplicative layer fitted to it stands in its place")
+        size = made.product.modules_and_size[1]
+        count = Multiplicative.count(width, self.modules, size)
+        notes = (
+            ("the head was tied to the embedding: the embedding keeps the table, the head has weights of its own",) if tied else ()
+        )
+        return Rewrite(
+            self.spec(),
+            False,
+            (Site(head.name, f"{width} → {vocabulary:,} by {self.modules} modules of {size:,}"),),
+            new_parameters=count,
+            formula=f"d·(S + ⌈V/S⌉) = {width}·({self.modules} + {size:,}) = {count:,}",
+            notes=notes,
+        )
+
+    @staticmethod
+    def product(anatomy: Anatomy) -> Any:
+        assert anatomy.head is not None
+        nodes = {node.name: node for node in anatomy.program.graph.nodes}
+        return nodes[anatomy.head.node]
+
+    def is_out_first(self, anatomy: Anatomy) -> bool:
+        """Whether the head's weight is stored (V, d)."""
+        found = weight_product(self.product(anatomy), Dataflow(anatomy.program))
+        assert found is not None and anatomy.head is not None
+        return anatomy.head.shape[0] == found.out_features
+
+    def bias_of(self, anatomy: Anatomy, old: nn.Module) -> nn.Parameter | None:
+        """The head's bias; raises `DoesNotFitError` where the head is no module of its own."""
+        assert anatomy.head is not None
+        node, program, names = self.product(anatomy), anatomy.program, anatomy.program.parameters
+        call = program.owner.get(node, program.root)
+        inside = [one for one, owner in program.owner.items() if call.encloses(owner)]
+        own = {name.rpartition(".")[2]: parameter for name, parameter in old.named_parameters(recurse=False)}
+        weight = anatomy.head.parameter.rpartition(".")[2]
+        others = [one for one in inside if one.op == "call_function" and one is not node and names.get(one) is None]
+        heavy = [one for one in others if weight_product(one, Dataflow(program)) is not None]
+        if not call.path or heavy or weight not in own or set(own) - {weight, "bias"}:
+            raise DoesNotFitError(
+                f"sparse-loss: the head {anatomy.head.parameter} is applied in the code of {call.path or 'the model'}",
+                why="there is no module that is nothing but the head",
+                remedy="give the head a module of its own, such as nn.Linear",
+            )
+        bias = own.get("bias")
+        return bias if isinstance(bias, nn.Parameter) else None
+
+
+__all__ = ["MultiplicativeHead", "SparseLoss"]
