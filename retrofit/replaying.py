@@ -38,7 +38,8 @@ def run_passes(
         before, left = held(model), dropped(edit)
         with torch.no_grad():
             made = one.rewrite(anatomy, edit)
-        gone = {key: size for key, size in before.items() if key not in held(model) and key not in edit.replaced}
+        after = held(model)
+        gone = {key: size for key, size in before.items() if key not in after and key not in edit.replaced}
         rewrites.append(dataclasses.replace(made, superseded=sum(gone.values()) - (dropped(edit) - left)))
     return tuple(rewrites), dense_flops
 

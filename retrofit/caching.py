@@ -1,0 +1,111 @@
+"""What rewritten modules remember from one decoding step to the next, kept in the model's own cache object.
+
+A cache that is asked to remember becomes, in place, one of a subclass of its own class: whatever generation does to its keys and
+values (reordering for beams, cropping, repeating, resetting) it does to the memories. Nothing is kept in the modules.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from retrofit.errors import RetrofitError
+
+SLACK = 64  # tokens that may be taken back at once beyond those a module needs: assisted decoding takes back a few
+
+
+class Memory:
+    """The last `length` values of a sequence, zeros before its beginning: `values` (batch, length + SLACK, …)."""
+
+    def __init__(self, length: int, like: Tensor) -> None:
+        self.length = length
+        self.values = like.new_zeros(like.shape[0], length + SLACK, *like.shape[2:])
+        self.missing = 0  # of the oldest values, how many were pushed out and taken back for
+
+    def last(self) -> Tensor:
+        """The last `length` values: (batch, length, …)."""
+        if self.missing > SLACK:
+            raise RetrofitError(
+                f"the cache was cropped by {self.missing} tokens more than it can take back",
+                why=f"the rewritten layers remember {self.length + SLACK} tokens beside the keys and values",
+                remedy=f"crop by at most {SLACK} tokens at a time, or start from an empty cache",
+            )
+        return self.values[:, SLACK:]
+
+    def push(self, new: Tensor) -> None:
+        """`new`, (batch, tokens, …), follows."""
+        kept = self.values.shape[1]
+        self.values = torch.cat([self.values, new], 1)[:, -kept:]
+        self.missing = max(0, self.missing - new.shape[1])
+
+    def take_back(self, count: int) -> None:
+        """The last `count` values never were."""
+        if count > 0:
+            kept = self.values.shape[1]
+            gone = self.values.new_zeros(self.values.shape[0], min(count, kept), *self.values.shape[2:])
+            self.values = torch.cat([gone, self.values[:, : kept - gone.shape[1]]], 1)
+            self.missing += count
+
+    def choose(self, rows: Tensor) -> None:
+        self.values = self.values.index_select(0, rows.to(self.values.device))
+
+    def repeat(self, times: int) -> None:
+        self.values = self.values.repeat_interleave(times, 0)
+
+
+class Remembering(Cache):
+    """A cache that keeps memories by name; never made by itself, see `memories_of`."""
+
+    memories: dict[str, Memory]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        for memory in self.memories.values():
+            memory.choose(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        for memory in self.memories.values():
+            memory.choose(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        for memory in self.memories.values():
+            memory.repeat(repeats)
+
+    def reset(self) -> None:
+        super().reset()
+        self.memories.clear()
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        before = int(self.get_seq_length())
+        super().crop(*args, **kwargs)
+        after = int(self.get_seq_length())
+        if not after:
+            self.memories.clear()
+        for memory in self.memories.values():
+            memory.take_back(before - after)
+
+
+@functools.cache
+def remembering(kind: type[Cache]) -> type[Cache]:
+    """The caches of class `kind` that keep memories."""
+    return type(kind.__name__, (Remembering, kind), {"__module__": kind.__module__})
+
+
+def memories_of(cache: Cache) -> dict[str, Memory]:
+    """The memories that `cache` keeps, by the name of the module that remembers."""
+    if not isinstance(cache, Remembering):
+        cache.__class__ = remembering(type(cache))
+        cache.memories = {}  # type: ignore[attr-defined]
+    return cache.memories  # type: ignore[attr-defined,no-any-return]
+
+
+def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:
+    """The cache among a call's arguments, None where there is none."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)

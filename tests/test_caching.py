@@ -1,0 +1,88 @@
+"""What modules remember in a cache, against a plain list of everything that was pushed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from retrofit.caching import SLACK, Memory, cache_among, memories_of
+from retrofit.errors import RetrofitError
+
+steps = st.lists(st.tuples(st.sampled_from(["push", "back", "reorder"]), st.integers(1, 9)), max_size=12)
+
+
+@given(length=st.integers(1, 5), steps=steps)
+@settings(deadline=None, max_examples=60)
+def test_a_memory_is_the_end_of_the_sequence(length: int, steps: list[tuple[str, int]]) -> None:
+    memory, sequence, counter = Memory(length, torch.zeros(2, 0, 1)), torch.zeros(2, 0, 1), 0
+    for what, count in steps:
+        if what == "push":
+            new = torch.arange(counter, counter + 2 * count).view(2, count, 1).float() + 1
+            counter += 2 * count
+            memory.push(new)
+            sequence = torch.cat([sequence, new], 1)
+        elif what == "back":
+            memory.take_back(min(count, sequence.shape[1]))
+            sequence = sequence[:, : sequence.shape[1] - min(count, sequence.shape[1])]
+        else:
+            rows = torch.tensor([count % 2, 0])
+            memory.choose(rows)
+            sequence = sequence[rows]
+    expected = torch.cat([torch.zeros(2, length, 1), sequence], 1)[:, -length:]
+    assert torch.equal(memory.last(), expected)
+
+
+def test_what_was_pushed_out_cannot_be_taken_back() -> None:
+    memory = Memory(2, torch.zeros(1, 0, 1))
+    memory.push(torch.ones(1, SLACK + 10, 1))
+    memory.take_back(SLACK + 1)
+    with pytest.raises(RetrofitError, match="cropped"):
+        memory.last()
+    memory.push(torch.ones(1, 2, 1))
+    assert memory.last().shape == (1, 2, 1)
+
+
+def filled(cache: Any, tokens: int = 5) -> Cache:
+    inner = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    for layer in range(2):
+        inner.update(torch.randn(2, 1, tokens, 4), torch.randn(2, 1, tokens, 4), layer)
+    return cache  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "make", [DynamicCache, lambda: EncoderDecoderCache(DynamicCache(), DynamicCache())], ids=["decoder", "both"]
+)
+def test_what_happens_to_the_keys_happens_to_the_memories(make: Any) -> None:
+    cache: Any = filled(make())
+    kind = type(cache)
+    memory = memories_of(cache)["layer"] = Memory(2, torch.zeros(2, 0, 1))
+    memory.push(torch.arange(10.0).view(2, 5, 1))
+    assert isinstance(cache, kind) and type(cache).__name__ == kind.__name__
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert memory.last().flatten().tolist() == [8, 9, 8, 9]
+    cache.batch_repeat_interleave(2)
+    assert memory.last().shape[0] == 4
+    cache.batch_select_indices(torch.tensor([0]))
+    assert memory.last().flatten().tolist() == [8, 9]
+    length = cache.get_seq_length()
+    cache.crop(-1)
+    assert cache.get_seq_length() == length - 1
+    assert memory.last().flatten().tolist() == [7, 8]
+    twin = copy.deepcopy(cache)
+    memories_of(twin)["layer"].push(torch.zeros(1, 1, 1))
+    assert memory.last().flatten().tolist() == [7, 8]
+    cache.reset()
+    assert not memories_of(cache)
+
+
+def test_the_cache_is_found_among_the_arguments() -> None:
+    cache = DynamicCache()
+    assert cache_among((1, None), {"past_key_values": cache}) is cache
+    assert cache_among((cache,), {}) is cache
+    assert cache_among((torch.zeros(1),), {"use_cache": True}) is None
