@@ -29,7 +29,7 @@ def check(subject: Subject) -> Finding:
         return (
             passed("finite, the same twice", "no dense model") if finite else failed("", "some outputs are infinite or not numbers")
         )
-    pairs = [(logits_of(run(subject.model, probe.inputs)).cpu(), probe.logits) for probe in subject.reference.probes]
+    pairs = [(subject.answer_to(probe).logits, probe.logits) for probe in subject.reference.probes]
     return held(subject, subject.reference, pairs) if subject.exact else moved(pairs)
 
 

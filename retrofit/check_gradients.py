@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -136,8 +137,9 @@ def watched(trainable: dict[str, nn.Parameter], received: dict[str, bool]) -> It
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            finite = bool(torch.isfinite(values).all())
-            if not finite or bool(values.any()):
+            low, high = map(float, values.aminmax()) if values.numel() else (0.0, 0.0)  # not a number where one of them is not
+            finite = math.isfinite(low) and math.isfinite(high)
+            if not finite or low or high:
                 received[name] = received.get(name, True) and finite
 
         return hook

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from retrofit import hub
 from retrofit.checkpoint import load, save
 from retrofit.errors import CheckpointError
 from retrofit.finding import Finding, failed, listed, passed, skipped
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from retrofit.subject import Subject
 
 LARGEST = 8 * 2**30  # bytes; a larger model is not written to disk for a check
+SHARD = "256MB"
 
 
 def check(subject: Subject) -> Finding:
@@ -40,18 +42,48 @@ def check(subject: Subject) -> Finding:
 
 
 def through(subject: Subject, path: Path) -> Finding:
-    """Whether the model saved at `path` and loaded from there gives the same bits on inputs of two shapes."""
-    save(subject.model, path)
-    loaded = load(path).to(device_of(subject.model)).eval()
-    medium, excuse = "a .pt file" if path.suffix else "a directory", ""
+    """Whether the model saved at `path` and loaded from there gives the same bits on inputs of two shapes.
+
+    It has every weight bit for bit, and then computes with those of the model: there is never a second copy of them in memory.
+    """
+    keep(subject.model, path)
+    with hub.as_mapped():
+        loaded = load(path).to(device_of(subject.model)).eval()
+    if lost := share_weights(subject, loaded):
+        return failed(f"through {medium(path)}", f"not what was saved: {listed(map(subject.placed, lost))}")
+    excuse = ""
     for inputs in (subject.inputs, *other_shapes(subject.model, subject.inputs)[:1]):
         ours, theirs = logits_of(run(subject.model, inputs)), logits_of(run(loaded, inputs))
         if not same_bits(ours, theirs):
             gap, blame, own = distance(theirs, ours), unfaithful(subject, loaded), put_back(subject, loaded)
             if not same_bits(ours, logits_of(run(loaded, inputs))):
-                return failed(f"{gap:.1e} through {medium}", blame)
+                return failed(f"{gap:.1e} through {medium(path)}", blame)
             excuse = f"but for buffers that the dense model does not save either: {listed(own)}"
-    return passed(f"bit-identical through {medium}", excuse)
+    return passed(f"bit-identical through {medium(path)}", excuse)
+
+
+def medium(path: Path) -> str:
+    return "a .pt file" if path.suffix else "a directory"
+
+
+def keep(model: nn.Module, path: Path) -> None:
+    """The model is at `path`, a directory's weights in many small files: each is mapped by itself, and let go by itself."""
+    if path.suffix:
+        save(model, path)
+    else:
+        model.save_pretrained(path, max_shard_size=SHARD)  # type: ignore[operator]
+
+
+def share_weights(subject: Subject, loaded: nn.Module) -> list[str]:
+    """Each parameter of `loaded` that has the bits of the model's is in the same memory from now on; the names of the others."""
+    lost = []
+    for name, parameter in loaded.named_parameters():
+        own = subject.parameters.get(name)
+        if own is None or not same_bits(own, parameter):
+            lost.append(name)
+        else:
+            parameter.data = own.data
+    return lost
 
 
 def put_back(subject: Subject, loaded: nn.Module) -> list[str]:
@@ -69,7 +101,7 @@ def put_back(subject: Subject, loaded: nn.Module) -> list[str]:
 
 
 def unfaithful(subject: Subject, loaded: nn.Module) -> str:
-    """What is not as it was saved."""
+    """What is not as it was saved, where the parameters are."""
     own = subject.model.state_dict()
     changed = [name for name, value in loaded.state_dict().items() if name not in own or not same_bits(own[name], value)]
     if changed:

@@ -19,13 +19,18 @@ def mix(x: Tensor, a: Tensor) -> Tensor:
     columns = a.unsqueeze(-1).unbind(-2)  # C of ([…,] R, 1)
     mixed = blocks[0] * columns[0]
     for block, column in zip(blocks[1:], columns[1:], strict=True):
-        mixed.addcmul_(block, column)
+        mixed = added(mixed, block, column)
     return mixed
 
 
 def mix_and_add(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
     """Block r of the result is Σ_c a[r,c] x^c + g[r] y: y comes last, and stays bit for bit where the terms before it cancel."""
-    return mix(x, a).addcmul_(y.unsqueeze(-2), g).flatten(-2)
+    return added(mix(x, a), y.unsqueeze(-2), g).flatten(-2)
+
+
+def added(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """total + weight · x, in the place of `total`; where a model is exported, beside it: a graph without side effects is cheap."""
+    return torch.addcmul(total, x, weight) if torch.compiler.is_exporting() else total.addcmul_(x, weight)
 
 
 class Contraction(torch.autograd.Function):

@@ -15,6 +15,8 @@ What a pass's modules must do to survive the trip (the skeleton is built on the 
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import importlib.abc
 import importlib.machinery
 import sys
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 METHOD = "retrofit"  # the name in transformers' table of quantizers, and `quant_method` in config.json
 CACHE_LINE = 64  # bytes
 TABLE = "transformers.quantizers.auto"  # the module that holds the table
+LEFT_AS_MAPPED = contextvars.ContextVar("left_as_mapped", default=False)
 
 
 def remember(model: nn.Module, recipe: Sequence[str]) -> None:
@@ -41,7 +44,6 @@ def remember(model: nn.Module, recipe: Sequence[str]) -> None:
     if is_transformers(model):
         remember_in_config(model, recipe) if recipe else forget_in_config(model)
     if recipe:
-        align(model)
         model.__dict__["retrofit_recipe"] = tuple(recipe)
     else:
         model.__dict__.pop("retrofit_recipe", None)
@@ -88,15 +90,25 @@ def forget_in_config(model: Any) -> None:
 
 
 def align(model: nn.Module) -> None:
-    """The weights on the CPU begin where a cache line does, as they will when they come back from a file.
+    """The weights on the CPU begin where a cache line does, as those of a model made in memory do.
 
-    The last bits of a product depend on it, and weights mapped from a safetensors file begin anywhere: without this a model
-    could differ from its own copy.
+    The last bits of a product with a single row depend on it, and weights mapped from a safetensors file begin anywhere: without
+    this a model could differ from its own copy. A dense model mapped from a file is left as it lies when it is rewritten.
     """
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in () if LEFT_AS_MAPPED.get() else (*model.parameters(), *model.buffers()):
         whole = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes
         if whole and tensor.data_ptr() % CACHE_LINE:
             tensor.data = tensor.data.clone()
+
+
+@contextlib.contextmanager
+def as_mapped() -> Iterator[None]:
+    """Within this context a rewritten model's weights stay where its file is mapped, and nothing is copied when it is loaded."""
+    token = LEFT_AS_MAPPED.set(True)
+    try:
+        yield
+    finally:
+        LEFT_AS_MAPPED.reset(token)
 
 
 def is_transformers(model: Any) -> bool:

@@ -13,9 +13,12 @@ from retrofit.capture import Program, capture
 from retrofit.cost import flops_per_token
 from retrofit.edit import Edit
 from retrofit.errors import CaptureError, DoesNotFitError, SpecError, VerificationError
-from retrofit.inputs import named_inputs
+from retrofit.finding import first_line
+from retrofit.inputs import device_of, named_inputs
+from retrofit.probes import run
 from retrofit.protocol import Pass, Rewrite, as_pass, format_recipe
 from retrofit.replaying import Progress, rearranged, recipe, rewrites, run_passes
+from retrofit.undisturbed import undisturbed
 from retrofit.verification import Reference, Report, check_rewrite
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -90,9 +93,12 @@ def apply_reported(
         hub.remember(model, (*earlier, *format_recipe(chosen)))
         edit.set_attribute(model, "retrofit_rewrites", (*(rewrites(model) or ()), *made))
         edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))
-        say("capturing the result")
-        result = captured_again(model, inputs)
-        report = None
+        say("running the result")
+        report = result = None
+        if verify or count_flops or device_of(model).type == "meta":
+            result = captured_again(model, inputs)
+        else:
+            run_once(model, inputs)
         if reference is not None:
             say("verifying")
             report = check_rewrite(model, reference, made, edit.account(), inputs, program=result)
@@ -108,7 +114,7 @@ def apply_reported(
         edit.undo()
         hub.remember(model, earlier)
         raise
-    flops = flops_per_token(result) if count_flops else 0
+    flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
     return Applied(model, made, report, before, after, dense_flops, flops)
 
@@ -118,11 +124,24 @@ def captured_again(model: nn.Module, inputs: dict[str, Any]) -> Program:
     try:
         return capture(model, inputs)
     except CaptureError as error:
-        raise DoesNotFitError(
-            "the rewritten model does not run",
-            why=error.why,
-            remedy="the model was left as it was; its own code may count on the stream's width: for altup, try embedding=recycled",
-        ) from error
+        raise does_not_run(error.why) from error
+
+
+def run_once(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """The rewritten model runs, else `DoesNotFitError`: one short pass, where nobody needs the program."""
+    try:
+        with undisturbed(model):
+            run(model, inputs)
+    except Exception as error:  # whatever the model's own code raises
+        raise does_not_run(first_line(error)) from error
+
+
+def does_not_run(why: str) -> DoesNotFitError:
+    return DoesNotFitError(
+        "the rewritten model does not run",
+        why=why,
+        remedy="the model was left as it was; its own code may count on the stream's width: for altup, try embedding=recycled",
+    )
 
 
 __all__ = ["Applied", "apply", "apply_reported", "recipe"]

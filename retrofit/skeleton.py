@@ -66,6 +66,7 @@ class RecipeReplay(HfQuantizer):
         """Every new parameter and buffer has its value, and nothing on the model says that it came through a quantizer."""
         del model.hf_quantizer
         hub.remember(model, self.quantization_config.recipe)
+        hub.align(model)
         check_filled(model, self.dense, self.shapes)
         for name in self.frozen:
             model.get_parameter(name).requires_grad_(False)

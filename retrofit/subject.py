@@ -26,6 +26,7 @@ class Subject:
     fates: dict[str, Fate]  # of the dense parameters; empty without a reference
     exact: bool
     captured: Program | None = None  # where the rewritten model has been captured already
+    answers: dict[int, Probe] = dataclasses.field(default_factory=dict)  # to the dense model's probes, once they were asked for
 
     @functools.cached_property
     def program(self) -> Program:
@@ -51,6 +52,12 @@ class Subject:
     def first(self) -> Probe:
         """What the model makes of its inputs."""
         return Probe.of(self.model, self.inputs)
+
+    def answer_to(self, probe: Probe) -> Probe:
+        """What the model makes of the inputs of one of the dense model's probes; raises what the model's own code raises."""
+        if id(probe) not in self.answers:
+            self.answers[id(probe)] = Probe.of(self.model, probe.inputs)
+        return self.answers[id(probe)]
 
     @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:

@@ -6,7 +6,9 @@ import copy
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
+import transformers
 import zoo
 from test_inspection import Own
 
@@ -233,3 +235,13 @@ def test_every_start_passes_verification(options: dict[str, Any]) -> None:
     model, inputs, _ = build("causal/gpt2")
     report = apply_reported(model, AltUp(**options), example_inputs=inputs, count_flops=False).report
     assert report is not None and report.ok and report["gradients"].status == "passed"
+
+
+def test_weights_mapped_from_a_file_stay_where_they_are(tmp_path):
+    tiny_models.llama().save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    before = {id(parameter): parameter.data_ptr() for parameter in model.parameters()}
+    retrofit.apply(model, AltUp(k=2))
+    kept = [parameter for parameter in model.parameters() if id(parameter) in before]
+    assert len(kept) == len(before) - 2  # all but the token table and the head
+    assert all(parameter.data_ptr() == before[id(parameter)] for parameter in kept)

@@ -1,0 +1,142 @@
+"""What `retrofit.apply` costs on a model of a billion parameters: time against that of reading it, memory against the model's.
+
+    python benchmarks/apply_cost.py --threads 2
+
+A model with the shape of TinyLlama 1.1B and random weights is saved once to a temporary directory. Everything is measured in a
+process of its own: reading it with `from_pretrained`, its file dropped from the page cache first and again with it there; then
+`apply`, for each spec with and without verification. Peak memory is the most that was resident while `apply` ran, less what the
+process held before it read the model: the model itself counts, whether its weights are mapped from the file or copied from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, dict[str, Any]] = {
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "vocab_size": 32000},
+    "smoke": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 2000},
+}
+SPECS = ("altup(k=2, embedding=wide)", "altup(k=2, embedding=recycled)")
+
+
+def resident(field: str) -> int:
+    """A line of /proc/self/status, in bytes: VmRSS what is resident now, VmHWM the most that was."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024
+
+
+def forget_peak() -> None:
+    """From now on VmHWM is the most that is resident from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+def save_model(options: argparse.Namespace) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    dtype = getattr(torch, options.dtype)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES[options.size], num_key_value_heads=4, tie_word_embeddings=False))
+    model = model.to(dtype).to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0) if parameter.dim() == 1 else parameter.data.normal_(std=0.02)
+    model.save_pretrained(options.folder, max_shard_size="100GB")
+
+
+def timed(options: argparse.Namespace) -> dict[str, float]:
+    """Seconds and bytes of reading the model and, where a spec is given, of rewriting it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from retrofit.protocol import parse_spec
+    from retrofit.rewriting import apply_reported
+
+    logging.disable_progress_bar()
+    torch.set_num_threads(options.threads)
+    parse_spec(options.spec or SPECS[0])  # imports what a pass needs
+    before = resident("VmRSS")
+    start = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=getattr(torch, options.dtype))
+    touched = sum(int(one.detach().view(-1).view(torch.uint8)[::4096].sum()) for one in model.parameters())  # each page is read
+    read = time.perf_counter() - start
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    found = {"read": read, "size": size, "held": resident("VmRSS") - before, "touched": touched}
+    if options.spec:
+        forget_peak()
+        start, busy = time.perf_counter(), time.process_time()
+        applied = apply_reported(model, options.spec, verify=options.verify)
+        found |= {"apply": time.perf_counter() - start, "busy": time.process_time() - busy, "peak": resident("VmHWM") - before}
+        found["after"] = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        if options.report and applied.report is not None:
+            print(applied.report, file=sys.stderr)
+    return found
+
+
+def in_a_process(options: argparse.Namespace, *more: str) -> dict[str, float]:
+    """What this script prints when it measures one thing, in a process of its own."""
+    given = ["--folder", options.folder, "--size", options.size, "--dtype", options.dtype, "--threads", str(options.threads)]
+    command = [sys.executable, __file__, *given, *(["--report"] if options.report else []), *more]
+    made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(made.stdout.splitlines()[-1])
+    return found
+
+
+def report(options: argparse.Namespace) -> None:
+    in_a_process(options, "--stage", "save")
+    drop_from_page_cache(Path(options.folder))
+    cold = in_a_process(options, "--stage", "measure")
+    warm = in_a_process(options, "--stage", "measure")
+    print(f"{options.size}: {cold['size'] / 1e9:.2f} GB of {options.dtype}, {options.threads} thread(s)")
+    print(f"reading it: {cold['read']:.2f} s from disk, {warm['read']:.2f} s from the page cache\n")
+    print(f"{'apply':<34}{'verify':<8}{'seconds':>9}{'× read':>8}{'peak GB':>9}{'× model':>9}{'× result':>10}")
+    for spec in options.specs:
+        for verify in options.ways:
+            one = in_a_process(options, "--stage", "measure", "--spec", spec, *(["--verify"] if verify == "yes" else []))
+            ratios = one["apply"] / cold["read"], one["peak"] / one["size"], one["peak"] / one["after"]
+            print(f"{spec:<34}{verify:<8}{one['apply']:9.2f}{ratios[0]:8.2f}{one['peak'] / 1e9:9.2f}", end="")
+            print(f"{ratios[1]:9.2f}{ratios[2]:10.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--specs", nargs="+", default=SPECS)
+    parser.add_argument("--ways", nargs="+", choices=("no", "yes"), default=("no", "yes"), help="without and with verification")
+    parser.add_argument("--report", action="store_true", help="show what verification found")
+    parser.add_argument("--stage", choices=("all", "save", "measure"), default="all", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--spec", help=argparse.SUPPRESS)
+    parser.add_argument("--verify", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.stage == "save":
+        save_model(options)
+        print(json.dumps({}))
+    elif options.stage == "measure":
+        print(json.dumps(timed(options)))
+    else:
+        with tempfile.TemporaryDirectory(prefix="retrofit-apply-cost-") as options.folder:
+            report(options)
+
+
+if __name__ == "__main__":
+    main()
