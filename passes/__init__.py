@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from retrofit.passes.altup import AltUp as AltUp
     from retrofit.passes.memory import Memory as Memory
+    from retrofit.passes.shared_moe import SharedMoE as SharedMoE
+    from retrofit.passes.sparse_ffn import SparseFFN as SparseFFN
     from retrofit.passes.sparse_loss import SparseLoss as SparseLoss
     from retrofit.passes.sum import SumEmbedding as SumEmbedding
 
 HOMES = {
     "AltUp": "retrofit.passes.altup",
     "Memory": "retrofit.passes.memory",
+    "SharedMoE": "retrofit.passes.shared_moe",
+    "SparseFFN": "retrofit.passes.sparse_ffn",
     "SparseLoss": "retrofit.passes.sparse_loss",
     "SumEmbedding": "retrofit.passes.sum",
 }

@@ -187,7 +187,15 @@ def declare_ties(model: Any) -> None:
             kept = next((name for name in inside if name in sources), inside[0] if inside else "")
             tied |= {name.removeprefix(prefix): kept.removeprefix(prefix) for name in inside if name != kept}
         part.__dict__["_tied_weights_keys"] = tied
+        part.__dict__["_adjust_bias"] = adjust_bias
         part.all_tied_weights_keys = dict(tied)
+
+
+def adjust_bias(module: Any, weight: Any) -> None:
+    """What transformers does to the bias beside a tied weight: fits it to the rows, but not if it goes with the columns."""
+    own, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if own is None or bias is None or bias.shape[-1] != own.shape[-1]:
+        sys.modules["transformers.modeling_utils"].PreTrainedModel._adjust_bias(None, module, weight)
 
 
 def declare_published_ties(model: Any) -> None:
@@ -197,6 +205,7 @@ def declare_published_ties(model: Any) -> None:
         return
     for part in parts:
         part.__dict__.pop("_tied_weights_keys", None)
+        part.__dict__.pop("_adjust_bias", None)
     for part in parts:
         part.all_tied_weights_keys = part.get_expanded_tied_weights_keys(all_submodels=True)
 

@@ -1,0 +1,272 @@
+"""A mixture of experts whose experts are feed-forwards, stacked, and what balances it.
+
+    MoE(x) = Σ_i g(x)_i e_i(x),   g(x) = TopK(softmax(f(x) + ε))        ε ~ N(0, noise²) in training, f: [E, d] `router`
+    B = ⌈C·K·tokens/E⌉                                                  what an expert keeps of a batch in training
+    l_balance = E Σ_i m_i P_i                                           m_i: tokens sent to expert i, a token; P: mean softmax
+
+Go Wider Instead of Deeper (AAAI 2022), eq. 1 to 5. Logits, probabilities and gates are float32 whatever the model is.
+
+The balance loss belongs to the model's own loss. A mixture in training notes it, and `BalancedForward`, which stands in place of
+the model's forward, adds what was noted during its call to the loss it returns: the gradient is that of the sum, however that is
+scaled, accumulated or recomputed. Whoever computes a loss from a model's outputs takes it with `balance_losses`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.integrations.moe import _grouped_mm
+
+from retrofit.feedforward import FeedForward, FeedForwardBlock, Port
+from retrofit.wrapping import replaced
+
+FEW = (
+    16  # tokens times K up to which each gets its expert's matrices to itself, where a kernel would wait (benchmarks/shared_moe.py)
+)
+ROW = 16  # bytes: what kernels want rows to be a multiple of
+
+# ── The mixture ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Router(nn.Linear):
+    """f: the logits of the experts, in float32 whatever x and the weight are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
+            return F.linear(x.float(), self.weight.float())
+
+
+class ExpertMatrices(nn.Module):
+    """One matrix of every expert, `weight` (E, out, in) and `bias` (E, out) or None."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", bias)
+
+    def forward(self, rows: Tensor, expert: Tensor, ends: Tensor | None) -> Tensor:
+        """Each row times the matrix of its expert, plus its bias: (rows, in) to (rows, out).
+
+        `ends` says where the rows of each expert end, where they stand side by side; else each row gets a matrix to itself.
+        """
+        weight, bias = self.weight.to(rows.dtype), self.bias
+        if ends is None:
+            y = torch.bmm(weight.index_select(0, expert), rows.unsqueeze(-1)).squeeze(-1)
+        else:
+            y = grouped_product(rows, weight.transpose(1, 2), ends)
+        return y if bias is None else y + bias.to(y.dtype).index_select(0, expert)
+
+    def extra_repr(self) -> str:
+        return f"experts={self.weight.shape[0]}, {self.weight.shape[2]} to {self.weight.shape[1]}, bias={self.bias is not None}"
+
+
+class MixtureOfExperts(nn.Module):
+    """Σ_i g(x)_i e_i(x): (tokens, d) to (tokens, d).
+
+    The matrices that read x are its children of the names `into`, and `ports` says which of their columns the hidden function is
+    given; `down` writes y. The hidden function belongs to the layer and is handed over with x: what has no matrix is not shared.
+    """
+
+    def __init__(
+        self,
+        into: Mapping[str, ExpertMatrices],
+        ports: Sequence[Port],
+        down: ExpertMatrices,
+        *,
+        k: int,
+        renormalize: bool = True,
+        capacity: float | None = None,
+        balance: float = 0.0,
+        noise: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.into, self.ports = tuple(into), tuple(ports)
+        for name, matrices in into.items():
+            self.add_module(name, matrices)
+        self.down = down
+        self.experts, self.width, self.units = down.weight.shape
+        self.k, self.renormalize, self.capacity, self.balance, self.noise = k, renormalize, capacity, balance, noise
+        like = down.weight
+        self.router = Router(self.width, self.experts, bias=False, device=like.device, dtype=like.dtype)
+        nn.init.normal_(self.router.weight, std=0.02)
+
+    def forward(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
+        gates, chosen = self.route(x)
+        return self.combined(x, gates, chosen, hidden)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The gates and the experts of each token: (tokens, K), float32 and indices. What an expert cannot keep has the gate 0."""
+        logits = self.router(x).float()
+        if self.training and self.noise:
+            logits = logits + self.noise * torch.randn_like(logits)
+        probabilities = logits.softmax(-1)
+        gates, chosen = probabilities.topk(self.k, dim=-1)
+        if self.renormalize:
+            gates = gates / gates.sum(-1, keepdim=True)
+        if self.training:
+            sent = F.one_hot(chosen, self.experts).sum(-2)  # (tokens, E)
+            if self.balance:
+                note(self.balance * balance_loss(probabilities, sent), wanted=self.router.weight.requires_grad)
+            if self.capacity is not None:
+                places = self.places(len(x))
+                gates = gates * (sent.cumsum(0).gather(-1, chosen) <= places)
+        return gates, chosen
+
+    def places(self, tokens: int) -> int:
+        """B: how many of the tokens an expert keeps in training; those that come first."""
+        assert self.capacity is not None
+        return math.ceil(self.capacity * self.k * tokens / self.experts - 1e-9)
+
+    def combined(self, x: Tensor, gates: Tensor, chosen: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
+        """Σ_k gates_k e_{chosen_k}(x)."""
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.down.weight.dtype
+        expert = chosen.flatten()
+        if torch.compiler.is_exporting():  # programs that run without torch
+            y = self.computed(x.to(dtype).repeat_interleave(self.k, 0), expert, None, hidden)
+        else:  # the rows of one expert stand side by side, and one product serves them all
+            expert, order = torch.sort(expert, stable=True)
+            ends = torch.searchsorted(expert, torch.arange(self.experts, device=expert.device), right=True).to(torch.int32)
+            y = self.computed(x.to(dtype).index_select(0, order // self.k), expert, ends, hidden)
+            y = y.index_select(0, torch.argsort(order))
+        return (y.unflatten(0, (-1, self.k)) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
+
+    def computed(self, rows: Tensor, expert: Tensor, ends: Tensor | None, hidden: Callable[..., Tensor]) -> Tensor:
+        """e_i of each row, i its expert; `ends` as for `ExpertMatrices`."""
+        z = [self.get_submodule(name)(rows, expert, ends) for name in self.into]
+        units = [z[port.matrix][:, port.start : port.start + port.step * (self.units - 1) + 1 : port.step] for port in self.ports]
+        y: Tensor = self.down(hidden(*units), expert, ends)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, k={self.k}, width={self.width}, units={self.units}"
+
+
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows times the matrix of their group, of weight (E, in, out), by a kernel, or a loop where none takes such sizes."""
+    if any(size * rows.element_size() % ROW for size in weight.shape[1:]):
+        return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)  # type: ignore[no-any-return]
+    return _grouped_mm(rows, weight, ends)  # type: ignore[no-any-return]
+
+
+def balance_loss(probabilities: Tensor, sent: Tensor) -> Tensor:
+    """l_balance = E Σ_i m_i P_i of one routing, eq. 3. probabilities, and sent, 1 where an expert gets a token: (tokens, E)."""
+    m, p = sent.to(probabilities.dtype).mean(0), probabilities.mean(0)
+    return probabilities.shape[-1] * (m * p).sum()
+
+
+class MoEBlock(FeedForwardBlock):
+    """Stands where a layer's feed-forward stood: the mixture `moe`, its own or its group's, with the layer's hidden function."""
+
+    def __init__(self, site: FeedForward, old: nn.Module, moe: MixtureOfExperts) -> None:
+        super().__init__(site, old)
+        self.hidden, self.moe = site.hidden, moe
+
+    def compute(self, x: Tensor) -> Tensor:
+        y: Tensor = self.moe(x.reshape(-1, self.width), self.hidden)
+        return y.view(x.shape)
+
+
+# ── The balance loss on its way to the model's loss ──────────────────────────────────────────────────────────────────────────────
+
+
+class Noted(threading.local):
+    """Where mixtures note their balance losses: a list for as long as somebody collects them in this thread, else None."""
+
+    losses: list[Tensor] | None = None
+
+
+NOTED = Noted()
+
+
+def note(loss: Tensor, *, wanted: bool) -> None:
+    """Whoever collects the balance losses gets `loss`; it should have a gradient if `wanted`."""
+    if NOTED.losses is None:
+        return
+    if wanted and not torch.is_grad_enabled():
+        warnings.warn(
+            "a mixture of experts runs without gradients while the model trains: its balance loss has none. If that is reentrant "
+            "gradient checkpointing, choose the other: gradient_checkpointing_kwargs={'use_reentrant': False}",
+            stacklevel=2,
+        )
+    NOTED.losses.append(loss)
+
+
+@contextlib.contextmanager
+def balance_losses() -> Iterator[list[Tensor]]:
+    """The balance losses, times λ, of the mixtures that train within this context and whose model has not added them to its loss.
+
+    with balance_losses() as losses:
+        logits = model(ids)
+    loss = task_loss(logits) + sum(losses)
+    """
+    before, found = NOTED.losses, []  # type: ignore[var-annotated]
+    NOTED.losses = found
+    try:
+        yield found
+    finally:
+        NOTED.losses = before
+
+
+class BalancedForward:
+    """In place of a model's `forward`: in training, the loss it returns contains the balance losses of the call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.inner = module, vars(module).get("forward")
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        if self.inner is not None:
+            return inspect.signature(self.inner)
+        own = inspect.signature(type(self.module).forward)
+        return own.replace(parameters=list(own.parameters.values())[1:])
+
+    @property
+    def __code__(self) -> CodeType:
+        """Where it is written, which `torch.export` asks of a forward."""
+        return type(self).__call__.__code__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.module.training and torch.is_grad_enabled()):
+            return self.run(*args, **kwargs)
+        before, found = NOTED.losses, []  # type: ignore[var-annotated]
+        NOTED.losses = found
+        try:
+            output = self.run(*args, **kwargs)
+        finally:
+            NOTED.losses = before
+        key, loss = loss_of(output, labelled=kwargs.get("labels") is not None)
+        if loss is not None:
+            return replaced(output, key, loss + sum(one.to(loss) for one in found))
+        if before is not None:
+            before.extend(found)
+        return output
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.module).forward(self.module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
+
+
+def loss_of(output: Any, *, labelled: bool) -> tuple[int | str | None, Tensor | None]:
+    """The loss that a model returns and its key in the output, None for both where there is none.
+
+    It is what the model calls so, a number returned by itself, or the first of a tuple of a model that was given labels.
+    """
+    if isinstance(output, Tensor):
+        return None, output if output.dim() == 0 else None
+    if isinstance(output, Mapping):
+        return "loss", output.get("loss")
+    if labelled and isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].dim() == 0:
+        return 0, output[0]
+    return None, None
