@@ -68,6 +68,8 @@ class Program:
     outputs: dict[str, fx.Node]  # name of the output → node
     calls: list[Call]  # the root call, of the model itself, first
     owner: dict[fx.Node, Call]  # the innermost call a node was computed in
+    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of the constants
+    returns: Any = None  # the class that the model's outputs come in
 
     @property
     def root(self) -> Call:
@@ -158,21 +160,22 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def capture(model: nn.Module, example_inputs: Mapping[str, Any]) -> Program:
-    """The program that `model` runs on inputs like `example_inputs` (arguments by name), in evaluation mode.
+def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: bool = False, training: bool = False) -> Program:
+    """The program that `model` runs on inputs like `example_inputs` (arguments by name), in evaluation mode if not in `training`.
 
-    Nothing is computed and no weight is copied. Raises `CaptureError` where the model cannot be traced.
+    Nothing is computed and no weight is copied. A `dynamic` program runs on inputs of other sizes too, as far as the model's code
+    does. Raises `CaptureError` where the model cannot be traced.
     """
-    training = {module: module.training for module in model.modules()}
-    model.eval()
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
     try:
         try:
-            exported, calls = export(model, dict(example_inputs))
+            exported, calls = export(model, dict(example_inputs), dynamic)
         except Exception:
             mask = missing_mask(model, example_inputs)
             if mask is None:
                 raise
-            exported, calls = export(model, {**example_inputs, "attention_mask": mask})
+            exported, calls = export(model, {**example_inputs, "attention_mask": mask}, dynamic)
     except Exception as error:  # whatever the model's own code raises
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CaptureError(
@@ -181,18 +184,37 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any]) -> Program:
             remedy="pass example_inputs= that its forward accepts; code that branches on the values of tensors cannot be captured",
         ) from error
     finally:
-        for module, mode in training.items():
+        for module, mode in modes.items():
             module.training = mode
     return read_program(exported, calls)
 
 
-def export(model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.export.ExportedProgram, list[Call]]:
+def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> tuple[torch.export.ExportedProgram, list[Call]]:
     """The model as an exported program in functional form, with markers, and the calls they belong to."""
+    if dynamic:  # of what a forward gathers, torch.export wants the rest back that the code may have taken out: only tensors
+        named = inspect.signature(model.forward).parameters
+        inputs = {name: value for name, value in inputs.items() if name in named or isinstance(value, torch.Tensor)}
+    sizes = sizes_by_argument(model, inputs) if dynamic else None
     with marked_calls(model) as calls, torch.no_grad(), quiet(), no_cache(model):
-        exported = torch.export.export(model, (), inputs, strict=False)
+        exported = torch.export.export(model, (), inputs, dynamic_shapes=sizes, strict=False)
         if any(mutates(node) for node in exported.graph.nodes):
             exported = exported.run_decompositions({})  # functional form, no operation taken apart
     return exported, calls
+
+
+def sizes_by_argument(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What `torch.export` is told of the extents of the inputs, those that the forward gathers under the name it gathers by."""
+    parameters = inspect.signature(model.forward).parameters
+    gathered = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), "")
+    sizes: dict[str, Any] = {name: free_sizes(inputs[name]) for name in parameters if name in inputs}
+    if others := {name: free_sizes(value) for name, value in inputs.items() if name not in parameters}:
+        sizes[gathered] = others
+    return sizes
+
+
+def free_sizes(value: Any) -> dict[int, Any] | None:
+    """Every extent of a tensor may be another, as far as the code allows."""
+    return dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO) if isinstance(value, torch.Tensor) else None
 
 
 def missing_mask(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -222,7 +244,10 @@ def read_program(exported: torch.export.ExportedProgram, calls: list[Call]) -> P
     named = {name: node for name, node in outputs.items() if isinstance(node, fx.Node)}
     calls[0].inputs = {name: node for node, name in inputs.items()}
     calls[0].outputs = {name: node for name, node in named.items()}  # noqa: C416
-    return Program(graph, parameters, buffers, constants, inputs, named, calls, owner)
+    values = {
+        name: exported.constants[name] for name in constants.values() if isinstance(exported.constants.get(name), torch.Tensor)
+    }
+    return Program(graph, parameters, buffers, constants, inputs, named, calls, owner, values, exported.call_spec.out_spec.type)
 
 
 def output_names(exported: torch.export.ExportedProgram) -> list[str]:

@@ -71,11 +71,21 @@ def op(node: fx.Node) -> str:
 
 
 def shape(node: Any) -> tuple[int, ...] | None:
-    """The shape of the node's value, None where it is no tensor; an extent that depends on the data is 0."""
+    """The shape of the node's value, None where it is no tensor.
+
+    A free extent is the one it was captured with, one that depends on the data is 0.
+    """
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor):
         return None
-    return tuple(size if isinstance(size, int) else 0 for size in value.shape)
+    return tuple(extent(size) for size in value.shape)
+
+
+def extent(size: int | torch.SymInt) -> int:
+    """An extent as a number."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 0
+    return size
 
 
 def is_float(node: fx.Node) -> bool:

@@ -25,6 +25,7 @@ from retrofit.ops import (
     PRODUCT,
     ROUTING,
     SELECTION,
+    extent,
     is_heavy,
     mixes_tokens,
     op,
@@ -335,6 +336,17 @@ def what_is_visible(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.diagonal(dim1=-2, dim2=-1).any() else ~mask
 
 
+def blank(node: fx.Node) -> Any:
+    """A value of the shape of `node`, for operations that read nothing else of it."""
+    example = node.meta["val"]
+    if not isinstance(example, torch.Tensor):
+        return extent(example)
+    size = shape(node) or ()
+    if math.prod(size) > LARGEST_MASK_INPUT:
+        raise ValueError(f"{node.name} is too large")
+    return torch.zeros(size, dtype=example.dtype)
+
+
 def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
     """The value of a mask for inputs without padding; parameters count as zeros, None where it hangs on a large one."""
     program = flow.program
@@ -346,7 +358,7 @@ def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
             if not isinstance(example, torch.Tensor):
                 values[node] = example
                 continue
-            size = [int(extent) for extent in example.shape]
+            size = shape(node) or ()
             if math.prod(size) > LARGEST_MASK_INPUT:
                 return None
             whole = node in program.inputs
@@ -355,7 +367,9 @@ def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
         if node.op != "call_function":
             return None
         try:
-            arguments = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+            arguments = fx.node.map_arg(
+                (node.args, dict(node.kwargs)), lambda part: values[part] if part in values else blank(part)
+            )
             args, kwargs = tree_map_only(torch.device, lambda device: torch.device("cpu"), arguments)
             if op(node).startswith("_assert"):
                 values[node] = None
