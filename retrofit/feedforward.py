@@ -180,6 +180,8 @@ def taken_apart(branch: Branch, model: nn.Module, flow: Dataflow, nodes: dict[st
     owned = owned_place(owner, shared, final(out, flow, own), outline, flow)
     if owned is not None:
         return FeedForward(**parts, stream_in=owned[0], tail=owned[1], path=owner.path)
+    for name in outline.dropouts:  # the model's code goes on applying them, to x
+        setattr(hidden, name, nn.Identity())
     return FeedForward(**parts, **spread_place(branch, into, out, steps, flow), tail=None, dropout=dropout)
 
 
@@ -300,6 +302,7 @@ class Outline:
         self.ports: dict[Port, fx.Node] = {}
         self.steps: list[Call | fx.Node] = []  # what the hidden units pass, modules and operations
         self.dropout = 0.0
+        self.dropouts: list[str] = []  # modules of the outline that stand for the model's own code
 
     def run(self, result: fx.Node) -> tuple[fx.GraphModule, tuple[Port, ...], list[Call | fx.Node], float]:
         """The module, what its arguments are, the modules and operations passed, and the dropout that no module holds."""
@@ -409,6 +412,7 @@ class Outline:
             return value
         self.dropout = max(p, self.dropout)
         name = f"dropout{len(list(self.root.children()))}"
+        self.dropouts.append(name)
         self.root.add_module(name, nn.Dropout(p))
         return self.graph.call_module(name, (value,))
 
