@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -175,23 +175,30 @@ def round_up(x: float) -> int:
 # ── Around a layer ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def takes_ids(module: nn.Module) -> bool:
+    """Whether a memory inside `module` waits for the keyword `token_ids`."""
+    return any(isinstance(part, TokenIdMemory) for part in module.modules())
+
+
 class MemoryLayer(Wrapper):
     """What `layer` makes of the stream, plus what `memory` makes of it.
 
     The stream enters by the argument `stream_in` and leaves by `stream_out`, an index or key of what the layer returns (None: the
-    value itself). The keyword `token_ids` is for the memory; the layer never sees it.
+    value itself). The keyword `token_ids` is for the memory; the layer sees it where it has one of its own inside.
     """
 
     def __init__(
         self, layer: nn.Module, memory: ExternalMemory, *, stream_in: int | str = 0, stream_out: int | str | None = None
     ) -> None:
         super().__init__(layer)
-        self.memory = memory
+        self.memory, self.hands_on = memory, takes_ids(layer)
         self.stream_in, self.stream_out = place_of(layer, stream_in), stream_out
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments, keywords = list(args), dict(kwargs)
-        ids = keywords.pop(TOKEN_IDS, None)
+        ids = keywords.get(TOKEN_IDS)
+        if not self.hands_on:
+            keywords.pop(TOKEN_IDS, None)
         container, key = find(self.stream_in, arguments, keywords)
         x = container[key]
         output = self.layer(*arguments, **keywords)
@@ -201,14 +208,15 @@ class MemoryLayer(Wrapper):
 
 
 class TokenIdsInside(Wrapper):
-    """`layer`, to whose submodules at `paths` the keyword `token_ids` is handed; the layer's own code never sees it."""
+    """`layer`, to whose submodules at `paths` the keyword `token_ids` is handed past the layer's own code."""
 
     def __init__(self, layer: nn.Module, paths: tuple[str, ...]) -> None:
         super().__init__(layer)
-        self.paths = paths
+        self.paths, self.hands_on = paths, takes_ids(layer)
 
     def forward(self, *args: Any, token_ids: Tensor | None = None, **kwargs: Any) -> Any:
-        return bind(self.layer, self.paths, **{TOKEN_IDS: token_ids})(*args, **kwargs)
+        ids = {TOKEN_IDS: token_ids}
+        return bind(self.layer, self.paths, **ids)(*args, **kwargs, **(ids if self.hands_on else {}))
 
 
 class TokenIds:
@@ -280,6 +288,15 @@ class Source:
     rows: int  # of the token table
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The tables of one stack."""
+
+    stack: Stack
+    places: dict[str, list[Beside]]  # by layer, those that get none included
+    source: Source | None  # of the token ids, where they are looked up by
+
+
 class Application:
     """One rewrite of one model."""
 
@@ -296,14 +313,22 @@ class Application:
         self.sizes: dict[tuple[int, int], int] = {}  # buckets and width of a table: how many there are
 
     def run(self) -> Rewrite:
-        for stack in self.anatomy.stacks:
-            self.visit(stack)
-        if not self.made:
+        plans = [plan for stack in self.anatomy.stacks if (plan := self.plan(stack)) is not None]
+        if not plans:
             raise DoesNotFitError(
                 f"memory: no {self.memory.beside[:-1]} of the model can have a table beside it",
                 why="; ".join(dict.fromkeys(f"{miss.name or 'the stack'}: {miss.why}" for miss in self.skipped[:4])),
                 remedy=self.remedy(),
             )
+        channels = [(plan.source, self.layers_of(plan)) for plan in plans if plan.source is not None]
+        handed = dict(zip((source for source, _ in channels), handed_down(self.model, channels, self.example), strict=True))
+        for plan in plans:
+            for places in plan.places.values():
+                for place in places:
+                    self.wrap(place, plan)
+        for plan in plans:
+            if plan.source is not None:
+                self.carry(plan, plan.source, handed[plan.source])
         names = {module: name for name, module in self.model.named_modules()}
         what = f"beside it a table, looked up by {self.memory.lookup}, rank {self.memory.rank}"
         late = [f"{names[one]}.memory.{name}" for one in self.made for name in one.memory.waiting()]
@@ -317,30 +342,25 @@ class Application:
             second_step=tuple(late),
         )
 
-    def visit(self, stack: Stack) -> None:
-        """Every chosen layer of the stack, or each of its FFNs, has a table beside it, and ids reach those that need them."""
+    def plan(self, stack: Stack) -> Plan | None:
+        """What gets a table in the stack, None where nothing does; what does not is noted with the reason."""
         if any(layer.name in self.taken for layer in stack.layers):
             self.skipped.append(NearMiss(stack.name, "a second stream through layers that have their tables"))
-            return
+            return None
         chosen = depths(self.memory.layers, len(stack.layers), "memory")
-        kept: dict[str, list[Beside]] = {}  # by layer
-        for depth, layer in enumerate(stack.layers):
-            found = list(self.beside(layer, stack)) if depth in chosen else []
-            kept[layer.name] = [*kept.get(layer.name, []), *(one for one in found if one not in kept.get(layer.name, []))]
-        if not any(kept.values()):
-            return
-        rows = self.memory.buckets
-        if self.memory.lookup == "token-id":
-            source = self.source(stack)
-            if isinstance(source, NearMiss):
-                self.skipped.append(source)
-                return
-            self.carry(source, stack, kept)
-            rows = source.rows
-        for places in kept.values():
-            for place in places:
-                self.wrap(place, stack, rows)
-        self.taken.update(kept)
+        places: dict[str, list[Beside]] = {layer.name: [] for layer in stack.layers if layer.name}
+        for depth in sorted(chosen):
+            layer = stack.layers[depth]
+            known = places.get(layer.name, [])
+            known.extend(place for place in self.beside(layer, stack) if place not in known)
+        if not any(places.values()):
+            return None
+        source = self.source(stack) if self.memory.lookup == "token-id" else None
+        if isinstance(source, NearMiss):
+            self.skipped.append(source)
+            return None
+        self.taken.update(places)
+        return Plan(stack, places, source)
 
     # Where tables go.
 
@@ -368,25 +388,22 @@ class Application:
     def narrow(self, layer: Layer, stack: Stack) -> Beside | None:
         """The outermost module that runs the layer and takes and returns its stream d wide: inside AltUp's, where that is wider."""
         outer = self.calls[layer.name, layer.call]
-        adds = [self.nodes[branch.add] for branch in layer.branches]
+        ends = [self.nodes[layer.entry], self.nodes[layer.exit]]
+        if all(width_of(node) == stack.width for node in ends):
+            known = layer.stream_in not in (-1, None) and layer.stream_out != -1
+            return Beside(layer.name, layer.stream_in, layer.stream_out) if known else None  # type: ignore[arg-type]
+        results = [self.nodes[branch.output] for branch in layer.branches]
         above = set(self.flow.upward(self.nodes[layer.branches[0].source]))
-        above.add(self.nodes[layer.entry])
-        inner = [call for call in owner_of(adds, self.flow).chain if outer.encloses(call)]
-        for call in reversed(inner):
-            ends = (layer.entry, layer.exit)
-            if call is outer and layer.stream_in not in (-1, None) and layer.stream_out != -1:
-                if all(width_of(self.nodes[end]) == stack.width for end in ends):
-                    return Beside(call.path, layer.stream_in, layer.stream_out)  # type: ignore[arg-type]
-                continue
+        within = [call for call in owner_of(results, self.flow).chain if outer.encloses(call) and call is not outer]
+        for call in reversed(within):
             enters = [key for key, node in call.inputs.items() if node in above and width_of(node) == stack.width]
-            leaves = [key for key, node in call.outputs.items() if width_of(node) == stack.width and self.carries(node, adds[-1])]
+            leaves = [key for key, node in call.outputs.items() if self.made_of(node, results) and width_of(node) == stack.width]
             if enters and leaves and enters[0] is not None:
                 return Beside(call.path, enters[0], leaves[0])
         return None
 
-    def carries(self, node: fx.Node, add: fx.Node) -> bool:
-        """Whether `node` is the stream after `add`: at most normalised since, or changed position by position."""
-        return self.flow.reaches(add, node) and shape(node) == shape(add)
+    def made_of(self, node: fx.Node, parts: list[fx.Node]) -> bool:
+        return all(self.flow.reaches(part, node) for part in parts)
 
     def ffn(self, branch: Branch, layer: Layer, narrow: Beside, width: int) -> Beside | str:
         """The module that is this FFN, from one d-wide tensor to another, or why there is none."""
@@ -396,24 +413,31 @@ class Application:
         call = next((one for one in self.calls.values() if one.path == branch.name and outer.encloses(one)), None)
         if call is None:
             return "its module is not called inside the layer"
-        enters = [key for key, node in call.inputs.items() if is_float(node) and width_of(node) == width]
+        if any(call.encloses(self.flow.call_of(self.nodes[other.output])) for other in layer.branches if other is not branch):
+            return "the FFN's matrices lie in several modules, and the code between them is the layer's own"
+        read = {
+            key: self.flow.position[node]
+            for key, node in call.inputs.items()
+            if key is not None and width_of(node) == width and self.flow.heavily_reaches(node, self.nodes[branch.output])
+        }
         leaves = [key for key, node in call.outputs.items() if is_float(node) and width_of(node) == width]
-        if len(enters) != 1 or not leaves or enters[0] is None:
-            return f"its module takes {len(enters)} tensors {width} wide and returns {len(leaves)}: one of each is needed"
-        return Beside(branch.name, enters[0], leaves[0])
+        if not read or not leaves:
+            return f"its module does not take and return tensors {width} wide"
+        return Beside(branch.name, max(read, key=lambda key: read[key]), leaves[0])  # the stream itself may be handed in as well
 
-    def wrap(self, place: Beside, stack: Stack, rows: int) -> None:
-        memory, module = self.memory, self.model.get_submodule(place.path)
+    def wrap(self, place: Beside, plan: Plan) -> None:
+        memory, module, width = self.memory, self.model.get_submodule(place.path), plan.stack.width
+        rows = plan.source.rows if plan.source is not None else memory.buckets
         like = next((one for one in (*module.parameters(), *self.model.parameters()) if one.is_floating_point()), torch.empty(()))
         table: ExternalMemory
         if memory.lookup == "token-id":
-            table = TokenIdMemory(rows, stack.width, memory.rank, like, sparse=memory.sparse)
+            table = TokenIdMemory(rows, width, memory.rank, like, sparse=memory.sparse)
         elif memory.lookup == "softmax":
-            table = SoftmaxMemory(rows, stack.width, memory.rank, like, jitter=memory.jitter)
+            table = SoftmaxMemory(rows, width, memory.rank, like, jitter=memory.jitter)
         else:
-            table = LshMemory(rows, stack.width, memory.rank, like)
-        self.parameters += table.count(rows, stack.width, memory.rank)
-        self.sizes[rows, stack.width] = self.sizes.get((rows, stack.width), 0) + 1
+            table = LshMemory(rows, width, memory.rank, like)
+        self.parameters += table.count(rows, width, memory.rank)
+        self.sizes[rows, width] = self.sizes.get((rows, width), 0) + 1
         wrapper = MemoryLayer(module, table, stream_in=place.stream_in, stream_out=place.stream_out)
         self.edit.replace_module(place.path, wrapper)
         self.made.append(wrapper)
@@ -453,26 +477,28 @@ class Application:
                     return Source(call.path, place_of(self.model.get_submodule(call.path), key), table.shape[0])
         return NearMiss(stack.name, f"no module around its layers takes ids of the stream's shape {(shape(entry) or ())[:-1]}")
 
-    def carry(self, source: Source, stack: Stack, kept: dict[str, list[Beside]]) -> None:
-        """The ids get to every module that is to have a table: handed down by the model's code, or else bound for each call."""
+    def layers_of(self, plan: Plan) -> list[nn.Module]:
+        return [self.model.get_submodule(name) for name in plan.places]
+
+    def carry(self, plan: Plan, source: Source, handed: bool) -> None:
+        """The ids get to every table of the stack: handed down by the model's code, or else bound for each call."""
         module, ids = self.model.get_submodule(source.path), TokenIds(source.place)
-        names = list(dict.fromkeys(layer.name for layer in stack.layers if layer.name))
-        if handed_down(self.model, module, ids, [self.model.get_submodule(name) for name in names], self.example()):
+        if handed:
             self.edit.add_handle(module.register_forward_pre_hook(ids.before, with_kwargs=True))
-            for name in names:
-                inside = tuple(place.path[len(name) + 1 :] for place in kept[name]) if self.memory.beside == "ffns" else ()
-                if inside or not kept[name]:
-                    self.edit.replace_module(name, TokenIdsInside(self.model.get_submodule(name), inside))
-            return
-        if "forward" in vars(module):
+        elif "forward" in vars(module):
             raise DoesNotFitError(
-                f"memory: the token ids do not reach the layers of {stack.name or 'the model'}",
+                f"memory: the token ids do not reach the layers of {plan.stack.name or 'the model'}",
                 why="its code does not hand them down, and its forward has been replaced already",
                 remedy="apply memory once and before other tools change the model, or with lookup=softmax",
             )
-        start = len(source.path) + 1 if source.path else 0
-        paths = [place.path[start:] for places in kept.values() for place in places]
-        self.edit.set_attribute(module, "forward", BindingForward(module, paths, ids))
+        else:
+            start = len(source.path) + 1 if source.path else 0
+            paths = [name[start:] for name, places in plan.places.items() if places]
+            self.edit.set_attribute(module, "forward", BindingForward(module, paths, ids))
+        for name, places in plan.places.items():
+            inside = tuple(place.path[len(name) + 1 :] for place in places) if self.memory.beside == "ffns" else ()
+            if inside or (handed and not places):
+                self.edit.replace_module(name, TokenIdsInside(self.model.get_submodule(name), inside))
 
     def example(self) -> dict[str, Any]:
         """Inputs like those that the model was captured with."""
@@ -485,21 +511,28 @@ def width_of(node: fx.Node) -> int:
     return (shape(node) or (0,))[-1]
 
 
-def handed_down(model: nn.Module, module: nn.Module, ids: TokenIds, layers: list[nn.Module], inputs: dict[str, Any]) -> bool:
-    """Whether the keyword that `module` is handed arrives at each of `layers` in every one of its calls; found out by trying."""
-    arrived: list[bool] = []
+def handed_down(
+    model: nn.Module, channels: list[tuple[Source, list[nn.Module]]], inputs: Callable[[], dict[str, Any]]
+) -> list[bool]:
+    """For each source of ids, whether the keyword that its module is handed arrives at every call of the layers: by trying."""
+    if not channels:
+        return []
+    arrived: dict[nn.Module, bool] = {}
 
     def note(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        arrived.append(TOKEN_IDS in kwargs)
-        return args, {name: value for name, value in kwargs.items() if name != TOKEN_IDS}
+        arrived[layer] = arrived.get(layer, True) and TOKEN_IDS in kwargs
+        return args, {name: value for name, value in kwargs.items() if name != TOKEN_IDS or takes_ids(layer)}
 
-    handles = [module.register_forward_pre_hook(ids.before, with_kwargs=True)]
-    handles += [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+    handles = []
+    for source, layers in channels:
+        before = TokenIds(source.place).before
+        handles.append(model.get_submodule(source.path).register_forward_pre_hook(before, with_kwargs=True))
+        handles += [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
-        capture(model, inputs)
-    except CaptureError:  # its forward takes no other keyword, or hands it to one that does not
-        return False
+        capture(model, inputs())
+    except CaptureError:  # a forward takes no other keyword, or hands it to one that does not
+        return [False] if len(channels) == 1 else [handed_down(model, [one], inputs)[0] for one in channels]
     finally:
         for handle in handles:
             handle.remove()
-    return bool(arrived) and all(arrived)
+    return [all(arrived.get(layer, False) for layer in layers) for _, layers in channels]

@@ -30,13 +30,16 @@ class Bound(Wrapper):
 
 
 def view(module: nn.Module, inner: Mapping[str, nn.Module]) -> nn.Module:
-    """`module` as it is, except that the submodules at the paths `inner` are those given; `module` itself where there are none."""
+    """`module` as it is, except that the submodules at the paths `inner` are those given; `module` itself where there are none.
+
+    A path leads through a `Wrapper` as an attribute does: to the module that it stands for.
+    """
     if not inner:
         return module
     children: dict[str, dict[str, nn.Module]] = {}
     changed: dict[str, nn.Module | None] = dict(module._modules)
     for path, given in inner.items():
-        name, _, rest = path.partition(".")
+        name, _, rest = (path if leads(module, path) else f"layer.{path}").partition(".")
         if rest:
             children.setdefault(name, {})[rest] = given
         else:
@@ -47,6 +50,19 @@ def view(module: nn.Module, inner: Mapping[str, nn.Module]) -> nn.Module:
     made.__dict__.update(module.__dict__)
     made.__dict__["_modules"] = changed
     return made
+
+
+def leads(module: nn.Module, path: str) -> bool:
+    """Whether the path begins with a child of `module` itself, not of a module that it stands for."""
+    name, _, rest = path.partition(".")
+    child = module._modules.get(name)
+    if not isinstance(module, Wrapper) or child is None:
+        return not isinstance(module, Wrapper)
+    try:
+        child.get_submodule(rest)
+    except AttributeError:  # `layer` is the wrapper's name for its module, and may be that module's name for another
+        return False
+    return True
 
 
 def bind(module: nn.Module, paths: Sequence[str], **keywords: Any) -> nn.Module:
