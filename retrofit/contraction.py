@@ -6,7 +6,7 @@ autocast and with TF32: what a matrix product does not promise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,20 +17,20 @@ def mix(x: Tensor, a: Tensor) -> Tensor:
     """Row r of the result is Σ_c a[r,c] x^c, in the order of c: x (…, C·d) and a [R, C], or one a per token, give (…, R, d)."""
     blocks = x.unflatten(-1, (a.shape[-1], 1, -1)).unbind(-3)  # C of (…, 1, d)
     columns = a.unsqueeze(-1).unbind(-2)  # C of ([…,] R, 1)
-    mixed = blocks[0] * columns[0]
-    for block, column in zip(blocks[1:], columns[1:], strict=True):
-        mixed = added(mixed, block, column)
+    mixed, add = blocks[0] * columns[0], adding()
+    for c in range(1, len(blocks)):
+        mixed = add(mixed, blocks[c], columns[c])
     return mixed
 
 
 def mix_and_add(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
     """Block r of the result is Σ_c a[r,c] x^c + g[r] y: y comes last, and stays bit for bit where the terms before it cancel."""
-    return added(mix(x, a), y.unsqueeze(-2), g).flatten(-2)
+    return adding()(mix(x, a), y.unsqueeze(-2), g).flatten(-2)
 
 
-def added(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """total + weight · x, in the place of `total`; where a model is exported, beside it: a graph without side effects is cheap."""
-    return torch.addcmul(total, x, weight) if torch.compiler.is_exporting() else total.addcmul_(x, weight)
+def adding() -> Callable[..., Tensor]:
+    """What adds a product to a sum: in its place, or beside it where a model is exported: a graph without side effects is cheap."""
+    return torch.addcmul if torch.compiler.is_exporting() else Tensor.addcmul_
 
 
 class Contraction(torch.autograd.Function):
@@ -61,8 +61,9 @@ class Contraction(torch.autograd.Function):
 
 def contract(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
     """Σ_c a[r,c] x^c + g[r] y in x's dtype: x (…, C·d), y (…, d), a ([…,] R, C), g ([…,] R, 1) give (…, R·d)."""
-    if not x.dtype == y.dtype == a.dtype == g.dtype:
-        y, a, g = y.to(x.dtype), a.to(x.dtype), g.to(x.dtype)
+    dtype = x.dtype
+    if y.dtype != dtype or a.dtype != dtype or g.dtype != dtype:
+        y, a, g = y.to(dtype), a.to(dtype), g.to(dtype)
     if torch.is_grad_enabled() and not torch.compiler.is_exporting():
         return Contraction.apply(x, y, a, g)  # type: ignore[no-any-return]
     return mix_and_add(x, y, a, g)
@@ -74,8 +75,9 @@ def combine_blocks(x: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def weighted_sum(terms: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Σ_i weights[i] terms[i]."""
-    total = terms[0] * weights[0]
-    for term, weight in zip(terms[1:], weights[1:], strict=True):
+    """Σ_i weights[i] terms[i], those of weight 0 left out: a single one of weight 1 is returned as it is."""
+    (first, weight), *others = [(term, weight) for term, weight in zip(terms, weights, strict=True) if weight] or [(terms[0], 0.0)]
+    total = first if weight == 1.0 else first * weight
+    for term, weight in others:
         total = torch.add(total, term, alpha=weight)
     return total

@@ -62,12 +62,13 @@ class Wrapper(nn.Module):
         self.layer = layer
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("_") or "layer" not in self._modules:
-                raise
-            return getattr(self._modules["layer"], name)
+        held = self.__dict__
+        for registry in ("_parameters", "_buffers", "_modules"):
+            if registry in held and name in held[registry]:
+                return held[registry][name]
+        if name.startswith("_") or "layer" not in held.get("_modules", ()):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(held["_modules"]["layer"], name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As for any module; a name that only the inner layer has is free."""
