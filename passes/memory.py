@@ -75,7 +75,7 @@ class ExternalMemory(nn.Module):
     def experts(self, x: Tensor, i: Tensor) -> Tensor:
         """V_i relu(U_iᵀ x) for each token: (tokens, d), (tokens) give (tokens, d)."""
         x = x.to(self.u.dtype)
-        return self.gathered(x, i) if self.gathers(len(i)) else self.grouped(x, i)
+        return self.gathered(x, i) if self.gathers(i.shape[0]) else self.grouped(x, i)
 
     def gathers(self, tokens: int) -> bool:
         """Whether each token gets its expert's matrices to itself: few tokens do, and programs that run without torch."""

@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @functools.cache
 def dense(identity: str) -> Any:
     """A model of two layers, or as many as its shape takes."""
-    fewer = {key: 2 for key in LAYERS.get(identity, ("num_hidden_layers",))}
+    fewer = dict.fromkeys(LAYERS.get(identity, ("num_hidden_layers",)), 2)
     model = zoo.build(zoo.entry(identity), **fewer)
     if model.config.is_encoder_decoder:
         model.config.decoder_start_token_id = 0
