@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from retrofit.anatomy import Anatomy, Branch
@@ -105,8 +106,7 @@ class RowMajor(Conv1D):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.weight
-        return y if self.bias is None else y + self.bias
+        return F.linear(x, self.weight.t(), self.bias)
 
 
 def linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
