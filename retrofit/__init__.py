@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from retrofit.checkpoint import save as save
     from retrofit.errors import RetrofitError as RetrofitError
     from retrofit.inspection import inspect as inspect
+    from retrofit.onnx_export import export_onnx as export_onnx
     from retrofit.replaying import recipe as recipe
     from retrofit.rewriting import apply as apply
     from retrofit.verification import verify as verify
@@ -24,6 +25,7 @@ HOMES = {
     "Anatomy": "retrofit.anatomy",
     "RetrofitError": "retrofit.errors",
     "apply": "retrofit.rewriting",
+    "export_onnx": "retrofit.onnx_export",
     "inspect": "retrofit.inspection",
     "load": "retrofit.checkpoint",
     "recipe": "retrofit.replaying",

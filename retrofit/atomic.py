@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,6 +51,28 @@ def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
                 previous.rename(path)
             shutil.rmtree(draft, ignore_errors=True)
             shutil.rmtree(previous, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def whole_files(folder: Path, names: Sequence[str], *, force: bool = False) -> Iterator[Path]:
+    """A directory to write into, of which every file has its name in `folder` once the block ends, and none if it raises.
+
+    Raises at once where one of `names` exists; a file whose name was not foreseen replaces what had it.
+    """
+    for name in names:
+        final_name(folder / name, force=force, directory=False)
+    draft = draft_of(folder.resolve() / "any")
+    with explained(folder):
+        try:
+            draft.mkdir()
+            yield draft
+            for file in draft.iterdir():
+                flush_file(file)
+            for file in sorted(draft.iterdir(), key=lambda file: (file.name in names, file.name)):
+                os.replace(file, folder / file.name)
+            flush_directory(folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def final_name(path: Path, *, force: bool, directory: bool) -> Path:

@@ -1,0 +1,59 @@
+"""`retrofit export`: a model on disk as ONNX files beside it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from retrofit.cli.parser import Subparsers, add_model_arguments, existing
+from retrofit.cli.progress import Progress, quiet
+from retrofit.cli.tables import columns
+
+EXAMPLES = """\
+  retrofit export model.pt                      writes model.onnx
+  retrofit export t5_dir/ -o t5.onnx            writes encoder_t5.onnx, decoder_t5.onnx, decoder_with_past_t5.onnx
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "export", help="write a model as ONNX", description="Write a model as ONNX files.", epilog=EXAMPLES
+    )
+    add_model_arguments(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="a .onnx file (default: beside MODEL)")
+    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    parser.add_argument(
+        "--cache",
+        choices=("auto", "past", "none"),
+        default="auto",
+        help="whether a decoder takes and returns its keys and values (default: auto, where the model has them)",
+    )
+    parser.add_argument("--no-fuse", action="store_true", help="plain ONNX operators only, none of ONNX Runtime's own")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The ONNX files are on disk and an account of them on stdout."""
+    model = existing(arguments.model)
+    output = arguments.output or model.resolve().with_name(
+        f"{model.resolve().stem if model.is_file() else model.resolve().name}.onnx"
+    )
+
+    from retrofit.checkpoint import load
+    from retrofit.onnx_export import export_onnx
+
+    with Progress() as progress, quiet(arguments.debug):
+        progress(f"reading {model}")
+        loaded = load(model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+        made = export_onnx(loaded, output, arguments.cache, fuse=not arguments.no_fuse, force=arguments.force, progress=progress)
+    rows = []
+    for file in made.files:
+        rows.append(("result", str(file.path)))
+        rows.append(("nodes", f"{file.nodes:,}"))
+        rows.extend(("fused", step.name) for step in file.steps if step.kept)
+        rows.append(("against torch", "not run" if file.gap is None else f"{file.gap:.1e} on other shapes"))
+    rows.append(
+        ("cache", "as inputs and outputs" if made.cached else f"none: {made.why_no_cache}" if made.why_no_cache else "none")
+    )
+    print(columns(rows))
+    return 0

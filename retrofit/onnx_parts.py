@@ -1,0 +1,376 @@
+"""A model as functions of named tensors: one, or an encoder, a decoder's first step and its next ones; each becomes an ONNX file.
+
+Names are those of the ecosystem's ONNX models. A part knows its free sizes, draws inputs of any size, and is a module itself,
+whose forward takes its inputs as one mapping and returns its outputs as a tuple: what a tracer needs, and what torch can run too.
+
+    model                     input_ids, attention_mask, …                                          → logits
+    model                     input_ids, attention_mask, position_ids, past_key_values.{i}.key, …   → logits, present.{i}.…
+    encoder_model             input_ids, attention_mask                                             → last_hidden_state
+    decoder_model             input_ids, encoder_hidden_states, encoder_attention_mask              → logits, present.{i}.…
+    decoder_with_past_model   the same and past_key_values.{i}.decoder.key, …                       → the same
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.capture import no_cache
+from retrofit.check_cache import generates
+from retrofit.errors import CaptureError, RetrofitError
+from retrofit.finding import first_line
+from retrofit.inputs import device_of, token_ids
+from retrofit.onnx_state import MEMORY, cache_of, states_of
+from retrofit.probes import (
+    accepts,
+    distance,
+    extent_of,
+    has_two_sides,
+    ids_name,
+    is_decoder_side,
+    logits_of,
+    named_outputs,
+    resized,
+    tolerance_of,
+)
+
+CacheMode: TypeAlias = Literal["auto", "past", "none"]
+Sizes: TypeAlias = Mapping[str, int]
+Tensors: TypeAlias = dict[str, Tensor]
+
+BATCH, LENGTH, PAST, TOTAL, SOURCE = (
+    "batch_size",
+    "sequence_length",
+    "past_sequence_length",
+    "total_sequence_length",
+    "encoder_sequence_length",
+)
+PAST_KEY_VALUES, PRESENT = "past_key_values.", "present."
+TRACED = {BATCH: 2, LENGTH: 5, PAST: 7, SOURCE: 11}  # extents to trace with, no two alike
+
+
+class Part(nn.Module):
+    """One function of the model. `sizes` are its free sizes as it is traced; `outputs` the names of what forward returns."""
+
+    name = "model"  # of the file
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.sizes: dict[str, int] = {}
+        self.outputs: list[str] = []
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        """Inputs of these sizes, drawn with `seed`; with another than 0 the first row is padded."""
+        raise NotImplementedError
+
+    def axes(self) -> dict[str, dict[int, str]]:
+        """For every input the axes that are free, and the size each is: an axis is what grows when that size grows."""
+        first = self.example(self.sizes)
+        found: dict[str, dict[int, str]] = {name: {} for name in first}
+        for size in self.sizes:
+            other = self.example({**self.sizes, size: self.sizes[size] + 1})
+            for name, value in first.items():
+                for axis, (extent, grown) in enumerate(zip(value.shape, other[name].shape, strict=True)):
+                    if extent != grown:
+                        found[name][axis] = TOTAL if axis in found[name] else size
+        return found
+
+
+class Whole(Part):
+    """The model as it is, without a cache: every tensor that it returns by name."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        super().__init__(model)
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        self.fixed = {name: value for name, value in inputs.items() if name not in tensors}
+        self.given = tensors | extras(model, {**self.fixed, **tensors}, ("attention_mask", "token_type_ids"))
+        batch, length = extent_of(self.given)
+        self.sizes = {BATCH: max(2, batch)} | ({LENGTH: max(4, length)} if length else {})
+        self.outputs = list(self.named(self.example(self.sizes)))
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        return padded(resized(self.model, self.given, sizes[BATCH], sizes.get(LENGTH, 0), seed), seed)
+
+    def named(self, inputs: Tensors) -> Tensors:
+        with no_cache(self.model):
+            return named_outputs(self.model(**inputs, **self.fixed))
+
+    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+        named = self.named(inputs)
+        return tuple(named[name] for name in self.outputs)
+
+
+class Decoder(Part):
+    """A decoder by itself, on the tokens that follow `past_key_values`; it hands on `present`. Nothing need come before."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        super().__init__(model)
+        ids = ids_name(inputs)
+        if ids is None or not accepts(model, "past_key_values"):
+            raise CaptureError("the model keeps no cache", why="its forward takes no past_key_values")
+        self.ids = ids
+        self.sizes = {size: TRACED[size] for size in (BATCH, LENGTH, PAST)}
+        tokens = self.tokens(2, 6, 0)
+        alone = {ids: tokens, "use_cache": False}
+        self.extras = tuple(extras(model, alone, ("attention_mask", "position_ids")))
+        output = model(**{ids: tokens, "use_cache": True})
+        self.template = getattr(output, "past_key_values", None)
+        self.states = list(states_of(self.template))
+        if not self.states:
+            raise CaptureError("the model keeps no cache", why="what it returned as its cache is empty")
+        self.outputs = ["logits", *(PRESENT + name for name in self.states)]
+
+    def tokens(self, batch: int, length: int, seed: int) -> Tensor:
+        return token_ids(self.model, batch, length, seed).to(device_of(self.model))
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        batch, length, past = sizes[BATCH], sizes[LENGTH], sizes[PAST]
+        tokens = self.tokens(batch, past + length, seed)
+        step = self.step(tokens, past)
+        if seed and "attention_mask" in step:
+            step["attention_mask"][0, : past // 2] = 0
+        return {**step, **self.past(tokens[:, :past])}
+
+    def step(self, tokens: Tensor, past: int) -> Tensors:
+        """The inputs for the tokens behind the first `past` ones, but for the states."""
+        batch, total = tokens.shape
+        numbers = torch.arange(past, total, device=tokens.device).expand(batch, -1).contiguous()
+        every = {"attention_mask": torch.ones_like(tokens), "position_ids": numbers}
+        return {"input_ids": tokens[:, past:].contiguous(), **{name: every[name] for name in self.extras}}
+
+    def past(self, tokens: Tensor) -> Tensors:
+        """The states behind these tokens, which may be none."""
+        some = tokens if tokens.shape[1] else self.tokens(len(tokens), 1, 0)
+        with torch.no_grad():
+            states = states_of(self.model(**{self.ids: some, "use_cache": True}).past_key_values)
+        if not tokens.shape[1]:
+            states = {name: emptied(name, value) for name, value in states.items()}
+        return {PAST_KEY_VALUES + name: value.contiguous() for name, value in states.items()}
+
+    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+        states, others = parted(inputs)
+        others[self.ids] = others.pop("input_ids")
+        output = self.model(**others, past_key_values=cache_of(self.template, states), use_cache=True)
+        present = states_of(output.past_key_values)
+        return (logits_of(output), *(present[name] for name in self.states))
+
+
+class Encoder(Part):
+    """The encoder of an encoder-decoder."""
+
+    name = "encoder_model"
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        super().__init__(model.get_encoder())  # type: ignore[operator]
+        given = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and not is_decoder_side(name)}
+        self.given = given | extras(self.model, given, ("attention_mask",))
+        self.sizes = {BATCH: TRACED[BATCH], LENGTH: TRACED[SOURCE]}
+        self.outputs = ["last_hidden_state"]
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        return padded(resized(self.model, self.given, sizes[BATCH], sizes[LENGTH], seed), seed)
+
+    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+        return (self.model(**inputs)[0],)
+
+
+class FirstStep(Part):
+    """The decoder of an encoder-decoder on tokens with none before them."""
+
+    name = "decoder_model"
+    keeps = True  # whether it hands on states
+
+    def __init__(self, model: nn.Module, encoder: Encoder, keeps: bool) -> None:
+        super().__init__(model)
+        self.encoder, self.keeps = (encoder,), keeps  # no child: its weights go into another file
+        self.sizes = {size: TRACED[size] for size in (BATCH, LENGTH, SOURCE)}
+        self.masked = "attention_mask" in encoder.given and accepts(model, "attention_mask")
+        output = self.output(self.start(self.sizes, 0))
+        self.template = getattr(output, "past_key_values", None) if keeps else None
+        self.states = list(states_of(self.template)) if keeps else []
+        self.outputs = ["logits", *(PRESENT + name for name in self.states)]
+
+    def start(self, sizes: Sizes, seed: int) -> Tensors:
+        """The tokens and what the encoder makes of others."""
+        (encoder,) = self.encoder
+        source = encoder.example({BATCH: sizes[BATCH], LENGTH: sizes[SOURCE]}, seed)
+        with torch.no_grad():
+            (hidden,) = encoder(source)
+        tokens = token_ids(self.model, sizes[BATCH], sizes[LENGTH], seed + 1).to(hidden.device)
+        mask = {"encoder_attention_mask": source["attention_mask"]} if self.masked else {}
+        return {"input_ids": tokens, "encoder_hidden_states": hidden.contiguous(), **mask}
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        return self.start(sizes, seed)
+
+    def output(self, inputs: Tensors, **more: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        names = {"input_ids": "decoder_input_ids", "encoder_attention_mask": "attention_mask"}
+        given = {names[name]: value for name, value in inputs.items() if name in names}
+        encoded = BaseModelOutput(last_hidden_state=inputs["encoder_hidden_states"])  # type: ignore[arg-type]
+        return self.model(**given, encoder_outputs=encoded, use_cache=self.keeps, **more)
+
+    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+        output = self.output(inputs)
+        present = states_of(output.past_key_values) if self.states else {}
+        return (logits_of(output), *(present[name] for name in self.states))
+
+
+class NextStep(FirstStep):
+    """The decoder of an encoder-decoder on the tokens that follow `past_key_values`, the encoder's side of which never changes."""
+
+    name = "decoder_with_past_model"
+
+    def __init__(self, model: nn.Module, encoder: Encoder) -> None:
+        super().__init__(model, encoder, keeps=True)
+        self.sizes = {size: TRACED[size] for size in (BATCH, LENGTH, PAST, SOURCE)}
+        self.handed_on = [name for name in self.states if ".encoder." not in name]
+        self.outputs = ["logits", *(PRESENT + name for name in self.handed_on)]
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        before = {BATCH: sizes[BATCH], SOURCE: sizes[SOURCE], LENGTH: max(1, sizes[PAST])}
+        start = self.start(before, seed)
+        with torch.no_grad():
+            states = states_of(self.output(start).past_key_values)
+        if not sizes[PAST]:
+            states = {name: value if ".encoder." in name else emptied(name, value) for name, value in states.items()}
+        tokens = token_ids(self.model, sizes[BATCH], sizes[LENGTH], seed + 2).to(start["input_ids"].device)
+        return {**start, "input_ids": tokens} | {PAST_KEY_VALUES + name: value.contiguous() for name, value in states.items()}
+
+    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+        states, others = parted(inputs)
+        output = self.output(others, past_key_values=cache_of(self.template, states))
+        present = states_of(output.past_key_values)
+        return (logits_of(output), *(present[name] for name in self.handed_on))
+
+
+def padded(inputs: Mapping[str, Any], seed: int) -> Tensors:
+    """The inputs, each as a tensor of its own; the first row is padded on the right unless the seed is 0."""
+    made = {name: value.clone(memory_format=torch.contiguous_format) for name, value in inputs.items()}
+    mask = made.get("attention_mask")
+    if seed and mask is not None:
+        mask[0, mask.shape[1] - mask.shape[1] // 3 :] = 0
+    return made
+
+
+def emptied(name: str, state: Tensor) -> Tensor:
+    """The state before any token: keys and values of none, a memory of zeros."""
+    return torch.zeros_like(state) if name.startswith(MEMORY) else state[:, :, :0]
+
+
+def parted(inputs: Tensors) -> tuple[Tensors, Tensors]:
+    """The states among a part's inputs, by their own names, and the others."""
+    states = {name.removeprefix(PAST_KEY_VALUES): value for name, value in inputs.items() if name.startswith(PAST_KEY_VALUES)}
+    return states, {name: value for name, value in inputs.items() if not name.startswith(PAST_KEY_VALUES)}
+
+
+def extras(model: nn.Module, inputs: Mapping[str, Any], names: tuple[str, ...]) -> Tensors:
+    """The further inputs that an ONNX model of this kind takes: those whose plain value changes nothing."""
+    ids = ids_name(inputs)
+    if ids is None:
+        return {}
+    numbers = torch.arange(inputs[ids].shape[1], device=inputs[ids].device).expand_as(inputs[ids]).contiguous()
+    plain = {
+        "attention_mask": torch.ones_like(inputs[ids]),
+        "position_ids": numbers,
+        "token_type_ids": torch.zeros_like(inputs[ids]),
+    }
+    with torch.no_grad(), no_cache(model):
+        expected = logits_of(model(**inputs))
+        return {
+            name: plain[name]
+            for name in names
+            if name not in inputs and accepts(model, name) and changes_nothing(model, {**inputs, name: plain[name]}, expected)
+        }
+
+
+def changes_nothing(model: nn.Module, inputs: Mapping[str, Any], expected: Tensor) -> bool:
+    try:
+        return distance(logits_of(model(**inputs)), expected) <= tolerance_of(expected)
+    except Exception:  # the model names the argument and wants something else of it
+        return False
+
+
+# ── Which parts a model has ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The parts that a model is exported as, and why they keep no cache where they could have."""
+
+    parts: tuple[Part, ...]
+    why_no_cache: str = ""
+
+    @property
+    def cached(self) -> bool:
+        return any(name.startswith(PRESENT) for part in self.parts for name in part.outputs)
+
+
+@torch.no_grad()
+def plan(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -> Plan:
+    """The parts of the model, with its cache as tensors where it has one, for `auto`, and else with the reason in the plan.
+
+    Raises `CaptureError` for `past` where there is no such cache.
+    """
+    two_sided = has_two_sides(inputs) and accepts(model, "encoder_outputs") and callable(getattr(model, "get_encoder", None))
+    why = ""
+    if cache != "none" and ids_name(inputs) is not None and (two_sided or generates(model, inputs) or cache == "past"):
+        try:
+            return Plan(faithful(sides(model, inputs, keeps=True) if two_sided else (Decoder(model, inputs),)))
+        except Exception as error:  # whatever the model's own code raises
+            why = str(error) if isinstance(error, RetrofitError) else first_line(error)
+            if cache == "past":
+                raise CaptureError(
+                    f"{type(model).__name__} cannot be exported with its cache", why=why, remedy="export it with cache=none"
+                ) from error
+    return Plan(faithful(sides(model, inputs, keeps=False) if two_sided else (Whole(model, inputs),)), why)
+
+
+def sides(model: nn.Module, inputs: Mapping[str, Any], keeps: bool) -> tuple[Part, ...]:
+    encoder = Encoder(model, inputs)
+    first = FirstStep(model, encoder, keeps)
+    return (encoder, first, NextStep(model, encoder)) if keeps else (encoder, first)
+
+
+def faithful(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """The parts, where each that goes on from states gives what the whole sequence gives; else `CaptureError`."""
+    for part in parts:
+        if isinstance(part, Decoder):
+            gap = gap_of_steps(part)
+        elif isinstance(part, NextStep):
+            gap = gap_of_next(part)
+        else:
+            continue
+        if gap > 10 * tolerance_of(next(part.model.parameters())):
+            raise CaptureError(
+                "the model's cache is more than its tensors",
+                why=f"put together again from them it is {gap:.1e} from the full forward",
+            )
+    return parts
+
+
+def gap_of_steps(part: Decoder) -> float:
+    """How far two steps on the states come from one forward of everything."""
+    tokens = part.tokens(2, 12, 1)
+    whole = logits_of(part.model(**{part.ids: tokens, "use_cache": False}))
+    empty = {**part.step(tokens[:, :7], 0), **part.past(tokens[:, :0])}
+    first, *states = part(empty)
+    past = {PAST_KEY_VALUES + name: value for name, value in zip(part.states, states, strict=True)}
+    second, *_ = part({**part.step(tokens, 7), **past})
+    return distance(torch.cat([first, second], 1), whole)
+
+
+def gap_of_next(part: NextStep) -> float:
+    """How far a step on the states comes from one forward of everything."""
+    start, cut = part.start(part.sizes, 1), 2
+    whole = logits_of(part.output(start))
+    shorter = {**start, "input_ids": start["input_ids"][:, :cut]}
+    states = states_of(part.output(shorter).past_key_values)
+    rest = {**start, "input_ids": start["input_ids"][:, cut:]} | {PAST_KEY_VALUES + name: value for name, value in states.items()}
+    return distance(part(rest)[0], whole[:, cut:])

@@ -1,0 +1,128 @@
+"""A part of a model as an ONNX graph: `torch.export`, then torch's own translation to ONNX.
+
+transformers keeps, for its own ONNX exporter, a list of what stands in the way (operations that ONNX lacks, shapes that torch would
+specialise on); the same patches are in place while a part is traced here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from retrofit.capture import quiet
+from retrofit.errors import CaptureError
+from retrofit.finding import first_line
+from retrofit.onnx_parts import Part
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+
+def traced(part: Part) -> onnx_ir.Model:
+    """The part as an ONNX model with its names, its free sizes free; raises `CaptureError` where torch cannot make one."""
+    wanted = part.axes()
+    example = part.example(part.sizes)
+    try:
+        with patched(), quiet(), silent(), torch.no_grad():
+            exported = exported_program(part, example, wanted)
+            symbols = names_of_sizes(exported, example, wanted)
+            model = translated(exported)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{type(part.model).__name__} could not be exported to ONNX as {part.name}",
+            why=first_line(error.__cause__ or error),
+            remedy="code that branches on the values of tensors, or an operation that ONNX lacks, cannot be exported",
+        ) from error
+    named(model, list(example), part.outputs, symbols)
+    return model
+
+
+def exported_program(part: Part, example: Mapping[str, Any], axes: Mapping[str, Mapping[int, str]]) -> torch.export.ExportedProgram:
+    shapes = {name: dict.fromkeys(axes[name], torch.export.Dim.AUTO) for name in example}
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # sizes of 0 and 1 are sizes
+        return torch.export.export(part, (dict(example),), dynamic_shapes=(shapes,), strict=False)
+
+
+def names_of_sizes(
+    exported: torch.export.ExportedProgram, example: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]
+) -> dict[str, str]:
+    """The torch symbol of every free size, and its name; raises `CaptureError` where torch has fixed one."""
+    values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
+    placed = [values[name] for name in exported.graph_signature.user_inputs if isinstance(name, str)]
+    found: dict[str, str] = {}
+    extents: dict[str, int] = {}  # of each size where it was first met
+    for (name, free), value in zip(axes.items(), placed, strict=True):
+        for axis, size in free.items():
+            extent = value.shape[axis]
+            fixed = extent if isinstance(extent, int) else extent.node.maybe_as_int()
+            if fixed is not None:
+                raise CaptureError(
+                    f"the {size} of {name} is fixed at {fixed} by the model's code",
+                    why="the model was traced with it and takes another path for other sizes",
+                )
+            same = extents.setdefault(size, example[name].shape[axis]) == example[name].shape[axis]
+            found.setdefault(str(extent), size if same else f"{name}_{size}")
+    return found
+
+
+def translated(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
+    """The ONNX model of an exported program, before any cleaning."""
+    from transformers.exporters import exporter_onnx, utils
+
+    utils.apply_fx_node_fixes("onnx", exported.graph_module)
+    table = exporter_onnx._ONNX_TRANSLATION_TABLE
+    program = torch.onnx.export(exported, args=(), custom_translation_table=table, optimize=False, verbose=False)
+    assert program is not None
+    exporter_onnx.apply_onnx_ir_fixes(program)
+    return program.model
+
+
+def named(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
+    """The inputs, the outputs and the free sizes of the model have these names."""
+    import onnx_ir
+
+    graph = model.graph
+    for index, value in enumerate(graph.outputs):  # an input that is handed on keeps its own name
+        if value.is_graph_input() or value in list(graph.outputs)[:index]:
+            handed = onnx_ir.node("Identity", [value])
+            handed.outputs[0].shape, handed.outputs[0].type = value.shape, value.type
+            graph.append(handed)
+            graph.outputs[index] = handed.outputs[0]
+    for values, names in ((graph.inputs, inputs), (graph.outputs, outputs)):
+        for value, name in zip(values, names, strict=True):
+            value.name = name
+    for value in (*graph.inputs, *graph.outputs):
+        if value.shape is not None:
+            value.shape = onnx_ir.Shape(
+                [extent if isinstance(extent, int) else symbols.get(str(extent.value), extent) for extent in value.shape]
+            )
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Within this context transformers' patches for exporting to ONNX are in place."""
+    import transformers.exporters.exporter_onnx  # noqa: F401 # registers them
+    from transformers.exporters.utils import apply_patches
+
+    with apply_patches("onnx"):
+        yield
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Within this context the exporter logs nothing; what it cannot do it raises."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")]
+    before = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
