@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from retrofit.feedforward import FeedForward, FeedForwardBlock, Port
 from retrofit.wrapping import replaced
@@ -42,9 +43,16 @@ class Router(nn.Linear):
     """f: the logits of the experts, in float32 whatever x and the weight are."""
 
     def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext():
+        off = torch.autocast(x.device.type, enabled=False) if autocast_dtype(x.device) else contextlib.nullcontext()
+        with off:
             return F.linear(x.float(), self.weight.float())
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that products have under autocast, None where there is none."""
+    kind = device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 class ExpertMatrices(nn.Module):
@@ -131,8 +139,7 @@ class MixtureOfExperts(nn.Module):
 
     def combined(self, x: Tensor, gates: Tensor, chosen: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         """Σ_k gates_k e_{chosen_k}(x)."""
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.down.weight.dtype
+        dtype = autocast_dtype(x.device) or self.down.weight.dtype
         expert = chosen.flatten()
         if torch.compiler.is_exporting():  # programs that run without torch
             y = self.computed(x.to(dtype).repeat_interleave(self.k, 0), expert, None, hidden)
@@ -141,7 +148,7 @@ class MixtureOfExperts(nn.Module):
             ends = torch.searchsorted(expert, torch.arange(self.experts, device=expert.device), right=True).to(torch.int32)
             y = self.computed(x.to(dtype).index_select(0, order // self.k), expert, ends, hidden)
             y = y.index_select(0, torch.argsort(order))
-        return (y.unflatten(0, (-1, self.k)) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
+        return (y.view(*chosen.shape, self.width) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
 
     def computed(self, rows: Tensor, expert: Tensor, ends: Tensor | None, hidden: Callable[..., Tensor]) -> Tensor:
         """e_i of each row, i its expert; `ends` as for `ExpertMatrices`."""
@@ -155,8 +162,8 @@ class MixtureOfExperts(nn.Module):
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows times the matrix of their group, of weight (E, in, out), by a kernel, or a loop where none takes such sizes."""
-    if any(size * rows.element_size() % ROW for size in weight.shape[1:]):
+    """Rows times the matrix of their group, of weight (E, in, out), by a kernel, or a loop where none takes them."""
+    if rows.dtype == torch.float64 or any(size * rows.element_size() % ROW for size in weight.shape[1:]):
         return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)  # type: ignore[no-any-return]
     return _grouped_mm(rows, weight, ends)  # type: ignore[no-any-return]
 
@@ -249,13 +256,29 @@ class BalancedForward:
             NOTED.losses = before
         key, loss = loss_of(output, labelled=kwargs.get("labels") is not None)
         if loss is not None:
-            return replaced(output, key, loss + sum(one.to(loss) for one in found))
+            part = part_of_batch(self.module, kwargs)
+            return replaced(output, key, loss + sum(part * one.to(loss) for one in found))
         if before is not None:
             before.extend(found)
         return output
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
+
+
+def part_of_batch(module: nn.Module, given: Mapping[str, Any]) -> Tensor | float:
+    """What part of the batch that a loss is the mean over a call has: less than 1 where a trainer accumulates gradients.
+
+    transformers' Trainer then hands over `num_items_in_batch`, the labels of all the calls; it does not count the first of a
+    sequence where the model's loss shifts them.
+    """
+    total, labels = given.get("num_items_in_batch"), given.get("shift_labels", given.get("labels"))
+    if total is None or labels is None:
+        return 1.0
+    shifts = LOSS_MAPPING.get(getattr(module, "loss_type", "")) is ForCausalLMLoss
+    decodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    counted = labels[..., 1:] if shifts and not decodes and "shift_labels" not in given else labels
+    return counted.ne(-100).sum() / total  # type: ignore[no-any-return]
 
 
 def loss_of(output: Any, *, labelled: bool) -> tuple[int | str | None, Tensor | None]:

@@ -64,6 +64,12 @@ class SharedMoE(Pass):
             raise SpecError(
                 f"shared-moe: k={self.k} experts for each token of experts={self.experts}", remedy="choose k up to experts"
             )
+        if self.k == 1 and self.renormalize and not self.balance:
+            raise SpecError(
+                "shared-moe: with k=1, gates that sum to one and no balance loss the router learns nothing",
+                why="the one gate is 1 whatever the router says",
+                remedy="give balance > 0, or renormalize=false",
+            )
         if self.reinit > 1:
             raise SpecError(f"shared-moe: reinit={self.reinit} is above 1", remedy="give the part of the units, 0 to 1")
         if self.capacity == 0:

@@ -1,0 +1,141 @@
+"""What a shared mixture of experts costs over the dense model: a train step, decoding with the cache. And K=1 and K=2 alone.
+
+    python benchmarks/shared_moe.py --size base --threads 1
+
+Llama of a few layers at true widths with gated feed-forwards, or GPT-2 with plain ones, without their heads: what grows with the
+vocabulary is the same in both. The models take turns in every round; a ratio is the median over the rounds of a model's time over
+the dense model's in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, GPT2Config, LlamaConfig
+
+import retrofit
+from retrofit.passes.expert_load import expert_load
+from retrofit.passes.shared_moe import SharedMoE
+
+VOCABULARY = 1000
+SIZES = {"base": (768, 12), "large": (1024, 16), "smoke": (64, 4)}  # d, heads
+PASSES = {
+    "E=4, K=1": SharedMoE(experts=4, k=1),
+    "E=4, K=2": SharedMoE(experts=4, k=2),
+    "E=4, K=2, a layer each": SharedMoE(experts=4, k=2, groups=0),
+}
+
+
+def dense(options: argparse.Namespace) -> nn.Module:
+    width, heads = SIZES[options.size]
+    torch.manual_seed(0)
+    if options.model == "gpt2":
+        return AutoModel.from_config(
+            GPT2Config(
+                vocab_size=VOCABULARY, n_embd=width, n_head=heads, n_layer=options.layers, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0
+            )
+        )
+    shape: dict[str, Any] = {"hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": options.layers}
+    return AutoModel.from_config(LlamaConfig(vocab_size=VOCABULARY, intermediate_size=8 * width // 3, **shape))
+
+
+def build(options: argparse.Namespace) -> dict[str, nn.Module]:
+    """The dense model and its rewritten copies."""
+    model = dense(options)
+    models = {"dense": model}
+    for name, one in PASSES.items():
+        models[name] = retrofit.apply(copy.deepcopy(model), one, verify=False)
+    return {name: one.to(device=options.device, dtype=getattr(torch, options.dtype)).train() for name, one in models.items()}
+
+
+def train_step(model: nn.Module, ids: Tensor) -> None:
+    """One forward and backward pass."""
+    model.zero_grad(set_to_none=True)
+    model(input_ids=ids, use_cache=False).last_hidden_state.float().square().mean().backward()
+
+
+@torch.no_grad()
+def decode(model: nn.Module, ids: Tensor, tokens: int) -> None:
+    """`tokens` tokens after a prompt, one by one with the model's cache."""
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    for _ in range(tokens):
+        cache = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
+
+
+def interleaved(tasks: dict[str, Callable[[], None]], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of every task in each of the rounds, in which the tasks take turns and who begins changes."""
+
+    def timed(task: Callable[[], None]) -> float:
+        synchronize(options)
+        start = clock()
+        task()
+        synchronize(options)
+        return clock() - start
+
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    names = list(tasks)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        timed(tasks[name])
+    for turn in range(options.rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds[name].append(timed(tasks[name]))
+    return seconds
+
+
+def synchronize(options: argparse.Namespace) -> None:
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def show(seconds: dict[str, list[float]]) -> None:
+    """Prints one line a task: its median, and the median of its ratios to the first task."""
+    first = next(iter(seconds.values()))
+    for name, times in seconds.items():
+        ratios = [mine / reference for mine, reference in zip(times, first, strict=True)]
+        print(f"  {name:<24}{1e3 * statistics.median(times):10.2f} ms   ×{statistics.median(ratios):.3f} ", end="")
+        print(f"({min(ratios):.3f} … {max(ratios):.3f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="base")
+    parser.add_argument("--model", choices=("llama", "gpt2"), default="llama")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, for a busy machine")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    models = build(options)
+    ids = torch.randint(VOCABULARY, (options.batch, options.length), device=options.device)
+    print(f"{options.model} {options.size}, {options.layers} layers, {options.dtype}, {options.device}, ", end="")
+    print(f"{options.threads} thread(s), {options.clock} time, torch {torch.__version__}")
+    for name, model in models.items():
+        print(f"  {name:<24}{sum(parameter.numel() for parameter in model.parameters()) / 1e6:8.1f} M parameters")
+    print(f"\ntrain step, {options.batch}×{options.length} tokens")
+    show(interleaved({name: partial(train_step, model, ids) for name, model in models.items()}, options))
+    for model in models.values():
+        model.eval().zero_grad(set_to_none=True)
+    print(f"\nprompt of 8 and {options.decode} tokens with the cache, batch 1")
+    show(interleaved({name: partial(decode, model, ids[:1, :8], options.decode) for name, model in models.items()}, options))
+    print("\nload of the experts, E=4, K=2")
+    print(expert_load(models["E=4, K=2"], ids.cpu()))
+
+
+if __name__ == "__main__":
+    main()

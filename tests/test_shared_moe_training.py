@@ -1,0 +1,153 @@
+"""The balance losses of shared-moe are part of the model's own loss: its gradient is the explicit sum's, however it is trained."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from test_shared_moe import build, mixtures
+from torch import Tensor, nn
+
+from retrofit.passes import SharedMoE
+from retrofit.passes.experts import balance_losses
+
+STILL = SharedMoE(noise=0.0)
+Gradients = dict[str, Tensor]
+
+
+def gradients(model: nn.Module, step: Callable[[nn.Module], Any]) -> Gradients:
+    model.zero_grad()
+    step(model)
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def explicit(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Gradients:
+    """Of the task's loss, the model's own as its class computes it, plus the sum of the balance losses."""
+    forward = vars(model).pop("forward")
+    torch.manual_seed(1)
+    with balance_losses() as losses:
+        task = model(**inputs, labels=labels).loss
+    model.forward = forward
+    assert len(losses) == len(mixtures(model))
+    return gradients(model, lambda model: (task + sum(losses)).backward())
+
+
+def own(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, scale: float = 1.0) -> Gradients:
+    torch.manual_seed(1)
+    return gradients(model, lambda model: (scale * model(**inputs, labels=labels).loss).backward())
+
+
+def assert_same(found: Gradients, expected: Gradients, scale: float = 1.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name] / scale, gradient, rtol=1e-4, atol=1e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def labelled(identity: str) -> tuple[Any, dict[str, Tensor], Tensor]:
+    model, inputs = build(identity, STILL)
+    labels = torch.tensor([1, 3]) if identity.startswith("image") else inputs.get("decoder_input_ids", inputs.get("input_ids"))
+    return model.train(), inputs, labels
+
+
+@pytest.mark.parametrize("identity", ["causal/llama", "seq2seq/bart", "image/vit"])
+def test_the_gradient_is_that_of_both_losses_and_scales_with_them(identity: str) -> None:
+    model, inputs, labels = labelled(identity)
+    expected = explicit(model, inputs, labels)
+    assert_same(own(model, inputs, labels), expected)
+    assert_same(own(model, inputs, labels, 1024.0), expected, 1024.0)
+    router = next(name for name in expected if name.endswith("router.weight"))
+    vars(model).pop("forward")
+    without = own(model, inputs, labels)
+    assert not torch.allclose(without[router], expected[router], rtol=1e-2), "the balance loss must matter to the router"
+
+
+def test_recomputed_activations_count_once() -> None:
+    model, inputs, labels = labelled("causal/llama")
+    expected = explicit(model, inputs, labels)
+    model.gradient_checkpointing_enable()
+    assert_same(own(model, inputs, labels), expected)
+
+
+def test_reentrant_checkpointing_is_told_that_it_loses_the_balance_loss() -> None:
+    model, inputs, labels = labelled("causal/llama")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    with pytest.warns(UserWarning, match="use_reentrant"):
+        model(**inputs, labels=labels)
+
+
+def test_copies_and_models_from_disk_add_it_too(tmp_path: Path) -> None:
+    model, inputs, labels = labelled("causal/llama")
+    expected = explicit(model, inputs, labels)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded.train()):
+        assert other is not model and other.forward.module is other
+        assert_same(own(other, inputs, labels), expected)
+
+
+def test_a_compiled_model_adds_it_too() -> None:
+    model, inputs, labels = labelled("causal/llama")
+    expected = explicit(model, inputs, labels)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same(gradients(model, lambda _: compiled(**inputs, labels=labels).loss.backward()), expected)
+
+
+def test_evaluation_shows_the_tasks_loss_alone() -> None:
+    model, inputs, labels = labelled("causal/llama")
+    shown = model.eval()(**inputs, labels=labels).loss
+    vars(model).pop("forward")
+    assert torch.equal(shown, model(**inputs, labels=labels).loss)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_stock_trainer_optimises_it_unseen(tmp_path: Path, accumulation: int) -> None:
+    """One step of SGD moves every weight by the gradient of the mean over the batch of the task's loss plus the balance losses."""
+    model, inputs, _ = labelled("causal/llama")
+    model = copy.deepcopy(model)
+    rows = torch.cat([inputs["input_ids"], inputs["input_ids"].flip(1)])[: 2 * accumulation]
+    parts = [explicit(model, {"input_ids": part}, part) for part in rows.split(2)]
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=1.0,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+    )
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    transformers.Trainer(model=model, args=arguments, train_dataset=data).train()
+    for name, parameter in model.named_parameters():
+        expected = sum(part[name] for part in parts) / accumulation
+        torch.testing.assert_close(before[name] - parameter.detach(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_lora_trains_with_it_and_the_base_stays() -> None:
+    import peft
+
+    model, inputs, labels = labelled("causal/llama")
+    plain = float(model.eval()(**inputs, labels=labels).loss)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "router"], lora_dropout=0.0)).train()
+    with balance_losses() as untold:
+        loss = adapted(**inputs, labels=labels).loss
+    assert not untold
+    assert float(loss.detach()) > plain + 0.01
+    loss.backward()
+    moved = {name.split(".lora_")[0].rpartition(".")[2] for name, one in adapted.named_parameters() if one.grad is not None}
+    assert moved == {"q_proj", "router"}
