@@ -24,7 +24,7 @@ from retrofit.check_cache import generates
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.finding import first_line
 from retrofit.inputs import device_of, token_ids
-from retrofit.onnx_state import MEMORY, cache_of, states_of
+from retrofit.onnx_state import MEMORY, cache_of, is_of, states_of
 from retrofit.probes import (
     accepts,
     distance,
@@ -230,7 +230,7 @@ class NextStep(FirstStep):
     def __init__(self, model: nn.Module, encoder: Encoder) -> None:
         super().__init__(model, encoder, keeps=True)
         self.sizes = {size: TRACED[size] for size in (BATCH, LENGTH, PAST, SOURCE)}
-        self.handed_on = [name for name in self.states if ".encoder." not in name]
+        self.handed_on = [name for name in self.states if not is_of(name, "encoder")]
         self.outputs = ["logits", *(PRESENT + name for name in self.handed_on)]
 
     def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
@@ -239,7 +239,7 @@ class NextStep(FirstStep):
         with torch.no_grad():
             states = states_of(self.output(start).past_key_values)
         if not sizes[PAST]:
-            states = {name: value if ".encoder." in name else emptied(name, value) for name, value in states.items()}
+            states = {name: value if is_of(name, "encoder") else emptied(name, value) for name, value in states.items()}
         tokens = token_ids(self.model, sizes[BATCH], sizes[LENGTH], seed + 2).to(start["input_ids"].device)
         return {**start, "input_ids": tokens} | {PAST_KEY_VALUES + name: value.contiguous() for name, value in states.items()}
 

@@ -61,6 +61,11 @@ def sided(name: str, side: str) -> str:
     return name if name.startswith(MEMORY) else f"{layer}.{side}.{word}"
 
 
+def is_of(name: str, side: str) -> bool:
+    """Whether a state is a key or value of that side."""
+    return not name.startswith(MEMORY) and f".{side}." in name
+
+
 def layer_number(name: str) -> float:
     """Where a state stands among the others: memories come last."""
     return float("inf") if name.startswith(MEMORY) else int(name.partition(".")[0])
@@ -71,7 +76,7 @@ def cache_of(template: Cache, states: Mapping[str, Tensor]) -> Cache:
     made = copy.copy(template)
     if isinstance(made, EncoderDecoderCache):
         for side, part in (("decoder", "self_attention_cache"), ("encoder", "cross_attention_cache")):
-            own = {name.replace(f".{side}.", "."): value for name, value in states.items() if f".{side}." in name}
+            own = {name.replace(f".{side}.", "."): value for name, value in states.items() if is_of(name, side)}
             setattr(made, part, cache_of(getattr(template, part), own))
         cross = made.cross_attention_cache
         made.is_updated = {index: f"{index}.encoder.key" in states for index in range(len(cross.layers))}

@@ -27,6 +27,7 @@ class Subject:
     exact: bool
     captured: Program | None = None  # where the rewritten model has been captured already
     answers: dict[int, Probe] = dataclasses.field(default_factory=dict)  # to the dense model's probes, once they were asked for
+    dense: nn.Module | None = None  # the dense model itself, where it is at hand
 
     @functools.cached_property
     def program(self) -> Program:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,6 +18,7 @@ from retrofit import (
     check_function,
     check_gradients,
     check_graph,
+    check_onnx,
     check_padding,
     check_parameters,
     check_round_trip,
@@ -43,6 +46,7 @@ CHECKS: dict[str, Callable[[Subject], Finding]] = {
     "round trip": check_round_trip.check,
     "cost": check_cost.check,
 }
+ON_REQUEST: dict[str, Callable[[Subject], Finding]] = {"onnx": check_onnx.check}  # each costs more than all the others together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,18 +102,27 @@ def verify(
     """How `model` comes through its checks; `reference` is the dense model it was made from, or what is remembered of it.
 
     Without a reference the model is held to its own promises only. It is left as it was. Raises `RetrofitError` where there is
-    nothing to run: a model on the meta device, one whose inputs cannot be derived, a check that does not exist.
+    nothing to run: a model on the meta device, one whose inputs cannot be derived, a check that does not exist. The check `onnx` is
+    made only where `checks` names it.
     """
     at_the_door(model, checks)
     given = reference.inputs if example_inputs is None and isinstance(reference, Reference) else example_inputs
     inputs = named_inputs(model, given)
+    dense = reference if isinstance(reference, nn.Module) else None
     if isinstance(reference, nn.Module):
         at_the_door(reference)
         reference = Reference.of(reference, inputs)
     made = rewrites(model)
     exact = all(one.exact for one in (made if made is not None else recipe(model) or ()))
     fates = trace(reference.parameters, model) if reference is not None else {}
-    return report_on(Subject(model, inputs, reference, made, fates, exact), checks)
+    return report_on(Subject(model, inputs, reference, made, fates, exact, dense=dense), checks)
+
+
+def verify_onnx(path: str | Path, model: nn.Module, example_inputs: Any = None) -> Report:
+    """How an ONNX file comes through the check `onnx`: whether it computes what `model`, or its part that the file is, does."""
+    at_the_door(model)
+    subject = Subject(model, named_inputs(model, example_inputs), None, None, {}, True)
+    return Report((make("onnx", functools.partial(check_onnx.check_file, Path(path)), subject),))
 
 
 def check_rewrite(
@@ -141,14 +154,14 @@ def at_the_door(model: nn.Module, checks: Collection[str] = ()) -> None:
             why=f"{empty} has no values: it is on the meta device",
             remedy="load its weights first",
         )
-    unknown = [name for name in checks if name not in CHECKS]
+    unknown = [name for name in checks if name not in CHECKS and name not in ON_REQUEST]
     if unknown:
-        raise RetrofitError(f"there is no check called {unknown[0]!r}", remedy=f"choose among {', '.join(CHECKS)}")
+        raise RetrofitError(f"there is no check called {unknown[0]!r}", remedy=f"choose among {', '.join([*CHECKS, *ON_REQUEST])}")
 
 
 def report_on(subject: Subject, checks: Collection[str]) -> Report:
     """Each of the checks has been made, whatever became of the others."""
-    return Report(tuple(make(name, check, subject) for name, check in CHECKS.items() if name in checks))
+    return Report(tuple(make(name, check, subject) for name, check in (CHECKS | ON_REQUEST).items() if name in checks))
 
 
 def make(name: str, check: Callable[[Subject], Finding], subject: Subject) -> Check:

@@ -1,0 +1,194 @@
+"""Writes docs/onnx_coverage.md: what `export_onnx` makes of every architecture of the zoo, and why not where it makes nothing.
+
+    python tests/onnx_table.py [--only PATTERN] [--limit SECONDS] [--minutes N] -o docs/onnx_coverage.md
+
+One architecture after another, in an order that is the same in every run and mixes the tasks, each in a worker process under a time
+limit. Results are kept in a JSON file as they come: a run that was interrupted goes on where it stopped, and `--again` does anew
+what `--only` selects. ONNX Runtime's decoding is compared with `generate`, greedy, from a prompt padded on the left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import re
+import tempfile
+import time
+import warnings
+import zlib
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+STEPS = 6
+HEADINGS = ("architecture", "exported", "files", "cache", "from torch", "tokens", "fused")
+
+
+def main() -> int:
+    options = parse()
+    results: dict[str, dict[str, Any]] = json.loads(options.results.read_text()) if options.results.exists() else {}
+    import zoo
+
+    names = sorted((entry.id for entry in zoo.entries()), key=lambda name: zlib.crc32(name.encode()))
+    waiting = [name for name in names if re.search(options.only, name) and (options.again or name not in results)]
+    started = time.monotonic()
+    worker = Worker()
+    for number, name in enumerate(waiting, start=1):
+        if time.monotonic() - started > 60 * options.minutes:
+            break
+        results[name] = worker.ask(name, options.limit)
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        options.results.write_text(json.dumps(results, indent=1))
+        print(f"[{number}/{len(waiting)} {time.monotonic() - started:.0f} s] {name} {results[name]}", flush=True)
+        options.output.write_text(table(results, len(names)))
+    worker.end()
+    options.output.write_text(table(results, len(names)))
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="PATTERN", help="architectures whose id (causal/llama) the pattern matches")
+    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="time limit of one architecture")
+    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no further one after so long")
+    parser.add_argument("--again", action="store_true", help="do anew what has a result already")
+    parser.add_argument("--results", type=Path, default=Path("build/onnx_coverage.json"), help="where results are kept")
+    parser.add_argument("-o", "--output", type=Path, default=Path("docs/onnx_coverage.md"))
+    return parser.parse_args()
+
+
+class Worker:
+    """A process that exports one architecture after another; one that takes too long or dies is replaced."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        self.pipe, there = multiprocessing.Pipe()
+        self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
+        self.process.start()
+        there.close()
+
+    def ask(self, name: str, limit: float) -> dict[str, Any]:
+        self.pipe.send(name)
+        if self.pipe.poll(limit):
+            try:
+                return self.pipe.recv()  # type: ignore[no-any-return]
+            except EOFError:
+                why = "the process died"
+        else:
+            why = f"took more than {limit:.0f} s"
+        self.end()
+        self.start()
+        return {"why": why}
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def serve(pipe: Connection) -> None:
+    warnings.filterwarnings("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    while True:
+        try:
+            name = pipe.recv()
+        except EOFError:  # nobody is left to answer to
+            return
+        try:
+            pipe.send(attempt(name))
+        except Exception as error:
+            pipe.send({"why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]})
+
+
+def attempt(name: str) -> dict[str, Any]:
+    """What became of one architecture."""
+    import zoo
+
+    import retrofit
+    from retrofit.errors import RetrofitError
+
+    entry = zoo.entry(name)
+    if reason := zoo.skip_reason(entry):
+        return {"why": f"not built: {reason}"}
+    model = zoo.build(entry)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            made = retrofit.export_onnx(model, Path(folder) / "model.onnx", example_inputs=zoo.inputs(entry, model))
+        except RetrofitError as error:
+            return {"why": f"{error.what}; {error.why}"[:240]}
+        fused = {step.name for file in made.files for step in file.steps if step.kept}
+        refused = {
+            f"{step.name}: {step.why}" for file in made.files for step in file.steps if not step.kept and "nothing" not in step.why
+        }
+        return {
+            "files": len(made.files),
+            "cached": made.cached,
+            "why_no_cache": made.why_no_cache.replace("\n", "; ")[:240],
+            "gap": max((file.gap for file in made.files if file.gap is not None), default=None),
+            "tokens": same_tokens(model, made) if made.cached else None,
+            "fused": sorted(fused),
+            "refused": sorted(refused),
+        }
+
+
+def same_tokens(model: Any, made: Any) -> bool | str:
+    """Whether ONNX Runtime decodes the tokens that `generate` does."""
+    import torch
+
+    from retrofit.inputs import token_ids
+    from retrofit.onnx_running import Running, decode, translate
+
+    ids = token_ids(model, 2, 6, seed=3)
+    mask = torch.ones_like(ids)
+    how = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
+    how |= {"forced_eos_token_id": None, "forced_bos_token_id": None}
+    running = [Running(file.path, 1) for file in made.files]
+    try:
+        if len(running) == 1:
+            mask[0, :2] = 0
+            expected = model.generate(input_ids=ids, attention_mask=mask, **how)
+            return bool(torch.equal(decode(running[0], ids, STEPS, mask), expected))
+        start = model.generation_config.decoder_start_token_id
+        expected = model.generate(input_ids=ids, attention_mask=mask, **how)
+        made_tokens = translate(running, {"input_ids": ids, "attention_mask": mask}, start, STEPS)
+        return bool(torch.equal(made_tokens, expected))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
+
+
+def table(results: dict[str, dict[str, Any]], total: int) -> str:
+    """The page."""
+    done = {name: row for name, row in sorted(results.items()) if not row.get("why", "").startswith("not built")}
+    exported = {name: row for name, row in done.items() if "gap" in row}
+    cached = [row for row in exported.values() if row["cached"]]
+    lines = [
+        "# What `export_onnx` makes of every architecture",
+        "",
+        "Written by `python tests/onnx_table.py`. One tiny random model an architecture, dense; float32, one thread. `from torch`:",
+        "the largest difference on inputs of other batch sizes and lengths than traced, relative to the largest output. `tokens`:",
+        "ONNX Runtime's greedy decoding on the exported cache against `generate`.",
+        "",
+        f"Tried: {len(results)} of {total}. Exported: {len(exported)} of {len(done)} that can be built; {len(cached)} with their",
+        f"cache, of which {sum(row['tokens'] is True for row in cached)} decode `generate`'s tokens.",
+        "",
+        f"| {' | '.join(HEADINGS)} |",
+        f"| {' | '.join('---' for _ in HEADINGS)} |",
+    ]
+    for name, row in exported.items():
+        cache = "yes" if row["cached"] else f"no: {row['why_no_cache']}" if row["why_no_cache"] else ""
+        tokens = {True: "the same", False: "differ", None: ""}.get(row["tokens"], row["tokens"])
+        gap = f"{row['gap']:.1e}" if row["gap"] is not None else "not run"
+        cells = (name, "yes", str(row["files"]), cache, gap, str(tokens), ", ".join(row["fused"]))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines += ["", "## Not exported", "", "| architecture | why |", "| --- | --- |"]
+    lines += [f"| {name} | {row['why'].replace('|', chr(92) + '|')} |" for name, row in done.items() if "gap" not in row]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
