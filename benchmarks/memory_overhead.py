@@ -22,7 +22,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import retrofit
 from retrofit.passes import AltUp, Memory
-from retrofit.passes.memory import SoftmaxMemory
+from retrofit.passes.memory import ExternalMemory, LshMemory, MemoryLayer, SoftmaxMemory, TokenIdMemory
 
 RECIPES: dict[str, tuple[Any, ...]] = {
     "token-id": (Memory(),),
@@ -49,7 +49,8 @@ def build(options: argparse.Namespace) -> dict[str, nn.Module]:
     )
     models: dict[str, nn.Module] = {"dense": T5ForConditionalGeneration(config)}
     shared = {id(parameter): parameter for parameter in models["dense"].parameters()}
-    for name, passes in RECIPES.items():
+    for name in options.recipes:
+        passes = RECIPES[name]
         models[name] = retrofit.apply(copy.deepcopy(models["dense"], dict(shared)), *passes, verify=False)
     return {name: without_ends(model).to(options.device) for name, model in models.items()}
 
@@ -66,6 +67,31 @@ def full_step(model: nn.Module, optimizers: list[torch.optim.Optimizer], ids: Te
     train_step(model, ids)
     for optimizer in optimizers:
         optimizer.step()
+
+
+def table_step(memory: ExternalMemory, ids: Tensor) -> Callable[[], None]:
+    """A table on its own, forward and backward, with the addition to what its layer made."""
+    layer = MemoryLayer(nn.Identity(), memory.train())
+    x = torch.randn(*ids.shape, memory.width, device=ids.device, requires_grad=True)
+    grad = torch.randn_like(x)
+
+    def step() -> None:
+        layer.zero_grad(set_to_none=True)
+        x.grad = None
+        layer(x, token_ids=ids).backward(grad)
+
+    return step
+
+
+def tables(width: int, device: str) -> dict[str, ExternalMemory]:
+    like = torch.empty(0, device=device)
+    return {
+        "token-id": TokenIdMemory(VOCABULARY, width, 0, like),
+        "token-id, sparse": TokenIdMemory(VOCABULARY, width, 0, like, sparse=True),
+        "softmax, rank 0": SoftmaxMemory(128, width, 0, like, jitter=0.01),
+        "softmax, rank 16": SoftmaxMemory(128, width, 16, like, jitter=0.01),
+        "lsh, rank 16": LshMemory(128, width, 16, like),
+    }
 
 
 def expert_step(tokens: int, rank: int, way: str, options: argparse.Namespace) -> Callable[[], None]:
@@ -94,10 +120,14 @@ def report(options: argparse.Namespace) -> None:
     print(f"\ntrain step, forward and backward, {options.batch}×{options.length} tokens")
     show(interleaved({name: partial(train_step, model, ids) for name, model in models.items()}, options))
 
-    print("\nthe same with the optimizer, AdamW (SparseAdam for sparse gradients)")
-    steps = {name: partial(full_step, model, optimizer_of(model), ids) for name, model in models.items()}
-    show(interleaved(steps, options))
-    del steps
+    print("\na table on its own, forward and backward, as many tokens")
+    alone = {name: table_step(table, ids) for name, table in tables(SIZES[options.size][0], options.device).items()}
+    show(interleaved(alone, options))
+
+    print("\ntrain step with the optimizer, AdamW (SparseAdam for sparse gradients)")
+    full = {name: partial(full_step, model, optimizer_of(model), ids) for name, model in models.items()}
+    show(interleaved(full, options))
+    del full
 
     for model in models.values():
         model.eval().zero_grad(set_to_none=True)
@@ -117,6 +147,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="which to time beside the dense model")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm as grouped_mm
 
-from retrofit.anatomy import Anatomy, Branch, Layer, Stack
+from retrofit.anatomy import Anatomy, Branch, Layer, Part, Stack
 from retrofit.binding import BindingForward, bind
 from retrofit.capture import Key, capture
 from retrofit.dataflow import Dataflow
@@ -42,6 +42,7 @@ from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
 from retrofit.wrapping import Place, Wrapper, find, place_of, replaced
 
 TOKEN_IDS = "token_ids"  # the keyword by which ids reach a memory
+NOTED = "memory_rows"  # in a model's config: the rows of its tables, by the token table they were made for
 FEW = 64  # up to so many tokens each one's expert is gathered; more are sorted by expert (measured: benchmarks/memory_overhead.py)
 
 # ── The tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -474,8 +475,17 @@ class Application:
         for call in around:
             for key, node in call.inputs.items():
                 if node in origin and key is not None and shape(node) == (shape(entry) or ())[:-1]:
-                    return Source(call.path, place_of(self.model.get_submodule(call.path), key), table.shape[0])
+                    return Source(call.path, place_of(self.model.get_submodule(call.path), key), self.rows(table))
         return NearMiss(stack.name, f"no module around its layers takes ids of the stream's shape {(shape(entry) or ())[:-1]}")
+
+    def rows(self, table: Part) -> int:
+        """As many as the token table had when the first memory was made: a model that is resized keeps its tables, and loads again."""
+        config = getattr(self.model, "config", None)
+        noted = dict(getattr(config, NOTED, None) or {})
+        rows = int(noted.setdefault(table.parameter, table.shape[0]))
+        if config is not None:
+            self.edit.set_attribute(config, NOTED, noted)
+        return rows
 
     def layers_of(self, plan: Plan) -> list[nn.Module]:
         return [self.model.get_submodule(name) for name in plan.places]

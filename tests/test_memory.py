@@ -338,7 +338,7 @@ def test_embeddings_have_no_ids_and_the_error_says_so(identity: str) -> None:
     torch.testing.assert_close(logits(other, embedded), logits(other, {"input_ids": ids}))
 
 
-def test_tokens_added_later_get_nothing() -> None:
+def test_tokens_added_later_get_nothing(tmp_path: Path) -> None:
     model = trained("causal/llama", "default")
     size = model.config.vocab_size
     ids = inputs("causal/llama")["input_ids"]
@@ -350,6 +350,10 @@ def test_tokens_added_later_get_nothing() -> None:
     for table in tables(silent):
         nn.init.zeros_(table.b)
     assert torch.equal(logits(model, {"input_ids": new}), logits(silent, {"input_ids": new}))
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, {"input_ids": ids}), logits(model, {"input_ids": ids}))
+    assert [table.buckets for table in tables(loaded)] == [size] * 2
 
 
 def test_lora_trains_and_merges() -> None:
