@@ -38,17 +38,17 @@ def run(arguments: argparse.Namespace) -> int:
 
     loading = {"config": arguments.config, "allow_pickle": arguments.allow_pickle}
     with Progress() as progress, quiet(arguments.debug):
-        model = reference = None
-        if not is_onnx:
-            progress(f"reading {arguments.model}")
-            model = load(arguments.model, **loading)
+        reference = None
         if arguments.against is not None:
             progress(f"reading {arguments.against}")
             reference = load(arguments.against, **loading)
-        progress("verifying")
-        if model is None:
+        if reference is not None and is_onnx:
+            progress("verifying")
             report = verify_onnx(arguments.model, reference)
         else:
+            progress(f"reading {arguments.model}")
+            model = load(arguments.model, **loading)
+            progress("verifying")
             report = verify(model, reference, checks=(*CHECKS, *(["onnx"] if arguments.onnx else [])))
     print(report)
     return 0 if report.ok else 1

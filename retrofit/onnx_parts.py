@@ -119,7 +119,7 @@ class Decoder(Part):
         alone = {ids: tokens, "use_cache": False}
         self.extras = tuple(extras(model, alone, ("attention_mask", "position_ids")))
         output = model(**{ids: tokens, "use_cache": True})
-        self.template = getattr(output, "past_key_values", None)
+        self.template: Any = getattr(output, "past_key_values", None)
         self.states = list(states_of(self.template))
         if not self.states:
             raise CaptureError("the model keeps no cache", why="what it returned as its cache is empty")
@@ -191,7 +191,7 @@ class FirstStep(Part):
         self.sizes = {size: TRACED[size] for size in (BATCH, LENGTH, SOURCE)}
         self.masked = "attention_mask" in encoder.given and accepts(model, "attention_mask")
         output = self.output(self.start(self.sizes, 0))
-        self.template = getattr(output, "past_key_values", None) if keeps else None
+        self.template: Any = getattr(output, "past_key_values", None) if keeps else None
         self.states = list(states_of(self.template)) if keeps else []
         self.outputs = ["logits", *(PRESENT + name for name in self.states)]
 

@@ -110,7 +110,7 @@ def translate(parts: Sequence[Running], source: Tensors, start: int, steps: int)
     hidden = encoder(source)["last_hidden_state"]
     fixed = {"encoder_hidden_states": hidden, "encoder_attention_mask": source["attention_mask"]}
     new = torch.full((len(hidden), 1), start)
-    tokens, outputs, states = new, {}, {}
+    tokens, states = new, dict[str, Tensor]()
     for step in range(steps):
         outputs = (following if step else first)({"input_ids": new, **fixed, **states})
         new, states = chosen(outputs), states | handed_on(outputs)

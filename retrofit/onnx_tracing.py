@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from retrofit.branching import both_kept
 from retrofit.capture import quiet
 from retrofit.errors import CaptureError
 from retrofit.finding import first_line
@@ -106,11 +107,13 @@ def named(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: 
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """Within this context transformers' patches for exporting to ONNX are in place."""
+    """Within this context transformers' patches for exporting to ONNX are in place, but for the branches of a choice by size."""
     import transformers.exporters.exporter_onnx  # noqa: F401 # registers them
-    from transformers.exporters.utils import apply_patches
+    from transformers.exporters.utils import _PATCHES, apply_patches, import_dotted_path
 
-    with apply_patches("onnx"):
+    owners = [(import_dotted_path(path, missing_ok=True), name) for path, name, _ in _PATCHES["onnx"] if path.startswith("torch")]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in owners if owner is not None]
+    with apply_patches("onnx"), both_kept(originals):
         yield
 
 
