@@ -1,0 +1,440 @@
+"""Sparse QKV: queries, keys and values from one multiplicative layer and a convolution each, and no output layer.
+
+    m = mult(x)                 y[s,n] = Σ_i x_i D[i,s] E[i,n]                            S modules of size M
+    Q, K, V = conv_Q(m), conv_K(m), conv_V(m)                                             F × F over (length, modules), M filters
+
+The modules are laid out as the model's heads are: module s of Q is head s where S is the number of heads. A model in which r query
+heads share a key head has K and V from every r-th module on (a stride of r over the modules), so the cache stays as it is. Dense
+biases stay. In cross-attention Q looks at one stream, K and V at the other, with a multiplicative layer for each.
+
+Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.2. The layers are in `retrofit.passes.modular`; where they start is in
+`retrofit.passes.alternating`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.anatomy import Anatomy, Stack
+from retrofit.attention_sites import AttentionSite, Projection, attention_sites, columns_of
+from retrofit.caching import Memory, cache_among, memories_of
+from retrofit.capture import Key
+from retrofit.depths import depths
+from retrofit.edit import Edit
+from retrofit.errors import DoesNotFitError
+from retrofit.feedforward import Matrix, as_read, parameters_of
+from retrofit.passes.alternating import Moments, start
+from retrofit.passes.modular import ModularProjection
+from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
+from retrofit.wrapping import Place, Wrapper, find, place_of, replaced
+
+VARIANTS = ("mult-conv", "mult", "conv")
+HIDDEN = -1e4  # an additive mask below this hides
+
+# ── The modules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Vacated(nn.Module):
+    """Stands where a dense projection stood: hands on what it is handed, plus the dense bias.
+
+    The code by which a model's author sets up fresh weights reads that of every projection by name: it finds an empty one.
+    """
+
+    def __init__(self, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.register_parameter("bias", bias)
+
+    bias: nn.Parameter | None
+
+    @property
+    def weight(self) -> Tensor:
+        like = next(self.parameters(), None)
+        return torch.empty(0) if like is None else like.detach().new_empty(0)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class Columns(Vacated):
+    """In place of a dense projection: its columns of what the module around it computed, plus the dense bias.
+
+    They are `width` columns from `start` on; column c of the result is the `order[c]`-th of them, where the model's code wants them
+    in another order. Where `sparse` is given they are computed here, from the stream this module is handed.
+    """
+
+    order: Tensor | None
+
+    def __init__(
+        self,
+        start: int,
+        width: int,
+        order: list[int],
+        bias: nn.Parameter | None,
+        sparse: ModularProjection | None,
+        device: torch.device,
+    ) -> None:
+        super().__init__(bias)
+        self.start, self.width, self.sparse = start, width, sparse
+        moved = order != list(range(width))
+        self.register_buffer("order", torch.tensor(order, device="cpu").to(device) if moved else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.narrow(-1, self.start, self.width) if self.sparse is None else self.sparse(x)
+        return super().forward(y if self.order is None else y.index_select(-1, self.order))
+
+    def extra_repr(self) -> str:
+        return f"{self.width} columns from {self.start}" if self.sparse is None else f"{self.width} columns"
+
+
+class SparseOutput(Vacated):
+    """In place of a dense output layer: a multiplicative one, and the dense bias."""
+
+    def __init__(self, sparse: ModularProjection, bias: nn.Parameter | None) -> None:
+        super().__init__(bias)
+        self.sparse = sparse
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.sparse(x))
+
+
+class SparseAttention(Wrapper):
+    """An attention that is handed [Q|K|V] in place of x; in cross-attention Q. What it returns passes `output`, if there is one.
+
+    Where `sparse` or `output` looks back, it also sees the earlier calls with the same cache, which keeps their last F−1 tokens by
+    the name of this module, and nothing that the mask hides from the attention itself.
+    """
+
+    def __init__(self, layer: nn.Module, site: AttentionSite, sparse: ModularProjection) -> None:
+        super().__init__(layer)
+        self.name, self.cross = site.name, site.cross
+        self.sparse = sparse
+        self.output: SparseOutput | None = None
+        self.returned = site.returned
+        self.stream_in, self.source_in = place_of(layer, argument(site.stream_in)), place_of(layer, argument(site.source_in))
+        self.mask = None if site.mask is None else place_of(layer, argument(site.mask.key))
+        self.hides = site.mask is not None and site.mask.hides
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments, keywords = list(args), dict(kwargs)
+        container, key = find(self.stream_in, arguments, keywords)
+        x, mask = container[key], given(self.mask, arguments, keywords)
+        cache = cache_among(arguments, keywords)
+        memories = None if cache is None else memories_of(cache)
+        seen = None if self.cross or mask is None else visible(mask, x.shape[1], self.hides)
+        if self.cross and mask is not None and (memories is None or self.name not in memories):
+            self.hide(mask, x.shape[1], arguments, keywords)
+        packed = look_back(self.sparse, x, seen, memories, self.name)
+        arguments = [packed if value is x else value for value in arguments]
+        keywords = {name: packed if value is x else value for name, value in keywords.items()}
+        result = self.layer(*arguments, **keywords)
+        if self.output is None:
+            return result
+        y = result if self.returned is None else result[self.returned]
+        z = look_back(self.output.sparse, y, seen, memories, f"{self.name}.output")
+        return replaced(result, self.returned, Vacated.forward(self.output, z))
+
+    def hide(self, mask: Tensor, tokens: int, arguments: list[Any], keywords: dict[str, Any]) -> None:
+        """What no query sees of the other stream is zero there, and so it is in what the convolutions read of it."""
+        container, key = find(self.source_in, arguments, keywords)
+        source = container[key]
+        seen = visible(mask, tokens, self.hides)
+        if source is not None and seen is not None and seen.shape[-1] == source.shape[1]:
+            container[key] = source * seen.any(1).unsqueeze(-1).to(source.dtype)
+
+
+def argument(key: Key) -> int | str:
+    assert key is not None
+    return key
+
+
+def given(place: Place | None, args: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor at a place of a call, None where there is none."""
+    if place is None:
+        return None
+    position, keyword = place
+    value = kwargs.get(keyword) if keyword is not None else None
+    if value is None and position is not None and position < len(args):
+        value = args[position]
+    return value if isinstance(value, Tensor) else None
+
+
+def look_back(
+    projection: ModularProjection, x: Tensor, seen: Tensor | None, memories: dict[str, Memory] | None, name: str
+) -> Tensor:
+    """`projection` of x with its past: what came before in this cache, zeros before the beginning, nothing that is not `seen`."""
+    m = projection.in_modules(x)
+    past = projection.kernel - 1
+    if not past:
+        return projection.joined(x, m, None)
+    before = m.new_zeros(m.shape[0], past, *m.shape[2:]) if memories is None or name not in memories else memories[name].last()
+    if memories is not None:
+        memories.setdefault(name, Memory(past, m)).push(m)
+    return projection.joined(x, torch.cat([before.to(m.dtype), m], 1), gates(seen, m.shape[1], past))
+
+
+def visible(mask: Tensor, tokens: int, hides: bool) -> Tensor | None:
+    """Which keys each query may see, (batch or 1, tokens, keys): None for a mask that is not about single keys and queries.
+
+    `mask` is (batch, keys), 0 or False for padding, or (batch, heads, queries, keys), a bias or booleans.
+    """
+    if mask.dim() == 2:
+        return mask.bool().unsqueeze(1).expand(-1, tokens, -1)
+    if mask.dim() != 4:
+        return None
+    one = mask[:, 0]
+    shown = one > HIDDEN if one.is_floating_point() else one.bool() ^ hides
+    return shown.expand(-1, tokens, -1)
+
+
+def gates(seen: Tensor | None, tokens: int, past: int) -> Tensor | None:
+    """Whether each query may see the keys 1 … `past` tokens before it: (batch or 1, tokens, past)."""
+    if seen is None or not past:
+        return None
+    keys = seen.shape[-1]
+    positions = torch.arange(tokens, device=seen.device)
+    if keys > tokens:  # the queries are the last tokens so far; a cache of fixed length goes on behind them
+        used = seen.any(1).any(0) * torch.arange(keys, device=seen.device)
+        positions = positions + used.amax() - (tokens - 1)
+    earlier = positions.unsqueeze(-1) - torch.arange(1, past + 1, device=seen.device)  # (tokens, past)
+    return seen.gather(-1, earlier.clamp(min=0).unsqueeze(0).expand(seen.shape[0], -1, -1))
+
+
+# ── The pass ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseQKV(Pass):
+    """Queries, keys and values from a multiplicative layer of S modules and an F × F convolution each; no output layer."""
+
+    name: ClassVar[str] = "sparse-qkv"
+    summary: ClassVar[str] = "replace the attention's four dense layers with a multiplicative one and three convolutions over heads"
+    paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.2"
+    calibrates: ClassVar[bool] = True
+
+    modules: int | None = option(None, "S, modules that a projection is divided into; none: as many as query heads", minimum=1)
+    kernel: int = option(3, "F, modules and tokens that a filter sees", minimum=1)
+    variant: str = option("mult-conv", "what queries, keys and values come from", choices=VARIANTS)
+    output: str = option("none", "what becomes of the output layer", choices=("none", "keep", *VARIANTS))
+    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8")
+    stacks: str = option("all", "which stacks are rewritten", choices=("all", "encoder", "decoder"))
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
+        return Application(self, anatomy, edit).run()
+
+
+@dataclasses.dataclass
+class Plan:
+    """The projections that are to stand in one attention."""
+
+    site: AttentionSite
+    own: ModularProjection  # of x
+    other: dict[str, ModularProjection]  # of the other stream, by module
+    output: ModularProjection | None
+
+
+class Application:
+    """One rewrite of one model."""
+
+    def __init__(self, options: SparseQKV, anatomy: Anatomy, edit: Edit) -> None:
+        self.options, self.anatomy, self.edit = options, anatomy, edit
+        self.model = anatomy.model
+        self.parameters = 0
+        self.notes: list[str] = []
+
+    def run(self) -> Rewrite:
+        sites, skipped = attention_sites(self.anatomy, self.chosen())
+        plans = []
+        for site in sites:
+            try:
+                plans.append(self.plan(site))
+            except DoesNotFitError as error:
+                skipped.append(NearMiss(site.name, error.why or error.what))
+        if not plans:
+            raise DoesNotFitError(
+                "sparse-qkv: no attention of the model can be rewritten",
+                why="; ".join(dict.fromkeys(f"{miss.name}: {miss.why}" for miss in skipped[:4])) or "none was chosen",
+                remedy="see retrofit inspect; modules=, output=keep and layers= choose what is asked of it",
+            )
+        moments = self.observed(plans)
+        for plan in plans:
+            self.begin(plan, moments)
+        for plan in plans:
+            self.put(plan)
+        return Rewrite(
+            self.options.spec(),
+            False,
+            tuple(Site(plan.site.name, self.what(plan)) for plan in plans),
+            tuple(skipped),
+            new_parameters=self.parameters,
+            formula=self.formula(plans),
+            notes=tuple(self.notes),
+        )
+
+    def chosen(self) -> Iterator[tuple[Stack, int]]:
+        """The layers that are to be rewritten."""
+        for stack in self.anatomy.stacks:
+            if self.options.stacks in ("all", stack.kind):
+                for depth in sorted(depths(self.options.layers, len(stack.layers), "sparse-qkv")):
+                    yield stack, depth
+
+    # What is to stand where.
+
+    def plan(self, site: AttentionSite) -> Plan:
+        """The new projections of a site, not yet started; raises `DoesNotFitError` where they do not fit."""
+        options, widths = self.options, site.widths
+        modules = options.modules or site.heads
+        whole = max(widths.values())
+        strides = {letter: self.stride(site, letter, count, whole, modules) for letter, count in widths.items()}
+        if options.kernel > 1 and site.causal and site.calls > 1 and "conv" in options.variant + options.output:
+            raise self.unfit(site, "its module is called at several depths, and the cache keeps one past for each module")
+        size = whole // modules
+        mine = [letter for one in site.reading(False) for letter in one.letters]
+        own = self.projection(site, options.variant, site.width, modules, size, {letter: strides[letter] for letter in mine})
+        other: dict[str, ModularProjection] = {}
+        shared = None
+        for one in site.reading(True) if site.cross else ():
+            made = self.projection(
+                site, options.variant, site.source_width, modules, size, {letter: strides[letter] for letter in one.letters}, shared
+            )
+            other[one.matrix.module] = made
+            shared = made.mult if options.variant == "mult-conv" else None
+        return Plan(site, own, other, self.output(site, modules))
+
+    def stride(self, site: AttentionSite, letter: str, count: int, whole: int, modules: int) -> int:
+        """How many modules of the queries there are for each of a letter's."""
+        if whole % modules:
+            raise self.unfit(site, f"its {whole} columns are no multiple of modules={modules}")
+        if whole % count or modules % (whole // count):
+            raise self.unfit(site, f"{count} columns of {letter} are not every n-th of {modules} modules of {whole // modules}")
+        return whole // count
+
+    def projection(
+        self, site: AttentionSite, variant: str, width: int, modules: int, size: int, strides: dict[str, int], mult: Any = None
+    ) -> ModularProjection:
+        if variant == "conv" and width % modules:
+            raise self.unfit(site, f"the width {width} is no multiple of modules={modules}")
+        like = self.model.get_parameter(site.projections[0].matrix.weight)
+        return ModularProjection(variant, width, modules, size, strides, self.options.kernel, like, mult)
+
+    def output(self, site: AttentionSite, modules: int) -> ModularProjection | None:
+        """What is to stand for the output layer, None where nothing is or it is kept."""
+        kind = self.options.output
+        if kind == "keep":
+            return None
+        if site.out is None:
+            raise self.unfit(site, f"its output layer cannot be replaced: {site.no_out}; output=keep leaves it")
+        into, out = site.out_shape
+        if kind == "none":
+            if into != out:
+                raise self.unfit(site, f"without the output layer, {into} columns would join a stream of {out}; use output=keep")
+            return None
+        if "conv" in kind and self.options.kernel > 1 and not site.returns:
+            raise self.unfit(site, f"{site.name} does not return what its output layer makes, so no past can be kept for it")
+        if into % modules or out % modules:
+            raise self.unfit(site, f"its output layer, {into} to {out}, does not divide into modules={modules}")
+        return self.projection(site, kind, into, modules, out // modules, {"out": 1})
+
+    def unfit(self, site: AttentionSite, why: str) -> DoesNotFitError:
+        return DoesNotFitError(f"sparse-qkv: {site.name} cannot be rewritten", why=why, remedy="leave its layer out with layers=")
+
+    # Where it starts.
+
+    def observed(self, plans: list[Plan]) -> dict[str, Tensor | None]:
+        """The second moments of what each dense matrix is handed, by module; none without calibration data."""
+        if self.edit.calibration is None:
+            return {}
+        paths = [one.matrix.module for plan in plans for one in plan.site.projections]
+        paths += [plan.site.out.module for plan in plans if plan.output is not None and plan.site.out is not None]
+        watchers = {path: Moments() for path in paths}
+        self.edit.calibration.observe(self.model, watchers)
+        return {path: watcher.mean() for path, watcher in watchers.items()}
+
+    def begin(self, plan: Plan, moments: dict[str, Tensor | None]) -> None:
+        """The new projections are near to the dense ones, and it is noted how near."""
+        site, weights = plan.site, columns_of(plan.site, self.model)
+        found = self.started(plan.own, weights, moments.get(site.reading(False)[0].matrix.module))
+        for path, other in plan.other.items():
+            found |= self.started(other, weights, moments.get(path))
+        if plan.output is not None and site.out is not None:
+            found |= self.started(plan.output, {"out": as_read(site.out, self.model).t()}, moments.get(site.out.module))
+        if found:
+            said = ", ".join(f"{letter} {value:.3f}" for letter, value in found.items())
+            self.notes.append(f"{site.name}: relative error {said}")
+
+    @staticmethod
+    def started(projection: ModularProjection, weights: dict[str, Tensor], moments: Tensor | None) -> dict[str, float]:
+        return start(projection, {letter: weights[letter] for letter in projection.strides}, moments)
+
+    # How it gets there.
+
+    def put(self, plan: Plan) -> None:
+        site, edit = plan.site, self.edit
+        device = self.model.get_parameter(site.projections[0].matrix.weight).device
+        begin = 0
+        for one in site.projections:
+            weight, bias = parameters_of(one.matrix, self.model)
+            other = plan.other.get(one.matrix.module)
+            columns = Columns(0 if other is not None else begin, one.width, order_of(one), bias, other, device)
+            begin += one.width if other is None else 0
+            edit.replace_module(one.matrix.module, columns)
+            edit.drop_parameter(weight, "sparse layers fitted to it stand in its place")
+        wrapper = SparseAttention(self.model.get_submodule(site.name), site, plan.own)
+        if self.options.output != "keep" and site.out is not None:
+            self.put_output(plan, site.out, wrapper)
+        edit.replace_module(site.name, wrapper)
+        others = list(plan.other.values())
+        self.parameters += plan.own.count() + sum(other.count(mult=other is others[0]) for other in others)
+        self.parameters += plan.output.count() if plan.output is not None else 0
+
+    def put_output(self, plan: Plan, out: Matrix, wrapper: SparseAttention) -> None:
+        weight, bias = parameters_of(out, self.model)
+        if plan.output is None:
+            self.edit.replace_module(out.module, Vacated())
+            why = "the method has no output layer"
+            if bias is not None:
+                self.edit.drop_parameter(bias, why)
+        else:
+            why = "a sparse layer fitted to it stands in its place"
+            made = SparseOutput(plan.output, bias)
+            if plan.output.kernel > 1:
+                wrapper.output = made.train(wrapper.layer.training)
+                self.edit.replace_module(out.module, Vacated())
+            else:
+                self.edit.replace_module(out.module, made)
+        self.edit.drop_parameter(weight, why)
+
+    # What is said about it.
+
+    def what(self, plan: Plan) -> str:
+        own = plan.own
+        text = f"{self.options.variant} of {own.module_count} modules of {own.size}"
+        shared = {stride for other in (own, *plan.other.values()) for stride in other.strides.values()} - {1}
+        text += f", keys and values from every {max(shared)}th" if shared else ""
+        return text + {"none": ", no output layer", "keep": ""}.get(self.options.output, f", output {self.options.output}")
+
+    def formula(self, plans: list[Plan]) -> str:
+        kinds = {self.options.variant, self.options.output} & set(VARIANTS)
+        terms = {"mult": "mult d·(S + M)", "conv": "conv F²·M² + M"}
+        parts = [term for word, term in terms.items() if any(word in kind for kind in kinds)]
+        return f"{', '.join(parts)} each, in {len(plans)} attentions = {self.parameters:,}"
+
+
+def order_of(projection: Projection) -> list[int]:
+    """For each column of a dense projection which of the new columns, letter by letter, it is."""
+    places = [column for _, columns in projection.columns for column in columns]
+    order = [0] * len(places)
+    for new, column in enumerate(places):
+        order[column] = new
+    return order
+
+
+__all__ = ["Columns", "SparseAttention", "SparseOutput", "SparseQKV", "Vacated"]
