@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from retrofit.passes.shared_moe import SharedMoE as SharedMoE
     from retrofit.passes.sparse_ffn import SparseFFN as SparseFFN
     from retrofit.passes.sparse_loss import SparseLoss as SparseLoss
+    from retrofit.passes.sparse_qkv import SparseQKV as SparseQKV
     from retrofit.passes.sum import SumEmbedding as SumEmbedding
 
 HOMES = {
@@ -19,6 +20,7 @@ HOMES = {
     "SharedMoE": "retrofit.passes.shared_moe",
     "SparseFFN": "retrofit.passes.sparse_ffn",
     "SparseLoss": "retrofit.passes.sparse_loss",
+    "SparseQKV": "retrofit.passes.sparse_qkv",
     "SumEmbedding": "retrofit.passes.sum",
 }
 __all__ = sorted(HOMES)
