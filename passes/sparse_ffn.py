@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
 from retrofit.anatomy import Anatomy
+from retrofit.branching import either
 from retrofit.calibration import Enough, evaluated
 from retrofit.depths import depths
 from retrofit.edit import Edit, Rearranged
@@ -94,10 +95,7 @@ class SparseFeedForward(FeedForwardBlock):
             return self.masked(x, self.sampled(logits))
         weight, unit = logits.max(-1, keepdim=True)
         weight = (weight - logits.logsumexp(-1, keepdim=True)).exp() if self.multiply else torch.ones_like(weight)
-        if self.gathers(x):
-            return self.gathered(x, unit.squeeze(-1), weight.squeeze(-1))
-        units = torch.arange(self.sparsity, device=x.device)
-        return self.masked(x, torch.where(units == unit, weight, 0.0))
+        return either(self.gathers(x), self.gathered, self.selected, x, unit, weight)
 
     def logits(self, x: Tensor) -> Tensor:
         """x C1 C2 + c in float32, whatever precision the rest is in: (…, blocks, N)."""
@@ -115,6 +113,11 @@ class SparseFeedForward(FeedForwardBlock):
 
     # Many tokens: all rows, and the mask.
 
+    def selected(self, x: Tensor, unit: Tensor, weight: Tensor | None = None) -> Tensor:
+        """With the active `unit` of each block, by its place there, and its weight: both (…, blocks, 1)."""
+        active = torch.arange(self.sparsity, device=x.device) == unit
+        return self.masked(x, active if weight is None else active * weight)
+
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
         h = self.hidden(*self.columns(x))
         return self.down(h * (mask.flatten(-2) * self.factor).to(h.dtype))  # type: ignore[no-any-return]
@@ -126,25 +129,24 @@ class SparseFeedForward(FeedForwardBlock):
 
     # Few tokens: the rows of the active units.
 
-    def gathers(self, x: Tensor) -> bool:
-        """Whether the rows are gathered: for few tokens, and where nothing else has taken the place of the plain matrices.
-
-        Not in an exported program, whose number of tokens may be any.
-        """
-        if torch.compiler.is_exporting() or x.numel() > self.width * (self.sparsity // FEW):
-            return False
+    def gathers(self, x: Tensor) -> bool | torch.SymBool:
+        """Whether the rows are gathered: for few tokens, and where nothing else has taken the place of the plain matrices."""
         into = (self.get_submodule(role) for role in self.roles)
-        return type(self.down) is RowMajor and all(type(child) is nn.Linear for child in into)
+        plain = type(self.down) is RowMajor and all(type(child) is nn.Linear for child in into)
+        return plain and x.numel() <= self.width * (self.sparsity // FEW)
 
-    def gathered(self, x: Tensor, unit: Tensor, weight: Tensor) -> Tensor:
-        """The same for the active units alone, each block's by its place in the block and its weight: (…, blocks)."""
-        blocks = unit.shape[-1]
-        active = (unit + self.sparsity * torch.arange(blocks, device=x.device)).view(-1, blocks)
+    def gathered(self, x: Tensor, unit: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The same from the rows of the active units alone."""
+        blocks = unit.shape[-2]
+        active = (unit.squeeze(-1) + self.sparsity * torch.arange(blocks, device=x.device)).view(-1, blocks)
         tokens = x.reshape(-1, self.width)
         h = self.hidden(*(self.column(port, tokens, active) for port in self.ports))
-        h = h * (weight.view(-1, blocks) * self.factor).to(h.dtype)
+        h = h * (weight.reshape(-1, blocks) * self.factor).to(h.dtype)
         rows = self.down.weight
-        y = F.embedding_bag(active, rows, mode="sum", per_sample_weights=h.to(rows.dtype)).to(h.dtype)
+        if torch.compiler.is_exporting():  # ONNX has no bags
+            y = torch.bmm(h.unsqueeze(1), F.embedding(active, rows).to(h.dtype)).squeeze(1)
+        else:
+            y = F.embedding_bag(active, rows, mode="sum", per_sample_weights=h.to(rows.dtype)).to(h.dtype)
         return (y if self.down.bias is None else y + self.down.bias.to(y.dtype)).view(x.shape)
 
     def column(self, port: Port, x: Tensor, active: Tensor) -> Tensor:
