@@ -47,7 +47,7 @@ from retrofit.feedforward import (
 from retrofit.partition import parted
 from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
 
-FEW = 8  # up to N / FEW tokens it is faster to gather the active rows than to use all (benchmarks/sparse_ffn.py)
+FEW = 4  # up to N / FEW tokens it is faster to gather the active rows than to use all (benchmarks/sparse_ffn.py)
 SPREAD = 4.0  # of the controller's logits in a block at the start, in standard deviations (benchmarks/sparse_ffn_calibration.py)
 SHRINKAGE = 0.5  # of the covariance of x towards the identity (benchmarks/sparse_ffn_calibration.py)
 TOKENS = 8192  # that a layer is calibrated on
@@ -93,15 +93,15 @@ class SparseFeedForward(FeedForwardBlock):
         logits = self.logits(x)
         if self.training:
             return self.masked(x, self.sampled(logits))
-        weight, unit = logits.max(-1, keepdim=True)
-        weight = (weight - logits.logsumexp(-1, keepdim=True)).exp() if self.multiply else torch.ones_like(weight)
-        return either(self.gathers(x), self.gathered, self.selected, x, unit, weight)
+        largest, unit = logits.max(-1, keepdim=True)
+        weight = ((largest - logits.logsumexp(-1, keepdim=True)).exp(),) if self.multiply else ()
+        return either(self.gathers(x), self.gathered, self.selected, x, unit, *weight)
 
     def logits(self, x: Tensor) -> Tensor:
         """x C1 C2 + c in float32, whatever precision the rest is in: (…, blocks, N)."""
         with maybe_autocast(device_type=x.device.type, enabled=False):
             low = x.float() @ self.c1.float()
-            return (low @ self.c2.float() + self.bias.float()).unflatten(-1, (-1, self.sparsity))
+            return F.linear(low, self.c2.float().t(), self.bias.float()).unflatten(-1, (-1, self.sparsity))
 
     def sampled(self, logits: Tensor) -> Tensor:
         """The straight-through Gumbel-softmax, one-hot with probability `hard` for the whole batch: (…, blocks, N)."""
@@ -119,13 +119,16 @@ class SparseFeedForward(FeedForwardBlock):
         return self.masked(x, active if weight is None else active * weight)
 
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
-        h = self.hidden(*self.columns(x))
-        return self.down(h * (mask.flatten(-2) * self.factor).to(h.dtype))  # type: ignore[no-any-return]
+        h = self.scaled(self.hidden(*self.columns(x)))
+        return self.down(h * mask.flatten(-2).to(h.dtype))  # type: ignore[no-any-return]
 
     def columns(self, x: Tensor) -> list[Tensor]:
         """What each port of `hidden` reads: (…, d_ff)."""
         z = [self.get_submodule(role)(x) for role in self.roles]
         return [z[port.matrix][..., port.start : port.start + port.step * self.units : port.step] for port in self.ports]
+
+    def scaled(self, h: Tensor) -> Tensor:
+        return h if self.factor == 1.0 else h * self.factor
 
     # Few tokens: the rows of the active units.
 
@@ -133,15 +136,16 @@ class SparseFeedForward(FeedForwardBlock):
         """Whether the rows are gathered: for few tokens, and where nothing else has taken the place of the plain matrices."""
         into = (self.get_submodule(role) for role in self.roles)
         plain = type(self.down) is RowMajor and all(type(child) is nn.Linear for child in into)
-        return plain and x.numel() <= self.width * (self.sparsity // FEW)
+        return plain and x.numel() <= self.sparsity // FEW * self.width
 
     def gathered(self, x: Tensor, unit: Tensor, weight: Tensor | None = None) -> Tensor:
         """The same from the rows of the active units alone."""
         blocks = unit.shape[-2]
-        active = (unit.squeeze(-1) + self.sparsity * torch.arange(blocks, device=x.device)).view(-1, blocks)
+        active = (unit.squeeze(-1) + torch.arange(0, self.units, self.sparsity, device=x.device)).view(-1, blocks)
         tokens = x.reshape(-1, self.width)
-        h = self.hidden(*(self.column(port, tokens, active) for port in self.ports))
-        h = h * (weight.reshape(-1, blocks) * self.factor).to(h.dtype)
+        h = self.scaled(self.hidden(*(self.column(port, tokens, active) for port in self.ports)))
+        if weight is not None:
+            h = h * weight.reshape(-1, blocks).to(h.dtype)
         rows = self.down.weight
         if torch.compiler.is_exporting():  # ONNX has no bags
             y = torch.bmm(h.unsqueeze(1), F.embedding(active, rows).to(h.dtype)).squeeze(1)
@@ -153,8 +157,8 @@ class SparseFeedForward(FeedForwardBlock):
         """What a port reads for the active units: (tokens, blocks)."""
         matrix: nn.Linear = self.get_submodule(self.roles[port.matrix])  # type: ignore[assignment]
         places = port.columns(active)
-        rows = matrix.weight.index_select(0, places.flatten())
-        z = torch.bmm(rows.view(*places.shape, self.width), x.unsqueeze(2)).squeeze(2)
+        rows = matrix.weight.index_select(0, places.flatten()).view(*places.shape, self.width)
+        z = torch.bmm(rows, x.unsqueeze(2)).squeeze(2)
         return z if matrix.bias is None else z + matrix.bias[places].to(z.dtype)
 
     def extra_repr(self) -> str:

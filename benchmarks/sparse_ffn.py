@@ -1,0 +1,141 @@
+"""How much faster the sparse feed-forward is than the dense one for a single token, and up to how many tokens gathering rows wins.
+
+Tokens differ from call to call and small weights come in several copies used in turn, so that rows come from memory and not from a
+cache, as they do in a model. The forms take turns in one process; the ratio of their least times is printed.
+
+    python benchmarks/sparse_ffn.py                 # one token, at the paper's sizes
+    python benchmarks/sparse_ffn.py --crossover     # gathered against dense products and mask, for 1, 2, 4, … tokens
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from retrofit.feedforward import FeedForward, Matrix, Port, RowMajor, linear
+from retrofit.passes import SparseFFN
+from retrofit.passes.sparse_ffn import SparseFeedForward
+
+SIZES = ((1024, 4096, 64), (4096, 16384, 128), (9216, 36864, 256))  # d, d_ff, N
+BYTES = 400e6  # of weights, many times the caches
+TOKENS = 64  # in turn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The sparse feed-forward against the dense one.")
+    parser.add_argument("--sizes", type=parsed, nargs="+", default=SIZES, metavar="d,d_ff,N")
+    parser.add_argument("--crossover", action="store_true", help="the two inference paths against each other")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: a busy machine disturbs one thread less")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{options.device}, {options.dtype}, {options.threads} thread(s), {options.clock} time, torch {torch.__version__}\n")
+    for size in options.sizes:
+        (crossover if options.crossover else single)(*size, options)
+
+
+def parsed(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+@torch.inference_mode()
+def single(d: int, d_ff: int, n: int, options: argparse.Namespace) -> None:
+    """One token, dense and sparse."""
+    blocks = made(d, d_ff, n, options)
+    dense, sparse = turns(blocks, 1, Dense.__call__, options), turns(blocks, 1, SparseFeedForward.forward, options)
+    slow, fast = least([dense, sparse], options)
+    print(f"d={d} d_ff={d_ff} N={n}: dense {1e6 * slow:9.0f} µs, sparse {1e6 * fast:6.0f} µs, {slow / fast:6.1f}×", flush=True)
+
+
+@torch.inference_mode()
+def crossover(d: int, d_ff: int, n: int, options: argparse.Namespace) -> None:
+    """Gathered, dense with a mask, and the dense feed-forward, for more and more tokens."""
+    blocks = made(d, d_ff, n, options)
+    print(f"d={d} d_ff={d_ff} N={n}\n{'tokens':>8} {'gathered':>11} {'masked':>11} {'dense':>11}  µs")
+    for tokens in itertools.takewhile(lambda count: count <= n, (2**power for power in range(20))):
+        ways = [by_path(True), by_path(False), Dense.__call__]
+        times = least([turns(blocks, tokens, way, options) for way in ways], options)
+        print(f"{tokens:>8} " + " ".join(f"{1e6 * seconds:>11.0f}" for seconds in times), flush=True)
+    print()
+
+
+class Dense:
+    """The feed-forward as it was, on the same weights."""
+
+    def __call__(self: SparseFeedForward, x: Tensor) -> Tensor:  # type: ignore[misc]
+        return F.linear(torch.relu(self.up(x)), self.dense, self.down.bias)  # type: ignore[operator, arg-type]
+
+
+def by_path(gathers: bool) -> Callable[[SparseFeedForward, Tensor], Tensor]:
+    def run(block: SparseFeedForward, x: Tensor) -> Tensor:
+        block.gathers = lambda x: gathers  # type: ignore[method-assign]
+        return block(x)  # type: ignore[no-any-return]
+
+    return run
+
+
+def made(d: int, d_ff: int, n: int, options: argparse.Namespace) -> list[SparseFeedForward]:
+    """Sparse feed-forwards with random weights and controllers, and their output weights as the dense one stores them."""
+    how = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+    matrices = Matrix("", "up", "", None, True), Matrix("", "down", "", None, True)
+    hidden = fx.symbolic_trace(nn.ReLU())
+    site = FeedForward("", d, d_ff, matrices[:1], (Port(0, 0, 1),), hidden, matrices[1], 0, None, "")
+    found = []
+    for _ in range(max(1, round(BYTES / (2 * d * d_ff * torch.finfo(how["dtype"]).bits / 8)))):
+        up = linear(parameter(d_ff, d, **how), parameter(d_ff, **how))
+        down = RowMajor(parameter(d_ff, d, **how), parameter(d, **how))
+        order = torch.arange(d_ff, device=options.device)
+        block = SparseFeedForward(site, nn.Linear(1, 1), {"up": up}, down, order, SparseFFN(sparsity=n)).eval()
+        for one in (block.c1, block.c2, block.bias):
+            one.detach().normal_()
+        block.register_buffer("dense", down.weight.detach().t().contiguous())
+        found.append(block)
+    return found
+
+
+def parameter(*size: int, **how: object) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*size, **how), requires_grad=False)  # type: ignore[call-overload]
+
+
+def turns(
+    blocks: list[SparseFeedForward], tokens: int, way: Callable[..., Tensor], options: argparse.Namespace
+) -> Iterator[Tensor]:
+    """Results of one way to compute, each of other tokens and, where there are several, of another block."""
+    like = blocks[0].down.weight
+    drawn = torch.randn(TOKENS, tokens, like.shape[1], device=like.device, dtype=like.dtype)
+    return (way(block, x) for block, x in zip(itertools.cycle(blocks), itertools.cycle(drawn), strict=False))
+
+
+def least(forms: list[Iterator[Tensor]], options: argparse.Namespace) -> list[float]:
+    """The least seconds a result of each form, over rounds in which they take turns."""
+    found: list[list[float]] = [[] for _ in forms]
+    for _ in range(options.rounds):
+        for form, taken in zip(forms, found, strict=True):
+            next(form)
+            count = max(1, min(50, int(0.2 / seconds(form, 1, options))))
+            taken.append(seconds(form, count, options))
+    return [min(taken) for taken in found]
+
+
+def seconds(form: Iterator[Tensor], count: int, options: argparse.Namespace) -> float:
+    clock = time.process_time if options.clock == "cpu" else time.perf_counter
+    wait = torch.cuda.synchronize if options.device == "cuda" else lambda: None
+    wait()
+    began = clock()
+    for _ in range(count):
+        next(form)
+    wait()
+    return (clock() - began) / count
+
+
+if __name__ == "__main__":
+    main()
