@@ -66,7 +66,7 @@ class Pass(abc.ABC):
     name: ClassVar[str]
     summary: ClassVar[str]  # one sentence
     paper: ClassVar[str]
-    calibrates: ClassVar[bool] = False  # whether it starts nearer to the dense model with calibration data
+    calibrates: ClassVar[bool] = False  # whether it makes use of calibration data
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
