@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from retrofit.passes.altup import AltUp as AltUp
     from retrofit.passes.memory import Memory as Memory
+    from retrofit.passes.sequence_altup import SequenceAltUp as SequenceAltUp
     from retrofit.passes.shared_moe import SharedMoE as SharedMoE
     from retrofit.passes.sparse_ffn import SparseFFN as SparseFFN
     from retrofit.passes.sparse_loss import SparseLoss as SparseLoss
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 HOMES = {
     "AltUp": "retrofit.passes.altup",
     "Memory": "retrofit.passes.memory",
+    "SequenceAltUp": "retrofit.passes.sequence_altup",
     "SharedMoE": "retrofit.passes.shared_moe",
     "SparseFFN": "retrofit.passes.sparse_ffn",
     "SparseLoss": "retrofit.passes.sparse_loss",

@@ -1,0 +1,388 @@
+"""What a strided layer keeps in the model's cache: keys and values of its anchors, and the last correction.
+
+To the model the cache layer stands for every token: lengths and mask sizes are those of the cache layer it takes the place of,
+which goes on counting on one number a token (`tally`). To the attention inside it holds what it was given, which is anchors only.
+Beams, cropping, repeating and resetting are the cache's own, and reach it like any other layer of the cache. A layer that keeps no
+keys (a recurrent one, a feed-forward) has its own among the memories of `retrofit.caching`.
+
+While no row has padding, anchors are counted in numbers, and nothing waits for the device. Otherwise rows reach their anchors at
+different steps: whoever is not at one then leaves a hole, which no query sees, and which is closed at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionCacheLayerMixin
+
+from retrofit.caching import SLACK, memories_of
+from retrofit.errors import DoesNotFitError, RetrofitError
+from retrofit.passes.striding import CountedAnchors, EvenAnchors, Where
+
+
+@dataclasses.dataclass
+class Roll:
+    """Values of anchors in the order of their columns: (batch, n, …) each; where rows have different ones, the holes come first."""
+
+    columns: Tensor  # (batch, n)
+    valid: Tensor  # (batch, n)
+    values: tuple[Tensor, ...]
+
+    def appended(self, columns: Tensor, valid: Tensor, values: tuple[Tensor, ...]) -> Roll:
+        joined = tuple(torch.cat(pair, 1) for pair in zip(self.values, values, strict=True))
+        return Roll(torch.cat([self.columns, columns], 1), torch.cat([self.valid, valid], 1), joined)
+
+    def closed(self, valid: Tensor, most: int | None = None) -> Roll:
+        """The valid entries of each row, `most` at the most, with as few holes before them as there can be."""
+        width = int(valid.sum(1).max()) if valid.numel() else 0
+        if width == valid.shape[1] and most is None:
+            return Roll(self.columns, valid, self.values)
+        width = width if most is None else min(width, most)
+        order = torch.argsort(valid.int(), dim=1, stable=True)[:, valid.shape[1] - width :]
+
+        def pick(value: Tensor) -> Tensor:
+            index = order.view(*order.shape, *[1] * (value.dim() - 2)).expand(-1, -1, *value.shape[2:])
+            return value.gather(1, index)
+
+        return Roll(pick(self.columns), pick(valid), tuple(pick(value) for value in self.values))
+
+
+class AnchorLayer(CacheLayerMixin):
+    """One layer of a cache, of which the model sees every token and the attention inside every k-th."""
+
+    is_compileable = False
+    supports_early_init = False
+    is_croppable = True
+
+    def __init__(self, name: str, k: int) -> None:
+        super().__init__()
+        self.name, self.k = name, k
+        self.tally: CacheLayerMixin | None = None  # the cache layer whose place this one took
+        self.forget()
+
+    def forget(self) -> None:
+        self.keys = self.values = None  # (batch, heads, anchors, head width)
+        self.is_initialized = False
+        self.tokens = 0  # columns so far, padding included
+        self.dropped = 0  # anchors that have left the window, while all rows have the same
+        self.corrections: Tensor | None = None  # (batch, n, d), of the last anchors
+        self.real: Tensor | None = None  # (batch, tokens), None while all are
+        self.columns: Tensor | None = None  # (batch, anchors) of each entry, where rows differ
+        self.valid: Tensor | None = None
+        self.roll: Roll | None = None  # the corrections, where rows differ
+        self.template: Any = None  # how the layer's last output is made from the arguments of a call
+        self.recurrent: tuple[int, ...] | None = None  # the cache's layers whose states the layer inside moves on
+
+    # What a step needs.
+
+    @property
+    def kept(self) -> int:
+        """How many corrections are kept: those of the last anchor, and of as many as may be taken back."""
+        return SLACK // self.k + 2
+
+    @property
+    def earlier(self) -> Tensor | None:
+        """The correction of the last anchor: (batch, 1, d)."""
+        held = self.roll.values[0] if self.roll is not None else self.corrections
+        return None if held is None else held[:, -1:]
+
+    def held(self) -> int:
+        """How many anchors are held, while all rows have the same."""
+        return -(-self.tokens // self.k) - self.dropped
+
+    def offset(self, length: int) -> int:
+        """The column that a mask's first key stands for."""
+        return int(self.tally.get_mask_sizes(length)[1]) if self.tally is not None else 0
+
+    def anchors(self, length: int, real: Tensor | None, batch: int) -> EvenAnchors | CountedAnchors:
+        """The anchors among the next `length` tokens, of which `real` (1 or batch, length) are; None: all."""
+        tracing = torch.compiler.is_compiling()
+        if real is not None and self.real is None and not tracing and bool(real.all()):
+            real = None
+        if real is None and self.real is None:
+            return EvenAnchors(self.tokens, length, self.k)
+        if self.real is None:
+            assert real is not None
+            self.part_ways(batch, real.device)
+        assert self.real is not None
+        real = self.real.new_ones(batch, length) if real is None else real.expand(batch, -1)
+        found = CountedAnchors(real, self.k, self.real.sum(1, keepdim=True))
+        if tracing:
+            return found
+        return CountedAnchors(real, self.k, self.real.sum(1, keepdim=True), int(found.anchors.sum(1).max()))
+
+    def part_ways(self, batch: int, device: torch.device) -> None:
+        """From here on rows may have anchors of their own."""
+        self.real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
+        columns = (torch.arange(self.held(), device=device) + self.dropped) * self.k
+        self.columns = columns.expand(batch, -1)
+        self.valid = torch.ones_like(self.columns, dtype=torch.bool)
+        if self.corrections is not None:
+            last = self.corrections.shape[1]
+            self.roll = Roll(self.columns[:, -last:], self.valid[:, -last:], (self.corrections,))
+            self.corrections = None
+
+    def seen(
+        self, new: EvenAnchors | CountedAnchors, offset: int, extent: int, device: torch.device
+    ) -> tuple[Where, Tensor | None]:
+        """Which keys of a mask stand for the anchors held and the `new` ones, and which of these may be seen (None: all)."""
+        if self.real is None:
+            start = self.dropped * self.k - offset
+            return slice(start, start + (self.held() + new.count) * self.k, self.k), None
+        assert self.columns is not None and self.valid is not None and new.valid is not None
+        keys = torch.cat([self.columns, self.tokens + new.columns(device)], 1) - offset
+        seen = torch.cat([self.valid, new.valid], 1) & (keys >= 0) & (keys < extent)
+        return keys.clamp(0, extent - 1), seen
+
+    def all_seen(self) -> bool:
+        """Whether every entry held is an anchor of its row."""
+        return self.valid is None or bool(self.valid.all())
+
+    def advance(self, new: EvenAnchors | CountedAnchors, real: Tensor | None, length: int, corrections: Tensor | None) -> None:
+        """`length` tokens have passed; their anchors' `corrections` (batch, anchors, d) are None where there were no anchors."""
+        if self.tally is not None and self.keys is not None:
+            token = self.keys.new_zeros(1, 1, length, 1)
+            self.tally.update(token, token)
+        if self.real is None:
+            self.tokens += length
+            if corrections is not None:
+                joined = corrections if self.corrections is None else torch.cat([self.corrections, corrections], 1)
+                self.corrections = joined[:, -self.kept :]
+            self.leave_behind()
+            return
+        assert self.columns is not None and self.valid is not None
+        batch, device = len(self.real), self.real.device
+        passed = self.real.new_ones(batch, length) if real is None else real.expand(batch, -1)
+        self.real = torch.cat([self.real, passed], 1)
+        if corrections is not None:
+            assert new.valid is not None
+            columns = self.tokens + new.columns(device)
+            if self.roll is None:
+                nothing = columns[:, :0]
+                self.roll = Roll(nothing, nothing.bool(), (corrections[:, :0],))
+            self.roll = self.roll.appended(columns, new.valid, (corrections,))
+            self.columns, self.valid = torch.cat([self.columns, columns], 1), torch.cat([self.valid, new.valid], 1)
+        self.tokens += length
+        self.close()
+
+    def leave_behind(self) -> None:
+        """Anchors that no later mask covers are dropped."""
+        gone = -(-self.offset(1) // self.k) - self.dropped
+        if gone > 0:
+            self.dropped += gone
+            if self.keys is not None and self.values is not None:
+                self.keys, self.values = self.keys[:, :, gone:], self.values[:, :, gone:]
+
+    def close(self) -> None:
+        """Rows keep what is still theirs, without the holes that all of them have."""
+        assert self.columns is not None and self.valid is not None
+        theirs = self.columns < self.tokens
+        held = self.valid & theirs & (self.columns >= self.offset(1))
+        states = () if self.keys is None or self.values is None else (self.keys.transpose(1, 2), self.values.transpose(1, 2))
+        roll = Roll(self.columns, self.valid, states).closed(held)
+        self.columns, self.valid = roll.columns, roll.valid
+        if roll.values:
+            self.keys, self.values = (value.transpose(1, 2) for value in roll.values)
+        if self.roll is not None:
+            self.roll = self.roll.closed(self.roll.valid & (self.roll.columns < self.tokens), self.kept)
+
+    # As a layer of a cache: what the attention inside asks.
+
+    def take_place(self, layer: CacheLayerMixin) -> None:
+        """This layer stands for `layer`, an empty one, from here on."""
+        if isinstance(layer, LinearAttentionCacheLayerMixin) or not isinstance(layer, CacheLayerMixin):
+            raise DoesNotFitError(
+                f"the strided layer {self.name} cannot decode on a {type(layer).__name__}",
+                why="it holds more than keys and values",
+                remedy="decode with use_cache=False, or stride other layers",
+            )
+        if isinstance(layer, AnchorLayer) or int(layer.get_seq_length()):
+            raise DoesNotFitError(
+                f"the strided layer {self.name} was handed a cache with tokens in it",
+                why="another layer put them there, which saw every token",
+                remedy="start from an empty cache",
+            )
+        self.tally = copy.copy(layer)
+        self.tally.is_initialized = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+        else:
+            self.keys = torch.cat([self.keys, key_states], 2)
+            self.values = torch.cat([self.values, value_states], 2)
+        return self.keys, self.values
+
+    # What the model asks.
+
+    @property
+    def is_sliding(self) -> bool:
+        return bool(getattr(self.tally, "is_sliding", False))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        assert self.tally is not None
+        return self.tally.get_mask_sizes(query_length)
+
+    def get_seq_length(self) -> int:
+        return self.tally.get_seq_length() if self.tally is not None else self.tokens
+
+    def get_max_length(self) -> int:
+        return self.tally.get_max_length() if self.tally is not None else -1
+
+    def activate_past_recording(self) -> None:
+        if hasattr(self.tally, "activate_past_recording"):
+            self.tally.activate_past_recording()
+
+    # What generation does to it.
+
+    def reset(self) -> None:
+        if self.tally is not None:
+            self.tally.reset()
+        self.forget()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        assert self.tally is not None
+        self.tally.crop(tokens_to_remove)  # type: ignore[attr-defined]
+        self.take_back(self.tokens - int(self.tally.get_seq_length()))
+
+    def take_back(self, count: int) -> None:
+        """The last `count` tokens never were."""
+        if count <= 0:
+            return
+        self.tokens -= count
+        if not self.tokens:
+            self.forget()
+            return
+        if self.real is not None:
+            self.real = self.real[:, : self.tokens]
+            self.close()
+            lost = self.roll is None or not bool((self.roll.valid.any(1) | ~self.real.any(1)).all())
+        else:
+            gone = -(-(self.tokens + count) // self.k) - self.dropped - self.held()
+            if self.keys is not None and self.values is not None:
+                self.keys, self.values = self.keys[:, :, : self.held()], self.values[:, :, : self.held()]
+            assert self.corrections is not None
+            self.corrections = self.corrections[:, : max(0, self.corrections.shape[1] - gone)]
+            lost = not self.corrections.shape[1]
+        if lost:
+            raise RetrofitError(
+                f"the cache was cropped by {count} tokens, more than it can take back",
+                why=f"strided layers keep the corrections of the last {self.kept} anchors",
+                remedy=f"crop by at most {SLACK} tokens at a time, or start from an empty cache",
+            )
+
+    def choose(self, rows: Tensor) -> None:
+        """The rows are those chosen; one that is chosen twice is there twice."""
+        self.each_row(lambda value: value.index_select(0, rows.to(value.device)))
+
+    def repeat(self, times: int) -> None:
+        self.each_row(lambda value: value.repeat_interleave(times, 0))
+
+    def each_row(self, change: Any) -> None:
+        for name in ("keys", "values", "corrections", "real", "columns", "valid"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, change(value))
+        if self.roll is not None:
+            self.roll = Roll(change(self.roll.columns), change(self.roll.valid), (change(self.roll.values[0]),))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.choose(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.choose(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.repeat(repeats)
+
+
+# ── The cache as one strided layer sees it ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Anchoring(Cache):
+    """A cache in which the layer that is written to makes room for `anchor_layer`; never made by itself, see `seen_through`."""
+
+    anchor_layer: AnchorLayer
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.layer_class_to_replicate is not None:
+            while len(self.layers) <= layer_idx:
+                self.layers.append(self.layer_class_to_replicate())
+        if self.layers[layer_idx] is not self.anchor_layer:
+            self.anchor_layer.take_place(self.layers[layer_idx])
+            self.layers[layer_idx] = self.anchor_layer
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@functools.cache
+def anchoring(kind: type[Cache]) -> type[Cache]:
+    return type(kind.__name__, (Anchoring, kind), {"__module__": kind.__module__})
+
+
+def seen_through(cache: Cache, layer: AnchorLayer) -> Cache:
+    """`cache`, whose layers it shares, in which self-attention keeps its keys and values in `layer`."""
+    made: Any = object.__new__(anchoring(type(cache)) if not isinstance(cache, EncoderDecoderCache) else type(cache))
+    made.__dict__.update(cache.__dict__)
+    if isinstance(cache, EncoderDecoderCache):
+        made.self_attention_cache = seen_through(cache.self_attention_cache, layer)
+    else:
+        made.anchor_layer = layer
+    return made  # type: ignore[no-any-return]
+
+
+def self_attention(cache: Cache) -> Cache:
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def recalled(cache: Cache, name: str) -> AnchorLayer | None:
+    """What the strided layer `name` keeps in the cache; None where it has kept nothing yet."""
+    for layer in self_attention(cache).layers:
+        if isinstance(layer, AnchorLayer) and layer.name == name:
+            return layer
+    found: Any = getattr(cache, "memories", {}).get(name)
+    return found  # type: ignore[no-any-return]
+
+
+def keep(cache: Cache, layer: AnchorLayer) -> None:
+    """The cache holds `layer`, among its layers where it took the place of one, else among its memories."""
+    if layer.tally is None:
+        memories_of(cache)[layer.name] = layer  # type: ignore[assignment]
+
+
+def states(cache: Cache) -> dict[int, Any]:
+    """The layers of the cache that hold recurrent states."""
+    layers = self_attention(cache).layers
+    return {index: layer for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+
+def moved_on(cache: Cache, indices: tuple[int, ...]) -> dict[int, dict[str, Any]]:
+    """A copy of the recurrent states at `indices`."""
+    layers = self_attention(cache).layers
+    return {
+        index: {
+            name: {key: value.clone() for key, value in getattr(layers[index], name).items() if value is not None}
+            for name in ("conv_states", "recurrent_states")
+        }
+        for index in indices
+    }
+
+
+def give_back(cache: Cache, before: dict[int, dict[str, Any]], moving: Tensor) -> None:
+    """The recurrent states of the rows that are not `moving` (batch) are again what they were."""
+    layers = self_attention(cache).layers
+    for index, tables in before.items():
+        for name, table in tables.items():
+            held = getattr(layers[index], name)
+            for key, old in table.items():
+                rows = moving.view(-1, *[1] * (old.dim() - 1))
+                held[key].copy_(torch.where(rows, held[key], old))
