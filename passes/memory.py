@@ -80,7 +80,7 @@ class ExternalMemory(nn.Module):
 
     def gathers(self, tokens: int) -> bool:
         """Whether each token gets its expert's matrices to itself: few tokens do, and programs that run without torch."""
-        return torch.compiler.is_exporting() or tokens <= max(FEW, self.buckets)
+        return torch.compiler.is_exporting() or tokens <= max(FEW, self.buckets // 2)
 
     def gathered(self, x: Tensor, i: Tensor) -> Tensor:
         u, v = (self.rows(table.flatten(1), i).unflatten(-1, (self.width, self.rank)) for table in (self.u, self.v))
@@ -394,14 +394,17 @@ class Application:
             known = layer.stream_in not in (-1, None) and layer.stream_out != -1
             return Beside(layer.name, layer.stream_in, layer.stream_out) if known else None  # type: ignore[arg-type]
         results = [self.nodes[branch.output] for branch in layer.branches]
-        above = set(self.flow.upward(self.nodes[layer.branches[0].source]))
+        base = self.nodes[layer.branches[0].source]  # where the branches leave the stream, perhaps while it is wide
         within = [call for call in owner_of(results, self.flow).chain if outer.encloses(call) and call is not outer]
         for call in reversed(within):
-            enters = [key for key, node in call.inputs.items() if node in above and width_of(node) == stack.width]
+            enters = [key for key, node in call.inputs.items() if width_of(node) == stack.width and self.one_stream(node, base)]
             leaves = [key for key, node in call.outputs.items() if self.made_of(node, results) and width_of(node) == stack.width]
             if enters and leaves and enters[0] is not None:
                 return Beside(call.path, enters[0], leaves[0])
         return None
+
+    def one_stream(self, node: fx.Node, other: fx.Node) -> bool:
+        return node in self.flow.upward(other) or other in self.flow.upward(node)
 
     def made_of(self, node: fx.Node, parts: list[fx.Node]) -> bool:
         return all(self.flow.reaches(part, node) for part in parts)
@@ -479,7 +482,7 @@ class Application:
         return NearMiss(stack.name, f"no module around its layers takes ids of the stream's shape {(shape(entry) or ())[:-1]}")
 
     def rows(self, table: Part) -> int:
-        """As many as the token table had when the first memory was made: a model that is resized keeps its tables, and loads again."""
+        """As many as the token table had when the first memory was made: a resized model keeps its tables, and loads again."""
         config = getattr(self.model, "config", None)
         noted = dict(getattr(config, NOTED, None) or {})
         rows = int(noted.setdefault(table.parameter, table.shape[0]))
