@@ -33,31 +33,28 @@ class ModularConvolution(nn.Module):
         self.bias = nn.Parameter(torch.zeros(filters, device=like.device, dtype=like.dtype))
         nn.init.normal_(self.weight, std=(kernel * kernel * size) ** -0.5)
 
-    def forward(self, m: Tensor, gates: Tensor | None) -> Tensor:
-        """`m` begins with the F−1 tokens before the first; `gates`, (batch or 1, tokens, F−1), are g[t,1] …; None: all ones."""
+    def forward(self, m: Tensor, gates: Tensor | None, places: Tensor | None = None) -> Tensor:
+        """`m` begins with the F−1 tokens before the first; `gates`, (batch or 1, tokens, F−1), are g[t,1] …; None: all ones.
+
+        `places` is what `read_places` gives, where several convolutions read the same.
+        """
+        places = read_places(m, gates, self.kernel, self.stride) if places is None else places
         tokens = m.shape[1] - self.kernel + 1
-        y = self.side_by_side(m, gates, tokens) if tokens <= FEW else self.tap_by_tap(m, gates, tokens)
+        y = self.at_once(places) if tokens <= FEW else self.tap_by_tap(places, gates)
         return y + self.bias.to(y.dtype)
 
-    def side_by_side(self, m: Tensor, gates: Tensor | None, tokens: int) -> Tensor:
+    def at_once(self, places: Tensor) -> Tensor:
         """One product for all F·F places that a module is made of."""
-        taps = [gated(self.back(m, tau, tokens), gates, tau) for tau in range(self.kernel)]
-        places = neighbours(torch.cat(taps, -1), self.kernel, self.stride)  # (batch, tokens, S/r, F·F·M), by o, then τ, then m
         return places @ self.weight.flatten(0, 2).to(places.dtype)
 
-    def tap_by_tap(self, m: Tensor, gates: Tensor | None, tokens: int) -> Tensor:
+    def tap_by_tap(self, places: Tensor, gates: Tensor | None) -> Tensor:
         """What every token adds to itself and to the F−1 after it: backward keeps F·S·M numbers a token, not F·F·S·M."""
-        places = neighbours(m, self.kernel, self.stride)  # (batch, F−1+tokens, S/r, F·M)
         added = places @ self.weight.transpose(1, 2).flatten(2).flatten(0, 1).to(places.dtype)
-        parts = added.unflatten(-1, (self.kernel, -1)).unbind(-2)
-        y = self.back(parts[0], 0, tokens)
+        taps = added.unflatten(-1, (self.kernel, -1)).unbind(-2)
+        y = back(taps[0], 0, self.kernel)
         for tau in range(1, self.kernel):
-            y = y + gated(self.back(parts[tau], tau, tokens), gates, tau)
+            y = y + gated(back(taps[tau], tau, self.kernel), gates, tau)
         return y
-
-    def back(self, values: Tensor, tau: int, tokens: int) -> Tensor:
-        """The values τ tokens back, for each of the last `tokens`."""
-        return values.narrow(1, self.kernel - 1 - tau, tokens)
 
     def extra_repr(self) -> str:
         return f"kernel={self.kernel}, size={self.weight.shape[2]}, filters={self.weight.shape[3]}, stride={self.stride}"
@@ -66,6 +63,24 @@ class ModularConvolution(nn.Module):
     def count(kernel: int, size: int, filters: int) -> int:
         """How many parameters the layer has: F²M² + M where it keeps the size."""
         return kernel * kernel * size * filters + filters
+
+
+def read_places(m: Tensor, gates: Tensor | None, kernel: int, stride: int) -> Tensor:
+    """What a convolution multiplies its weight with.
+
+    For few tokens all that a module sees, F·F places by o, then τ: (batch, tokens, S/r, F·F·M). For many what it sees of one token,
+    of those before the first as well: (batch, F−1+tokens, S/r, F·M).
+    """
+    tokens = m.shape[1] - kernel + 1
+    if tokens > FEW:
+        return neighbours(m, kernel, stride)
+    taps = [gated(back(m, tau, kernel), gates, tau) for tau in range(kernel)]
+    return neighbours(torch.cat(taps, -1), kernel, stride)
+
+
+def back(values: Tensor, tau: int, kernel: int) -> Tensor:
+    """The values τ tokens back, for each token that has F−1 before it."""
+    return values.narrow(1, kernel - 1 - tau, values.shape[1] - kernel + 1)
 
 
 def neighbours(m: Tensor, kernel: int, stride: int) -> Tensor:
@@ -135,7 +150,8 @@ class ModularProjection(nn.Module):
         if self.variant == "mult":
             parts = [self.get_submodule(f"mult_{letter}")(x) for letter in self.strides]
         else:
-            parts = [self.get_submodule(f"conv_{letter}")(m, gates) for letter in self.strides]
+            places = {stride: read_places(m, gates, self.kernel, stride) for stride in set(self.strides.values())}
+            parts = [self.get_submodule(f"conv_{letter}")(m, gates, places[stride]) for letter, stride in self.strides.items()]
         return torch.cat([part.flatten(-2) for part in parts], -1) if len(parts) > 1 else parts[0].flatten(-2)
 
     def extra_repr(self) -> str:

@@ -254,7 +254,7 @@ def test_queries_keys_and_values_see_the_last_tokens_and_no_later_ones() -> None
 # ── Decoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("form", DECODERS)
+@pytest.mark.parametrize("form", ["gpt2", "gpt_neox"])  # a sliding window is not cropped
 @torch.no_grad()
 def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_been(form: str) -> None:
     model = rewritten(form)

@@ -1,0 +1,144 @@
+"""Decoding one token on the CPU: dense attention projections, decoder blocks and a model of T5-large's size against sparse ones.
+
+    python benchmarks/sparse_qkv.py              # projections and blocks; d = 9216 needs 8 GiB
+    python benchmarks/sparse_qkv.py --whole      # T5-large's size as well
+
+One thread; dense and sparse take turns in one process. The time is the thread's own, which other processes cannot lengthen by taking
+theirs, and before every step the caches are swept. Weights are random: they do not change the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, EncoderDecoderCache, OPTConfig, OPTForCausalLM, T5Config, T5ForConditionalGeneration
+
+import retrofit
+from retrofit.caching import Memory
+from retrofit.passes.modular import ModularProjection
+from retrofit.passes.sparse_qkv import look_back
+
+SHAPES = {1024: (16, 64), 4096: (32, 128), 9216: (96, 256)}  # width: heads, sparsity of the FFN
+SWEEP = torch.ones(32 << 20)  # 128 MiB: reading it leaves nothing else in the caches
+CONTEXT = 64  # tokens in the cache
+
+Step = Callable[[], Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--widths", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--whole", action="store_true", help="also a model of T5-large's size")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"one token, float32, one thread, torch {torch.__version__}, medians of {options.rounds} steps\n")
+    print(f"  {'':<44}{'dense ms':>10}{'sparse ms':>11}{'faster':>9}")
+    with torch.inference_mode():
+        for width in options.widths:
+            report(f"Q, K, V                       d={width}", *projections(width, 3), options.rounds)
+            report(f"Q, K, V and the output layer  d={width}", *projections(width, 4), options.rounds)
+        for width in options.widths:
+            report(f"a decoder block               d={width}", *blocks(width), options.rounds)
+        if options.whole:
+            report("a token of T5-large's size", *models(), options.rounds)
+
+
+def report(what: str, dense: Step, sparse: Step, rounds: int) -> None:
+    """One line of the table."""
+    times: dict[Step, list[float]] = {dense: [], sparse: []}
+    for _ in range(rounds):
+        for step, taken in times.items():
+            taken.append(seconds(step))
+    whole, part = (1000 * statistics.median(taken[1:]) for taken in times.values())
+    print(f"  {what:<44}{whole:>10.2f}{part:>11.2f}{whole / part:>8.1f}×", flush=True)
+
+
+def seconds(step: Step) -> float:
+    SWEEP.sum()
+    begin = time.thread_time()
+    step()
+    return time.thread_time() - begin
+
+
+def projections(width: int, count: int) -> tuple[Step, Step]:
+    """`count` dense layers of an attention, and what stands in their place: what a call looks back at comes with it."""
+    heads, _ = SHAPES[width]
+    x = torch.randn(1, 1, width)
+    dense = [nn.Linear(width, width, bias=False) for _ in range(count)]
+    sparse = ModularProjection("mult-conv", width, heads, width // heads, dict.fromkeys("qkv", 1), 3, torch.empty(0))
+    memories = {"": Memory(2, sparse.in_modules(x))}
+    return lambda: [layer(x) for layer in dense], lambda: look_back(sparse, x, None, memories, "")
+
+
+def blocks(width: int) -> tuple[Step, Step]:
+    """A decoder layer, its norms, attention over the cache and FFN, dense and with sparse QKV and FFN."""
+    heads, sparsity = SHAPES[width]
+    settings = OPTConfig(
+        vocab_size=8,
+        hidden_size=width,
+        word_embed_proj_dim=width,
+        ffn_dim=4 * width,
+        num_attention_heads=heads,
+        num_hidden_layers=1,
+        max_position_embeddings=8,
+    )
+    x = torch.randn(1, 1, width)
+
+    def made(sparse: bool) -> nn.Module:
+        with torch.device("meta"):
+            model = OPTForCausalLM(settings).eval()
+        if sparse:
+            retrofit.apply(model, "sparse-qkv", f"sparse-ffn(sparsity={sparsity})", verify=False)
+        return filled(model.model.decoder.layers[0])
+
+    def step(layer: Any) -> Step:
+        cache = DynamicCache()
+        shape = (1, heads, CONTEXT, width // heads)
+        cache.update(torch.randn(shape), torch.randn(shape), 0)
+
+        return lambda: layer(x, past_key_values=cache)
+
+    return step(made(False)), step(made(True))
+
+
+def models() -> tuple[Step, Step]:
+    """A decoding step of a model of T5-large's size, dense, and with sparse QKV, FFN and output head."""
+    settings = T5Config(d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, tie_word_embeddings=False)
+    source = torch.randn(1, CONTEXT, settings.d_model)
+
+    def step(specs: tuple[str, ...]) -> Step:
+        with torch.device("meta"):
+            model: Any = T5ForConditionalGeneration(settings).eval()
+        if specs:
+            retrofit.apply(model, *specs, verify=False)
+        filled(model)
+        encoded = (source,)
+        token = torch.zeros(1, 1, dtype=torch.long)
+        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        prompt = torch.zeros(1, CONTEXT, dtype=torch.long)
+        model(encoder_outputs=encoded, decoder_input_ids=prompt, past_key_values=cache)
+
+        return lambda: model(encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache)
+
+    return step(()), step(("sparse-qkv", "sparse-ffn(sparsity=64)", "sparse-loss(modules=32)"))
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """A module from the meta device with values: small random weights, orders that change nothing."""
+    module.to_empty(device="cpu")
+    for parameter in module.parameters():
+        parameter.detach().normal_(std=0.02)
+    for buffer in module.buffers():
+        buffer.copy_(torch.arange(buffer.numel(), dtype=buffer.dtype).view_as(buffer))
+    return module
+
+
+if __name__ == "__main__":
+    main()
