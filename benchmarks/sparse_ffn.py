@@ -24,7 +24,6 @@ from retrofit.passes.sparse_ffn import SparseFeedForward
 
 SIZES = ((1024, 4096, 64), (4096, 16384, 128), (9216, 36864, 256))  # d, d_ff, N
 BYTES = 400e6  # of weights, many times the caches
-TOKENS = 64  # in turn
 
 
 def main() -> None:
@@ -34,6 +33,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--tokens", type=int, default=64, help="other inputs in turn; 1: the same each time, its rows in the cache")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: a busy machine disturbs one thread less")
     options = parser.parse_args()
@@ -111,7 +111,7 @@ def turns(
 ) -> Iterator[Tensor]:
     """Results of one way to compute, each of other tokens and, where there are several, of another block."""
     like = blocks[0].down.weight
-    drawn = torch.randn(TOKENS, tokens, like.shape[1], device=like.device, dtype=like.dtype)
+    drawn = torch.randn(options.tokens, tokens, like.shape[1], device=like.device, dtype=like.dtype)
     return (way(block, x) for block, x in zip(itertools.cycle(blocks), itertools.cycle(drawn), strict=False))
 
 

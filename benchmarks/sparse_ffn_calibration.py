@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 from pydoc_data.topics import topics
 
 import torch
@@ -25,14 +26,14 @@ from retrofit.training import continue_pretraining
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A sparse feed-forward's start with calibration and without.")
-    parser.add_argument("--sparsity", type=int, default=8)
+    parser.add_argument("--sparsity", type=int, nargs="+", default=[8])
     parser.add_argument("--dense-steps", type=int, default=500, help="steps of the dense model before")
     parser.add_argument("--steps", type=int, default=200, help="steps from each start")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, nargs="+", default=[3e-4])
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -42,17 +43,17 @@ def main() -> None:
     print(f"dense: {run.parameters:,} parameters, held-out loss {run.eval_losses[-1][1]:.4f} after {options.dense_steps} steps")
     seen, held = hold_out(windows_of(texts, codec_for(dense), options.length), Settings(1).eval_fraction)
     held = held[:64].long()
-    for start in ("without", "with"):
+    for n, start in itertools.product(options.sparsity, ("without", "with")):
         model = copy.deepcopy(dense)
         data = seen[:: max(1, len(seen) // 64)][:64] if start == "with" else None
-        applied = apply_reported(model, SparseFFN(sparsity=options.sparsity), calibration=data, verify=False, count_flops=False)
-        print(f"\n{start} calibration: KL {divergence(model, dense, held):.4f} nats a token")
-        print("\n".join(note for note in applied.rewrites[0].notes if "energy" in note))
-        for seed in range(1, options.seeds + 1):
+        applied = apply_reported(model, SparseFFN(sparsity=n), calibration=data, verify=False, count_flops=False)
+        print(f"\nN = {n}, {start} calibration: KL {divergence(model, dense, held):.4f} nats a token")
+        print("".join(f"{note}\n" for note in applied.rewrites[0].notes if "energy" in note), end="")
+        for lr, seed in itertools.product(options.lr, range(1, options.seeds + 1)):
             torch.manual_seed(seed)
-            run = continue_pretraining(copy.deepcopy(model), texts, settings(options, options.steps, options.lr, seed))
+            run = continue_pretraining(copy.deepcopy(model), texts, settings(options, options.steps, lr, seed))
             losses = ", ".join(f"{loss:.4f} after {step}" for step, loss in run.eval_losses)
-            print(f"seed {seed}: held-out loss {losses} steps", flush=True)
+            print(f"lr {lr:g}, seed {seed}: held-out loss {losses} steps", flush=True)
 
 
 def byte_llama(width: int, layers: int) -> LlamaConfig:
