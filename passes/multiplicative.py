@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from retrofit.branching import either
+
 ITERATIONS = 12  # of the power method, far more than a useful start needs
 
 
@@ -41,10 +43,15 @@ class Multiplicative(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         modules, size = self.modules_and_size
-        if x.shape[:-1].numel() * (modules + size) > modules * size:  # what is spread would outgrow the dense matrix
-            return (x @ self.matrix().to(x.dtype)).unflatten(-1, (modules, size))
-        spread = x.unsqueeze(-2) * self.d.t().to(x.dtype)  # (…, S, d)
-        return spread @ self.e.to(x.dtype)
+        fewer = x.numel() * (modules + size) <= modules * size * len(self.d)  # what is spread does not outgrow the dense matrix
+        return either(fewer, self.spread, self.product, x)
+
+    def spread(self, x: Tensor) -> Tensor:
+        modules = x.unsqueeze(-2) * self.d.t().to(x.dtype)  # (…, S, d)
+        return modules @ self.e.to(x.dtype)
+
+    def product(self, x: Tensor) -> Tensor:
+        return (x @ self.matrix().to(x.dtype)).unflatten(-1, self.modules_and_size)
 
     def matrix(self) -> Tensor:
         """The dense matrix that the layer stands for: (d, S·M)."""

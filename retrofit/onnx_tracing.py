@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,11 +77,25 @@ def translated(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
     from transformers.exporters import exporter_onnx, utils
 
     utils.apply_fx_node_fixes("onnx", exported.graph_module)
-    table = exporter_onnx._ONNX_TRANSLATION_TABLE
+    table = {**exporter_onnx._ONNX_TRANSLATION_TABLE, **translations()}
     program = torch.onnx.export(exported, args=(), custom_translation_table=table, optimize=False, verbose=False)
     assert program is not None
     exporter_onnx.apply_onnx_ir_fixes(program)
     return program.model
+
+
+def translations() -> dict[Any, Callable[..., Any]]:
+    """Operations that torch's own translation leaves out: a maximum or minimum over all axes."""
+    from onnxscript.onnx_opset import opset18 as op
+
+    def reduced(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def translate(self: Any, dim: Any = (), keepdim: bool = False) -> Any:
+            axes = [dim] if isinstance(dim, int) else list(dim)
+            return reduce(self, op.Constant(value_ints=axes), keepdims=keepdim) if axes else reduce(self, keepdims=keepdim)
+
+        return translate
+
+    return {torch.ops.aten.amax.default: reduced(op.ReduceMax), torch.ops.aten.amin.default: reduced(op.ReduceMin)}
 
 
 def named(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
