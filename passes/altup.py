@@ -340,6 +340,7 @@ class Application:
                 f"the model has no {self.altup.stacks}",
                 why=f"its stacks are: {', '.join(stack.kind for stack in self.anatomy.stacks)}",
             )
+        attends = any("attention" in branch.role for stack in self.stacks for layer in stack.layers for branch in layer.branches)
         for stack in self.stacks:
             for layer in stack.layers:
                 why = ""
@@ -352,7 +353,7 @@ class Application:
                 if why:
                     raise DoesNotFitError(
                         f"altup: layer {layer.name or layer.exit} of the {stack.kind} {stack.name or 'stack'} cannot be wrapped",
-                        why=why,
+                        why=why if attends else f"{why}; no layer attends, so this may be no transformer at all",
                         remedy="apply altup once, to a model whose layers are modules that take the stream and return it",
                     )
 

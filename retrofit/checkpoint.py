@@ -379,4 +379,6 @@ def outline(content: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The kind of an error and the first sentence of what it says."""
+    said = str(error).strip().partition("\n")[0].partition(". ")[0]
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
