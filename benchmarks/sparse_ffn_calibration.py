@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrofit.corpus import codec_for, hold_out, windows_of
-from retrofit.passes import SparseFFN
+from retrofit.passes import SparseFFN, sparse_ffn
 from retrofit.rewriting import apply_reported
 from retrofit.settings import Settings
 from retrofit.training import continue_pretraining
@@ -34,7 +34,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--lr", type=float, nargs="+", default=[3e-4])
+    parser.add_argument("--spread", type=float, default=sparse_ffn.SPREAD, help="of the logits in a block at the start")
+    parser.add_argument("--shrinkage", type=float, default=sparse_ffn.SHRINKAGE, help="of the covariance of x in the fit")
     options = parser.parse_args()
+    sparse_ffn.SPREAD, sparse_ffn.SHRINKAGE = options.spread, options.shrinkage
     torch.set_num_threads(1)
     torch.manual_seed(0)
     texts = ["\n\n".join(topics[name] for name in sorted(topics))]
