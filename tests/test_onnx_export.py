@@ -6,6 +6,7 @@ import functools
 import tempfile
 from pathlib import Path
 
+import onnx
 import pytest
 import retrofitted
 import tiny_models
@@ -20,7 +21,7 @@ from retrofit.caching import Memory, cache_among, memories_of
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
 from retrofit.onnx_running import Running, decode, handed_on, translate
-from retrofit.passes import AltUp
+from retrofit.passes import AltUp, SparseFFN, SparseQKV
 from retrofit.probes import distance
 
 FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")
@@ -53,6 +54,12 @@ def remembering(model):
     return model
 
 
+def sparse(model):
+    """Sparse projections with a memory of their own, and a sparse feed-forward."""
+    retrofit.apply(model, SparseQKV(), SparseFFN(sparsity=8, multiply_by_controller=True), verify=False)
+    return model
+
+
 class Plain(nn.Module):
     """No transformers model: ids in, a vector a token out."""
 
@@ -68,10 +75,11 @@ class Plain(nn.Module):
 
 MADE = {
     "llama": lambda: altup(tiny_models.llama()),
-    "t5": lambda: altup(tiny_models.t5(num_layers=2, num_decoder_layers=1)),
-    "bert": lambda: altup(tiny_models.bert(num_hidden_layers=2)),
+    "t5": lambda: altup(tiny_models.t5()),
+    "bert": lambda: altup(tiny_models.bert()),
     "vit": lambda: tiny_models.vit(),
     "memory": lambda: remembering(tiny_models.llama(num_hidden_layers=1)),
+    "sparse": lambda: sparse(tiny_models.llama(num_hidden_layers=1, hidden_size=32, intermediate_size=64)),
     "plain": Plain,
 }
 
@@ -123,7 +131,7 @@ def test_an_encoder_decoder_is_three_files_that_declare_what_they_read():
 # ── Any shape, any step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("form", ["llama", "memory"])
+@pytest.mark.parametrize("form", ["llama", "memory", "sparse"])
 @settings(max_examples=20, deadline=None)
 @given(batch=st.integers(1, 4), steps=st.lists(st.integers(1, 5), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_a_sequence_in_any_steps_gives_what_it_gives_at_once(form, batch, steps, seed):
@@ -147,7 +155,7 @@ def test_a_module_that_remembers_has_its_memory_as_state():
     assert running.outputs[-1] == "present.memory.layers.0"
 
 
-@pytest.mark.parametrize("form", ["llama", "memory"])
+@pytest.mark.parametrize("form", ["llama", "memory", "sparse"])
 def test_greedy_decoding_gives_the_tokens_of_generate(form):
     model, _, (running,) = out(form)
     how = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
@@ -191,6 +199,18 @@ def test_the_model_is_left_as_it_was():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     retrofit.export_onnx(model, Path(FOLDER.name) / "left.onnx", fuse=False)
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_few_tokens_gather_rows_in_the_file_and_many_do_not():
+    path = out("sparse")[1].files[0].path
+    branches = [
+        {node.op_type for node in attribute.g.node}
+        for node in onnx.load(path).graph.node
+        if node.op_type == "If"
+        for attribute in node.attribute
+    ]
+    gathering = [{"Gather", "MatMul"} <= kinds for kinds in branches]
+    assert sum(gathering) == 1 and len(branches) >= 2, branches
 
 
 # ── Files ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
