@@ -65,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         calibration = None if arguments.calibrate is None else read_calibration(arguments, model)
         torch.manual_seed(arguments.seed)
         applied = apply_reported(model, *passes, calibration=calibration, verify=not arguments.no_verify, progress=progress)
+        model = applied.model
         progress(f"writing {output}")
         source = arguments.config or arguments.model
         if isinstance(model, PreTrainedModel) and source.is_dir() and output.suffix not in FILES:

@@ -20,7 +20,8 @@ def beside(model: Path, words: Sequence[str]) -> Path:
     """`model.altup.pt` for a file `model.pt` and what was done to it, `model.altup` for a directory `model`."""
     model = model if model.name not in ("", "..") else model.resolve()
     done = ".".join(words)
-    return model.with_name(f"{model.name}.{done}" if model.is_dir() else f"{model.stem}.{done}.pt")
+    suffix = model.suffix if model.suffix == ".pt2" else ".pt"
+    return model.with_name(f"{model.name}.{done}" if model.is_dir() else f"{model.stem}.{done}{suffix}")
 
 
 def free(output: Path, force: bool) -> Path:

@@ -37,7 +37,7 @@ class SummedEmbedding(Wrapper):
 
     def look_up(self, ids: Tensor) -> Tensor:
         rows = self.extra.num_embeddings
-        if len(self.layer.weight) <= rows:  # type: ignore[arg-type]
+        if max(map(len, self.layer.parameters()), default=0) <= rows:
             return self.extra(ids)  # type: ignore[no-any-return]
         return F.embedding(ids.clamp(max=rows - 1), self.extra.weight) * (ids < rows).unsqueeze(-1)
 

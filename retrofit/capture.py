@@ -250,6 +250,17 @@ def read_program(exported: torch.export.ExportedProgram, calls: list[Call]) -> P
     return Program(graph, parameters, buffers, constants, inputs, named, calls, owner, values, exported.call_spec.out_spec.type)
 
 
+def calls_of(exported: torch.export.ExportedProgram) -> list[Call]:
+    """The module calls that an exported program remembers; of what entered and left them it says nothing."""
+    calls = {("", 0): Call("", 0, 0, None)}
+    for node in exported.graph.nodes:
+        parent = calls["", 0]
+        for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+            place = (path, int(key.partition("@")[2] or 0))
+            parent = calls.setdefault(place, Call(*place, len(calls), parent))
+    return list(calls.values())
+
+
 def output_names(exported: torch.export.ExportedProgram) -> list[str]:
     """A name for each flat output: the key of the mapping it stands in, or its position."""
     names: list[str] = []

@@ -24,20 +24,23 @@ from retrofit import hub
 from retrofit.architecture import describe, empty_model, find_class, named_class
 from retrofit.atomic import whole_directory, whole_file
 from retrofit.errors import CheckpointError, RetrofitError
+from retrofit.exported import SUFFIX, load_exported, save_exported
 
 FORMAT = "retrofit/1"
 FILES = (".pt", ".pth")
-OTHER_FORMATS = (".pt2", ".onnx", ".safetensors", ".gguf", ".ckpt", ".bin", ".npz", ".h5")
+OTHER_FORMATS = (".onnx", ".safetensors", ".gguf", ".ckpt", ".bin", ".npz", ".h5")
 
 
 def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
-    """The model is at `path`, a `.pt` file or else a directory, with its recipe; the file appears whole or not at all.
+    """The model is at `path`, a `.pt` or `.pt2` file or else a directory, with its recipe; the file appears whole or not at all.
 
     Raises `CheckpointError` where something is there already (unless `force`), where nothing can be written, and for a model that
     could not be built again from what the file says.
     """
     path = Path(path)
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    if path.suffix == SUFFIX:
+        return save_exported(model, path, force=force)
     if path.suffix in FILES:
         payload = contents(model)
         with whole_file(path, force=force) as file:
@@ -77,6 +80,9 @@ def load(
             raise CheckpointError(f"{path} is a directory and says itself how it is built", remedy="leave out config and build")
         with concerning(path):
             return load_directory(path, dtype)
+    if path.suffix == SUFFIX:
+        loaded = load_exported(path)
+        return loaded if dtype is None else loaded.to(dtype)
     if path.suffix in OTHER_FORMATS:
         raise CheckpointError(
             f"{path}: this build does not read {path.suffix} files", remedy="give a .pt checkpoint or a Hugging Face directory"

@@ -70,7 +70,12 @@ def pixel_values(model: nn.Module, batch: int, seed: int = 0) -> torch.Tensor:
 
 
 def example_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> dict[str, Any]:
-    """Inputs the model accepts, by argument name, on its device; raises `CaptureError` where they cannot be told."""
+    """Inputs the model accepts, by argument name, on its device; raises `CaptureError` where they cannot be told.
+
+    A graph module brings its own, as `retrofit_examples`.
+    """
+    if "retrofit_examples" in model.__dict__:
+        return {name: value.to(device_of(model)) for name, value in model.__dict__["retrofit_examples"].items()}
     parameters = forward_parameters(model)
     config = getattr(model, "config", None)
     made: dict[str, Any] = {}

@@ -14,7 +14,9 @@ from retrofit.cost import flops_per_token
 from retrofit.edit import Edit
 from retrofit.errors import CaptureError, DoesNotFitError, SpecError, VerificationError
 from retrofit.finding import first_line
+from retrofit.graph_module import graph_module
 from retrofit.inputs import device_of, named_inputs
+from retrofit.inspection import read_anatomy
 from retrofit.probes import run
 from retrofit.protocol import Pass, Rewrite, as_pass, format_recipe
 from retrofit.replaying import Progress, rearranged, recipe, rewrites, run_passes
@@ -45,16 +47,19 @@ def apply(
     verify: bool = True,
     emit: str = "module",
 ) -> Model:
-    """`model`, rewritten in place by `passes` in order; on any failure it is exactly what it was before the call.
+    """`model`, rewritten by `passes` in order, in place where its modules allow; on any failure it is what it was before the call.
+
+    `emit="graph"` gives the rewritten model as an FX graph module on the same parameters and leaves `model` itself alone; so does a
+    model whose layers are no modules.
 
     `passes` are objects or specs (`"altup(k=2)"`); `example_inputs` (by argument name) are derived from the model where not given.
     `calibration`, what passes that start approximate are fitted on: texts, token ids (windows, length), or batches of inputs.
     Raises `RetrofitError` where a pass does not fit, `VerificationError` where the result fails a check.
     """
-    apply_reported(
+    applied = apply_reported(
         model, *passes, example_inputs=example_inputs, calibration=calibration, verify=verify, emit=emit, count_flops=False
     )
-    return model
+    return applied.model  # type: ignore[return-value]
 
 
 def apply_reported(
@@ -71,8 +76,8 @@ def apply_reported(
     say = progress or (lambda stage: None)
     if not passes:
         raise SpecError("no pass given", remedy="name at least one, e.g. retrofit.apply(model, AltUp(k=2))")
-    if emit != "module":
-        raise SpecError(f"emit={emit!r} is not available", why="this version rewrites the module tree", remedy="use emit='module'")
+    if emit not in ("module", "graph"):
+        raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'")
     chosen = tuple(as_pass(one) for one in passes)
     if calibration is not None and not any(one.calibrates for one in chosen):
         raise SpecError("calibration= was given, but none of the passes uses it", remedy="leave it out")
@@ -80,6 +85,11 @@ def apply_reported(
     inputs = named_inputs(model, example_inputs)
     say("capturing the dense model")
     dense = capture(model, inputs)
+    if emit == "graph" or (not hub.is_transformers(model) and stands_in_code(model, dense)):
+        say("making a graph module of it")
+        model = graph_module(model, inputs)
+        inputs = named_inputs(model)
+        dense = capture(model, inputs)
     reference = None
     if verify:
         say("remembering the dense model")
@@ -117,6 +127,11 @@ def apply_reported(
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
     return Applied(model, made, report, before, after, dense_flops, flops)
+
+
+def stands_in_code(model: nn.Module, program: Program) -> bool:
+    """Whether some layer is no module but a part of a larger one's code."""
+    return any(not layer.name for layer in read_anatomy(model, program).layers)
 
 
 def captured_again(model: nn.Module, inputs: dict[str, Any]) -> Program:

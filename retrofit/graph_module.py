@@ -1,0 +1,380 @@
+"""A model as an FX graph module: the same function as one graph of ATen operations, nested into modules where its parts are.
+
+The children of a graph module are the regions of its program: the calls of the model's own modules under their own names, and
+layers, attentions, feed-forwards, embeddings and head where its code is one long function. Parameters are the model's own, under
+their own names within the module that reads them. Batch and length are free as far as the model's code leaves them so, dropout
+follows `train()` and `eval()`, and constants follow the inputs to another device.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from retrofit.capture import Program, calls_of, capture, read_program
+from retrofit.dataflow import Dataflow
+from retrofit.errors import CaptureError, NoTransformerError
+from retrofit.inputs import named_inputs
+from retrofit.inspection import read_anatomy
+from retrofit.ops import CAST, DROPOUT, LAYOUT, POINTWISE, op
+from retrofit.regions import Region, regions
+
+QUIET = ("_assert", "sym_constrain", "_guards")
+
+
+def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule:
+    """`model` as a graph module on the same parameters; raises `CaptureError` where it cannot be captured."""
+    inputs = named_inputs(model, example_inputs)
+    made = emitted(model, capture(model, inputs, dynamic=True))
+    made.retrofit_examples = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    return made
+
+
+def from_exported(exported: torch.export.ExportedProgram) -> fx.GraphModule:
+    """An exported program as a graph module with its parameters, as free in its sizes as it was exported."""
+    model = Holder(exported)
+    return emitted(model, read_program(exported.run_decompositions({}), calls_of(exported)))
+
+
+class Holder(nn.Module):
+    """The parameters and buffers of an exported program under their names."""
+
+    def __init__(self, exported: torch.export.ExportedProgram) -> None:
+        super().__init__()
+        signature = exported.graph_signature
+        for name in signature.parameters:
+            register(self, name, exported.state_dict[name])
+        for name in signature.buffers:
+            saved = name not in signature.non_persistent_buffers
+            register(self, name, exported.state_dict[name] if saved else exported.constants[name], saved)
+
+
+def register(root: nn.Module, name: str, value: Tensor, saved: bool = True) -> None:
+    """`value` is the parameter or buffer called `name`, in plain modules where there are none."""
+    path, _, leaf = name.rpartition(".")
+    owner = root
+    for piece in filter(None, path.split(".")):
+        if not isinstance(getattr(owner, piece, None), nn.Module):
+            owner.add_module(piece, nn.Module())
+        owner = owner.get_submodule(piece)
+    if isinstance(value, nn.Parameter):
+        owner.register_parameter(leaf, value)
+    elif leaf not in owner._buffers:
+        owner.register_buffer(leaf, value, persistent=saved)
+
+
+def emitted(model: nn.Module, program: Program) -> fx.GraphModule:
+    """The graph module of a program of `model`."""
+    flow = Dataflow(program)
+    try:
+        whole = regions(read_anatomy(model, program), flow)
+    except NoTransformerError:
+        whole = Region("", "", 0, len(flow.nodes) - 1)
+    made = Emission(model, program, flow).whole(whole)
+    keep_names(model, made)
+    made.train(model.training)
+    for name in ("config", "generation_config"):
+        if hasattr(model, name):
+            setattr(made, name, getattr(model, name))
+    return made
+
+
+def keep_names(model: nn.Module, made: nn.Module) -> None:
+    """Every parameter and saved buffer of the model has its name in the graph module too, the tied and the unread ones included."""
+    state = set(model.state_dict(keep_vars=True))
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    present = {name for name, _ in (*made.named_parameters(remove_duplicate=False), *made.named_buffers(remove_duplicate=False))}
+    held = {id(value) for value in (*made.parameters(), *made.buffers())}
+    for name, value in named:
+        known = name in present or name not in state
+        if not known and (id(value) not in held or had_elsewhere(model, value, present)):
+            register(made, name, value)
+
+
+def had_elsewhere(model: nn.Module, value: Tensor, present: set[str]) -> bool:
+    """Whether another name of the value is a name in the graph module: it is tied, and this name is one of several."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return any(one is value and name in present for name, one in named)
+
+
+class Emission:
+    """The graph modules made from one program."""
+
+    def __init__(self, model: nn.Module, program: Program, flow: Dataflow) -> None:
+        self.model, self.program, self.flow = model, program, flow
+        self.results = {node for node in program.outputs.values() if isinstance(node, fx.Node)}
+        self.dropouts = attention_dropouts(model, program)
+        self.weights: dict[fx.Node, bool] = {}
+        self.names: dict[int, list[str]] = {}  # of each parameter and buffer, by identity
+        for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+            self.names.setdefault(id(value), []).append(name)
+
+    def whole(self, region: Region) -> fx.GraphModule:
+        """The root: it takes the model's arguments by name and returns what the model returns."""
+        part = Part(self, region, [node for node in self.flow.nodes if node in self.program.inputs])
+        part.run()
+        part.graph.output(self.returned(part))
+        return part.finished("Graph")
+
+    def returned(self, part: Part) -> Any:
+        """The outputs in the form that the model gives them."""
+        values = {name: part.value(node) for name, node in self.program.outputs.items() if not name.startswith("mutation ")}
+        kind = self.program.returns
+        if kind is None or list(values) == ["output"]:
+            return next(iter(values.values()))
+        if issubclass(kind, (tuple, list)) and not hasattr(kind, "_fields"):
+            return tuple(values.values())
+        if kind is dict:
+            return values
+        return part.graph.call_function(kind, (), {name: value for name, value in values.items() if "." not in name})
+
+    def is_weight(self, node: fx.Node) -> bool:
+        """Whether the node is a parameter, buffer or constant, or made of nothing else: it is had anew wherever it is read."""
+        if node not in self.weights:
+            sources = node.all_input_nodes
+            light = op(node) in LAYOUT | CAST | POINTWISE and bool(sources) and not is_size(node)
+            made = light and all(map(self.is_weight, sources))
+            self.weights[node] = node not in self.program.inputs if node.op == "placeholder" else made
+        return self.weights[node]
+
+    def tensor(self, node: fx.Node, prefix: str) -> tuple[str, Tensor, bool]:
+        """The name and value of a placeholder that is no input, and whether it is saved; of several names one with the prefix."""
+        program, model = self.program, self.model
+        if node in program.constants:
+            name = program.constants[node]
+            return f"constants.{name}", program.values[name], False
+        name = program.parameters.get(node) or program.buffers[node]
+        value = model.get_parameter(name) if node in program.parameters else model.get_buffer(name)
+        name = next((one for one in self.names[id(value)] if one.startswith(prefix)), name)
+        owner, _, leaf = name.rpartition(".")
+        return name, value, leaf not in model.get_submodule(owner)._non_persistent_buffers_set
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node's value is a number."""
+    return not isinstance(node.meta.get("val"), (Tensor, list, tuple))
+
+
+def attention_dropouts(model: nn.Module, program: Program) -> dict[fx.Node, float]:
+    """The dropout of each fused attention in training, which the program of the evaluation does not show.
+
+    It is read off a program captured in training, where that is the same program but for the dropouts; else there is none.
+    """
+    fused = [node for node in program.graph.nodes if op(node) == "scaled_dot_product_attention"]
+    if not fused:
+        return {}
+    inputs = {name: node.meta["val"] for node, name in program.inputs.items()}
+    plain = {name: torch.empty([int(size) for size in value.shape], dtype=value.dtype) for name, value in inputs.items()}
+    try:
+        named = named_inputs(
+            model, {name: value.zero_() if not value.is_floating_point() else value for name, value in plain.items()}
+        )
+        training = capture(model, named, training=True)
+    except CaptureError:
+        return {}
+    same = [node for node in training.graph.nodes if op(node) == "scaled_dot_product_attention"]
+    if len(same) != len(fused):
+        return {}
+    found = {one: probability(other) for one, other in zip(fused, same, strict=True)}
+    return {node: p for node, p in found.items() if p}
+
+
+def probability(attention: fx.Node) -> float:
+    return float(attention.args[4] if len(attention.args) > 4 else attention.kwargs.get("dropout_p", 0.0))  # type: ignore[arg-type]
+
+
+class Part:
+    """One graph module in the making."""
+
+    def __init__(self, emission: Emission, region: Region, arguments: list[fx.Node]) -> None:
+        self.emission, self.region, self.arguments = emission, region, arguments
+        self.root = nn.Module()
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        names = emission.program.inputs
+        for node in arguments:
+            self.env[node] = self.graph.placeholder(names.get(node, node.name))
+
+    def run(self) -> None:
+        """Every node of the region is in the graph, those of the regions inside it as calls."""
+        flow, position = self.emission.flow, self.region.first
+        starts = {one.first: one for one in self.region.inside}
+        while position <= self.region.last:
+            if position in starts:
+                inner = starts[position]
+                self.call(inner)
+                position = inner.last + 1
+                continue
+            node = flow.nodes[position]
+            if node.op == "call_function" and not self.emission.is_weight(node) and not op(node).startswith(QUIET):
+                self.env[node] = self.copied(node)
+            position += 1
+
+    def finished(self, name: str) -> fx.GraphModule:
+        made = fx.GraphModule(self.root, self.graph, name)
+        made.graph.eliminate_dead_code()
+        made.graph.lint()
+        made.recompile()
+        for path, module in self.root.named_modules():
+            if module._non_persistent_buffers_set:
+                made.get_submodule(path)._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
+        return made
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """The node's value here."""
+        if node not in self.env:
+            self.env[node] = self.weight(node) if node.op == "placeholder" else self.copied(node)
+        return self.env[node]
+
+    def weight(self, node: fx.Node) -> fx.Node:
+        """A parameter, buffer or constant, held by this module under its own name."""
+        prefix = self.region.path + "." if self.region.path else ""
+        name, value, saved = self.emission.tensor(node, prefix)
+        name = name.removeprefix(prefix)
+        register(self.root, name, value, saved)
+        return self.graph.get_attr(name)
+
+    def copied(self, node: fx.Node) -> fx.Node:
+        """The node itself, its dropout a module and its device the inputs'."""
+        name = op(node)
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.value)
+        if name in DROPOUT and isinstance(node.args[0], fx.Node):
+            return self.dropout(float(node.args[1]), args)  # type: ignore[arg-type]
+        if node in self.emission.dropouts:
+            return self.attention(self.emission.dropouts[node], args, kwargs)
+        if isinstance(kwargs.get("device"), torch.device) and (like := self.tensor_here()) is not None:
+            kwargs = {**kwargs, "device": self.graph.call_function(getattr, (like, "device"))}
+        return self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+
+    def tensor_here(self) -> fx.Node | None:
+        """A tensor that was computed from the inputs or is one."""
+        found = (mine for node, mine in self.env.items() if isinstance(node.meta.get("val"), Tensor))
+        return next(found, None)
+
+    def dropout(self, p: float, args: Any) -> fx.Node:
+        return self.graph.call_module(self.new_child("dropout", nn.Dropout(p)), args[:1])
+
+    def attention(self, p: float, args: Any, kwargs: Any) -> fx.Node:
+        return self.graph.call_module(self.new_child("attend", AttentionWithDropout(p)), args, kwargs)
+
+    def new_child(self, name: str, module: nn.Module) -> str:
+        free, count = name, 0
+        while hasattr(self.root, free):
+            count += 1
+            free = f"{name}_{count}"
+        self.root.add_module(free, module)
+        return free
+
+    def call(self, region: Region) -> None:
+        """The region inside, as a module that is handed what it reads and returns what others read of it."""
+        emission, flow = self.emission, self.emission.flow
+        own = [
+            node
+            for node in flow.nodes[region.first : region.last + 1]
+            if not emission.is_weight(node) and node.op == "call_function"
+        ]
+        if len(own) == 1 and op(own[0]) in DROPOUT:  # a module that is nothing but dropout stays one
+            self.attach(region.name, nn.Dropout(float(own[0].args[1])))  # type: ignore[arg-type]
+            self.env[own[0]] = self.graph.call_module(region.name, (self.value(own[0].args[0]),))  # type: ignore[arg-type]
+            return
+        within = set(own)
+        entered = dict.fromkeys(part for node in own for part in read_by(node, emission) if part not in within)
+        part = Part(emission, region, list(entered))
+        part.run()
+        left = [
+            node
+            for node in own
+            if node in emission.results or any(user not in within and user.op != "output" for user in node.users)
+        ]
+        left = [node for node in left if node in part.env]
+        if not left:
+            return
+        values = [part.value(node) for node in left]
+        part.graph.output(values[0] if len(values) == 1 else tuple(values))
+        self.attach(region.name, GraphPart.of(part.finished("Part")))
+        handed = tuple(self.value(node) for node in entered)
+        leaf = region.name.rpartition(".")[2]
+        result = self.graph.create_node("call_module", region.name, handed, {}, name=f"from_{leaf}")  # never `self`
+        for index, node in enumerate(left):
+            self.env[node] = result if len(left) == 1 else self.graph.call_function(getitem, (result, index))
+
+    def attach(self, name: str, module: nn.Module) -> None:
+        owner_path, _, leaf = name.rpartition(".")
+        owner = self.root
+        for piece in filter(None, owner_path.split(".")):
+            if piece not in owner._modules:
+                owner.add_module(piece, nn.Module())
+            owner = owner.get_submodule(piece)
+        present = owner._modules.get(leaf)
+        owner.add_module(leaf, module)
+        if present is not None:  # what the region around reads of the same module
+            merge(present, module)
+
+
+def merge(held: nn.Module, module: nn.Module) -> None:
+    """What `held` holds, `module` holds too."""
+    for registry in ("_parameters", "_buffers"):
+        getattr(module, registry).update(getattr(held, registry))
+    module._non_persistent_buffers_set |= held._non_persistent_buffers_set
+    for name, child in held.named_children():
+        if name in module._modules:
+            merge(child, module.get_submodule(name))
+        else:
+            module.add_module(name, child)
+
+
+class GraphPart(nn.Module):
+    """A part of a graph module that is itself a graph, `graph`, and to whoever captures it again a module like any other.
+
+    `torch.export` looks through a `GraphModule` inside the model as if its code stood in the code around it.
+    """
+
+    graph: fx.Graph
+
+    @staticmethod
+    def of(made: fx.GraphModule) -> GraphPart:
+        kind = type("GraphPart", (GraphPart,), {"forward": type(made).forward, "__module__": __name__})
+        part: GraphPart = kind()
+        for registry in ("_modules", "_parameters", "_buffers"):
+            getattr(part, registry).update(getattr(made, registry))
+        part._non_persistent_buffers_set = set(made._non_persistent_buffers_set)
+        part.graph = made.graph
+        return part
+
+    def __reduce__(self) -> Any:
+        return GraphPart.of, (fx.GraphModule(self, self.graph),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphPart:
+        new = copy.copy(self)
+        memo[id(self)] = new
+        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items() if key != "graph"})
+        return new
+
+
+def read_by(node: fx.Node, emission: Emission) -> list[fx.Node]:
+    """What a node reads that is no weight, through the weights' own operations too."""
+    return [part for part in node.all_input_nodes if not emission.is_weight(part)]
+
+
+def getitem(values: Any, index: int) -> Any:
+    """`values[index]`."""
+    return values[index]
+
+
+class AttentionWithDropout(nn.Module):
+    """Scaled dot-product attention whose weights are dropped with probability p in training."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: float = 0.0, causal: bool = False, **how: Any
+    ) -> Tensor:
+        how.pop("attn_mask", None), how.pop("dropout_p", None)
+        return nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, dropout_p=self.p if self.training else 0.0, is_causal=how.pop("is_causal", causal), **how
+        )

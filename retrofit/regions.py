@@ -1,0 +1,191 @@
+"""Regions of a program: stretches of its nodes, one inside the other, each of which can become a module.
+
+A module call is a stretch, for it runs from its beginning to its end. Where the code of one call holds what the anatomy calls a
+layer, an attention, a feed-forward, a look-up or a head, that is a stretch too, if nothing else is interleaved with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from retrofit.anatomy import Anatomy, Branch, Layer, Stack
+from retrofit.capture import Call
+from retrofit.dataflow import Dataflow
+from retrofit.errors import DoesNotFitError
+from retrofit.feedforward import products_of
+from retrofit.ops import is_heavy, shape
+from retrofit.roles import Attention, attentions, nearest_products, weight_product
+
+CHILD_NAMES = {
+    "self-attention": "attention",
+    "cross-attention": "cross_attention",
+    "ffn": "ffn",
+    "moe": "moe",
+    "other mixer": "mixer",
+}
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """The nodes from position `first` to `last`, and what of them is inside it a region again."""
+
+    name: str  # within the region it lies in, dotted
+    path: str  # of the module whose call it is, or whose code holds it
+    first: int
+    last: int
+    inside: list[Region] = dataclasses.field(default_factory=list)
+
+    def holds(self, other: Region) -> bool:
+        return self.first <= other.first and other.last <= self.last
+
+    def crosses(self, other: Region) -> bool:
+        apart = self.last < other.first or other.last < self.first
+        return not (apart or self.holds(other) or other.holds(self))
+
+
+def regions(anatomy: Anatomy, flow: Dataflow) -> Region:
+    """The whole program as a region, with every module call and every nameless part of the anatomy in it."""
+    whole = Region("", "", 0, len(flow.nodes) - 1)
+    found = [*called(flow), *nameless(anatomy, flow)]
+    found.sort(key=lambda one: (one.first, -one.last))
+    kept: list[Region] = []
+    for one in found:
+        if not any(one.crosses(other) for other in kept):
+            kept.append(one)
+    around = [whole]
+    for one in kept:
+        while not around[-1].holds(one):
+            around.pop()
+        around[-1].inside.append(one)
+        around.append(one)
+    rename(whole)
+    return whole
+
+
+def called(flow: Dataflow) -> Iterator[Region]:
+    """The stretch of every module call that computes something."""
+    spans: dict[Call, tuple[int, int]] = {}
+    for node in flow.nodes:
+        if node.op != "call_function" or (node not in flow.depends and not isinstance(node.meta.get("val"), torch.Tensor)):
+            continue
+        position = flow.position[node]
+        for call in flow.call_of(node).chain:
+            first, last = spans.get(call, (position, position))
+            spans[call] = min(first, position), max(last, position)
+    for call, (first, last) in sorted(spans.items(), key=lambda item: item[0].number):
+        if call.path:
+            yield Region(call.path + (f"_{call.index}" if call.index else ""), call.path, first, last)
+
+
+def nameless(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
+    """The parts of the anatomy that stand in the code of a larger module."""
+    nodes = {node.name: node for node in flow.nodes}
+    cores = attentions(flow)
+    several = len(anatomy.stacks) > 1
+    for number, stack in enumerate(anatomy.stacks):
+        prefix = f"{stack.kind}{number if [one.kind for one in anatomy.stacks].count(stack.kind) > 1 else ''}." if several else ""
+        for depth, layer in enumerate(stack.layers):
+            if not layer.name:
+                yield layer_region(f"{prefix}layers.{depth}", stack.name, layer, flow, nodes)
+        if (tail := tail_region(stack, anatomy, flow, nodes)) is not None:
+            yield tail
+        for layer in stack.layers:
+            for branch in layer.branches:
+                if (region := branch_region(branch, flow, nodes, cores)) is not None:
+                    yield region
+    for part, name in [*((part, "embedding") for part in anatomy.embeddings), (anatomy.head, "head")]:
+        if part is not None and not stands_alone(nodes[part.node], flow):
+            node = nodes[part.node]
+            last = max((flow.position[user] for user in flow.uses[node] if is_bias(user, node, flow)), default=flow.position[node])
+            yield Region(name, flow.call_of(node).path, flow.position[node], last)
+
+
+def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region | None:
+    """What the code around the layers does to the stream between the last of them and the head, such as a norm."""
+    if anatomy.head is None:
+        return None
+    leaves, head = nodes[stack.exit], nodes[anatomy.head.node]
+    between = [node for node in flow.between(leaves, head) if node is not head and node.op == "call_function"]
+    call = flow.call_of(head)
+    if not between or any(flow.call_of(node) is not call for node in between) or any(is_heavy(node) for node in between):
+        return None
+    if shape(between[-1]) != shape(leaves):
+        return None
+    return Region("norm", call.path, flow.position[between[0]], flow.position[between[-1]])
+
+
+def stands_alone(node: fx.Node, flow: Dataflow) -> bool:
+    """Whether the module whose code computes `node` has no other weight than the one that enters there, and its bias."""
+    call = flow.call_of(node)
+    own = [
+        other
+        for other in flow.nodes
+        if other in flow.depends and other.op == "call_function" and call.encloses(flow.call_of(other))
+    ]
+    others = [other for other in own if other is not node and not is_bias(other, node, flow)]
+    return bool(call.path) and not flow.parameters_of(others)
+
+
+def is_bias(user: fx.Node, node: fx.Node, flow: Dataflow) -> bool:
+    """Whether `user` adds a parameter to `node` and nothing else reads it, right after it."""
+    others = [part for part in user.all_input_nodes if part is not node]
+    alone = len(flow.uses[node]) == 1 and flow.position.get(user) == flow.position[node] + 1
+    return alone and len(others) == 1 and others[0] in flow.program.parameters
+
+
+def layer_region(name: str, path: str, layer: Layer, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region:
+    """From after the stream enters to where it leaves."""
+    entry, leaves = nodes[layer.entry], nodes[layer.exit]
+    inside = flow.between(entry, leaves)
+    return Region(name, path, min(flow.position[node] for node in inside), flow.position[leaves])
+
+
+def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Region | None:
+    """The stretch from a branch's first product to its last, where they stand in one piece of code; None where they do not."""
+    region = flow.between(nodes[branch.source], nodes[branch.output])
+    inside = set(region)
+    if branch.role == "ffn":
+        try:
+            out, into = products_of(branch, region, flow)
+        except DoesNotFitError:
+            return None
+        products = [*into, out]
+        last = out.node
+    else:
+        products = [found for node in region if (found := weight_product(node, flow)) is not None]
+        ends = [one for one in nearest_products([region[-1]], flow) if one.node in inside]
+        if not any(core.result in inside for core in cores) or not products or len(ends) != 1:
+            return None
+        last = ends[0].node
+    call = flow.call_of(last)
+    first = min(flow.position[one.node] for one in products)
+    own = [node for node in flow.nodes if node in flow.depends and flow.call_of(node) is call and node.op == "call_function"]
+    if any(flow.call_of(one.node) is not call for one in products) or set(own) <= inside:
+        return None  # the products have modules of their own, or the branch has
+    following = [user for user in flow.uses[last] if user in inside and is_bias(user, last, flow)]
+    end = flow.position[following[0] if following else last]
+    strangers = [
+        node for node in flow.nodes[first : end + 1] if node in flow.depends and node not in inside and node.op == "call_function"
+    ]
+    if strangers and branch.role == "ffn":
+        return None
+    return Region(CHILD_NAMES[branch.role], call.path, first, end)
+
+
+def rename(region: Region) -> None:
+    """Names are relative to the region around, and no two siblings have the same."""
+    taken: set[str] = set()
+    for one in region.inside:
+        prefix = region.path + "." if region.path else ""
+        name = one.name.removeprefix(prefix) if one.name.startswith(prefix) and one.name != region.path else one.name
+        base, count = name, 0
+        while name in taken or any(other.startswith(name + ".") for other in taken):
+            count += 1
+            name = f"{base}_{count}"
+        taken.add(name)
+        one.name = name
+        rename(one)
