@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm as grouped_mm
 
 from retrofit.anatomy import Anatomy, Branch, Layer, Part, Stack
-from retrofit.binding import BindingForward, bind
+from retrofit.binding import BindingForward, call_bound, children
 from retrofit.capture import Key, capture
 from retrofit.dataflow import Dataflow
 from retrofit.depths import depths
@@ -217,7 +217,7 @@ class TokenIdsInside(Wrapper):
 
     def forward(self, *args: Any, token_ids: Tensor | None = None, **kwargs: Any) -> Any:
         ids = {TOKEN_IDS: token_ids}
-        return bind(self.layer, self.paths, **ids)(*args, **kwargs, **(ids if self.hands_on else {}))
+        return call_bound(children(self)["layer"], self.paths, ids, args, {**kwargs, **(ids if self.hands_on else {})})
 
 
 class TokenIds:

@@ -3,13 +3,13 @@
 Code that a model's author wrote between two modules need not hand on what it does not know. It cannot be changed, but it can be
 run on another `self`: a shallow copy of the module, in which the inner modules are stand-ins that add the keyword and call the real
 ones. The copy shares every parameter, buffer, hook and submodule with the module, and nothing is written to the module itself, so
-checkpointing, threads and tracing see an ordinary call. What the code sets on `self` is gone with the view.
+checkpointing, threads and tracing see an ordinary call. What the code sets on `self` is set on the module afterwards.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -29,45 +29,68 @@ class Bound(Wrapper):
         return self.layer(*args, **{**kwargs, **self.bound})
 
 
-def view(module: nn.Module, inner: Mapping[str, nn.Module]) -> nn.Module:
-    """`module` as it is, except that the submodules at the paths `inner` are those given; `module` itself where there are none.
+class View:
+    """`module`, seen for one call with stand-ins that hand the submodules at `paths` the keyword arguments `keywords` too.
 
     A path leads through a `Wrapper` as an attribute does: to the module that it stands for.
     """
-    if not inner:
-        return module
-    children: dict[str, dict[str, nn.Module]] = {}
-    changed: dict[str, nn.Module | None] = dict(module._modules)
-    for path, given in inner.items():
-        name, _, rest = (path if leads(module, path) else f"layer.{path}").partition(".")
-        if rest:
-            children.setdefault(name, {})[rest] = given
-        else:
-            changed[name] = given
-    for name, deeper in children.items():
-        changed[name] = view(module.get_submodule(name), deeper)
-    made: nn.Module = object.__new__(type(module))
-    made.__dict__.update(module.__dict__)
-    made.__dict__["_modules"] = changed
-    return made
+
+    def __init__(self, module: nn.Module, paths: Iterable[str], keywords: Mapping[str, Any]) -> None:
+        self.keywords = keywords
+        self.copies: list[tuple[nn.Module, nn.Module]] = []  # of which module, the copy
+        self.module = self.seen(module, list(paths))
+
+    def seen(self, module: nn.Module, paths: list[str]) -> nn.Module:
+        if not paths:
+            return module
+        inner: dict[str, list[str]] = {}
+        for path in paths:
+            name, rest = step(module, path)
+            inner.setdefault(name, []).append(rest)
+        own = children(module)
+        changed = {
+            name: Bound(own[name], self.keywords) if "" in rests else self.seen(own[name], rests) for name, rests in inner.items()
+        }
+        copy: nn.Module = object.__new__(type(module))
+        copy.__dict__.update({**module.__dict__, "_modules": {**own, **changed}})
+        self.copies.append((module, copy))
+        return copy
+
+    def settle(self) -> None:
+        """What was set on the copies is set on the modules."""
+        for module, copy in self.copies:
+            own = module.__dict__
+            for name, value in copy.__dict__.items():
+                if name != "_modules" and (name not in own or own[name] is not value):
+                    own[name] = value
+
+
+def children(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules registered in `module`: taken from the table itself, because tracers hand out stand-ins of their own."""
+    return module.__dict__["_modules"]  # type: ignore[no-any-return]
+
+
+def step(module: nn.Module, path: str) -> tuple[str, str]:
+    """The child by which `path` leads on from `module`, and the rest of the path."""
+    name, _, rest = path.partition(".")
+    inside = children(module)
+    return (name, rest) if name in inside and leads(inside[name], rest) else ("layer", path)
 
 
 def leads(module: nn.Module, path: str) -> bool:
-    """Whether the path begins with a child of `module` itself, not of a module that it stands for."""
+    """Whether the path names a submodule of `module`, or of one that it stands for; the empty one names itself."""
     name, _, rest = path.partition(".")
-    child = module._modules.get(name)
-    if not isinstance(module, Wrapper) or child is None:
-        return not isinstance(module, Wrapper)
-    try:
-        child.get_submodule(rest)
-    except AttributeError:  # `layer` is the wrapper's name for its module, and may be that module's name for another
-        return False
-    return True
+    child = children(module).get(name)
+    through = isinstance(module, Wrapper) and leads(children(module)["layer"], path)
+    return not path or (child is not None and leads(child, rest)) or through
 
 
-def bind(module: nn.Module, paths: Sequence[str], **keywords: Any) -> nn.Module:
-    """`module` for one call, in which each of the submodules at `paths` is handed `keywords` too."""
-    return view(module, {path: Bound(module.get_submodule(path), keywords) for path in paths})
+def call_bound(module: nn.Module, paths: Iterable[str], keywords: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What `module` returns, while each of the submodules at `paths` is handed `keywords` too."""
+    view = View(module, paths, keywords)
+    output = view.module(*args, **kwargs)
+    view.settle()
+    return output
 
 
 class BindingForward:
@@ -85,5 +108,7 @@ class BindingForward:
         return own.replace(parameters=list(own.parameters.values())[1:])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        bound = bind(self.module, self.paths, **self.carry(args, kwargs))
-        return type(self.module).forward(bound, *args, **kwargs)
+        view = View(self.module, self.paths, self.carry(args, kwargs))
+        output = type(self.module).forward(view.module, *args, **kwargs)
+        view.settle()
+        return output

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from retrofit.binding import BindingForward, bind, view
+from retrofit.binding import BindingForward, View, call_bound
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import Memory
 from retrofit.passes.memory import ExternalMemory, LshMemory, MemoryLayer, SoftmaxMemory, TokenIdMemory
@@ -235,19 +235,49 @@ class Carry:
 def test_a_bound_call_reaches_the_named_submodules_and_leaves_the_module_alone() -> None:
     tree, one = Tree(), torch.tensor(1.0)
     before = {name: id(module) for name, module in tree.named_modules()}
-    assert float(bind(tree, ["branches.1", "deep.0.0"], extra=one)(one)) == 3.0
-    assert float(tree(one)) == 1.0
+    with torch.no_grad():
+        assert float(call_bound(tree, ["branches.1", "deep.0.0"], {"extra": one}, (one,), {})) == 3.0
+        assert float(tree(one)) == 1.0
     assert {name: id(module) for name, module in tree.named_modules()} == before
-    assert view(tree, {}) is tree
+    assert View(tree, [], {}).module is tree
 
 
+class Passing(Wrapper):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs)
+
+
+@torch.no_grad()
 def test_a_path_leads_through_a_wrapper() -> None:
+    class Named(nn.Module):  # its name for a child is a wrapper's name for its module
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.ModuleList([Leaf()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer[0](x)
+
     tree, one = Tree(), torch.tensor(1.0)
-    tree.deep[0] = Wrapper(tree.deep[0])
-    tree.deep[0].forward = tree.deep[0].layer.forward  # type: ignore[method-assign, union-attr]
-    seen = view(tree, {"deep.0.0": nn.Identity()})
-    assert isinstance(seen.deep[0].layer[0], nn.Identity) and isinstance(tree.deep[0].layer[0], Leaf)
+    tree.deep[0] = Passing(Passing(nn.Sequential(Passing(Named()))))
+    assert float(call_bound(tree, ["deep.0.0.layer.0"], {"extra": one}, (one,), {})) == 2.0
+    assert float(call_bound(tree.deep[0], ["layer.0.layer.0"], {"extra": one}, (one,), {})) == 2.0
     assert float(tree(one)) == 1.0
+
+
+def test_what_the_code_sets_on_itself_stays() -> None:
+    class Counting(Tree):
+        calls = 0
+
+        def forward(self, x: Tensor, ids: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+            self.calls += 1
+            return super().forward(x, ids, scale=scale)
+
+    tree = Counting()
+    tree.forward = BindingForward(tree, ["branches.0"], Carry())  # type: ignore[method-assign, assignment]
+    for number in range(3):
+        tree(torch.tensor(1.0), ids=torch.tensor(1.0))
+        assert tree.calls == number + 1
+    assert type(tree.branches[0]) is Leaf and isinstance(vars(tree)["forward"], BindingForward)
 
 
 def test_a_binding_forward_keeps_the_signature_and_follows_copies() -> None:
