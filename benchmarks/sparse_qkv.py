@@ -3,8 +3,9 @@
     python benchmarks/sparse_qkv.py              # projections and blocks; d = 9216 needs 8 GiB
     python benchmarks/sparse_qkv.py --whole      # T5-large's size as well
 
-One thread; dense and sparse take turns in one process. The time is the thread's own, which other processes cannot lengthen by taking
-theirs, and before every step the caches are swept. Weights are random: they do not change the time.
+One thread; dense and sparse take turns in one process. The time is the thread's own, which other processes cannot lengthen by
+taking theirs. Every step is on the next of several copies, as a model's layers follow one another: together they are larger than
+the caches. Weights are random: they do not change the time.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from retrofit.passes.modular import ModularProjection
 from retrofit.passes.sparse_qkv import look_back
 
 SHAPES = {1024: (16, 64), 4096: (32, 128), 9216: (96, 256)}  # width: heads, sparsity of the FFN
-SWEEP = torch.ones(32 << 20)  # 128 MiB: reading it leaves nothing else in the caches
+ROOTS = {1024: 32, 4096: 64, 9216: 96}  # √d, the S that the paper finds best
+COPIES = {1024: 24, 4096: 5, 9216: 2}  # of a decoder block: what a step reads of them all is larger than the caches
+CACHES = 128 << 20  # bytes that the caches do not hold
 CONTEXT = 64  # tokens in the cache
 
 Step = Callable[[], Any]
@@ -42,42 +45,52 @@ def main() -> None:
     print(f"  {'':<44}{'dense ms':>10}{'sparse ms':>11}{'faster':>9}")
     with torch.inference_mode():
         for width in options.widths:
-            report(f"Q, K, V                       d={width}", *projections(width, 3), options.rounds)
-            report(f"Q, K, V and the output layer  d={width}", *projections(width, 4), options.rounds)
+            for modules in sorted({SHAPES[width][0], ROOTS[width]}):
+                report(f"Q, K, V             d={width} S={modules}", *projections(width, modules, 3), options.rounds)
+                report(f"Q, K, V, output     d={width} S={modules}", *projections(width, modules, 4), options.rounds)
         for width in options.widths:
-            report(f"a decoder block               d={width}", *blocks(width), options.rounds)
+            report(f"a decoder block     d={width} S={ROOTS[width]}", *blocks(width, ROOTS[width]), options.rounds)
         if options.whole:
             report("a token of T5-large's size", *models(), options.rounds)
 
 
-def report(what: str, dense: Step, sparse: Step, rounds: int) -> None:
-    """One line of the table."""
-    times: dict[Step, list[float]] = {dense: [], sparse: []}
+def report(what: str, dense: list[Step], sparse: list[Step], rounds: int) -> None:
+    """One line of the table; the steps of a kind are the same with other weights."""
+    times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
-        for step, taken in times.items():
-            taken.append(seconds(step))
-    whole, part = (1000 * statistics.median(taken[1:]) for taken in times.values())
+        for steps, taken in zip((dense, sparse), times, strict=True):
+            taken.extend([seconds(step) for step in steps])
+    whole, part = (1000 * statistics.median(taken) for taken in times)
     print(f"  {what:<44}{whole:>10.2f}{part:>11.2f}{whole / part:>8.1f}×", flush=True)
 
 
 def seconds(step: Step) -> float:
-    SWEEP.sum()
     begin = time.thread_time()
     step()
     return time.thread_time() - begin
 
 
-def projections(width: int, count: int) -> tuple[Step, Step]:
+def copies(made: Callable[[], nn.Module]) -> list[Any]:
+    """So many of a module that together they are larger than the caches."""
+    first = made()
+    size = sum(parameter.nbytes for parameter in first.parameters())
+    return [first, *(made() for _ in range(CACHES // size))]
+
+
+def projections(width: int, modules: int, count: int) -> tuple[list[Step], list[Step]]:
     """`count` dense layers of an attention, and what stands in their place: what a call looks back at comes with it."""
-    heads, _ = SHAPES[width]
     x = torch.randn(1, 1, width)
-    dense = [nn.Linear(width, width, bias=False) for _ in range(count)]
-    sparse = ModularProjection("mult-conv", width, heads, width // heads, dict.fromkeys("qkv", 1), 3, torch.empty(0))
-    memories = {"": Memory(2, sparse.in_modules(x))}
-    return lambda: [layer(x) for layer in dense], lambda: look_back(sparse, x, None, memories, "")
+    strides, like = dict.fromkeys("qkv", 1), torch.empty(0)
+    dense = copies(lambda: nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count)))
+    sparse = copies(lambda: ModularProjection("mult-conv", width, modules, width // modules, strides, 3, like))
+    memories = {str(index): Memory(2, one.in_modules(x)) for index, one in enumerate(sparse)}
+    return (
+        [lambda one=one: [layer(x) for layer in one] for one in dense],  # type: ignore[misc]
+        [lambda one=one, name=str(index): look_back(one, x, None, memories, name) for index, one in enumerate(sparse)],  # type: ignore[misc]
+    )
 
 
-def blocks(width: int) -> tuple[Step, Step]:
+def blocks(width: int, modules: int) -> tuple[list[Step], list[Step]]:
     """A decoder layer, its norms, attention over the cache and FFN, dense and with sparse QKV and FFN."""
     heads, sparsity = SHAPES[width]
     settings = OPTConfig(
@@ -95,7 +108,7 @@ def blocks(width: int) -> tuple[Step, Step]:
         with torch.device("meta"):
             model = OPTForCausalLM(settings).eval()
         if sparse:
-            retrofit.apply(model, "sparse-qkv", f"sparse-ffn(sparsity={sparsity})", verify=False)
+            retrofit.apply(model, f"sparse-qkv(modules={modules})", f"sparse-ffn(sparsity={sparsity})", verify=False)
         return filled(model.model.decoder.layers[0])
 
     def step(layer: Any) -> Step:
@@ -105,10 +118,11 @@ def blocks(width: int) -> tuple[Step, Step]:
 
         return lambda: layer(x, past_key_values=cache)
 
-    return step(made(False)), step(made(True))
+    count = COPIES[width]
+    return [step(made(False)) for _ in range(min(count, 3))], [step(made(True)) for _ in range(count)]
 
 
-def models() -> tuple[Step, Step]:
+def models() -> tuple[list[Step], list[Step]]:
     """A decoding step of a model of T5-large's size, dense, and with sparse QKV, FFN and output head."""
     settings = T5Config(d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, tie_word_embeddings=False)
     source = torch.randn(1, CONTEXT, settings.d_model)
@@ -127,7 +141,7 @@ def models() -> tuple[Step, Step]:
 
         return lambda: model(encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache)
 
-    return step(()), step(("sparse-qkv", "sparse-ffn(sparsity=64)", "sparse-loss(modules=32)"))
+    return [step(())], [step(("sparse-qkv", "sparse-ffn(sparsity=64)", "sparse-loss(modules=32)"))]
 
 
 def filled(module: nn.Module) -> nn.Module:

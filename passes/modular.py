@@ -30,8 +30,15 @@ class ModularConvolution(nn.Module):
         super().__init__()
         self.kernel, self.stride = kernel, stride
         self.weight = nn.Parameter(torch.empty(kernel, kernel, size, filters, device=like.device, dtype=like.dtype))
-        self.bias = nn.Parameter(torch.zeros(filters, device=like.device, dtype=like.dtype))
-        nn.init.normal_(self.weight, std=(kernel * kernel * size) ** -0.5)
+        self.bias = nn.Parameter(torch.empty(filters, device=like.device, dtype=like.dtype))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Noise under which y has the variance of m."""
+        kernel, _, size, _ = self.weight.shape
+        self.weight.normal_(std=(kernel * kernel * size) ** -0.5)
+        self.bias.zero_()
 
     def forward(self, m: Tensor, gates: Tensor | None, places: Tensor | None = None) -> Tensor:
         """`m` begins with the F−1 tokens before the first; `gates`, (batch or 1, tokens, F−1), are g[t,1] …; None: all ones.
