@@ -1,4 +1,4 @@
-"""One of two ways to compute the same, chosen by the sizes of what comes in; a program for ONNX keeps both and chooses as it runs."""
+"""One of two ways to compute the same, chosen by the sizes of what comes in; an ONNX program keeps both and chooses as it runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def either(condition: bool | torch.SymBool, yes: Callable[..., Tensor], no: Call
     if originals is None or condition is False:
         return no(*operands)
     with as_it_was(originals):
-        return torch.cond(condition, yes, no, operands)  # type: ignore[no-any-return]
+        return torch.cond(condition, yes, no, operands)  # type: ignore[arg-type,no-any-return]
 
 
 @contextlib.contextmanager

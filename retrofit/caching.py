@@ -40,7 +40,7 @@ class Memory:
     def push(self, new: Tensor) -> None:
         """`new`, (batch, tokens, …), follows."""
         kept = self.values.shape[1]
-        self.values = torch.cat([self.values, new], 1)[:, -kept:]
+        self.values = torch.cat([self.values, new[:, -kept:]], 1)[:, -kept:]
         self.missing = max(0, self.missing - new.shape[1])
 
     def take_back(self, count: int) -> None:
@@ -101,7 +101,7 @@ def remembering(kind: type[Cache]) -> type[Cache]:
 def memories_of(cache: Cache) -> dict[str, Memory]:
     """The memories that `cache` keeps, by the name of the module that remembers."""
     if not isinstance(cache, Remembering):
-        cache.__class__ = remembering(type(cache))
+        cache.__class__ = remembering(type(cache))  # type: ignore[arg-type]
         cache.memories = {}  # type: ignore[attr-defined]
     return cache.memories  # type: ignore[attr-defined,no-any-return]
 

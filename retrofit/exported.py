@@ -59,7 +59,8 @@ def load_exported(path: Path) -> fx.GraphModule:
     args, kwargs = exported.example_inputs or ((), {})
     names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
     given = [*args, *kwargs.values()]
-    model.retrofit_examples = {name: value for name, value in zip(names, given, strict=False) if isinstance(value, Tensor)}
+    examples = {name: value for name, value in zip(names, given, strict=False) if isinstance(value, Tensor)}
+    model.__dict__["retrofit_examples"] = examples
     recipe = json.loads(extra[RECIPE] or "[]")
     if recipe:
         hub.remember(model, recipe)

@@ -29,7 +29,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
     """`model` as a graph module on the same parameters; raises `CaptureError` where it cannot be captured."""
     inputs = named_inputs(model, example_inputs)
     made = emitted(model, capture(model, inputs, dynamic=True))
-    made.retrofit_examples = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    made.__dict__["retrofit_examples"] = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     return made
 
 

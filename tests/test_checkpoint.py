@@ -413,7 +413,7 @@ def test_what_is_no_checkpoint(content, match, tmp_path):
 
 def test_what_is_missing_or_of_another_kind(tmp_path):
     refused(tmp_path / "nothing.pt", "does not exist")
-    for name in ("model.onnx", "model.pt2", "model.safetensors"):
+    for name in ("model.onnx", "model.gguf", "model.safetensors"):
         (tmp_path / name).write_bytes(b"x")
         refused(tmp_path / name, f"does not read {Path(name).suffix}")
     (tmp_path / "empty").mkdir()
