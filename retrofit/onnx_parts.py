@@ -147,7 +147,8 @@ class Decoder(Part):
         """The states behind these tokens, which may be none."""
         some = tokens if tokens.shape[1] else self.tokens(len(tokens), 1, 0)
         with torch.no_grad():
-            states = states_of(self.model(**{self.ids: some, "use_cache": True}).past_key_values)
+            begun = self.model(**{self.ids: some}, past_key_values=cache_of(self.template, {}), use_cache=True)
+        states = states_of(begun.past_key_values)
         if not tokens.shape[1]:
             states = {name: emptied(name, value) for name, value in states.items()}
         return {PAST_KEY_VALUES + name: value.contiguous() for name, value in states.items()}
@@ -216,8 +217,12 @@ class FirstStep(Part):
         encoded = BaseModelOutput(last_hidden_state=inputs["encoder_hidden_states"])  # type: ignore[arg-type]
         return self.model(**given, encoder_outputs=encoded, use_cache=self.keeps, **more)
 
+    def begun(self, inputs: Tensors) -> Any:
+        """What the model returns for the first tokens, on a cache that keeps all of them."""
+        return self.output(inputs, past_key_values=cache_of(self.template, {})) if self.states else self.output(inputs)
+
     def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
-        output = self.output(inputs)
+        output = self.begun(inputs)
         present = states_of(output.past_key_values) if self.states else {}
         return (logits_of(output), *(present[name] for name in self.states))
 
@@ -237,7 +242,7 @@ class NextStep(FirstStep):
         before = {BATCH: sizes[BATCH], SOURCE: sizes[SOURCE], LENGTH: max(1, sizes[PAST])}
         start = self.start(before, seed)
         with torch.no_grad():
-            states = states_of(self.output(start).past_key_values)
+            states = states_of(self.begun(start).past_key_values)
         if not sizes[PAST]:
             states = {name: value if is_of(name, "encoder") else emptied(name, value) for name, value in states.items()}
         tokens = token_ids(self.model, sizes[BATCH], sizes[LENGTH], seed + 2).to(start["input_ids"].device)
@@ -371,6 +376,6 @@ def gap_of_next(part: NextStep) -> float:
     start, cut = part.start(part.sizes, 1), 2
     whole = logits_of(part.output(start))
     shorter = {**start, "input_ids": start["input_ids"][:, :cut]}
-    states = states_of(part.output(shorter).past_key_values)
+    states = states_of(part.begun(shorter).past_key_values)
     rest = {**start, "input_ids": start["input_ids"][:, cut:]} | {PAST_KEY_VALUES + name: value for name, value in states.items()}
     return distance(part(rest)[0], whole[:, cut:])

@@ -33,7 +33,7 @@ def states_of(cache: Any) -> States:
         raise CaptureError("the model keeps no cache of keys and values", why=f"it returned {type(cache).__name__}")
     found: States = {}
     for index, layer in enumerate(cache.layers):
-        held = {name: value for name, value in vars(layer).items() if any(isinstance(one, Tensor) for one in leaves(value))}
+        held = {name: value for name, value in vars(layer).items() if any(map(is_state, leaves(value)))}
         if others := [name for name in held if name not in KEY_AND_VALUE]:
             raise CaptureError(
                 "the model's cache is no list of keys and values",
@@ -53,6 +53,11 @@ def leaves(value: Any) -> Iterator[Any]:
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
     for item in items:
         yield from leaves(item) if isinstance(item, (Mapping, list, tuple)) else (item,)
+
+
+def is_state(value: Any) -> bool:
+    """Whether a value is about sequences, and no number that the layer knows from its config."""
+    return isinstance(value, Tensor) and value.dim() > 1
 
 
 def sided(name: str, side: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 import retrofitted
 import tiny_models
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -73,8 +74,17 @@ class Plain(nn.Module):
         return self.mix(x.cumsum(1))
 
 
+def sliding_config():
+    """Layers that see four tokens back and layers that see all, in turn."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8}
+    return transformers.Gemma2Config(
+        **sizes, num_key_value_heads=1, vocab_size=tiny_models.VOCABULARY, sliding_window=4, max_position_embeddings=32
+    )
+
+
 MADE = {
     "llama": lambda: altup(tiny_models.llama()),
+    "sliding": lambda: tiny_models.built(sliding_config(), transformers.Gemma2ForCausalLM),
     "t5": lambda: altup(tiny_models.t5()),
     "bert": lambda: altup(tiny_models.bert()),
     "vit": lambda: tiny_models.vit(),
@@ -131,7 +141,7 @@ def test_an_encoder_decoder_is_three_files_that_declare_what_they_read():
 # ── Any shape, any step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("form", ["llama", "memory", "sparse"])
+@pytest.mark.parametrize("form", ["llama", "memory", "sparse", "sliding"])
 @settings(max_examples=20, deadline=None)
 @given(batch=st.integers(1, 4), steps=st.lists(st.integers(1, 5), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_a_sequence_in_any_steps_gives_what_it_gives_at_once(form, batch, steps, seed):
