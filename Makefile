@@ -33,8 +33,7 @@ coverage: $(READY)
 	$(ALONE) $(BIN)/python tests/coverage_table.py -o docs/coverage.md
 
 bench: $(READY)
-	$(BIN)/python benchmarks/altup_overhead.py
-	$(BIN)/python benchmarks/altup_starts.py
+	for one in benchmarks/*.py; do echo "$$one"; $(BIN)/python "$$one" || exit 1; done
 
 # torch first, by its exact version: a range may choose another build.
 $(READY): pyproject.toml constraints.txt
