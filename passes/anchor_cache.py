@@ -55,7 +55,6 @@ class Roll:
 class AnchorLayer(CacheLayerMixin):
     """One layer of a cache, of which the model sees every token and the attention inside every k-th."""
 
-    is_compileable = False
     supports_early_init = False
     is_croppable = True
 
@@ -111,10 +110,11 @@ class AnchorLayer(CacheLayerMixin):
             self.part_ways(batch, real.device)
         assert self.real is not None
         real = self.real.new_ones(batch, length) if real is None else real.expand(batch, -1)
-        found = CountedAnchors(real, self.k, self.real.sum(1, keepdim=True))
+        before = self.real.sum(1, keepdim=True)
+        found = CountedAnchors(real, self.k, before, filled_last=True)
         if tracing:
             return found
-        return CountedAnchors(real, self.k, self.real.sum(1, keepdim=True), int(found.anchors.sum(1).max()))
+        return CountedAnchors(real, self.k, before, int(found.anchors.sum(1).max()), filled_last=True)
 
     def part_ways(self, batch: int, device: torch.device) -> None:
         """From here on rows may have anchors of their own."""
@@ -193,7 +193,7 @@ class AnchorLayer(CacheLayerMixin):
 
     # As a layer of a cache: what the attention inside asks.
 
-    def take_place(self, layer: CacheLayerMixin) -> None:
+    def take_place(self, layer: Any) -> None:
         """This layer stands for `layer`, an empty one, from here on."""
         if isinstance(layer, LinearAttentionCacheLayerMixin) or not isinstance(layer, CacheLayerMixin):
             raise DoesNotFitError(
@@ -226,6 +226,11 @@ class AnchorLayer(CacheLayerMixin):
     # What the model asks.
 
     @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """As the layer it stands for: the model leaves masks out where a cache says that it grows."""
+        return self.tally is not None and self.tally.is_compileable
+
+    @property
     def is_sliding(self) -> bool:
         return bool(getattr(self.tally, "is_sliding", False))
 
@@ -240,8 +245,9 @@ class AnchorLayer(CacheLayerMixin):
         return self.tally.get_max_length() if self.tally is not None else -1
 
     def activate_past_recording(self) -> None:
-        if hasattr(self.tally, "activate_past_recording"):
-            self.tally.activate_past_recording()
+        record = getattr(self.tally, "activate_past_recording", None)
+        if record is not None:
+            record()
 
     # What generation does to it.
 
@@ -325,7 +331,8 @@ class Anchoring(Cache):
 
 
 @functools.cache
-def anchoring(kind: type[Cache]) -> type[Cache]:
+def anchoring(kind: Any) -> type[Cache]:
+    """The caches of class `kind` that make room."""
     return type(kind.__name__, (Anchoring, kind), {"__module__": kind.__module__})
 
 

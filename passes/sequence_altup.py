@@ -327,6 +327,8 @@ class Application:
             return "no module owns the layer: its additions stand in the model's own code"
         if layer.stream_in in (-1, None) or layer.stream_out == -1:
             return "the module does not take the stream as an argument and return it"
+        if any(isinstance(part, StridedLayer) for part in self.model.get_submodule(layer.name).modules()):
+            return "it is strided already"
         others = [number for number, other in enumerate(stack.layers) if other.name == layer.name]
         if not chosen.issuperset(others):
             return "its module runs at other depths too, which are not to be strided; layers=all strides it everywhere"
@@ -356,7 +358,7 @@ class Application:
         for name, value in tensors.items():
             size = list(map(int, value.shape))
             if number and size and size[0] % rows == 0:
-                size[0] += size[0] // rows
+                size[0] *= 2
             if number and len(size) > 1 and (is_per_token(value) or (length and size[1] == length)):
                 size[1] += 8
             made[name] = torch.ones(size, dtype=value.dtype)

@@ -2,8 +2,8 @@
 
 The position of a token is the number of real tokens before it in its row, so that padding on either side moves nothing. Its anchor
 is the last token at or before it whose position is a multiple of k. Where nothing tells of padding there is none: anchors are the
-columns 0, k, 2k, … of every row (`EvenAnchors`). Else they are counted in each row (`CountedAnchors`), those of a row to the right
-where it has fewer than others, in the fixed number of ⌈T/k⌉ that tracing needs.
+columns 0, k, 2k, … of every row (`EvenAnchors`). Else they are counted in each row (`CountedAnchors`), in the fixed number of ⌈T/k⌉
+that tracing needs, of which those that a row has not are hidden.
 """
 
 from __future__ import annotations
@@ -112,10 +112,13 @@ class EvenAnchors:
 class CountedAnchors:
     """The anchors among tokens of which those are real where `real` (rows, T) is true, after `before` (rows, 1) real ones.
 
-    There are `count` of them in every row, to the left of which, where a row has fewer, its first one stands in: `valid` says so.
+    There are `count` of them in every row; where a row has fewer, its first one stands in for the others, which `valid` leaves out.
+    These come last, so that a causal layer cannot see them, or with `filled_last` first, so that a recurrent one ends on an anchor.
     """
 
-    def __init__(self, real: Tensor, k: int, before: Tensor | int = 0, count: int | None = None) -> None:
+    def __init__(
+        self, real: Tensor, k: int, before: Tensor | int = 0, count: int | None = None, *, filled_last: bool = False
+    ) -> None:
         length = real.shape[1]
         self.k, self.real = k, real
         self.count = (length + k - 1) // k if count is None else count
@@ -123,13 +126,15 @@ class CountedAnchors:
         self.anchors = real & (position % k == 0)  # (rows, T)
         number = self.anchors.cumsum(1)  # of anchors up to each token
         own = number[:, -1:]  # of anchors in each row
-        self.slot = number - 1 + self.count - own  # of each token's anchor, below `count - own` for tokens before the first
+        start = self.count - own if filled_last else torch.zeros_like(own)
+        self.slot = number - 1 + start  # of each token's anchor, below `start` for tokens before the first
         self.early = number == 0
         columns = torch.arange(length, device=real.device).expand_as(real)
         slots = torch.where(self.anchors, self.slot, self.count)
         first = self.anchors.int().argmax(1, keepdim=True)
         self.index = first.expand(-1, self.count + 1).scatter(1, slots, columns).narrow(1, 0, self.count)
-        self.valid = torch.arange(self.count, device=real.device) >= self.count - own  # (rows, anchors)
+        place = torch.arange(self.count, device=real.device)
+        self.valid = (place >= start) & (place < start + own)  # (rows, anchors)
 
     @property
     def where(self) -> Where:
