@@ -18,7 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    EncoderDecoderCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from retrofit.caching import SLACK, memories_of
 from retrofit.errors import DoesNotFitError, RetrofitError
@@ -114,7 +120,8 @@ class AnchorLayer(CacheLayerMixin):
         found = CountedAnchors(real, self.k, before, filled_last=True)
         if tracing:
             return found
-        return CountedAnchors(real, self.k, before, int(found.anchors.sum(1).max()), filled_last=True)
+        most = int(found.anchors.sum(1).max())
+        return CountedAnchors(real, self.k, before, most if self.earlier is not None else max(1, most), filled_last=True)
 
     def part_ways(self, batch: int, device: torch.device) -> None:
         """From here on rows may have anchors of their own."""
@@ -195,12 +202,6 @@ class AnchorLayer(CacheLayerMixin):
 
     def take_place(self, layer: Any) -> None:
         """This layer stands for `layer`, an empty one, from here on."""
-        if isinstance(layer, LinearAttentionCacheLayerMixin) or not isinstance(layer, CacheLayerMixin):
-            raise DoesNotFitError(
-                f"the strided layer {self.name} cannot decode on a {type(layer).__name__}",
-                why="it holds more than keys and values",
-                remedy="decode with use_cache=False, or stride other layers",
-            )
         if isinstance(layer, AnchorLayer) or int(layer.get_seq_length()):
             raise DoesNotFitError(
                 f"the strided layer {self.name} was handed a cache with tokens in it",
@@ -209,6 +210,10 @@ class AnchorLayer(CacheLayerMixin):
             )
         self.tally = copy.copy(layer)
         self.tally.is_initialized = False
+        if isinstance(layer, LinearAttentionLayer):
+            self.__class__ = RecurrentAnchorLayer
+            shared = vars(LinearAttentionLayer()).keys()
+            self.__dict__.update((name, value) for name, value in vars(layer).items() if name in shared)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -312,6 +317,21 @@ class AnchorLayer(CacheLayerMixin):
         self.repeat(repeats)
 
 
+class RecurrentAnchorLayer(AnchorLayer, LinearAttentionLayer):  # type: ignore[misc,override]
+    """The same for a layer that has recurrent states beside keys and values: they are those of the layer it stands for."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        (AnchorLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        AnchorLayer.reset(self)
+
+    def choose(self, rows: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, rows)  # type: ignore[arg-type]
+        AnchorLayer.choose(self, rows)
+
+
 # ── The cache as one strided layer sees it ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -331,14 +351,14 @@ class Anchoring(Cache):
 
 
 @functools.cache
-def anchoring(kind: Any) -> type[Cache]:
+def anchoring(kind: type[Cache]) -> type[Cache]:
     """The caches of class `kind` that make room."""
     return type(kind.__name__, (Anchoring, kind), {"__module__": kind.__module__})
 
 
 def seen_through(cache: Cache, layer: AnchorLayer) -> Cache:
     """`cache`, whose layers it shares, in which self-attention keeps its keys and values in `layer`."""
-    made: Any = object.__new__(anchoring(type(cache)) if not isinstance(cache, EncoderDecoderCache) else type(cache))
+    made: Any = object.__new__(type(cache) if isinstance(cache, EncoderDecoderCache) else anchoring(type(cache)))  # type: ignore[arg-type]
     made.__dict__.update(cache.__dict__)
     if isinstance(cache, EncoderDecoderCache):
         made.self_attention_cache = seen_through(cache.self_attention_cache, layer)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from transformers.cache_utils import Cache
 
 from retrofit.anatomy import Anatomy, Layer, Stack
@@ -114,8 +114,14 @@ class StridedLayer(Wrapper):
         args = [view if value is cache else value for value in args]
         kwargs = {key: view if value is cache else value for key, value in kwargs.items()}
         empty = {index for index, one in states(cache).items() if not any(one.has_previous_state.values())}
-        moving = None if anchors.valid is None or held.recurrent is None else anchors.valid.any(1)
-        before = moved_on(cache, held.recurrent) if moving is not None and held.recurrent is not None else {}
+        moving = anchors.valid.any(1) if anchors.valid is not None and held.recurrent else None
+        if moving is not None and anchors.valid is not None and anchors.count > 1 and not bool(anchors.valid.all()):
+            raise DoesNotFitError(
+                "a strided recurrent layer was handed several tokens at once, of which rows have different numbers of anchors",
+                why="its states would move on by the anchors of other rows",
+                remedy="after the prompt, go on one token at a time",
+            )
+        before = moved_on(cache, held.recurrent) if moving is not None and held.recurrent else {}
         if held.keys is not None and anchors.valid is not None and not self.hides(handed) and not held.all_seen():
             raise DoesNotFitError(
                 "a strided layer was handed no mask for a batch whose rows differ in length",
@@ -468,21 +474,21 @@ class Application:
 
     def counts_itself(self, layer: Layer, call: Call, seen: Observation, length: int) -> str:
         """Why not, where the layer numbers the tokens itself, by how many it is handed: those kept would lose their positions."""
-        flow, given = seen.flow, [node for node in call.inputs.values() if node in seen.flow.position]
-        handed = 0
-        for node in given:
-            handed |= flow.bit(node)
         exit_ = call.outputs.get(layer.stream_out)
-        numbers = 0  # the nodes that count positions
-        for node in flow.nodes:
-            inside = call.encloses(flow.call_of(node)) and node.op == "call_function"
-            if inside and op(node) in ("arange", "linspace") and length in (shape(node) or ()) and exit_ is not None:
-                numbers |= flow.bit(node) if flow.reaches(node, exit_) else 0
-            fixed = inside and node not in flow.depends and length in (shape(node) or ()) and not flow.ancestors[node] & handed
-            tables = [part for part in node.all_input_nodes if part in seen.program.buffers or part in seen.program.parameters]
-            if fixed and op(node) in ("slice", "narrow", "index", "index_select", "embedding") and tables and exit_ is not None:
-                numbers |= flow.bit(node) if flow.reaches(node, exit_) else 0
-        return "its own code numbers the tokens it is handed, so that the kept ones would lose their positions" if numbers else ""
+        inside = [node for node in seen.flow.nodes if node.op == "call_function" and call.encloses(seen.flow.call_of(node))]
+        if exit_ is None or not any(seen.flow.reaches(node, exit_) for node in inside if is_numbering(node, seen, length)):
+            return ""
+        return "its own code numbers the tokens it is handed, so that the kept ones would lose their positions"
+
+
+def is_numbering(node: fx.Node, seen: Observation, length: int) -> bool:
+    """Whether the operation makes something of each of `length` tokens of nothing but how many they are."""
+    if node in seen.flow.depends or length not in (shape(node) or ()):
+        return False
+    if op(node) in ("slice", "narrow"):
+        return length not in (shape(node.args[0]) or ())  # so much of a longer table
+    tables = [part for part in node.all_input_nodes if part in seen.program.buffers or part in seen.program.parameters]
+    return op(node) in ("arange", "linspace") or (op(node) in ("index", "index_select", "embedding") and bool(tables))
 
 
 def is_per_token(value: Tensor) -> bool:
