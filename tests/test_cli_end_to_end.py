@@ -403,7 +403,7 @@ def test_the_commands_of_the_readme_work(here: Path, capsys: pytest.CaptureFixtu
     Path("gpt2").rename("model")
     Path("text.txt").write_text(README * 20, encoding="utf-8")
     lines = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
-    assert {line[1] for line in lines} == {"apply", "inspect", "verify", "train", "passes"}
+    assert {line[1] for line in lines} == {"apply", "inspect", "verify", "train", "passes", "export"}
     for line in lines:
         assert line[0] == "retrofit"
         small = {"200": "2"}  # steps: what is tested is that the command works, not that it trains well

@@ -7,7 +7,7 @@ import coverage_table
 import pytest
 import torch
 import zoo
-from coverage_table import CELLS, Row, assessed, cell, summary, table
+from coverage_table import CELLS, Row, Task, assessed, cell, summary, table
 
 
 def row(name: str, **cells: str) -> Row:
@@ -36,10 +36,14 @@ def test_the_summary_counts_what_could_hold() -> None:
 
 
 def test_the_table_has_a_line_and_as_many_cells_for_every_architecture() -> None:
-    lines = [line for line in table(ROWS, "altup(k=2)").splitlines() if line.startswith("| `")]
+    page = table(ROWS, {"causal/one": {"memory": "yes: 4 sites", "sparse-ffn": "refused: no | site"}, "causal/two": {}})
+    first, rest = page.split("## The other passes")
+    lines = [line for line in first.splitlines() if line.startswith("| `")]
     assert [line.split("`")[1] for line in lines] == [one["id"] for one in ROWS]
     assert {line.replace("\\|", "").count("|") for line in lines} == {len(CELLS) + 2}
-    assert "- `causal/two`: generates other tokens" in table(ROWS, "altup(k=2)")
+    assert "- `causal/two`: generates other tokens" in first
+    assert "| `causal/one` | refused: no \\| site | — | yes: 4 sites |" in rest
+    assert "| memory | 1 | 0 | 0 | 0 | 0 |" in rest and "`causal/two`" not in rest
 
 
 def test_a_cell_is_one_short_line() -> None:
@@ -48,14 +52,16 @@ def test_a_cell_is_one_short_line() -> None:
 
 
 def test_a_worker_that_takes_too_long_costs_its_own_architecture_only() -> None:
-    found = dict(assessed(["image/timm_wrapper", "image/dinat"], "altup(k=2)", jobs=1, limit=0.0))
-    assert set(found) == {"image/timm_wrapper", "image/dinat"}
-    assert all(one["captured"] == "no: took more than 0 s" for one in found.values())
+    tasks = [("image/timm_wrapper", "altup"), ("image/dinat", "memory")]
+    found = dict(assessed(tasks, jobs=1, limit=0.0))
+    assert found[tasks[0]]["captured"] == "no: took more than 0 s"
+    assert found[tasks[1]]["cell"] == "no: took more than 0 s"
 
 
 def test_rows_come_out_of_workers() -> None:
-    ((name, found),) = assessed(["image/timm_wrapper"], "altup(k=2)", jobs=2, limit=300.0)
-    assert found["captured"] == f"dense cannot: {zoo.skip_reason(zoo.entry(name))}"
+    found = dict(assessed([("image/timm_wrapper", "altup"), ("image/timm_wrapper", "memory")], jobs=2, limit=300.0))
+    reason = f"dense cannot: {zoo.skip_reason(zoo.entry('image/timm_wrapper'))}"
+    assert found["image/timm_wrapper", "altup"]["captured"] == found["image/timm_wrapper", "memory"]["cell"] == reason
 
 
 def test_another_function_is_not_called_exact() -> None:
@@ -88,15 +94,16 @@ def test_new_parameters_are_coefficients_and_grown_tables(name: str, expected: b
 
 def test_results_are_kept_between_runs(tmp_path, monkeypatch, capsys) -> None:
     results, output = tmp_path / "kept.json", tmp_path / "coverage.md"
-    monkeypatch.setattr("sys.argv", ["coverage_table.py", "--only", "timm", "--results", str(results), "-o", str(output)])
-    asked: list[list[str]] = []
+    options = ["--only", "timm", "--passes", "altup|memory", "--results", str(results), "-o", str(output)]
+    monkeypatch.setattr("sys.argv", ["coverage_table.py", *options])
+    asked: list[list[Task]] = []
 
-    def answer(names: list[str], *_: object):
-        asked.append(names)
-        yield from ((name, row(name)) for name in names)
+    def answer(tasks: list[Task], *_: object):
+        asked.append(tasks)
+        yield from ((task, row(task[0]) if task[1] == "altup" else {"cell": "yes"}) for task in tasks)
 
     monkeypatch.setattr(coverage_table, "assessed", answer)
     assert coverage_table.main() == coverage_table.main() == 0
-    assert asked == [["image/timm_wrapper"], []]
+    assert asked == [[("image/timm_wrapper", "altup"), ("image/timm_wrapper", "memory")], []]
     assert "`image/timm_wrapper`" in output.read_text()
     assert "1 architectures" in capsys.readouterr().out
