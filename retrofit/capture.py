@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -24,6 +25,7 @@ LIBRARY.define("mark(Tensor x, int call, bool leaves, str key) -> Tensor")
 LIBRARY.impl("mark", lambda x, call, leaves, key: x.clone(), "CompositeExplicitAutograd")
 fx.node.has_side_effect(torch.ops.retrofit.mark.default)  # what a module call reads is run, whether or not the outputs hang on it
 
+SLICED = re.compile(r"slice\((None|\d+), (?:None|-?\d+), (None|\d+)\)\.(\d+)")
 Key = int | str | None
 
 
@@ -304,7 +306,19 @@ def innermost_call(node: fx.Node, by_path: Mapping[tuple[str, int], Call], root:
     stack = node.meta.get("nn_module_stack") or {}
     for entry in reversed(list(stack.items())):
         key, (path, _) = entry
-        call = by_path.get((path, int(key.partition("@")[2] or 0)))
+        call = by_path.get((unsliced(path), int(key.partition("@")[2] or 0)))
         if call is not None:
             return call
     return root
+
+
+def unsliced(path: str) -> str:
+    """A path by which a slice of a module list was gone through, `layers.slice(None, 4, None).1`, as the module's own, `layers.1`.
+
+    Where some module has two names the tracer writes down how each was reached.
+    """
+    return SLICED.sub(lambda found: str(number(found[1], 0) + number(found[2], 1) * int(found[3])), path)
+
+
+def number(text: str, otherwise: int) -> int:
+    return otherwise if text == "None" else int(text)

@@ -202,3 +202,13 @@ def test_the_graph_is_the_data_flow() -> None:
     assert graph.has_node(layer.entry) and graph.has_node(layer.exit)
     assert graph.nodes[found.head.node]["module"] == found.head.name
     assert all(graph.nodes[name]["shape"][-1] == found.width for name in (layer.entry, layer.exit))
+
+
+def test_layers_reached_through_a_slice_are_found_where_modules_are_shared() -> None:
+    """One module under two names makes the tracer write down the way that the code went, slices of module lists included."""
+    entry = zoo.entry("causal/llama")  # its code runs over layers[:n]
+    model = zoo.build(entry)
+    for layer in model.model.layers[1:]:
+        layer.mlp.act_fn = model.model.layers[0].mlp.act_fn
+    found = retrofit.inspect(model, example_inputs=zoo.inputs(entry, model))
+    assert [layer.name for layer in found.stacks[0].layers] == [f"model.layers.{depth}" for depth in range(4)]
