@@ -1,4 +1,4 @@
-# make demo: the whole thing at work, from nothing but Python 3.11.   make test: every test.
+# make demo: the whole thing at work, from nothing but Python 3.11.   make test: the tests.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -9,13 +9,17 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Tests and checks run two at a time: one thread each. Nothing ever asks the network for a model.
 ALONE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test lint types coverage bench clean
+.PHONY: demo test long lint types coverage bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(ALONE) $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(ALONE) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
+
+# The tests that take longest: combinations of passes, and models that are captured many times over.
+long: $(READY)
+	$(ALONE) $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 
 lint: $(READY)
 	$(BIN)/ruff check .

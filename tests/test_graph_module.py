@@ -129,6 +129,7 @@ def test_a_library_model_and_its_graph_agree(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["causal/llama", "masked/bert"])
 @pytest.mark.parametrize("spec", ["altup(k=2)", "sparse-ffn(sparsity=8)"])
+@pytest.mark.long
 def test_a_rewrite_of_the_graph_and_of_the_modules_agree(name: str, spec: str) -> None:
     """Two derivations of one recipe: outputs and gradients."""
     entry = zoo.entry(name)

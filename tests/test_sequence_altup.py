@@ -112,6 +112,7 @@ def test_average_pooling_is_for_encoders() -> None:
     close(run(model, tokens, attention_mask=mask, position_ids=positions)[1:, 5:], run(model, tokens[1:, 5:]))
 
 
+@pytest.mark.long
 def test_what_cannot_be_strided_is_said() -> None:
     with pytest.raises(DoesNotFitError, match="strided already"):
         retrofit.apply(strided("causal/gpt2"), SequenceAltUp(), verify=False)

@@ -52,6 +52,7 @@ def test_relative_positions_that_all_layers_share_stay_where_they_are() -> None:
         (SharedMoE(groups=0, layers="0-1"), SharedMoE(groups=0, layers="2-3", experts=2)),
     ],
 )
+@pytest.mark.long
 def test_exact_passes_compose_in_any_order(recipe: tuple[Any, ...], tmp_path: Path) -> None:
     model, inputs = build("causal/llama")
     expected = logits(model, inputs)

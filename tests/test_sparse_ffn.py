@@ -216,6 +216,7 @@ def test_a_calibrated_model_comes_back_from_its_files(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", [("sparse-ffn(sparsity=4)", "altup(k=2)"), ("altup(k=2)", "sparse-ffn(sparsity=4)")])
+@pytest.mark.long
 def test_it_composes_with_altup_in_either_order(recipe: tuple[str, ...]) -> None:
     model, inputs = build("causal/llama")
     sparse = copy.deepcopy(model)

@@ -92,7 +92,16 @@ def test_a_head_that_is_multiplicative_already_is_found_exactly() -> None:
 
 # Untied and tied heads, with a bias, with a soft cap, of a decoder beside an encoder.
 @pytest.mark.parametrize(
-    "name", ["causal/llama", "causal/gpt2", "causal/phi", "causal/gemma2", "masked/bert", "seq2seq/t5", "seq2seq/bart"]
+    "name",
+    [
+        "causal/llama",
+        "causal/gpt2",
+        "causal/phi",
+        "causal/gemma2",
+        "masked/bert",
+        pytest.param("seq2seq/t5", marks=pytest.mark.long),
+        "seq2seq/bart",
+    ],
 )
 def test_models_come_through_every_check(name: str) -> None:
     entry = zoo.entry(name)
