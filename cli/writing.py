@@ -20,7 +20,7 @@ def beside(model: Path, words: Sequence[str]) -> Path:
     """`model.altup.pt` for a file `model.pt` and what was done to it, `model.altup` for a directory `model`."""
     model = model if model.name not in ("", "..") else model.resolve()
     done = ".".join(words)
-    suffix = model.suffix if model.suffix == ".pt2" else ".pt"
+    suffix = ".pt2" if model.suffix in (".pt2", ".onnx") else ".pt"  # a graph stays one, and trains
     return model.with_name(f"{model.name}.{done}" if model.is_dir() else f"{model.stem}.{done}{suffix}")
 
 

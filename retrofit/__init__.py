@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from retrofit.errors import RetrofitError as RetrofitError
     from retrofit.inspection import inspect as inspect
     from retrofit.onnx_export import export_onnx as export_onnx
+    from retrofit.onnx_import import from_onnx as from_onnx
     from retrofit.replaying import recipe as recipe
     from retrofit.rewriting import apply as apply
     from retrofit.verification import verify as verify
@@ -26,6 +27,7 @@ HOMES = {
     "RetrofitError": "retrofit.errors",
     "apply": "retrofit.rewriting",
     "export_onnx": "retrofit.onnx_export",
+    "from_onnx": "retrofit.onnx_import",
     "inspect": "retrofit.inspection",
     "load": "retrofit.checkpoint",
     "recipe": "retrofit.replaying",

@@ -70,7 +70,7 @@ class Program:
     outputs: dict[str, fx.Node]  # name of the output → node
     calls: list[Call]  # the root call, of the model itself, first
     owner: dict[fx.Node, Call]  # the innermost call a node was computed in
-    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of the constants
+    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of the constants and buffers
     returns: Any = None  # the class that the model's outputs come in
 
     @property
@@ -246,9 +246,8 @@ def read_program(exported: torch.export.ExportedProgram, calls: list[Call]) -> P
     named = {name: node for name, node in outputs.items() if isinstance(node, fx.Node)}
     calls[0].inputs = {name: node for node, name in inputs.items()}
     calls[0].outputs = {name: node for name, node in named.items()}  # noqa: C416
-    values = {
-        name: exported.constants[name] for name in constants.values() if isinstance(exported.constants.get(name), torch.Tensor)
-    }
+    held = {**exported.state_dict, **exported.constants}
+    values = {name: held[name] for name in (*constants.values(), *buffers.values()) if isinstance(held.get(name), torch.Tensor)}
     return Program(graph, parameters, buffers, constants, inputs, named, calls, owner, values, exported.call_spec.out_spec.type)
 
 

@@ -25,14 +25,19 @@ from retrofit.architecture import describe, empty_model, find_class, named_class
 from retrofit.atomic import whole_directory, whole_file
 from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.exported import SUFFIX, load_exported, save_exported
+from retrofit.onnx_export import export_onnx
+from retrofit.onnx_import import from_onnx
 
 FORMAT = "retrofit/1"
 FILES = (".pt", ".pth")
-OTHER_FORMATS = (".onnx", ".safetensors", ".gguf", ".ckpt", ".bin", ".npz", ".h5")
+ONNX = ".onnx"
+OTHER_FORMATS = (".safetensors", ".gguf", ".ckpt", ".bin", ".npz", ".h5")
 
 
 def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
-    """The model is at `path`, a `.pt` or `.pt2` file or else a directory, with its recipe; the file appears whole or not at all.
+    """The model is at `path`, a `.pt`, `.pt2` or `.onnx` file or else a directory, with its recipe; it appears whole or not at all.
+
+    An `.onnx` file is for inference, as `export_onnx` writes it.
 
     Raises `CheckpointError` where something is there already (unless `force`), where nothing can be written, and for a model that
     could not be built again from what the file says.
@@ -41,6 +46,9 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     if path.suffix == SUFFIX:
         return save_exported(model, path, force=force)
+    if path.suffix == ONNX:
+        export_onnx(model, path, force=force)
+        return path
     if path.suffix in FILES:
         payload = contents(model)
         with whole_file(path, force=force) as file:
@@ -69,12 +77,16 @@ def load(
 ) -> nn.Module:
     """The model saved at `path`, rewritten as its recipe says, in eval mode, its weights in `dtype` or as they were saved.
 
+    An `.onnx` file becomes a graph module that trains (`from_onnx`).
+
     `config` is the directory (or config.json) that describes a file of bare weights; `build` makes the dense model that a file's
     weights belong to; `allow_pickle` admits files that can run code when they are read. Raises `CheckpointError`, and says why.
     """
     path, dtype = Path(path), as_dtype(dtype)
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist", remedy="give a .pt checkpoint or a Hugging Face directory")
+        raise CheckpointError(
+            f"{path} does not exist", remedy="give a .pt checkpoint, a Hugging Face directory, a .pt2 or an .onnx file"
+        )
     if path.is_dir():
         if config is not None or build is not None:
             raise CheckpointError(f"{path} is a directory and says itself how it is built", remedy="leave out config and build")
@@ -83,6 +95,9 @@ def load(
     if path.suffix == SUFFIX:
         loaded = load_exported(path)
         return loaded if dtype is None else loaded.to(dtype)
+    if path.suffix == ONNX:
+        imported = from_onnx(path)
+        return imported if dtype is None else imported.to(dtype)
     if path.suffix in OTHER_FORMATS:
         raise CheckpointError(
             f"{path}: this build does not read {path.suffix} files", remedy="give a .pt checkpoint or a Hugging Face directory"

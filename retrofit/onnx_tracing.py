@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ from retrofit.onnx_parts import Part
 
 if TYPE_CHECKING:
     import onnx_ir
+
+WRAPPED = "model"  # the attribute of a part that holds the model
+SCOPES = "pkg.torch.onnx.name_scopes"  # where torch writes down the modules that a node comes from
 
 
 def traced(part: Part) -> onnx_ir.Model:
@@ -109,6 +113,11 @@ def named(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: 
             handed.outputs[0].shape, handed.outputs[0].type = value.shape, value.type
             graph.append(handed)
             graph.outputs[index] = handed.outputs[0]
+    for value in list(graph.initializers.values()):
+        value.name = str(value.name).removeprefix(f"{WRAPPED}.")  # the model's own name of a weight
+    for node in graph.all_nodes():
+        if (scopes := node.metadata_props.get(SCOPES)) is not None:
+            node.metadata_props[SCOPES] = re.sub(rf"'{WRAPPED}(?:\.|(?='))", "'", scopes)
     for values, names in ((graph.inputs, inputs), (graph.outputs, outputs)):
         for value, name in zip(values, names, strict=True):
             value.name = name

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from retrofit.anatomy import Anatomy, Branch, Layer, Stack
+from retrofit.anatomy import Anatomy, Branch, Stack
 from retrofit.capture import Call
 from retrofit.dataflow import Dataflow
 from retrofit.errors import DoesNotFitError
 from retrofit.feedforward import products_of
-from retrofit.ops import is_heavy, shape
+from retrofit.ops import NORM, is_heavy, op, shape
 from retrofit.roles import Attention, attentions, nearest_products, weight_product
 
 CHILD_NAMES = {
@@ -90,7 +90,7 @@ def nameless(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
         prefix = f"{stack.kind}{number if [one.kind for one in anatomy.stacks].count(stack.kind) > 1 else ''}." if several else ""
         for depth, layer in enumerate(stack.layers):
             if not layer.name:
-                yield layer_region(f"{prefix}layers.{depth}", stack.name, layer, flow, nodes)
+                yield layer_region(f"{prefix}layers.{depth}", stack, depth, flow, nodes)
         if (tail := tail_region(stack, anatomy, flow, nodes)) is not None:
             yield tail
         for layer in stack.layers:
@@ -102,20 +102,42 @@ def nameless(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
             node = nodes[part.node]
             last = max((flow.position[user] for user in flow.uses[node] if is_bias(user, node, flow)), default=flow.position[node])
             yield Region(name, flow.call_of(node).path, flow.position[node], last)
+    for name, node in stem_steps(anatomy, flow, nodes):
+        yield Region(name, "", flow.position[node], flow.position[node])
+
+
+def stem_steps(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Iterator[tuple[str, fx.Node]]:
+    """What the model's own code does between a look-up of tokens and the layers that is tied to the width of the stream.
+
+    Norms, and what is added to the tokens and was looked up or sliced by their positions.
+    """
+    looked_up = [nodes[part.node] for part in anatomy.embeddings]
+    found: dict[fx.Node, str] = {}
+    for stack in anatomy.stacks:
+        for look_up in looked_up:
+            for node in flow.between(look_up, nodes[stack.entry]):
+                if op(node) in NORM:
+                    found[node] = "norm"
+                elif op(node) == "add" and not flow.heavily_reaches(look_up, node):
+                    found |= {part: "addend" for part in node.all_input_nodes if not flow.reaches(look_up, part)}
+    for node, name in found.items():
+        if node.op == "call_function" and node not in looked_up and shape(node) and not flow.call_of(node).path:
+            yield name, node
 
 
 def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region | None:
-    """What the code around the layers does to the stream between the last of them and the head, such as a norm."""
+    """What the code around the layers does to each token between the last of them and the head, such as a norm."""
     if anatomy.head is None:
         return None
-    leaves, head = nodes[stack.exit], nodes[anatomy.head.node]
+    leaves, head = handed_over(stack, len(stack.layers) - 1, flow, nodes), nodes[anatomy.head.node]
     between = [node for node in flow.between(leaves, head) if node is not head and node.op == "call_function"]
     call = flow.call_of(head)
-    if not between or any(flow.call_of(node) is not call for node in between) or any(is_heavy(node) for node in between):
+    products = [node for node in between if is_heavy(node)]
+    if not between or any(flow.call_of(node) is not call for node in between) or shape(between[-1]) != shape(leaves):
         return None
-    if shape(between[-1]) != shape(leaves):
+    if any(weight_product(node, flow) is None for node in products):
         return None
-    return Region("norm", call.path, flow.position[between[0]], flow.position[between[-1]])
+    return Region("transform" if products else "norm", call.path, flow.position[between[0]], flow.position[between[-1]])
 
 
 def stands_alone(node: fx.Node, flow: Dataflow) -> bool:
@@ -137,11 +159,31 @@ def is_bias(user: fx.Node, node: fx.Node, flow: Dataflow) -> bool:
     return alone and len(others) == 1 and others[0] in flow.program.parameters
 
 
-def layer_region(name: str, path: str, layer: Layer, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region:
-    """From after the stream enters to where it leaves."""
-    entry, leaves = nodes[layer.entry], nodes[layer.exit]
-    inside = flow.between(entry, leaves)
-    return Region(name, path, min(flow.position[node] for node in inside), flow.position[leaves])
+def layer_region(name: str, stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region:
+    """From after the stream enters to where the next layer takes it up: the norm after a sum belongs to the layer of the sum."""
+    inside = flow.between(nodes[stack.layers[depth].entry], nodes[stack.layers[depth].exit])
+    last = handed_over(stack, depth, flow, nodes)
+    return Region(name, stack.name, min(flow.position[node] for node in inside), flow.position[last])
+
+
+def handed_over(stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> fx.Node:
+    """The last node of what is done to the stream before the next layer; after the last layer, what is done after the first."""
+    leaves = nodes[stack.layers[depth].exit]
+    if len(stack.layers) < 2:
+        return leaves
+    after = min(depth, len(stack.layers) - 2)
+    steps = flow.between(nodes[stack.layers[after].exit], nodes[stack.layers[after + 1].entry])
+    if any(map(is_heavy, steps)):
+        return leaves
+    if depth == after:
+        return steps[-1] if steps else leaves
+    last = leaves
+    for step in steps:
+        same = [user for user in flow.uses[last] if op(user) == op(step)]
+        if len(same) != 1:
+            return leaves
+        (last,) = same
+    return last
 
 
 def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Region | None:

@@ -348,7 +348,7 @@ def blank(node: fx.Node) -> Any:
 
 
 def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
-    """The value of a mask for inputs without padding; parameters count as zeros, None where it hangs on a large one."""
+    """The value of a mask for inputs without padding; parameters count as zeros, None where it hangs on a large tensor."""
     program = flow.program
     wanted = [node for node in flow.nodes if flow.ancestors[mask] & flow.bit(node)]
     values: dict[fx.Node, Any] = {}
@@ -361,8 +361,13 @@ def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
             size = shape(node) or ()
             if math.prod(size) > LARGEST_MASK_INPUT:
                 return None
-            whole = node in program.inputs
-            values[node] = torch.ones(size, dtype=example.dtype) if whole else torch.zeros(size, dtype=example.dtype)
+            held = program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
+            if node in program.inputs:
+                values[node] = torch.ones(size, dtype=example.dtype)
+            elif held is not None and not held.is_meta:
+                values[node] = held.detach().cpu()
+            else:
+                values[node] = torch.zeros(size, dtype=example.dtype)
             continue
         if node.op != "call_function":
             return None
