@@ -19,7 +19,6 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -28,12 +27,11 @@ from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from retrofit.binding import ForwardInPlace
 from retrofit.feedforward import FeedForward, FeedForwardBlock, Port
 from retrofit.wrapping import replaced
 
-FEW = (
-    16  # tokens times K up to which each gets its expert's matrices to itself, where a kernel would wait (benchmarks/shared_moe.py)
-)
+FEW = 16  # tokens · K up to which each has its expert's matrices to itself, no kernel in between (benchmarks/shared_moe.py)
 ROW = 16  # bytes: what kernels want rows to be a multiple of
 
 # ── The mixture ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,23 +225,16 @@ def balance_losses() -> Iterator[list[Tensor]]:
         NOTED.losses = before
 
 
-class BalancedForward:
+class BalancedForward(ForwardInPlace):
     """In place of a model's `forward`: in training, the loss it returns contains the balance losses of the call."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.module, self.inner = module, vars(module).get("forward")
+        super().__init__(module)
+        self.inner = vars(module).get("forward")
 
     @property
     def __signature__(self) -> inspect.Signature:
-        if self.inner is not None:
-            return inspect.signature(self.inner)
-        own = inspect.signature(type(self.module).forward)
-        return own.replace(parameters=list(own.parameters.values())[1:])
-
-    @property
-    def __code__(self) -> CodeType:
-        """Where it is written, which `torch.export` asks of a forward."""
-        return type(self).__call__.__code__
+        return inspect.signature(self.inner) if self.inner is not None else super().__signature__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.module.training and torch.is_grad_enabled()):

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import fx, nn
 from transformers import PreTrainedModel
 
 from retrofit import hub
@@ -30,6 +30,10 @@ BUILD = "save it with torch.save(model) and load it with allow_pickle, or load(p
 def describe(model: nn.Module) -> tuple[str, dict[str, Any]]:
     """The architecture and config to build the model's dense form from; raises `CheckpointError` where nothing could."""
     kind = type(model)
+    if isinstance(model, fx.GraphModule):
+        raise CheckpointError(
+            "a graph has no class that could build it again", why="its code is in the graph", remedy="save it as a .pt2 file"
+        )
     if isinstance(model, PreTrainedModel):
         known = getattr(transformers, kind.__name__, None) is kind
         return kind.__name__ if known else reference(kind, "model"), transformers_config(model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -93,19 +94,28 @@ def call_bound(module: nn.Module, paths: Iterable[str], keywords: Mapping[str, A
     return output
 
 
-class BindingForward:
-    """In place of a module's `forward`: runs it on a view that hands the submodules at `paths` what `carry` makes of the call.
+class ForwardInPlace:
+    """Stands in place of a module's `forward`, whose signature and code it answers for."""
 
-    `carry(args, kwargs)` returns the keywords. The signature is the module's own.
-    """
-
-    def __init__(self, module: nn.Module, paths: Sequence[str], carry: Any) -> None:
-        self.module, self.paths, self.carry = module, tuple(paths), carry
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
     @property
     def __signature__(self) -> inspect.Signature:
         own = inspect.signature(type(self.module).forward)
         return own.replace(parameters=list(own.parameters.values())[1:])
+
+    @property
+    def __code__(self) -> CodeType:  # torch.export says where it is
+        return inspect.unwrap(type(self.module).forward).__code__
+
+
+class BindingForward(ForwardInPlace):
+    """Runs the module on a view that hands the submodules at `paths` what `carry(args, kwargs)` makes of the call: keywords."""
+
+    def __init__(self, module: nn.Module, paths: Sequence[str], carry: Any) -> None:
+        super().__init__(module)
+        self.paths, self.carry = tuple(paths), carry
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         view = View(self.module, self.paths, self.carry(args, kwargs))

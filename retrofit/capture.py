@@ -198,10 +198,23 @@ def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> t
         inputs = {name: value for name, value in inputs.items() if name in named or isinstance(value, torch.Tensor)}
     sizes = sizes_by_argument(model, inputs) if dynamic else None
     with marked_calls(model) as calls, torch.no_grad(), quiet(), no_cache(model):
-        exported = torch.export.export(model, (), inputs, dynamic_shapes=sizes, strict=False)
+        exported = torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes, strict=False)
         if any(mutates(node) for node in exported.graph.nodes):
             exported = exported.run_decompositions({})  # functional form, no operation taken apart
     return exported, calls
+
+
+def as_called(model: nn.Module) -> nn.Module:
+    """`model` as a module that is traced by calling it.
+
+    A graph module's graph is interpreted by `torch.export`, which passes by its hooks and by whatever stands in place of its
+    forward, and takes its arguments in the order in which they were given.
+    """
+    if not isinstance(model, fx.GraphModule):
+        return model
+    called: nn.Module = object.__new__(type("Graph", (nn.Module,), {"forward": type(model).forward}))
+    called.__dict__ = model.__dict__  # the same modules, parameters and hooks
+    return called
 
 
 def sizes_by_argument(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

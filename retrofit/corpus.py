@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from retrofit.errors import RetrofitError
+from retrofit.inspection import inspect
 from retrofit.settings import TrainingError
 
 SUFFIXES = (".txt", ".py", ".md")
@@ -146,7 +148,7 @@ def spare_ids(vocabulary: int, taken: set[int]) -> Iterator[int]:
 
 def special_ids(config: Any) -> dict[str, int]:
     """What a model's config says about special ids, by field: pad_token_id, eos_token_id, …"""
-    if config is None:
+    if not hasattr(config, "to_dict"):
         return {}
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return {name: value for name, value in text.to_dict().items() if name.endswith("_token_id") and isinstance(value, int)}
@@ -163,9 +165,15 @@ def vocabulary_size(model: nn.Module) -> int:
         return int(weight.shape[0])
     if isinstance(getattr(config, "vocab_size", None), int):
         return int(config.vocab_size)  # type: ignore[union-attr]
+    try:
+        embedding = inspect(model).embedding
+    except RetrofitError:
+        embedding = None
+    if embedding is not None:
+        return embedding.shape[0]
     raise TrainingError(
         f"{type(model).__name__} has no vocabulary",
-        why="it has neither input embeddings nor a config with vocab_size",
+        why="it has neither a config with vocab_size nor a table that is looked up by token ids",
         remedy="train a Hugging Face language model",
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from retrofit import hub
 from retrofit.atomic import whole_file
-from retrofit.capture import no_cache, quiet, sizes_by_argument
+from retrofit.capture import as_called, no_cache, quiet, sizes_by_argument
 from retrofit.errors import CheckpointError
 from retrofit.graph_module import from_exported
 from retrofit.inputs import named_inputs
@@ -33,7 +33,7 @@ def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_
     model.eval()
     try:
         with torch.no_grad(), quiet(), no_cache(model):
-            exported = torch.export.export(model, (), inputs, dynamic_shapes=sizes_by_argument(model, inputs), strict=False)
+            exported = torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes_by_argument(model, inputs), strict=False)
     except Exception as error:  # whatever the model's own code raises
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{type(model).__name__} cannot be exported", why=first, remedy="save it as a .pt file") from error

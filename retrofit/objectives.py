@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -152,7 +151,6 @@ def objective_for(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objec
     A config with an encoder and a decoder asks for span corruption. Of the others, those whose outputs never depend on later tokens
     learn the next token, the rest hidden ones.
     """
-    refuse_without_labels(model)
     with kept_modes(model), torch.no_grad():
         model.eval()
         return found_by_asking(model, codec, window)
@@ -183,19 +181,6 @@ def found_by_asking(model: nn.Module, codec: Codec, window: torch.Tensor) -> Obj
     if seq2seq:
         return SpanCorruption(codec, first_decoder_id(model), shift)
     return NextToken(shift) if is_causal(model, short["input_ids"], codec.plain) else MaskedTokens(codec, shift)
-
-
-def refuse_without_labels(model: nn.Module) -> None:
-    parameters = inspect.signature(model.forward).parameters.values()
-    open_ended = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    missing = [name for name in ("input_ids", "labels") if name not in names]
-    if missing and not open_ended:
-        raise TrainingError(
-            f"{type(model).__name__} cannot compute a language-modelling loss",
-            why=f"its forward takes no {' and no '.join(missing)}",
-            remedy="train a Hugging Face model with a language-modelling head, one of those that AutoModelFor… builds",
-        )
 
 
 def first_decoder_id(model: nn.Module) -> int:

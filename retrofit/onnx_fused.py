@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from retrofit.onnx_ops import operator, trilu
-from retrofit.onnx_values import Value
+from retrofit.onnx_values import Value, tensor
 
 MICROSOFT = "com.microsoft"
 
@@ -118,12 +118,13 @@ def rotary_embedding(
     x: Tensor,
     cosines: Tensor,
     sines: Tensor,
-    positions: Tensor | None = None,
+    positions: Value = None,
     interleaved: int = 0,
     num_heads: int = 0,
     rotary_embedding_dim: int = 0,
 ) -> Tensor:
     if positions is not None:
+        positions = tensor(positions, x)
         cosines, sines = cosines[positions], sines[positions]
     return turned(x, cosines, sines, interleaved, num_heads, 0)
 
@@ -131,7 +132,7 @@ def rotary_embedding(
 @operator("RotaryEmbedding", domain=MICROSOFT)
 def rotary_embedding_of_runtime(
     x: Tensor,
-    positions: Tensor,
+    positions: Value,
     cosines: Tensor,
     sines: Tensor,
     interleaved: int = 0,
@@ -140,6 +141,7 @@ def rotary_embedding_of_runtime(
     scale: float = 1.0,
     is_packed_batching: int = 0,
 ) -> Tensor:
+    positions = tensor(positions, x)
     if positions.dim() == 1:  # where the first token stands
         positions = positions[:, None] + torch.arange(x.shape[-2], device=x.device)
     return turned(x, cosines[positions], sines[positions], interleaved, num_heads, rotary_embedding_dim if num_heads else 0)
@@ -237,7 +239,7 @@ def attention_of_runtime(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    mask_index: Tensor | None = None,
+    mask_index: Value = None,
     past: Tensor | None = None,
     attention_bias: Tensor | None = None,
     past_length: Tensor | None = None,
@@ -264,10 +266,11 @@ def attention_of_runtime(
     return side_by_side(made), torch.stack([k, v]) if past is not None else k
 
 
-def key_mask(mask: Tensor | None, keys: int, value: float, like: Tensor) -> Tensor | None:
+def key_mask(mask: Value, keys: int, value: float, like: Tensor) -> Tensor | None:
     """ONNX Runtime's masks of keys as one that is added: the length of each row, or its end and its start, or a mask."""
     if mask is None:
         return None
+    mask = tensor(mask, like)
     if mask.dim() == 1:
         places, batch = torch.arange(keys, device=like.device), like.shape[0]
         ends = mask[:batch, None]
@@ -285,7 +288,7 @@ def multi_head_attention(
     k: Tensor | None = None,
     v: Tensor | None = None,
     bias: Tensor | None = None,
-    key_padding: Tensor | None = None,
+    key_padding: Value = None,
     attention_bias: Tensor | None = None,
     past_k: Tensor | None = None,
     past_v: Tensor | None = None,

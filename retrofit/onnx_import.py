@@ -123,10 +123,6 @@ class Importing:
         self.graph.eliminate_dead_code()
         made = fx.GraphModule(self.root, self.graph, "Imported")
         made.graph.lint()
-        unread = [name for name, _ in self.root.named_parameters() if not any(node.target == name for node in made.graph.nodes)]
-        for name in unread:
-            owner, _, leaf = name.rpartition(".")
-            delattr(made.get_submodule(owner), leaf)
         made.__dict__["retrofit_examples"] = self.examples(given)
         recipe = next((one.value for one in self.model.metadata_props if one.key == "retrofit.recipe"), "")
         if recipe:
@@ -157,9 +153,8 @@ class Importing:
             attributes["axes_attribute" if node.op_type.startswith("Reduce") else "axes"] = attributes.pop("axes")
         if node.op_type == "Split":
             attributes["outputs"] = len(node.output)
-        operands = [self.value(name) for name in node.input]
-        if (node.domain, node.op_type) == (onnx_fused.MICROSOFT, "Attention"):
-            operands[1] = self.weights.turned(node.input[1])
+        packed = (node.domain, node.op_type) == (onnx_fused.MICROSOFT, "Attention")  # with its projections
+        operands = [self.weights.turned(name) if packed and at == 1 else self.value(name) for at, name in enumerate(node.input)]
         if not any(isinstance(one, fx.Node) for one in operands) and function not in MAKERS:
             made = function(*operands, **attributes)  # of numbers only
             if is_number(made) or isinstance(made, tuple):

@@ -19,7 +19,7 @@ from retrofit.settings import FREE_TO_CHANGE, Settings, TrainingError, flag
 
 RECORD, NUMBERS, CURVE = "run.json", "numbers.csv", "curve.png"
 FORMAT = "retrofit training run"
-FILES = (".pt", ".pth")
+FILES = (".pt", ".pth", ".pt2")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,11 @@ from transformers import PreTrainedConfig, PrinterCallback, Trainer, TrainerCall
 from transformers.utils import WEIGHTS_NAME, logging
 
 from retrofit import architecture
-from retrofit.checkpoint import OTHER_FORMATS, save
+from retrofit.checkpoint import ONNX, OTHER_FORMATS, save
 from retrofit.corpus import codec_for, hold_out, in_order, shuffled, windows_of
 from retrofit.errors import CheckpointError
+from retrofit.exported import SUFFIX
+from retrofit.labelled import with_loss
 from retrofit.objectives import Collator, kept_modes, objective_for
 from retrofit.runs import TrainingRun, finish_folder, refuse_to_overwrite, run_folder
 from retrofit.settings import Settings, TrainingError
@@ -55,16 +57,17 @@ def continue_pretraining(
     codec = codec_for(model, tokenizer)
     windows = windows_of(texts, codec, settings.length)
     train, held_out = hold_out(windows, settings.eval_fraction)
-    objective = objective_for(model, codec, train[0].long())
+    learner = with_loss(model)
+    objective = objective_for(learner, codec, train[0].long())
     facts = {"model": describe(model), "text": fingerprint(windows)}
     watch = Watch(settings.steps, progress)
     with (
-        returned_as_lent(model),
+        returned_as_lent(learner),
         checkpointed_activations(model, settings.gradient_checkpointing),
         run_folder(target, facts, settings, resume=resume) as (folder, checkpoint),
     ):
         trainer = Pretraining(
-            model=model,
+            model=learner,
             args=arguments(settings, folder, cpu=cpu, evaluate=len(held_out) > 0, saving=target is not None, fresh=not checkpoint),
             data_collator=Collator(objective),
             train_dataset=shuffled(train, settings.steps * settings.batch_size, settings.seed),
@@ -100,7 +103,8 @@ def refuse_unsavable(model: nn.Module, target: Path) -> None:
     """Raises `CheckpointError`, before any step, where the trained model could not be saved at `target`."""
     if target.suffix in OTHER_FORMATS:
         raise CheckpointError(f"{target}: models are not saved as {target.suffix}", remedy="name a .pt file or a directory")
-    architecture.describe(model)
+    if target.suffix not in (SUFFIX, ONNX):
+        architecture.describe(model)
 
 
 class Pretraining(Trainer):
