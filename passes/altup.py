@@ -130,7 +130,8 @@ class AltUpLayer(Wrapper):
     @torch.no_grad()
     def start(self, init: str, n: int) -> None:
         """The coefficients are those of the exact start `init` (lockstep or hop), where layer n works on next."""
-        p, g = start_coefficients(init, self.k, self.active, n)
+        with self.p.device:  # a model built without values may have layers that have some
+            p, g = start_coefficients(init, self.k, self.active, n)
         self.p.copy_(p)
         self.g.copy_(g)
 
@@ -157,9 +158,11 @@ class DenseAltUpLayer(AltUpLayer):
 
     @torch.no_grad()
     def start(self, init: str, n: int) -> None:
-        p, g = start_coefficients(init, self.k, self.active, n)
-        self.p.copy_(torch.kron(p, torch.eye(self.width)))
-        self.g.copy_(torch.kron(g.unsqueeze(-1), torch.eye(self.width)))
+        with self.p.device:
+            p, g = start_coefficients(init, self.k, self.active, n)
+            one = torch.eye(self.width)
+        self.p.copy_(torch.kron(p, one))
+        self.g.copy_(torch.kron(g.unsqueeze(-1), one))
 
     def update(self, x: Tensor, block: Tensor, y: Tensor) -> Tensor:
         wide = torch.cat([x] * self.k, -1) if self.expand else x
@@ -200,7 +203,8 @@ class DynamicAltUpLayer(AltUpLayer):
 
     @torch.no_grad()
     def start(self, init: str, n: int) -> None:
-        p, g = start_coefficients(init, self.k, self.active, n)
+        with self.base_p.device:
+            p, g = start_coefficients(init, self.k, self.active, n)
         self.base_p.copy_(p)
         self.base_g.copy_(g)
         self.modality_router.weight.normal_(std=self.width**0.5)  # what enters the tanh has unit variance

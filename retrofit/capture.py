@@ -7,16 +7,20 @@ graph again and become `Program.calls`: which node entered which call as which a
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import inspect
 import io
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.errors import CaptureError
 
@@ -165,19 +169,14 @@ def quiet() -> Iterator[None]:
 def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: bool = False, training: bool = False) -> Program:
     """The program that `model` runs on inputs like `example_inputs` (arguments by name), in evaluation mode if not in `training`.
 
-    Nothing is computed and no weight is copied. A `dynamic` program runs on inputs of other sizes too, as far as the model's code
-    does. Raises `CaptureError` where the model cannot be traced.
+    Nothing is computed and no weight is copied, but for code that branches on the values of tensors: there the values are computed,
+    and the program is that of the branches these inputs take. A `dynamic` program runs on inputs of other sizes too, as far as the
+    model's code does, and on any values. Raises `CaptureError` where the model cannot be traced.
     """
     modes = {module: module.training for module in model.modules()}
     model.train(training)
     try:
-        try:
-            exported, calls = export(model, dict(example_inputs), dynamic)
-        except Exception:
-            mask = missing_mask(model, example_inputs)
-            if mask is None:
-                raise
-            exported, calls = export(model, {**example_inputs, "attention_mask": mask}, dynamic)
+        exported, calls = attempted(model, dict(example_inputs), dynamic)
     except Exception as error:  # whatever the model's own code raises
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CaptureError(
@@ -189,6 +188,56 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
         for module, mode in modes.items():
             module.training = mode
     return read_program(exported, calls)
+
+
+def attempted(model: nn.Module, inputs: dict[str, Any], dynamic: bool) -> tuple[torch.export.ExportedProgram, list[Call]]:
+    """`export`, and where that fails with a mask of ones, or with values; raises what it raised first."""
+    without_values = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    try:
+        return export(model, inputs, dynamic)
+    except Exception as error:
+        first = error
+    mask = missing_mask(model, inputs)
+    if mask is not None:
+        with contextlib.suppress(Exception):
+            return export(model, {**inputs, "attention_mask": mask}, dynamic)
+    if not dynamic and (without_values or isinstance(first, GuardOnDataDependentSymNode)):
+        with contextlib.suppress(Exception), values_kept():
+            return export(*with_values(model, inputs))
+    raise first
+
+
+def with_values(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """`model` and its inputs; where they have no values a copy that has some: which branches are taken hangs little on weights."""
+    if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        return model, dict(inputs)
+    drawn = copy.deepcopy(model).to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (*drawn.parameters(), *drawn.buffers()):
+        tensor.data.normal_(std=0.02, generator=generator) if tensor.is_floating_point() else tensor.data.zero_()
+    given = {name: torch.ones_like(one, device="cpu") if isinstance(one, torch.Tensor) else one for name, one in inputs.items()}
+    return drawn, given
+
+
+@contextlib.contextmanager
+def values_kept() -> Iterator[None]:
+    """Within this context what is traced is computed too, and branches on values go where they lead."""
+    with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True), logged_nothing():
+        yield
+
+
+@contextlib.contextmanager
+def logged_nothing() -> Iterator[None]:
+    """Within this context torch's tracer reports nothing of what it assumes."""
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses", "torch.fx", "torch._functorch")]
+    before = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> tuple[torch.export.ExportedProgram, list[Call]]:

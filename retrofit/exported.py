@@ -31,9 +31,10 @@ def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_
     inputs = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     training = model.training
     model.eval()
+    sizes = sizes_by_argument(model, inputs)
     try:
         with torch.no_grad(), quiet(), no_cache(model):
-            exported = torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes_by_argument(model, inputs), strict=False)
+            exported = torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes, strict=False)
     except Exception as error:  # whatever the model's own code raises
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{type(model).__name__} cannot be exported", why=first, remedy="save it as a .pt file") from error

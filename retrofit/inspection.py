@@ -14,7 +14,16 @@ from retrofit.dataflow import Dataflow
 from retrofit.errors import NoTransformerError
 from retrofit.inputs import named_inputs
 from retrofit.ops import CAST, LAYOUT, MASKING, NORM, POINTWISE, SELECTION, is_float, is_heavy, op, shape
-from retrofit.roles import Attention, WeightProduct, attentions, is_causal, projections, role_of, weight_product
+from retrofit.roles import (
+    Attention,
+    WeightProduct,
+    attentions,
+    is_causal,
+    nearest_products,
+    projections,
+    role_of,
+    weight_product,
+)
 from retrofit.streams import Latest, Residual, residual_chains
 
 
@@ -38,6 +47,18 @@ def read_anatomy(model: nn.Module, program: Program) -> Anatomy:
     notes: list[str] = []
     described = [(chain, branches_of(chain, cores, flow)) for chain in chains]
     streams = [(chain, table) for chain, table in described if any(is_mixer(one) for branches in table for one in branches)]
+    seen = any(features_axis(one, flow) == 1 for chain in chains for one in chain)
+    pictures = [pair for pair in streams if seen and all(features_axis(one, flow) >= 0 for one in pair[0])]
+    if pictures and len(pictures) == len(streams):
+        size = "×".join(map(str, shape(pictures[0][0][0].add) or ()))
+        raise NoTransformerError(
+            f"{type(model).__name__} has residual streams, of pictures and not of tokens",
+            why=f"what is added up is {size}, with the channels on its second axis",
+            remedy="retrofit rewrites streams of tokens, whose last axis is what the layers work on",
+        )
+    if pictures:
+        notes.append(f"{len(pictures)} residual stream(s) of pictures, with the channels on the second axis")
+    streams = [pair for pair in streams if pair not in pictures]
     if not streams:
         raise NoTransformerError(
             f"{type(model).__name__} has no residual stream with an attention or another mixer in it",
@@ -74,6 +95,15 @@ def read_anatomy(model: nn.Module, program: Program) -> Anatomy:
 
 def is_mixer(branch: Branch) -> bool:
     return branch.role not in ("ffn", "moe")
+
+
+def features_axis(residual: Residual, flow: Dataflow) -> int:
+    """The axis with the features of what is added: −1, the last, or 1, as convolutions have it; 0 where it may be either."""
+    size = shape(residual.add) or ()
+    made = {product.out_features for product in nearest_products(list(residual.branches), flow)}
+    if len(size) != 4 or size[1] not in made:
+        return -1
+    return 0 if size[-1] in made else 1
 
 
 def in_branch(core: Attention, chain: list[Residual], flow: Dataflow) -> bool:
