@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.anatomy import Anatomy, Branch, Stack
-from retrofit.capture import Call, Key, Program, capture, missing_mask
+from retrofit.capture import Call, Key, Program, capture, missing_masks
 from retrofit.dataflow import Dataflow
 from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.feedforward import Matrix, final, light, matrix_of, sources_of
@@ -348,10 +348,10 @@ def with_masks(sites: list[AttentionSite], anatomy: Anatomy) -> list[AttentionSi
             inputs = {
                 name: torch.ones(value.shape, dtype=value.dtype) for name, value in given.items() if isinstance(value, Tensor)
             }
-            mask = missing_mask(model, inputs)
-        if mask is not None:
+            masks = missing_masks(model, inputs)
+        if masks:
             with contextlib.suppress(CaptureError):
-                known = masks_in(sites, capture(model, named_inputs(model, inputs | {"attention_mask": mask}))) | known
+                known = masks_in(sites, capture(model, named_inputs(model, inputs | masks))) | known
     return [dataclasses.replace(site, mask=known.get(site.name)) for site in sites]
 
 

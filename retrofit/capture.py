@@ -11,17 +11,16 @@ import copy
 import dataclasses
 import inspect
 import io
-import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from retrofit.asking import told, written_down
 from retrofit.errors import CaptureError
 
 LIBRARY = torch.library.Library("retrofit", "DEF")
@@ -76,6 +75,7 @@ class Program:
     owner: dict[fx.Node, Call]  # the innermost call a node was computed in
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of the constants and buffers
     returns: Any = None  # the class that the model's outputs come in
+    branches: bool = False  # whether the model's code branches on values, and the program is that of the branches these inputs take
 
     @property
     def root(self) -> Call:
@@ -169,14 +169,14 @@ def quiet() -> Iterator[None]:
 def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: bool = False, training: bool = False) -> Program:
     """The program that `model` runs on inputs like `example_inputs` (arguments by name), in evaluation mode if not in `training`.
 
-    Nothing is computed and no weight is copied, but for code that branches on the values of tensors: there the values are computed,
+    Nothing is computed and no weight is copied, but for code that branches on the values of tensors: there the model is run,
     and the program is that of the branches these inputs take. A `dynamic` program runs on inputs of other sizes too, as far as the
     model's code does, and on any values. Raises `CaptureError` where the model cannot be traced.
     """
     modes = {module: module.training for module in model.modules()}
     model.train(training)
     try:
-        exported, calls = attempted(model, dict(example_inputs), dynamic)
+        exported, calls, branches = attempted(model, dict(example_inputs), dynamic)
     except Exception as error:  # whatever the model's own code raises
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CaptureError(
@@ -187,23 +187,27 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return read_program(exported, calls)
+    return dataclasses.replace(read_program(exported, calls), branches=branches)
 
 
-def attempted(model: nn.Module, inputs: dict[str, Any], dynamic: bool) -> tuple[torch.export.ExportedProgram, list[Call]]:
-    """`export`, and where that fails with a mask of ones, or with values; raises what it raised first."""
+def attempted(model: nn.Module, inputs: dict[str, Any], dynamic: bool) -> tuple[torch.export.ExportedProgram, list[Call], bool]:
+    """`export`, and where that fails with a mask of ones, or with values, and whether it was that; raises what it raised first."""
     without_values = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     try:
-        return export(model, inputs, dynamic)
+        return *export(model, inputs, dynamic), False
     except Exception as error:
         first = error
-    mask = missing_mask(model, inputs)
-    if mask is not None:
+    masks = missing_masks(model, inputs)
+    if masks:
         with contextlib.suppress(Exception):
-            return export(model, {**inputs, "attention_mask": mask}, dynamic)
-    if not dynamic and (without_values or isinstance(first, GuardOnDataDependentSymNode)):
-        with contextlib.suppress(Exception), values_kept():
-            return export(*with_values(model, inputs))
+            return *export(model, inputs | masks, dynamic), False
+    if not dynamic and (without_values or isinstance(first, (GuardOnDataDependentSymNode, RuntimeError, TypeError))):
+        with contextlib.suppress(Exception):
+            able, given = with_values(model, inputs | masks)
+            with torch.no_grad(), quiet(), no_cache(able), written_down() as answers:
+                able(**given)
+            with told(answers), cast_modules_stay():
+                return *export(able, given), bool(answers)
     raise first
 
 
@@ -220,24 +224,21 @@ def with_values(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[nn.Module,
 
 
 @contextlib.contextmanager
-def values_kept() -> Iterator[None]:
-    """Within this context what is traced is computed too, and branches on values go where they lead."""
-    with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True), logged_nothing():
-        yield
+def cast_modules_stay() -> Iterator[None]:
+    """Within this context a module that is cast to what it is stays as it is: a tracer cannot exchange its weights."""
+    cast = nn.Module.to
 
+    def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        held = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
+        same = all((dtype or one.dtype) == one.dtype and (device or one.device) == one.device for one in held)
+        return module if same else cast(module, *args, **kwargs)
 
-@contextlib.contextmanager
-def logged_nothing() -> Iterator[None]:
-    """Within this context torch's tracer reports nothing of what it assumes."""
-    loggers = [logging.getLogger(name) for name in ("torch._subclasses", "torch.fx", "torch._functorch")]
-    before = [logger.level for logger in loggers]
+    nn.Module.to = to  # type: ignore[method-assign, assignment]
     try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
         yield
     finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
+        nn.Module.to = cast  # type: ignore[method-assign]
 
 
 def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> tuple[torch.export.ExportedProgram, list[Call]]:
@@ -281,11 +282,11 @@ def free_sizes(value: Any) -> dict[int, Any] | None:
     return dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO) if isinstance(value, torch.Tensor) else None
 
 
-def missing_mask(model: nn.Module, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """An all-ones attention mask, where the model takes one, was given ids and was given none: some code needs it when traced."""
-    ids = inputs.get("input_ids")
-    takes = "attention_mask" in inspect.signature(model.forward).parameters
-    return torch.ones_like(ids) if takes and ids is not None and inputs.get("attention_mask") is None else None
+def missing_masks(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """All-ones attention masks, where the model takes one, was given ids and was given none: some code needs it when traced."""
+    taken = inspect.signature(model.forward).parameters
+    sides = [(f"{side}attention_mask", inputs.get(f"{side}input_ids")) for side in ("", "decoder_")]
+    return {name: torch.ones_like(ids) for name, ids in sides if name in taken and ids is not None and inputs.get(name) is None}
 
 
 def mutates(node: fx.Node) -> bool:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 def check(subject: Subject) -> Finding:
     nodes = sum(node.op == "call_function" for node in subject.program.graph.nodes)
+    if subject.program.branches and subject.reference is not None and not subject.reference.branches:
+        return failed(f"{nodes} nodes", "it branches on the values of tensors, and the dense model does not")
     expected = expected_outputs(subject)
     for inputs, outputs, probe in expected:
         try:

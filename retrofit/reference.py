@@ -59,6 +59,7 @@ class Reference:
     trail: Trail  # a sample of what each module handed on
     loose: frozenset[str]  # tensors that are plain attributes, and not saved
     unsaved: frozenset[str]  # buffers that are not saved
+    branches: bool  # whether its code branches on values
 
     @staticmethod
     def of(model: nn.Module, example_inputs: Any = None, program: Program | None = None) -> Reference:
@@ -92,6 +93,7 @@ class Reference:
             trail=trail,
             loose=frozenset(loose_tensors(model)),
             unsaved=frozenset(unsaved_buffers(model)),
+            branches=captured is None or captured.branches,
         )
 
     @property

@@ -84,7 +84,7 @@ def _(model: Any) -> None:
     model.lm_head.register_forward_hook(lambda module, args, output: output.double())
 
 
-@fault("a layer branches on the values of a tensor", check="graph", names="captured")
+@fault("a layer branches on the values of a tensor", check="graph", names="branches on the values of tensors")
 def _(model: Any) -> None:
     def forward(old: Any, hidden: torch.Tensor) -> Any:
         return old(hidden) if hidden.sum() > 1e9 else old(hidden) + 0

@@ -169,20 +169,44 @@ def test_no_transformer_says_what_was_seen() -> None:
     assert "1 chain" in caught.value.why
 
 
-class Branching(nn.Module):
+class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(9, 8)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        y = self.table(ids)
-        return y + 1 if y.sum() > 0 else y
+        return torch.from_numpy(self.table(ids).numpy())
 
 
 def test_what_cannot_be_captured_says_why() -> None:
     with pytest.raises(CaptureError, match="could not be captured") as caught:
-        retrofit.inspect(Branching())
+        retrofit.inspect(Failing())
     assert caught.value.why and caught.value.remedy
+
+
+class Branching(nn.Module):
+    """A layer whose code asks what is in a tensor."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden_states) if hidden_states.abs().sum() >= 0 else hidden_states
+
+
+def test_code_that_branches_on_values_is_captured_with_them_and_rewritten() -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=99)).eval()
+    found = retrofit.inspect(model)
+    for block in model.transformer.h:
+        block.mlp = Branching(block.mlp)
+    branching = retrofit.inspect(model)
+    assert branching.program.branches and not found.program.branches
+    roles = [[branch.role for layer in one.layers for branch in layer.branches] for one in (found, branching)]
+    assert roles[0] == roles[1]
+    ids = torch.arange(24)[None]
+    before = model(ids).logits
+    torch.testing.assert_close(retrofit.apply(model, "altup(k=2)")(ids).logits, before, atol=1e-5, rtol=1e-4)
 
 
 def test_inspection_leaves_the_model_alone_and_copies_no_weight() -> None:

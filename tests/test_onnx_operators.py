@@ -46,7 +46,9 @@ def single(value: float) -> np.ndarray:
 class Case:
     """A node, its inputs (those in `fixed` as constants of the file) and how many outputs it has."""
 
-    def __init__(self, kind: str, *inputs: Any, fixed: tuple[int, ...] = (), outputs: int = 1, opset: int = 20, **attributes: Any) -> None:
+    def __init__(
+        self, kind: str, *inputs: Any, fixed: tuple[int, ...] = (), outputs: int = 1, opset: int = 20, **attributes: Any
+    ) -> None:
         self.domain, _, self.kind = kind.rpartition(":")
         self.domain = MICROSOFT if self.domain else ""
         self.inputs, self.fixed, self.outputs, self.opset = inputs, fixed, outputs, opset

@@ -313,8 +313,8 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
 
 def test_an_output_that_could_not_be_saved_is_refused_before_any_step(tmp_path: Path) -> None:
     steps: list[str] = []
-    with pytest.raises(CheckpointError, match=r"not saved as \.onnx"):
-        continue_pretraining(llama(), TEXTS, SMALL, output=tmp_path / "model.onnx", progress=steps.append)
+    with pytest.raises(CheckpointError, match=r"not saved as \.gguf"):
+        continue_pretraining(llama(), TEXTS, SMALL, output=tmp_path / "model.gguf", progress=steps.append)
     assert not steps
 
 
