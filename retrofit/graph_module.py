@@ -45,11 +45,21 @@ class Holder(nn.Module):
     def __init__(self, exported: torch.export.ExportedProgram) -> None:
         super().__init__()
         signature = exported.graph_signature
+        used = {node.name for node in exported.graph.nodes if node.op == "placeholder" and node.users}
+        read = {name: exported.state_dict[name] for key, name in signature.inputs_to_parameters.items() if key in used}
         for name in signature.parameters:
-            register(self, name, exported.state_dict[name])
+            register(self, name, read[name] if name in read else tied_to(exported.state_dict[name], read))
         for name in signature.buffers:
             saved = name not in signature.non_persistent_buffers
             register(self, name, exported.state_dict[name] if saved else exported.constants[name], saved)
+
+
+def tied_to(held: Tensor, read: dict[str, Tensor]) -> Tensor:
+    """Of the parameters that the program reads the one that `held`, which it does not, is another name of; itself where none is.
+
+    An exported program reads a tied parameter under one of its names, and forgets on disk that the others are the same.
+    """
+    return next((one for one in read.values() if one.shape == held.shape and torch.equal(one, held)), held)
 
 
 def register(root: nn.Module, name: str, value: Tensor, saved: bool = True) -> None:

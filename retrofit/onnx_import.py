@@ -68,6 +68,8 @@ def read(path: Path) -> onnx.ModelProto:
             why=first_line(error),
             remedy="give a whole file, with the files of its external data beside it",
         ) from error
+    if not model.graph.node:
+        raise CheckpointError(f"{path} holds no graph", remedy="give the file of a model that was exported whole")
     version = next((one.version for one in model.opset_import if one.domain in STANDARD), OLDEST)
     if version < OLDEST:
         raise CheckpointError(

@@ -1,0 +1,294 @@
+"""Models come in from ONNX: what they compute is what ONNX Runtime computes, and from there they go the way of any other model."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import transformers
+import zoo
+from onnx import helper, numpy_helper
+from torch import fx, nn
+
+import retrofit
+from retrofit.cli import main
+from retrofit.errors import CaptureError, CheckpointError
+from retrofit.onnx_import import from_onnx
+from retrofit.onnx_running import Running
+from retrofit.probes import distance, resized
+
+FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")
+PARITY = 1e-4
+FREE = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+
+
+class Plain(nn.Module):
+    """A transformers model from tensors to logits, as people wrap it to export it."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        return self.model(**dict(zip(self.names, given, strict=True))).logits
+
+
+def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    entry = zoo.entry(name)
+    model = zoo.build(entry).eval()
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    return model, {key: value for key, value in zoo.inputs(entry, model).items() if isinstance(value, torch.Tensor)}
+
+
+def by_tracing(name: str, path: Path) -> None:
+    """torch's older exporter, operator set 17."""
+    model, inputs = built(name)
+    names = tuple(inputs)
+    axes = {key: {0: "batch", 1: "length"} if value.dim() == 2 else {0: "batch"} for key, value in inputs.items()}
+    torch.onnx.export(
+        Plain(model, names),
+        tuple(inputs.values()),
+        str(path),
+        input_names=list(names),
+        output_names=["logits"],
+        dynamic_axes=axes,
+        opset_version=17,
+        dynamo=False,
+    )
+
+
+def by_exporting(version: int) -> Callable[[str, Path], None]:
+    """torch's newer exporter."""
+
+    def exporter(name: str, path: Path) -> None:
+        model, inputs = built(name)
+        sizes = tuple(FREE if value.dim() == 2 else {0: torch.export.Dim.AUTO} for value in inputs.values())
+        torch.onnx.export(
+            Plain(model, tuple(inputs)),
+            tuple(inputs.values()),
+            str(path),
+            input_names=list(inputs),
+            output_names=["logits"],
+            dynamic_shapes=(sizes,),
+            opset_version=version,
+            dynamo=True,
+            verbose=False,
+        )
+
+    return exporter
+
+
+def fused_by_runtime(name: str, path: Path) -> None:
+    """ONNX Runtime's own fusions, SkipLayerNormalization and BiasGelu among them."""
+    optimizer = pytest.importorskip("onnxruntime.transformers.optimizer")
+    by_tracing(name, path)
+    kind = name.partition("/")[2]
+    optimizer.optimize_model(str(path), model_type=kind, num_heads=4, hidden_size=64, opt_level=0).save_model_to_file(str(path))
+
+
+def with_cache(name: str, path: Path) -> None:
+    """This project's exporter: fused operators, the cache as inputs and outputs."""
+    entry = zoo.entry(name)
+    model = zoo.build(entry).eval()
+    retrofit.export_onnx(model, path, example_inputs=zoo.inputs(entry, model), force=True)
+
+
+SOURCES: dict[str, Callable[[str, Path], None]] = {
+    "traced": by_tracing,
+    "exported, set 18": by_exporting(18),
+    "exported, set 23": by_exporting(23),
+    "fused by ONNX Runtime": fused_by_runtime,
+    "with its cache": with_cache,
+}
+FILES = [
+    *(("traced", name) for name in ("masked/bert", "image/vit", "masked/deberta-v2")),
+    *(("exported, set 18", name) for name in ("causal/llama", "causal/gpt2", "causal/opt", "masked/roberta")),
+    *(("exported, set 23", name) for name in ("causal/gpt2", "image/vit")),
+    *(("fused by ONNX Runtime", name) for name in ("masked/bert", "image/vit")),
+    *(("with its cache", name) for name in ("causal/llama", "causal/gpt_neox", "causal/gemma2", "image/vit")),
+]
+
+
+@functools.cache
+def file_of(source: str, name: str) -> Path:
+    path = Path(FOLDER.name) / f"{source}-{name}.onnx".replace("/", "-").replace(" ", "-")
+    with torch.no_grad():
+        SOURCES[source](name, path)
+    return path
+
+
+def other_inputs(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
+    return resized(model, model.__dict__["retrofit_examples"], (2, 3, 1)[seed], (11, 6, 1)[seed], seed=seed)
+
+
+@pytest.mark.parametrize(("source", "name"), FILES)
+def test_files_compute_what_onnx_runtime_computes_and_can_be_rewritten(source: str, name: str) -> None:
+    path = file_of(source, name)
+    model, running = from_onnx(path), Running(path)
+    for seed in range(3):
+        inputs = other_inputs(model, seed)
+        expected = running({**inputs, **running.empty(len(next(iter(inputs.values()))))})
+        with torch.no_grad():
+            found = model(**inputs)
+        assert max(distance(found[key], expected[key]) for key in found) < PARITY
+    dense = retrofit.inspect(zoo.build(zoo.entry(name)))
+    anatomy = retrofit.inspect(model)
+    assert [(stack.kind, stack.width, len(stack.layers)) for stack in anatomy.stacks] == [
+        (stack.kind, stack.width, len(stack.layers)) for stack in dense.stacks
+    ]
+    rewritten = retrofit.apply(model, "altup(k=2)")  # every check passes
+    assert isinstance(rewritten, fx.GraphModule)
+    with torch.no_grad():
+        assert distance(rewritten(**inputs)["logits"], found["logits"]) < PARITY
+
+
+@pytest.mark.parametrize("source", ["exported, set 18", "with its cache"])
+def test_weights_are_parameters_under_the_models_own_names(source: str) -> None:
+    own = dict(zoo.build(zoo.entry("causal/llama")).named_parameters())
+    imported = dict(from_onnx(file_of(source, "causal/llama")).named_parameters())
+    prefix = "model." if source == "exported, set 18" else ""
+    assert {f"{prefix}{name}": tuple(value.shape) for name, value in own.items()} == {
+        name: tuple(value.shape) for name, value in imported.items()
+    }
+
+
+def test_frequencies_are_no_parameters() -> None:
+    model = from_onnx(file_of("with its cache", "causal/llama"))
+    assert any("freq" in name for name, _ in model.named_buffers())
+    assert not any("freq" in name for name, _ in model.named_parameters())
+
+
+def test_tied_heads_are_tied_again() -> None:
+    model = from_onnx(file_of("exported, set 18", "causal/gpt2"))
+    anatomy = retrofit.inspect(model)
+    assert anatomy.head is not None and anatomy.embedding is not None
+    assert anatomy.head.parameter == anatomy.embedding.parameter
+
+
+def test_the_result_is_a_module_like_any_other() -> None:
+    path = file_of("with its cache", "causal/llama")
+    model = from_onnx(path)
+    inputs = other_inputs(model, 1)
+    with torch.no_grad():
+        before = model(**inputs)["logits"]
+        twin = from_onnx(path)
+        for parameter in twin.parameters():
+            parameter.zero_()
+        twin.load_state_dict(model.state_dict())
+        assert torch.equal(twin(**inputs)["logits"], before)
+        assert torch.equal(copy.deepcopy(model)(**inputs)["logits"], before)
+        double = copy.deepcopy(model).double()(**inputs)["logits"]
+    assert double.dtype == torch.float64
+    torch.testing.assert_close(double.float(), before, atol=1e-4, rtol=1e-3)
+    model(**inputs)["logits"].square().mean().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_from_torch_to_onnx_to_a_rewrite_to_training_to_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=300,
+        bos_token_id=298,
+        eos_token_id=299,
+    )
+    dense, rewritten, trained, out = (tmp_path / name for name in ("m.onnx", "m.altup.pt2", "m.altup.trained.pt2", "out.onnx"))
+    retrofit.export_onnx(transformers.LlamaForCausalLM(config).eval(), dense)
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 60)
+    assert main(["apply", "--pass", "altup", "--k", "2", str(dense)]) == 0
+    assert rewritten.exists()
+    assert main(["verify", str(rewritten), "--against", str(dense)]) == 0
+    assert main(["train", str(rewritten), "--data", str(text), "--steps", "8", "--length", "16", "--lr", "0.01"]) == 0
+    assert main(["export", str(trained), "-o", str(out)]) == 0
+    assert main(["verify", str(out), "--against", str(trained)]) == 0
+    capsys.readouterr()
+    inputs = other_inputs(from_onnx(dense), 1)
+    first, last = (Running(path) for path in (dense, out))
+    states = first.empty(len(inputs["input_ids"]))
+    assert distance(last({**inputs, **states})["logits"], first({**inputs, **states})["logits"]) > 1e-3  # it has learned something
+
+
+def test_a_rewritten_file_goes_straight_to_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file_of("with its cache", "causal/llama")
+    out = tmp_path / "out.onnx"
+    assert main(["apply", "--pass", "altup", "--k", "2", str(path), "-o", str(out)]) == 0
+    assert "out.onnx" in capsys.readouterr().out
+    inputs = other_inputs(from_onnx(path), 1)
+    running = Running(path)
+    expected = running({**inputs, **running.empty(len(inputs["input_ids"]))})["logits"]
+    assert distance(Running(out)(inputs)["logits"], expected) < PARITY
+
+
+# ── What cannot come in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def written(path: Path, nodes: list[Any], *, version: int = 20, held: dict[str, np.ndarray] | None = None) -> Path:
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", 4])],
+        [helper.make_empty_tensor_value_info("y")],
+        [numpy_helper.from_array(value, name) for name, value in (held or {}).items()],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", version)], ir_version=10), str(path))
+    return path
+
+
+def test_unknown_operators_are_named_with_their_node(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["z"]), helper.make_node("LSTM", ["z", "w", "r"], ["y"], name="the_recurrence")]
+    path = written(tmp_path / "m.onnx", nodes, held={"w": np.ones((1, 16, 4), "f"), "r": np.ones((1, 16, 4), "f")})
+    with pytest.raises(CaptureError, match=r"ai\.onnx\.LSTM") as caught:
+        from_onnx(path)
+    assert "the_recurrence" in caught.value.why
+
+
+@pytest.mark.parametrize("content", [b"", b"no model at all", b"\x08\x07\x12\x04"])
+def test_files_that_are_no_models_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "m.onnx"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"m\.onnx"):
+        from_onnx(path)
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    whole = file_of("with its cache", "causal/llama").read_bytes()
+    path = tmp_path / "m.onnx"
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="cannot be read as an ONNX model"):
+        from_onnx(path)
+
+
+def test_weights_that_lie_elsewhere_are_read_and_missed(tmp_path: Path) -> None:
+    path, apart = file_of("with its cache", "causal/llama"), tmp_path / "m.onnx"
+    onnx.save(onnx.load(str(path)), str(apart), save_as_external_data=True, location="m.onnx_data", size_threshold=0)
+    one, other = dict(from_onnx(path).named_parameters()), dict(from_onnx(apart).named_parameters())
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    (tmp_path / "m.onnx_data").unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        from_onnx(apart)
+
+
+def test_old_operator_sets_and_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="operator set 9"):
+        from_onnx(written(tmp_path / "m.onnx", [helper.make_node("Relu", ["x"], ["y"])], version=9))
+    with pytest.raises(CheckpointError, match="does not exist"):
+        retrofit.load(tmp_path / "nothing.onnx")
+
+
+def test_a_graph_saved_as_a_checkpoint_is_told_where_to_go(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"save it as a \.pt2 file"):
+        retrofit.save(from_onnx(file_of("with its cache", "causal/llama")), tmp_path / "m.pt")
+    assert not list(tmp_path.iterdir())
