@@ -132,11 +132,18 @@ def named(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: 
 def patched() -> Iterator[None]:
     """Within this context transformers' patches for exporting to ONNX are in place, but for the branches of a choice by size."""
     import transformers.exporters.exporter_onnx  # noqa: F401 # registers them
-    from transformers.exporters.utils import _PATCHES, apply_patches, import_dotted_path
+    from transformers.exporters import utils
 
-    owners = [(import_dotted_path(path, missing_ok=True), name) for path, name, _ in _PATCHES["onnx"] if path.startswith("torch")]
+    def owner_of(place: Any) -> Any:  # said by its path, or in earlier versions itself
+        return utils.import_dotted_path(place, missing_ok=True) if isinstance(place, str) else place
+
+    def in_torch(place: Any) -> bool:
+        said = place if isinstance(place, str) else getattr(place, "__module__", None) or place.__name__
+        return str(said).startswith("torch")
+
+    owners = [(owner_of(place), name) for place, name, _ in utils._PATCHES["onnx"] if in_torch(place)]
     originals = [(owner, name, getattr(owner, name)) for owner, name in owners if owner is not None]
-    with apply_patches("onnx"), both_kept(originals):
+    with utils.apply_patches("onnx"), both_kept(originals):
         yield
 
 
