@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from retrofit.cost import Cost
 from retrofit.departure import still_whole
@@ -37,6 +40,23 @@ def unread(subject: Subject) -> str:
 def work_left_out(subject: Subject, before: Cost, after: Cost) -> list[str]:
     """The dense modules that do less than they did."""
     names = still_whole(subject.fates, before.by_module)
-    work = {names[path]: (after.by_module.get(names[path], 0), count) for path, count in before.by_module.items() if path in names}
-    less = [f"{subject.placed(path)} does {now:,} FLOPs, did {then:,}" for path, (now, then) in work.items() if now < then]
+    modules = dict(subject.model.named_modules(remove_duplicate=False))
+    did, does = Counter[object](), Counter[object]()
+    for path, count in before.by_module.items():
+        if path in names:
+            did[held(modules.get(names[path]))] += count
+    for path, count in after.by_module.items():
+        does[held(modules.get(path))] += count
+    keys = {path: held(modules.get(names[path])) for path in before.by_module if path in names}
+    less = [
+        f"{subject.placed(names[path])} does {does[key]:,} FLOPs, did {did[key]:,}"
+        for path, key in keys.items()
+        if does[key] < did[key]
+    ]
     return less or (["the whole does less than before"] if after.flops < before.flops else [])
+
+
+def held(module: nn.Module | None) -> object:
+    """What is counted as one: modules on the same weights, under whichever of their names the work was found."""
+    weights = tuple(id(parameter) for parameter in module.parameters()) if module is not None else ()
+    return weights or id(module)

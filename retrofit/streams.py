@@ -123,13 +123,17 @@ def same_width(part: fx.Node, node: fx.Node) -> bool:
 
 
 def longest_chains(residuals: list[Residual], flow: Dataflow) -> list[list[Residual]]:
-    """Disjoint chains of residual additions, each as long as can be."""
+    """Disjoint chains of residual additions, each as long as can be; of two that end alike the one whose end holds the other's."""
     taken: set[Residual] = set()
     chains = []
     length: dict[Residual, int] = {}
     for one in residuals:
         length[one] = 1 + (length[one.previous] if one.previous else 0)
-    for end in sorted(residuals, key=lambda one: (-length[one], flow.position[one.add])):
+    alike: dict[fx.Node, list[Residual]] = {}
+    for one in residuals:
+        alike.setdefault(one.base, []).append(one)
+    held = {one for group in alike.values() for one in group for other in group if holds(other, one, flow)}
+    for end in sorted(residuals, key=lambda one: (-length[one], one in held, flow.position[one.add])):
         chain: list[Residual] = []
         current: Residual | None = end
         while current is not None and current not in taken:
@@ -139,6 +143,11 @@ def longest_chains(residuals: list[Residual], flow: Dataflow) -> list[list[Resid
             taken.update(chain)
             chains.append(chain[::-1])
     return chains
+
+
+def holds(outer: Residual, inner: Residual, flow: Dataflow) -> bool:
+    """Whether a branch of `outer` is computed from the sum of `inner`."""
+    return outer is not inner and any(flow.reaches(inner.add, branch) for branch in outer.branches)
 
 
 def runs_inside(inner: list[Residual], outer: list[Residual], flow: Dataflow) -> bool:

@@ -206,7 +206,8 @@ def test_code_that_branches_on_values_is_captured_with_them_and_rewritten() -> N
     assert roles[0] == roles[1]
     ids = torch.arange(24)[None]
     before = model(ids).logits
-    torch.testing.assert_close(retrofit.apply(model, "altup(k=2)")(ids).logits, before, atol=1e-5, rtol=1e-4)
+    rewritten = retrofit.apply(model, "altup(k=2)", verify=False)  # it could not be built again from its class
+    torch.testing.assert_close(rewritten(ids).logits, before, atol=1e-5, rtol=1e-4)
 
 
 def test_inspection_leaves_the_model_alone_and_copies_no_weight() -> None:
