@@ -6,6 +6,7 @@ values of earlier tokens are taken where a graph hands them on; what is computed
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -177,10 +178,7 @@ def allowed(mask: Tensor | None, value: float, like: Tensor) -> Tensor | None:
 def joined(*masks: Tensor | None) -> Tensor | None:
     """Masks that are added, as one."""
     given = [mask for mask in masks if mask is not None]
-    total = given[0] if given else None
-    for mask in given[1:]:
-        total = total + mask
-    return total
+    return functools.reduce(torch.add, given) if given else None
 
 
 def backward_only(queries: int, keys: int, like: Tensor, window: int = -1) -> Tensor:
