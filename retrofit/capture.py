@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import inspect
 import io
+import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -161,9 +162,15 @@ def no_cache(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Within this context the tracer's warnings and the graphs it prints when it fails are not shown."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
 
 
 def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: bool = False, training: bool = False) -> Program:

@@ -1,12 +1,16 @@
-"""The graph check: the model captures again, and its outputs are laid out as the dense model's at other batch sizes and lengths."""
+"""The graph check: captured again, the model is the dense one wherever nothing was announced, and its outputs are laid out alike.
+
+Alike at other batch sizes and lengths too. Where a rewrite left a module whole, the graph of its operations is the dense model's.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from retrofit.finding import Finding, failed, first_line, layout, passed
+from retrofit.finding import Finding, failed, first_line, layout, listed, passed
 from retrofit.probes import describe, is_per_token
 from retrofit.reference import Layout, Probe, other_shapes
+from retrofit.untouched import graphs_of, touched
 
 if TYPE_CHECKING:
     from retrofit.subject import Subject
@@ -29,6 +33,10 @@ def check(subject: Subject) -> Finding:
         ]
         if wrong:
             return failed(f"{nodes} nodes", f"on {describe(inputs)}, {'; '.join(wrong)}")
+    if subject.reference is not None and subject.rewrites is not None:
+        dense = subject.reference.graphs
+        if changed := touched(dense, graphs_of(subject.program), subject.fates, subject.rewrites):
+            return failed(f"{nodes} nodes", f"not announced, and yet another graph than the dense model's: {listed(changed)}")
     return passed(f"{nodes} nodes, {len(expected)} shapes of inputs")
 
 

@@ -23,6 +23,7 @@ from retrofit.inputs import named_inputs
 from retrofit.probes import Inputs, describe, extent_of, logits_of, named_outputs, resized, run
 from retrofit.trial import Trial
 from retrofit.undisturbed import undisturbed
+from retrofit.untouched import Graphs, graphs_of
 
 Result = TypeVar("Result")
 Layout = tuple[tuple[int, ...], torch.dtype]
@@ -60,6 +61,7 @@ class Reference:
     loose: frozenset[str]  # tensors that are plain attributes, and not saved
     unsaved: frozenset[str]  # buffers that are not saved
     branches: bool  # whether its code branches on values
+    graphs: Graphs  # of its modules' calls
 
     @staticmethod
     def of(model: nn.Module, example_inputs: Any = None, program: Program | None = None) -> Reference:
@@ -94,6 +96,7 @@ class Reference:
             loose=frozenset(loose_tensors(model)),
             unsaved=frozenset(unsaved_buffers(model)),
             branches=captured is None or captured.branches,
+            graphs=graphs_of(captured) if captured is not None else {},
         )
 
     @property

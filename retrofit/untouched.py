@@ -1,0 +1,106 @@
+"""What a rewrite did not announce, it did not touch: the graphs of the modules that it left whole are the dense model's graphs.
+
+A module is whole where all of its parameters are kept, or moved together. Of each call of such a module the operations form a
+graph: what is computed from what, by which operation, with which real constants. Sizes are left out, for a layer may run on fewer
+tokens, and so is how often a module is called, for it may be run block by block. Two calls agree where their graphs have one
+Weisfeiler-Lehman hash: isomorphic graphs do, and others hardly ever.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import networkx
+from torch import fx
+
+from retrofit.capture import Call, Program
+from retrofit.edit import Fate
+from retrofit.ops import op
+from retrofit.protocol import Rewrite
+
+ROUNDS = 4  # of the hash: how far round each operation is looked
+Graphs = dict[str, frozenset[str]]  # of each module, by path: the hashes of its calls
+
+
+def graphs_of(program: Program) -> Graphs:
+    """The graphs of every module that is called."""
+    reached, depends = computed_from(program.outputs.values()), depending(program)
+    inside: dict[Call, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if node in reached and node.op == "call_function":
+            for call in program.owner[node].chain if node in program.owner else ():
+                inside.setdefault(call, []).append(node)
+    found: dict[str, set[str]] = {}
+    for call, nodes in inside.items():
+        if call.path:
+            found.setdefault(call.path, set()).add(hash_of(nodes, depends))
+    return {path: frozenset(hashes) for path, hashes in found.items()}
+
+
+def computed_from(results: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that the results are computed from."""
+    found: set[fx.Node] = set()
+    waiting = list(results)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found
+
+
+def depending(program: Program) -> set[fx.Node]:
+    """The nodes that are computed from the inputs and not from weights alone."""
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node in program.inputs or any(part in found for part in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def hash_of(nodes: list[fx.Node], depends: set[fx.Node]) -> str:
+    """The hash of the graph of some nodes and of what enters them, with no regard to names and sizes."""
+    graph = networkx.DiGraph()
+    own = set(nodes)
+    for node in nodes:
+        graph.add_node(node, label=f"{op(node)} {constants(node)}")
+        for part in node.all_input_nodes:
+            if part not in own:
+                graph.add_node(part, label="enters" if part in depends else "weight")
+            graph.add_edge(part, node)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that other versions hash otherwise
+        hashed: str = networkx.weisfeiler_lehman_graph_hash(graph, node_attr="label", iterations=ROUNDS)
+    return hashed
+
+
+def constants(node: fx.Node) -> tuple[Any, ...]:
+    """The real numbers among the node's arguments."""
+    return tuple(value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float))
+
+
+def touched(dense: Graphs, now: Graphs, fates: Mapping[str, Fate], rewrites: Iterable[Rewrite]) -> list[str]:
+    """The modules, by their path now, that are whole and in no approximate site, and no longer compute what they did."""
+    approximate = [f"{site.name}." for rewrite in rewrites if not rewrite.exact for site in rewrite.sites]
+    changed = []
+    for path, place in whole(dense, fates).items():
+        apart = any(f"{place}.".startswith(site) for site in approximate)
+        if not apart and place in now and now[place] != dense[path]:
+            changed.append(place)
+    return changed
+
+
+def whole(paths: Iterable[str], fates: Mapping[str, Fate]) -> dict[str, str]:
+    """Of the dense modules at `paths` the largest that are whole, by their path then: their path now."""
+    places: dict[str, set[str | None]] = {}
+    for name, fate in fates.items():
+        path = name.rpartition(".")[0]
+        while path:
+            rest = name[len(path) :]
+            moved = fate.kind in ("kept", "moved") and fate.name.endswith(rest)
+            places.setdefault(path, set()).add(fate.name.removesuffix(rest) if moved else None)
+            path = path.rpartition(".")[0]
+    found = {path: place for path in paths if len(place_set := places.get(path, set())) == 1 and (place := next(iter(place_set)))}
+    return {path: place for path, place in found.items() if not any(path.startswith(f"{other}.") for other in found)}
