@@ -9,6 +9,7 @@ Weisfeiler-Lehman hash: isomorphic graphs do, and others hardly ever.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -67,9 +68,11 @@ def hash_of(nodes: list[fx.Node], depends: set[fx.Node]) -> str:
     for node in nodes:
         graph.add_node(node, label=f"{op(node)} {constants(node)}")
         for part in node.all_input_nodes:
-            if part not in own:
-                graph.add_node(part, label="enters" if part in depends else "weight")
-            graph.add_edge(part, node)
+            source: object = part
+            if part not in own:  # for each use by itself: whether two things that enter are one is decided outside
+                source = part, node
+                graph.add_node(source, label="enters" if part in depends else "weight")
+            graph.add_edge(source, node)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that other versions hash otherwise
         hashed: str = networkx.weisfeiler_lehman_graph_hash(graph, node_attr="label", iterations=ROUNDS)
@@ -95,11 +98,12 @@ def touched(dense: Graphs, now: Graphs, fates: Mapping[str, Fate], rewrites: Ite
 def whole(paths: Iterable[str], fates: Mapping[str, Fate]) -> dict[str, str]:
     """Of the dense modules at `paths` the largest that are whole, by their path then: their path now."""
     places: dict[str, set[str | None]] = {}
+    names = Counter(fate.name for fate in fates.values())  # of a weight with several names nobody knows which module it is in now
     for name, fate in fates.items():
         path = name.rpartition(".")[0]
         while path:
             rest = name[len(path) :]
-            moved = fate.kind in ("kept", "moved") and fate.name.endswith(rest)
+            moved = fate.kind in ("kept", "moved") and fate.name.endswith(rest) and names[fate.name] == 1
             places.setdefault(path, set()).add(fate.name.removesuffix(rest) if moved else None)
             path = path.rpartition(".")[0]
     found = {path: place for path in paths if len(place_set := places.get(path, set())) == 1 and (place := next(iter(place_set)))}

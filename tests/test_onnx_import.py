@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +237,15 @@ def test_a_rewritten_file_goes_straight_to_onnx(tmp_path: Path, capsys: pytest.C
     running = Running(path)
     expected = running({**inputs, **running.empty(len(inputs["input_ids"]))})["logits"]
     assert distance(Running(out)(inputs)["logits"], expected) < PARITY
+
+
+def test_the_example_learns_and_goes_out(capsys: pytest.CaptureFixture[str]) -> None:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    try:
+        importlib.import_module("onnx_round_trip").main()
+    finally:
+        sys.path.pop(0)
+    assert "23 of 23 tokens right" in capsys.readouterr().out
 
 
 # ── What cannot come in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
