@@ -151,8 +151,8 @@ class Importing:
             return [merged]
         function = OPERATORS[domain_of(node), node.op_type]
         attributes = attributes_of(node)
-        if "axes" in attributes and node.op_type != "LayerNormalization":  # an input since operator set 13 or 18
-            attributes["axes_attribute" if node.op_type.startswith("Reduce") else "axes"] = attributes.pop("axes")
+        if "axes" in attributes:  # of a reduction: an input since operator set 18
+            attributes["axes_attribute"] = attributes.pop("axes")
         if node.op_type == "Split":
             attributes["outputs"] = len(node.output)
         packed = (node.domain, node.op_type) == (onnx_fused.MICROSOFT, "Attention")  # with its projections
@@ -213,7 +213,7 @@ class Importing:
     # ── Branches ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def chosen(self, node: onnx.NodeProto) -> Sequence[Any]:
-        """The outputs of the branch that is taken, where that is known; of both, else: they compute the same."""
+        """The outputs of the branch that is taken; raises `CaptureError` where only the inputs can tell which."""
         condition = self.value(node.input[0])
         branches = {one.name: one.g for one in node.attribute}
         if isinstance(condition, tuple) and len(condition) == 1:

@@ -413,7 +413,7 @@ def test_what_is_no_checkpoint(content, match, tmp_path):
 
 def test_what_is_missing_or_of_another_kind(tmp_path):
     refused(tmp_path / "nothing.pt", "does not exist")
-    for name in ("model.onnx", "model.gguf", "model.safetensors"):
+    for name in ("model.npz", "model.gguf", "model.safetensors"):
         (tmp_path / name).write_bytes(b"x")
         refused(tmp_path / name, f"does not read {Path(name).suffix}")
     (tmp_path / "empty").mkdir()
@@ -544,7 +544,7 @@ def test_places_that_cannot_be_written(tmp_path):
             save(model, tmp_path / name, force=True)
         assert name in str(error.value)
     with pytest.raises(CheckpointError, match="not saved as"):
-        save(model, tmp_path / "model.onnx")
+        save(model, tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="cannot be saved as a directory"):
         save(nn.Linear(2, 2), tmp_path / "linear")
 

@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from retrofit.corpus import byte_codec, codec_for
+from retrofit.labelled import with_loss
 from retrofit.objectives import (
     IGNORED,
     Collator,
@@ -268,9 +269,10 @@ def test_a_causal_mask_that_leaks_is_not_causal() -> None:
         (lambda: bert(BertForPreTraining), "BertForPreTraining returned no loss"),
         (lambda: bert(BertForSequenceClassification), "gives no logits for each of its 64 tokens"),
         (lambda: bert(max_position_embeddings=32), r"(?s)cannot read 64 tokens.*shorter --length"),
-        (lambda: nn.Embedding(VOCABULARY, 8), "takes no input_ids and no labels"),
+        (lambda: with_loss(nn.Embedding(VOCABULARY, 8)), "cannot compute a loss for 64 tokens"),
+        (lambda: with_loss(nn.Bilinear(2, 2, 2)), "cannot compute a language-modelling loss"),
     ],
-    ids=["no head", "half a loss", "no logits a token", "too long", "no language model"],
+    ids=["no head", "half a loss", "no logits a token", "too long", "no language model", "no token ids"],
 )
 def test_a_model_without_a_loss_is_refused_with_the_reason(model: Any, message: str) -> None:
     with pytest.raises(TrainingError, match=message):
