@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -80,12 +81,15 @@ def quick_gelu(x: Tensor, alpha: float = 1.702) -> Tensor:
     return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
 
 
-@operator("FusedMatMul", domain=MICROSOFT)
+def set_among(*names: str) -> Callable[[dict[str, Any]], str]:
+    """Refuses nodes that set one of these attributes."""
+    return lambda attributes: ", ".join(name for name in names if attributes.get(name, 0) not in (0, -1))
+
+
+@operator("FusedMatMul", domain=MICROSOFT, refuses=set_among("transBatchA", "transBatchB"))
 def fused_mat_mul(
     one: Tensor, other: Tensor, alpha: float = 1.0, transA: int = 0, transB: int = 0, transBatchA: int = 0, transBatchB: int = 0
 ) -> Tensor:
-    if transBatchA or transBatchB:
-        raise NotImplementedError("FusedMatMul with transposed batches")
     product = torch.matmul(one.mT if transA else one, other.mT if transB else other)
     return product if alpha == 1.0 else alpha * product
 
@@ -232,7 +236,7 @@ def attention(
     return side_by_side(made) if flat else made, k, v
 
 
-@operator("Attention", domain=MICROSOFT)
+@operator("Attention", domain=MICROSOFT, refuses=set_among("do_rotary"))
 def attention_of_runtime(
     x: Tensor,
     weight: Tensor,
@@ -252,8 +256,6 @@ def attention_of_runtime(
     unidirectional: int = 0,
 ) -> tuple[Tensor, ...]:
     """Self-attention with its projections, `weight` (out, in) here: the import turns it round."""
-    if do_rotary:
-        raise NotImplementedError("Attention with do_rotary: RotaryEmbedding by itself is read")
     projected = F.linear(x, weight, bias)
     third = projected.shape[-1] // 3
     q, k, v = (apart(part, num_heads) for part in projected.split(list(qkv_hidden_sizes or (third,) * 3), -1))
@@ -314,7 +316,7 @@ def multi_head_attention(
     return side_by_side(attended(q, k, v, mask, bool(unidirectional), scale or None)), k, v
 
 
-@operator("GroupQueryAttention", domain=MICROSOFT)
+@operator("GroupQueryAttention", domain=MICROSOFT, refuses=set_among("smooth_softmax"))
 def group_query_attention(
     q: Tensor,
     k: Tensor | None = None,
@@ -327,7 +329,6 @@ def group_query_attention(
     sines: Tensor | None = None,
     positions: Tensor | None = None,
     attention_bias: Tensor | None = None,
-    sinks: Tensor | None = None,
     *,
     num_heads: int,
     kv_num_heads: int,
@@ -337,11 +338,8 @@ def group_query_attention(
     scale: float = 0.0,
     smooth_softmax: int = 0,
     softcap: float = 0.0,
-    **quantised: Any,
 ) -> tuple[Tensor, ...]:
     """Causal attention; `last` is the place of the last token of each row, behind which stands padding."""
-    if sinks is not None or smooth_softmax > 0 or quantised:
-        raise NotImplementedError("GroupQueryAttention with sinks, a smooth softmax or quantised keys")
     if k is None or v is None:
         width = q.shape[-1] // (num_heads + 2 * kv_num_heads)
         q, k, v = q.split([num_heads * width, kv_num_heads * width, kv_num_heads * width], -1)

@@ -8,6 +8,7 @@ tokens are none.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from retrofit.errors import CaptureError, CheckpointError
 from retrofit.finding import first_line
 from retrofit.graph_module import register
 from retrofit.inputs import BATCH, LENGTH, TARGET_LENGTH
-from retrofit.onnx_ops import MAKERS, OPERATORS
+from retrofit.onnx_ops import MAKERS, OPERATORS, REFUSALS, Operator
 from retrofit.onnx_values import DTYPES, is_number
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ class Importing:
             attributes["outputs"] = len(node.output)
         packed = (node.domain, node.op_type) == (onnx_fused.MICROSOFT, "Attention")  # with its projections
         operands = [self.weights.turned(name) if packed and at == 1 else self.value(name) for at, name in enumerate(node.input)]
+        self.refuse_what_is_not_computed(node, function, operands, attributes)
         if not any(isinstance(one, fx.Node) for one in operands) and function not in MAKERS:
             made = function(*operands, **attributes)  # of numbers only
             if is_number(made) or isinstance(made, tuple):
@@ -166,6 +168,24 @@ class Importing:
         call = self.graph.call_function(function, tuple(operands), attributes)
         several = len(node.output) > 1 or function in SEVERAL
         return [self.graph.call_function(item, (call, at)) for at in range(len(node.output))] if several else [call]
+
+    def refuse_what_is_not_computed(
+        self, node: onnx.NodeProto, function: Operator, operands: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> None:
+        """Raises `CaptureError` where the node has an input or attribute, or a value of one, that its function does not know."""
+        why = REFUSALS.get((domain_of(node), node.op_type), lambda _: "")(dict(attributes))
+        while operands and operands[-1] is None:  # an input that is left out
+            operands = operands[:-1]
+        try:
+            inspect.signature(function).bind(*operands, **attributes)
+        except TypeError as error:
+            why = why or str(error)
+        if why:
+            raise CaptureError(
+                f"{self.path}: the node {node.name or node.output[0]}, {node.domain or 'ai.onnx'}.{node.op_type}, is not read",
+                why=why,
+                remedy="export the model without it",
+            )
 
     def value(self, name: str) -> Any:
         """The value called so: computed, or a weight or constant of the file."""

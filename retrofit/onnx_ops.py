@@ -34,17 +34,27 @@ from retrofit.onnx_values import (
 Operator = Callable[..., Any]
 
 OPERATORS: dict[tuple[str, str], Operator] = {}  # by domain and name
+REFUSALS: dict[
+    tuple[str, str], Callable[[dict[str, Any]], str]
+] = {}  # what of a node's attributes no function computes, "" if nothing
 MAKERS: set[Operator] = set()  # those that make a tensor from numbers and are told its device
 END = 2**31 - 1  # "to the end" in a slice is this or more
 FEW = 16  # numbers up to which a constant of one value is numbers and no tensor
 
 
-def operator(*names: str, domain: str = "", makes: bool = False) -> Callable[[Operator], Operator]:
-    """Nodes of these names call the decorated function; one that `makes` is told the device of what it makes."""
+def operator(
+    *names: str, domain: str = "", makes: bool = False, refuses: Callable[[dict[str, Any]], str] | None = None
+) -> Callable[[Operator], Operator]:
+    """Nodes of these names call the decorated function; one that `makes` is told the device of what it makes.
+
+    `refuses` says what of a node's attributes the function does not compute, "" where it computes all.
+    """
 
     def registered(function: Operator) -> Operator:
         for name in names:
             OPERATORS[domain, name] = function
+            if refuses is not None:
+                REFUSALS[domain, name] = refuses
         if makes:
             MAKERS.add(function)
         return function
@@ -428,10 +438,13 @@ def gather_nd(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Tensor:
     return x[(*leading, *indices.unbind(-1))]
 
 
-@operator("ScatterND")
+def other_reduction(attributes: dict[str, Any]) -> str:
+    kind = attributes.get("reduction", "none")
+    return "" if kind in ("none", "add") else f"reduction={kind}"
+
+
+@operator("ScatterND", refuses=other_reduction)
 def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, reduction: str = "none") -> Tensor:
-    if reduction not in ("none", "add"):
-        raise NotImplementedError(f"ScatterND with reduction={reduction}")
     return tensor(x).index_put(tensor(indices).unbind(-1), tensor(updates), accumulate=reduction == "add")
 
 
@@ -659,7 +672,14 @@ def max_pool(
     return function(x, kernel_shape, steps, before, spread, bool(ceil_mode))
 
 
-@operator("AveragePool")
+def uneven(attributes: dict[str, Any]) -> str:
+    pads, rank = attributes.get("pads", ()), len(attributes["kernel_shape"])
+    if attributes.get("auto_pad", "NOTSET").startswith("SAME") or tuple(pads[:rank]) != tuple(pads[rank:]):
+        return "padding that may differ before and after"
+    return "dilations" if any(width != 1 for width in attributes.get("dilations", ())) else ""
+
+
+@operator("AveragePool", refuses=uneven)
 def average_pool(
     x: Tensor,
     kernel_shape: tuple[int, ...],
@@ -672,9 +692,7 @@ def average_pool(
 ) -> Tensor:
     rank = x.dim() - 2
     steps = strides or (1,) * rank
-    before, after = padding(x, kernel_shape, auto_pad, pads, steps, (1,) * rank)
-    if before != after or sum(dilations) > rank:
-        raise NotImplementedError("AveragePool with uneven padding or dilations")
+    before, _ = padding(x, kernel_shape, auto_pad, pads, steps, (1,) * rank)
     function: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[rank - 1]
     return function(x, kernel_shape, steps, before, bool(ceil_mode), bool(count_include_pad))
 

@@ -13,6 +13,7 @@ from retrofit.cost import Cost, cost_of
 from retrofit.edit import Fate
 from retrofit.protocol import Rewrite
 from retrofit.reference import Probe, Reference
+from retrofit.untouched import computed_from
 
 
 @dataclasses.dataclass
@@ -40,14 +41,7 @@ class Subject:
     @functools.cached_property
     def reached(self) -> set[fx.Node]:
         """The nodes of the program that its outputs depend on."""
-        found: set[fx.Node] = set()
-        waiting = list(self.program.outputs.values())
-        while waiting:
-            node = waiting.pop()
-            if node not in found:
-                found.add(node)
-                waiting.extend(node.all_input_nodes)
-        return found
+        return computed_from(self.program.outputs.values())
 
     @functools.cached_property
     def first(self) -> Probe:

@@ -271,6 +271,17 @@ def test_unknown_operators_are_named_with_their_node(tmp_path: Path) -> None:
     assert "the_recurrence" in caught.value.why
 
 
+@pytest.mark.parametrize(
+    ("attributes", "why"), [({"reduction": "mul"}, "reduction=mul"), ({"surprise": 1}, "surprise")], ids=["value", "name"]
+)
+def test_attributes_that_nothing_computes_are_refused_with_their_node(tmp_path: Path, attributes: Any, why: str) -> None:
+    held = {"i": np.zeros((1, 1), "int64"), "u": np.ones((1, 4), "f")}
+    node = helper.make_node("ScatterND", ["x", "i", "u"], ["y"], name="the_scatter", **attributes)
+    with pytest.raises(CaptureError, match="the_scatter") as caught:
+        from_onnx(written(tmp_path / "m.onnx", [node], held=held))
+    assert why in caught.value.why
+
+
 @pytest.mark.parametrize("content", [b"", b"no model at all", b"\x08\x07\x12\x04"])
 def test_files_that_are_no_models_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.onnx"
