@@ -1,9 +1,9 @@
 """`from_onnx`: an ONNX transformer as an FX graph module that trains, its weights parameters under readable names.
 
-Every node of the ONNX graph becomes a call of a small function (`retrofit.onnx_ops`, `retrofit.onnx_fused`). What a pass has to see
-is brought into one form on the way: a product with a weight, and what is added to it, is a linear layer with a weight (out, in),
-whatever way round and under however many nodes the file has it; weights that are equal bit for bit are tied; states of earlier
-tokens are none.
+Every node of the ONNX graph becomes a call of a small function (`retrofit.onnx_ops`, `retrofit.onnx_layers`, `retrofit.onnx_fused`).
+What a pass has to see is brought into one form on the way: a product with a weight, and what is added to it, is a linear layer with
+a weight (out, in), whatever way round and under however many nodes the file has it; weights that are equal bit for bit are tied;
+states of earlier tokens are none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit import hub, onnx_fused, onnx_ops
+from retrofit import hub, onnx_fused, onnx_layers, onnx_ops
 from retrofit.errors import CaptureError, CheckpointError
 from retrofit.finding import first_line
 from retrofit.graph_module import register
@@ -208,11 +208,11 @@ class Importing:
         if bias is None and (sum_ := self.only_user(node.output[0])) is not None and sum_.op_type == "Add":
             (other,) = [name for name in sum_.input if name != node.output[0]] or [""]
             if self.weights.is_bias(other):
-                made = self.graph.call_function(onnx_ops.linear, (self.value(x), weight, self.value(other)))
+                made = self.graph.call_function(onnx_layers.linear, (self.value(x), weight, self.value(other)))
                 self.values[sum_.output[0]] = made
                 return made
         given = (self.value(x), weight) if bias is None else (self.value(x), weight, self.value(bias))
-        return self.graph.call_function(onnx_ops.linear, given)
+        return self.graph.call_function(onnx_layers.linear, given)
 
     def product(self, node: onnx.NodeProto) -> tuple[str, fx.Node, str | None] | None:
         """What is multiplied, the weight (out, in), and the bias, of a node that is such a product."""
