@@ -1,6 +1,6 @@
 """`from_onnx`: an ONNX transformer as an FX graph module that trains, its weights parameters under readable names.
 
-Every node of the ONNX graph becomes a call of a small function (`retrofit.onnx_ops`, `retrofit.onnx_layers`, `retrofit.onnx_fused`).
+Every node of the ONNX graph is a call of a small function (`retrofit.onnx_ops`, `retrofit.onnx_layers`, `retrofit.onnx_fused`).
 What a pass has to see is brought into one form on the way: a product with a weight, and what is added to it, is a linear layer with
 a weight (out, in), whatever way round and under however many nodes the file has it; weights that are equal bit for bit are tied;
 states of earlier tokens are none.
