@@ -29,7 +29,7 @@ lint: $(READY)
 # The packages lie side by side in the repository and inside one another once installed: mypy checks them as installed.
 types: $(READY)
 	rm -rf build/types && mkdir -p build/types/retrofit
-	ln -s $(CURDIR)/retrofit/*.py $(CURDIR)/passes $(CURDIR)/cli build/types/retrofit/
+	ln -s $(filter-out %__pycache__,$(wildcard $(CURDIR)/retrofit/*)) $(CURDIR)/passes $(CURDIR)/cli build/types/retrofit/
 	cd build/types && $(abspath $(BIN))/mypy --cache-dir $(CURDIR)/.mypy_cache --ignore-missing-imports --package retrofit
 
 # What is achieved on every architecture of the installed transformers; takes long, and goes on where it stopped.

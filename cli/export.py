@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     from retrofit.checkpoint import load
-    from retrofit.onnx_export import export_onnx
+    from retrofit.onnx.exporting import export_onnx
 
     with Progress() as progress, quiet(arguments.debug):
         progress(f"reading {model}")

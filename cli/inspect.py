@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         free(arguments.svg, arguments.force)
 
     from retrofit.checkpoint import load
-    from retrofit.draw import svg
+    from retrofit.drawing.draw import svg
     from retrofit.inspection import inspect
 
     with Progress() as progress, quiet(arguments.debug):

@@ -27,7 +27,7 @@ from retrofit.cli import main as retrofit_command
 from retrofit.cli.progress import Progress, quiet
 from retrofit.corpus import codec_for, read_texts
 from retrofit.cost import flops_per_token
-from retrofit.curves import draw_curves
+from retrofit.drawing.curves import draw_curves
 from retrofit.runs import TrainingRun
 from retrofit.settings import Settings
 from retrofit.training import continue_pretraining

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.calibration import Calibration
-from retrofit.canvas import BODY, FACTS, HEADLINE, NAME, Canvas
+from retrofit.drawing.canvas import BODY, FACTS, HEADLINE, NAME, Canvas
 from retrofit.errors import DoesNotFitError
 from retrofit.passes.experts import MoEBlock
 

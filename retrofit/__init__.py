@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from retrofit.checkpoint import save as save
     from retrofit.errors import RetrofitError as RetrofitError
     from retrofit.inspection import inspect as inspect
-    from retrofit.onnx_export import export_onnx as export_onnx
-    from retrofit.onnx_import import from_onnx as from_onnx
+    from retrofit.onnx.exporting import export_onnx as export_onnx
+    from retrofit.onnx.importing import from_onnx as from_onnx
     from retrofit.replaying import recipe as recipe
     from retrofit.rewriting import apply as apply
     from retrofit.verification import verify as verify
@@ -26,8 +26,8 @@ HOMES = {
     "Anatomy": "retrofit.anatomy",
     "RetrofitError": "retrofit.errors",
     "apply": "retrofit.rewriting",
-    "export_onnx": "retrofit.onnx_export",
-    "from_onnx": "retrofit.onnx_import",
+    "export_onnx": "retrofit.onnx.exporting",
+    "from_onnx": "retrofit.onnx.importing",
     "inspect": "retrofit.inspection",
     "load": "retrofit.checkpoint",
     "recipe": "retrofit.replaying",

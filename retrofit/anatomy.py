@@ -116,12 +116,12 @@ class Anatomy:
         return (layer for stack in self.stacks for layer in stack.layers)
 
     def __str__(self) -> str:
-        from retrofit.draw import table
+        from retrofit.drawing.draw import table
 
         return table(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The anatomy as plain data, for `json`."""
-        from retrofit.draw import plain
+        from retrofit.drawing.draw import plain
 
         return plain(self)

@@ -25,8 +25,8 @@ from retrofit.architecture import describe, empty_model, find_class, named_class
 from retrofit.atomic import whole_directory, whole_file
 from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.exported import SUFFIX, load_exported, save_exported
-from retrofit.onnx_export import export_onnx
-from retrofit.onnx_import import from_onnx
+from retrofit.onnx.exporting import export_onnx
+from retrofit.onnx.importing import from_onnx
 
 FORMAT = "retrofit/1"
 FILES = (".pt", ".pth")

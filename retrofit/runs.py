@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.atomic import whole_file
-from retrofit.curves import Points, draw_curves
+from retrofit.drawing.curves import Points, draw_curves
 from retrofit.settings import FREE_TO_CHANGE, Settings, TrainingError, flag
 
 RECORD, NUMBERS, CURVE = "run.json", "numbers.csv", "curve.png"

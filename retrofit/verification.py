@@ -11,42 +11,31 @@ from typing import Any
 
 from torch import nn
 
-from retrofit import (
-    check_cache,
-    check_causality,
-    check_cost,
-    check_function,
-    check_gradients,
-    check_graph,
-    check_onnx,
-    check_padding,
-    check_parameters,
-    check_round_trip,
-)
 from retrofit.capture import Program
+from retrofit.checks import cache, causality, cost, function, gradients, graph, onnx, padding, parameters, round_trip
+from retrofit.checks.reference import Reference
+from retrofit.checks.subject import Subject
+from retrofit.checks.tracing import trace
 from retrofit.edit import Fate
 from retrofit.errors import RetrofitError
 from retrofit.finding import Finding, Status, attempted
 from retrofit.inputs import named_inputs
 from retrofit.protocol import Rewrite
-from retrofit.reference import Reference
 from retrofit.replaying import recipe, rewrites
-from retrofit.subject import Subject
-from retrofit.tracing import trace
 from retrofit.undisturbed import undisturbed
 
 CHECKS: dict[str, Callable[[Subject], Finding]] = {
-    "graph": check_graph.check,
-    "parameters": check_parameters.check,
-    "function": check_function.check,
-    "causality": check_causality.check,
-    "padding": check_padding.check,
-    "cache": check_cache.check,
-    "gradients": check_gradients.check,
-    "round trip": check_round_trip.check,
-    "cost": check_cost.check,
+    "graph": graph.check,
+    "parameters": parameters.check,
+    "function": function.check,
+    "causality": causality.check,
+    "padding": padding.check,
+    "cache": cache.check,
+    "gradients": gradients.check,
+    "round trip": round_trip.check,
+    "cost": cost.check,
 }
-ON_REQUEST: dict[str, Callable[[Subject], Finding]] = {"onnx": check_onnx.check}  # each costs more than all the others together
+ON_REQUEST: dict[str, Callable[[Subject], Finding]] = {"onnx": onnx.check}  # each costs more than all the others together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +111,7 @@ def verify_onnx(path: str | Path, model: nn.Module, example_inputs: Any = None) 
     """How an ONNX file comes through the check `onnx`: whether it computes what `model`, or its part that the file is, does."""
     at_the_door(model)
     subject = Subject(model, named_inputs(model, example_inputs), None, None, {}, True)
-    return Report((make("onnx", functools.partial(check_onnx.check_file, Path(path)), subject),))
+    return Report((make("onnx", functools.partial(onnx.check_file, Path(path)), subject),))
 
 
 def check_rewrite(

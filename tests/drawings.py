@@ -6,7 +6,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 from retrofit.anatomy import Anatomy
-from retrofit.draw import svg
+from retrofit.drawing.draw import svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 Box = tuple[float, float, float, float]

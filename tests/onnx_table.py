@@ -141,7 +141,7 @@ def same_tokens(model: Any, made: Any) -> bool | str:
     import torch
 
     from retrofit.inputs import token_ids
-    from retrofit.onnx_running import Running, decode, translate
+    from retrofit.onnx.running import Running, decode, translate
 
     ids = token_ids(model, 2, 6, seed=3)
     mask = torch.ones_like(ids)

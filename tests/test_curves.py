@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from retrofit.curves import COLOURS, Points, draw_curves
+from retrofit.drawing.curves import COLOURS, Points, draw_curves
 from retrofit.errors import CheckpointError
 
 

@@ -24,12 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrofit.anatomy import Anatomy, Branch, Layer, Part, Projection, Role, Stack
-from retrofit.canvas import Face
-from retrofit.draw import plain, svg, table, wrapped
-from retrofit.folding import Fold, fold_layers, fold_sequence, leaves
-from retrofit.layer_picture import LOOKS, PANEL, STREAM
+from retrofit.drawing.canvas import Face
+from retrofit.drawing.draw import plain, svg, table, wrapped
+from retrofit.drawing.folding import Fold, fold_layers, fold_sequence, leaves
+from retrofit.drawing.layer_picture import LOOKS, PANEL, STREAM
+from retrofit.drawing.wording import compact, layer_range
 from retrofit.placement import Placement
-from retrofit.wording import compact, layer_range
 
 every_sketch = pytest.mark.parametrize("sketch", sketches.ALL, ids=lambda sketch: sketch.__name__)
 modest = settings(max_examples=60, deadline=None)
@@ -488,7 +488,7 @@ def test_stacks_and_what_they_read() -> None:
 
 # --------------------------------------------------------------------------------------------------- real processes
 
-PRINT = "import sketches, sys\nfrom retrofit.draw import plain, svg, table\n" + (
+PRINT = "import sketches, sys\nfrom retrofit.drawing.draw import plain, svg, table\n" + (
     "for one in sketches.ALL: print(table(one()), svg(one()), plain(one()))\nassert 'torch' not in sys.modules"
 )
 

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 import retrofit
-from retrofit.reference import Reference
+from retrofit.checks.reference import Reference
 from retrofit.verification import CHECKS, Report
 
 # ── The models ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

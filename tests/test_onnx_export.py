@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import retrofit
-from retrofit import check_onnx, onnx_cleaning, onnx_export, verification
+from retrofit import verification
 from retrofit.caching import Memory, cache_among, memories_of
+from retrofit.checks import onnx as check_onnx
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
-from retrofit.onnx_running import Running, decode, handed_on, translate
+from retrofit.onnx import cleaning, exporting
+from retrofit.onnx.running import Running, decode, handed_on, translate
 from retrofit.passes import AltUp, SparseFFN, SparseQKV
 from retrofit.probes import distance
 
@@ -237,7 +239,7 @@ def test_a_file_that_exists_stays_unless_forced(tmp_path):
 
 
 def test_weights_too_large_for_one_file_lie_beside_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_export, "INSIDE", 0)
+    monkeypatch.setattr(exporting, "INSIDE", 0)
     model = MADE["plain"]()
     retrofit.export_onnx(model, tmp_path / "model.onnx")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.onnx_data"]
@@ -298,7 +300,7 @@ def test_a_rewriting_that_changes_the_numbers_is_not_kept(tmp_path, monkeypatch)
         node.outputs[0].replace_all_uses_with(node.inputs[0])
         model.graph.remove(node)
 
-    monkeypatch.setattr(onnx_cleaning, "fusions", lambda: {"wrong": wrong, "broken": lambda model: 1 / 0})
+    monkeypatch.setattr(cleaning, "fusions", lambda: {"wrong": wrong, "broken": lambda model: 1 / 0})
     made = retrofit.export_onnx(Plain(), tmp_path / "model.onnx")
     (step, broken) = made.files[0].steps
     assert not step.kept and step.after < step.before and "the outputs move by" in step.why

@@ -23,8 +23,8 @@ from torch import fx, nn
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError
-from retrofit.onnx_import import from_onnx
-from retrofit.onnx_running import Running
+from retrofit.onnx.importing import from_onnx
+from retrofit.onnx.running import Running
 from retrofit.probes import distance, resized
 
 FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from retrofit import onnx_ops, onnx_values
-from retrofit.onnx_fused import MICROSOFT
-from retrofit.onnx_import import from_onnx
-from retrofit.onnx_ops import OPERATORS
-from retrofit.onnx_running import Running
+from retrofit.onnx import ops
+from retrofit.onnx.fused import MICROSOFT
+from retrofit.onnx.importing import from_onnx
+from retrofit.onnx.ops import OPERATORS
+from retrofit.onnx.running import Running
+from retrofit.onnx.values import tensor
 
 RNG = np.random.default_rng(0)
 
@@ -286,16 +287,16 @@ whole_numbers = st.integers(-50, 50)
 @given(st.lists(whole_numbers, min_size=1, max_size=5), whole_numbers, st.integers(1, 9))
 def test_numbers_are_computed_as_arrays_are(values: list[int], one: int, divisor: int) -> None:
     array, numbers = np.array(values), tuple(values)
-    assert onnx_ops.add(numbers, one) == tuple((array + one).tolist())
-    assert onnx_ops.mul(numbers, numbers) == tuple((array * array).tolist())
-    assert onnx_ops.div(numbers, divisor) == tuple(np.trunc(array / divisor).astype(int).tolist())
-    assert onnx_ops.equal(numbers, (one,)) == tuple((array == one).tolist())
-    assert onnx_ops.where(onnx_ops.less(numbers, one), numbers, one) == tuple(np.minimum(array, one).tolist())
-    assert onnx_ops.gather(numbers, (0, -1)) == (values[0], values[-1])
-    assert onnx_ops.concat(numbers, (one,), axis=0) == (*values, one)
-    assert onnx_ops.slice_(numbers, (1,), (2**63 - 1,)) == numbers[1:]
-    assert onnx_ops.reduce_prod(numbers, None, 0) == np.prod(array)
-    assert torch.equal(onnx_values.tensor(numbers), torch.tensor(values))
+    assert ops.add(numbers, one) == tuple((array + one).tolist())
+    assert ops.mul(numbers, numbers) == tuple((array * array).tolist())
+    assert ops.div(numbers, divisor) == tuple(np.trunc(array / divisor).astype(int).tolist())
+    assert ops.equal(numbers, (one,)) == tuple((array == one).tolist())
+    assert ops.where(ops.less(numbers, one), numbers, one) == tuple(np.minimum(array, one).tolist())
+    assert ops.gather(numbers, (0, -1)) == (values[0], values[-1])
+    assert ops.concat(numbers, (one,), axis=0) == (*values, one)
+    assert ops.slice_(numbers, (1,), (2**63 - 1,)) == numbers[1:]
+    assert ops.reduce_prod(numbers, None, 0) == np.prod(array)
+    assert torch.equal(tensor(numbers), torch.tensor(values))
 
 
 def test_every_operator_has_a_case() -> None:

@@ -20,16 +20,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import retrofit
 from retrofit.capture import capture
-from retrofit.check_cache import Decoded, difference
-from retrofit.check_gradients import gradients, nudged
+from retrofit.checks.cache import Decoded, difference
+from retrofit.checks.fingerprint import Fingerprint, checksum, fingerprints
+from retrofit.checks.gradients import gradients, nudged
+from retrofit.checks.reference import Reference
+from retrofit.checks.tracing import trace
 from retrofit.cost import cost_of
 from retrofit.edit import Fate
 from retrofit.errors import RetrofitError
-from retrofit.fingerprint import Fingerprint, checksum, fingerprints
 from retrofit.inputs import named_inputs
 from retrofit.protocol import Rewrite, Site
-from retrofit.reference import Reference
-from retrofit.tracing import trace
 from retrofit.verification import CHECKS, check_rewrite
 
 
@@ -232,7 +232,7 @@ def test_a_checksum_is_that_of_the_bytes_in_order(shape: tuple[int, ...], dtype:
 def test_a_checksum_reads_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.randn(50, 7)
     whole = checksum(value.mT)
-    monkeypatch.setattr("retrofit.fingerprint.ROWS", 16)
+    monkeypatch.setattr("retrofit.checks.fingerprint.ROWS", 16)
     assert checksum(value.mT) == whole == checksum(value.mT.contiguous())
 
 

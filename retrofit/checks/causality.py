@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from retrofit.check_cache import keeps_cache
-from retrofit.departure import Departure, at, first_departure, recorded
+from retrofit.checks.cache import keeps_cache
+from retrofit.checks.departure import Departure, at, first_departure, recorded
 from retrofit.finding import Finding, failed, passed, skipped
 from retrofit.inputs import special_ids
 from retrofit.probes import Inputs, is_token_ids, logits_of, ordinary_ids, resized_like, run, scale_of, tolerance_of
 
 if TYPE_CHECKING:
-    from retrofit.subject import Subject
+    from retrofit.checks.subject import Subject
 
 BIDIRECTIONAL = 0.9  # of the earlier outputs, the share that moves when a model reads both ways
 

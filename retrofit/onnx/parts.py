@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.capture import no_cache
-from retrofit.check_cache import generates
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.finding import first_line
 from retrofit.inputs import device_of, token_ids
-from retrofit.onnx_state import MEMORY, cache_of, is_of, states_of
+from retrofit.onnx.state import MEMORY, cache_of, is_of, states_of
 from retrofit.probes import (
     accepts,
     distance,
     extent_of,
+    generates,
     has_two_sides,
     ids_name,
     is_decoder_side,

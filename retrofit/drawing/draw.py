@@ -1,4 +1,4 @@
-"""An anatomy for people and programs: a table, plain data, and (from `retrofit.picture`) a drawing."""
+"""An anatomy for people and programs: a table, plain data, and (from `retrofit.drawing.picture`) a drawing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from retrofit.anatomy import Anatomy, Branch, Layer, Stack
-from retrofit.folding import common_name, fold_layers, leaves, relative, structure
-from retrofit.picture import svg as svg
+from retrofit.drawing.folding import common_name, fold_layers, leaves, relative, structure
+from retrofit.drawing.picture import svg as svg
+from retrofit.drawing.wording import heads, layer_range, owner, plural, shapes, sharing
 from retrofit.surroundings import Piece, Surroundings, surroundings
-from retrofit.wording import heads, layer_range, owner, plural, shapes, sharing
 
 WIDTH = 100
 GAP = "  "

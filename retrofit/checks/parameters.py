@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from retrofit.checks.fingerprint import Fingerprint, elements
 from retrofit.finding import Finding, failed, layout, listed, passed, skipped
-from retrofit.fingerprint import Fingerprint, elements
 
 if TYPE_CHECKING:
-    from retrofit.subject import Subject
+    from retrofit.checks.subject import Subject
 
 
 def check(subject: Subject) -> Finding:

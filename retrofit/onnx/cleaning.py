@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 from retrofit.finding import first_line
-from retrofit.onnx_running import Running, installed
+from retrofit.onnx.running import Running, installed
 from retrofit.probes import distance
 
 if TYPE_CHECKING:

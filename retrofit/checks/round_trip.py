@@ -12,16 +12,16 @@ from torch import nn
 
 from retrofit import hub
 from retrofit.checkpoint import load, save
+from retrofit.checks.reference import loose_tensors, other_shapes, unsaved_buffers
+from retrofit.checks.tracing import is_within
 from retrofit.errors import CheckpointError
 from retrofit.finding import Finding, failed, listed, passed, skipped
 from retrofit.hub import is_transformers
 from retrofit.inputs import device_of
 from retrofit.probes import distance, logits_of, run, same_bits
-from retrofit.reference import loose_tensors, other_shapes, unsaved_buffers
-from retrofit.tracing import is_within
 
 if TYPE_CHECKING:
-    from retrofit.subject import Subject
+    from retrofit.checks.subject import Subject
 
 LARGEST = 8 * 2**30  # bytes; a larger model is not written to disk for a check
 SHARD = "256MB"

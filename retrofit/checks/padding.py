@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from retrofit.departure import Departure, Trail, first_departure, recorded
+from retrofit.checks.departure import Departure, Trail, first_departure, recorded
+from retrofit.checks.trial import Trial, judged
 from retrofit.finding import Finding, attempted, merged, skipped
 from retrofit.probes import (
     Inputs,
@@ -23,10 +24,9 @@ from retrofit.probes import (
     run,
     tolerance_of,
 )
-from retrofit.trial import Trial, judged
 
 if TYPE_CHECKING:
-    from retrofit.subject import Subject
+    from retrofit.checks.subject import Subject
 
 SIDES = ("left", "right")
 PADS = 3  # padding tokens put before or after a sequence

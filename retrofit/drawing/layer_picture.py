@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 
 from retrofit.anatomy import Branch, Layer
-from retrofit.canvas import BODY, FAINT, NAME, TITLE, Canvas, Face, Point
-from retrofit.folding import common_name, relative, structure
+from retrofit.drawing.canvas import BODY, FAINT, NAME, TITLE, Canvas, Face, Point
+from retrofit.drawing.folding import common_name, relative, structure
+from retrofit.drawing.wording import compact, heads, layer_range, owner, shapes, sharing
 from retrofit.placement import Norms
-from retrofit.wording import compact, heads, layer_range, owner, shapes, sharing
 
 STREAM, WIRE = "#475569", "#64748b"
 PANEL, PANEL_EDGE = "#f8fafc", "#d8dee6"

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from retrofit.checks.reference import Layout, Probe, other_shapes
+from retrofit.checks.untouched import graphs_of, touched
 from retrofit.finding import Finding, failed, first_line, layout, listed, passed
 from retrofit.probes import describe, is_per_token
-from retrofit.reference import Layout, Probe, other_shapes
-from retrofit.untouched import graphs_of, touched
 
 if TYPE_CHECKING:
-    from retrofit.subject import Subject
+    from retrofit.checks.subject import Subject
 
 
 def check(subject: Subject) -> Finding:

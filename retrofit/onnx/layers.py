@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.onnx_ops import operator
-from retrofit.onnx_values import Value
+from retrofit.onnx.ops import operator
+from retrofit.onnx.values import Value
 
 
 @operator("MatMul")

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from retrofit.checks.departure import still_whole
 from retrofit.cost import Cost
-from retrofit.departure import still_whole
 from retrofit.finding import Finding, failed, listed, passed
 
 if TYPE_CHECKING:
-    from retrofit.subject import Subject
+    from retrofit.checks.subject import Subject
 
 
 def check(subject: Subject) -> Finding:

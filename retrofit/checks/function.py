@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from retrofit.departure import departure_from_dense
+from retrofit.checks.departure import departure_from_dense
+from retrofit.checks.reference import Reference
 from retrofit.finding import Finding, failed, passed
 from retrofit.probes import describe, distance, logits_of, run, tolerance_of
-from retrofit.reference import Reference
 
 if TYPE_CHECKING:
-    from retrofit.subject import Subject
+    from retrofit.checks.subject import Subject
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # this model's logits, the dense model's
 

@@ -1,6 +1,6 @@
 """`from_onnx`: an ONNX transformer as an FX graph module that trains, its weights parameters under readable names.
 
-Every node of the ONNX graph is a call of a small function (`retrofit.onnx_ops`, `retrofit.onnx_layers`, `retrofit.onnx_fused`).
+Every node of the ONNX graph is a call of a small function (`retrofit.onnx.ops`, `retrofit.onnx.layers`, `retrofit.onnx.fused`).
 What a pass has to see is brought into one form on the way: a product with a weight, and what is added to it, is a linear layer with
 a weight (out, in), whatever way round and under however many nodes the file has it; weights that are equal bit for bit are tied;
 states of earlier tokens are none.
@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit import hub, onnx_fused, onnx_layers, onnx_ops
+from retrofit import hub
 from retrofit.errors import CaptureError, CheckpointError
 from retrofit.finding import first_line
 from retrofit.graph_module import register
 from retrofit.inputs import BATCH, LENGTH, TARGET_LENGTH
-from retrofit.onnx_ops import MAKERS, OPERATORS, REFUSALS, Operator
-from retrofit.onnx_values import DTYPES, is_number
+from retrofit.onnx import fused, layers, ops
+from retrofit.onnx.ops import MAKERS, OPERATORS, REFUSALS, Operator
+from retrofit.onnx.values import DTYPES, is_number
 
 if TYPE_CHECKING:
     import onnx
@@ -156,7 +157,7 @@ class Importing:
             attributes["axes_attribute"] = attributes.pop("axes")
         if node.op_type == "Split":
             attributes["outputs"] = len(node.output)
-        packed = (node.domain, node.op_type) == (onnx_fused.MICROSOFT, "Attention")  # with its projections
+        packed = (node.domain, node.op_type) == (fused.MICROSOFT, "Attention")  # with its projections
         operands = [self.weights.turned(name) if packed and at == 1 else self.value(name) for at, name in enumerate(node.input)]
         self.refuse_what_is_not_computed(node, function, operands, attributes)
         if not any(isinstance(one, fx.Node) for one in operands) and function not in MAKERS:
@@ -208,11 +209,11 @@ class Importing:
         if bias is None and (sum_ := self.only_user(node.output[0])) is not None and sum_.op_type == "Add":
             (other,) = [name for name in sum_.input if name != node.output[0]] or [""]
             if self.weights.is_bias(other):
-                made = self.graph.call_function(onnx_layers.linear, (self.value(x), weight, self.value(other)))
+                made = self.graph.call_function(layers.linear, (self.value(x), weight, self.value(other)))
                 self.values[sum_.output[0]] = made
                 return made
         given = (self.value(x), weight) if bias is None else (self.value(x), weight, self.value(bias))
-        return self.graph.call_function(onnx_layers.linear, given)
+        return self.graph.call_function(layers.linear, given)
 
     def product(self, node: onnx.NodeProto) -> tuple[str, fx.Node, str | None] | None:
         """What is multiplied, the weight (out, in), and the bias, of a node that is such a product."""
@@ -343,7 +344,7 @@ class Weights:
         """The matrix the other way round, (out, in): stored so where every use is of that kind."""
         if all(reads_as_factor(node, name) for node in self.uses.get(name, [])):
             return self.stored(name, True)
-        return self.importing.graph.call_function(onnx_ops.transpose, (self.importing.value(name), (1, 0)))
+        return self.importing.graph.call_function(ops.transpose, (self.importing.value(name), (1, 0)))
 
     def fixed(self, held: Tensor, name: str) -> Any:
         """A constant that is no weight: numbers, where it is one or a few whole ones, else a buffer."""
@@ -406,8 +407,8 @@ class Weights:
 SEVERAL = {
     OPERATORS[key]
     for key in [
-        *((onnx_fused.MICROSOFT, name) for name in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Attention")),
-        *((onnx_fused.MICROSOFT, name) for name in ("MultiHeadAttention", "GroupQueryAttention", "EmbedLayerNormalization")),
+        *((fused.MICROSOFT, name) for name in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Attention")),
+        *((fused.MICROSOFT, name) for name in ("MultiHeadAttention", "GroupQueryAttention", "EmbedLayerNormalization")),
         *(("", name) for name in ("Attention", "Dropout", "Split", "TopK")),
     ]
 }  # they return a tuple however many outputs are named
@@ -466,7 +467,7 @@ def reads_as_factor(node: onnx.NodeProto, name: str) -> bool:
     """Whether the node multiplies by the matrix from the right."""
     if len(node.input) < 2 or node.input[1] != name or list(node.input).count(name) != 1:
         return False
-    if (node.domain, node.op_type) == (onnx_fused.MICROSOFT, "Attention"):
+    if (node.domain, node.op_type) == (fused.MICROSOFT, "Attention"):
         return True
     return node.op_type in ("MatMul", "Gemm") and not attributes_of(node).get("transB")
 

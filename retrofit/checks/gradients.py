@@ -16,7 +16,7 @@ from retrofit.inputs import device_of
 from retrofit.probes import Inputs, accepts, named_outputs, resized_like
 
 if TYPE_CHECKING:
-    from retrofit.subject import Subject
+    from retrofit.checks.subject import Subject
 
 NUDGE = 1e-2  # how far a parameter moves to stand for a training step
 BATCHES = ((True, 23), (True, 29), (False, 31))  # training mode, seed: what one batch leaves out another may reach

@@ -9,11 +9,11 @@ from typing import Any
 from torch import fx, nn
 
 from retrofit.capture import Program, capture
+from retrofit.checks.reference import Probe, Reference
+from retrofit.checks.untouched import computed_from
 from retrofit.cost import Cost, cost_of
 from retrofit.edit import Fate
 from retrofit.protocol import Rewrite
-from retrofit.reference import Probe, Reference
-from retrofit.untouched import computed_from
 
 
 @dataclasses.dataclass

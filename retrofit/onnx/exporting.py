@@ -1,6 +1,6 @@
 """`export_onnx`: a model as ONNX files that ONNX Runtime runs, with free batch and length, its cache as inputs and outputs.
 
-Each part of the model (`retrofit.onnx_parts`) is traced, cleaned and compared with torch on inputs of other shapes than it was
+Each part of the model (`retrofit.onnx.parts`) is traced, cleaned and compared with torch on inputs of other shapes than it was
 traced with before any file gets its name.
 """
 
@@ -18,10 +18,10 @@ from retrofit import hub
 from retrofit.atomic import whole_files
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.inputs import named_inputs
-from retrofit.onnx_cleaning import Step, count, fused, gap_of, optimized, trimmed, weight
-from retrofit.onnx_parts import CacheMode, Part, Plan, plan
-from retrofit.onnx_running import Running, installed
-from retrofit.onnx_tracing import traced
+from retrofit.onnx.cleaning import Step, count, fused, gap_of, optimized, trimmed, weight
+from retrofit.onnx.parts import CacheMode, Part, Plan, plan
+from retrofit.onnx.running import Running, installed
+from retrofit.onnx.tracing import traced
 from retrofit.undisturbed import undisturbed
 
 if TYPE_CHECKING:

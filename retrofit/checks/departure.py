@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrofit.checks.fingerprint import sample
 from retrofit.edit import Fate
-from retrofit.fingerprint import sample
 from retrofit.probes import Inputs, distance, run
 
 Trail = dict[str, list[torch.Tensor]]  # module → what each of its calls handed on; modules in the order they first did

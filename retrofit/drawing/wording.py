@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from retrofit.anatomy import Branch, Layer, Projection
-from retrofit.folding import relative
+from retrofit.drawing.folding import relative
 
 ORDER = ("router", "q", "qk", "qkv", "k", "kv", "v", "gate", "up", "gate_up", "projection", "experts", "down", "out")
 MOST_RANGES = 4

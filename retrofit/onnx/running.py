@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retrofit.errors import RetrofitError
 from retrofit.finding import first_line
-from retrofit.onnx_parts import PAST_KEY_VALUES, PRESENT
+from retrofit.onnx.parts import PAST_KEY_VALUES, PRESENT
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -18,7 +18,7 @@ from retrofit.branching import both_kept
 from retrofit.capture import quiet
 from retrofit.errors import CaptureError
 from retrofit.finding import first_line
-from retrofit.onnx_parts import Part
+from retrofit.onnx.parts import Part
 
 if TYPE_CHECKING:
     import onnx_ir

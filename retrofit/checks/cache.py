@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from retrofit.check_padding import padded, takes_padding
-from retrofit.departure import Departure, at, first_departure, recorded
+from retrofit.checks.departure import Departure, at, first_departure, recorded
+from retrofit.checks.padding import padded, takes_padding
+from retrofit.checks.trial import Trial, judged
 from retrofit.finding import Finding, attempted, failed, merged, passed, skipped
 from retrofit.probes import (
     Inputs,
     accepts,
     distance,
     filler_id,
+    generates,
     has_two_sides,
     ids_name,
     is_decoder_side,
@@ -28,10 +30,9 @@ from retrofit.probes import (
     scale_of,
     tolerance_of,
 )
-from retrofit.trial import Trial, judged
 
 if TYPE_CHECKING:
-    from retrofit.subject import Subject
+    from retrofit.checks.subject import Subject
 
 STEPS = 2  # tokens decoded one at a time
 PROMPT, NEW_TOKENS = 6, 4
@@ -156,12 +157,6 @@ class Decoded:
     tokens: torch.Tensor
     logits: tuple[torch.Tensor, ...]
     scores: torch.Tensor | None
-
-
-def generates(model: nn.Module, inputs: Inputs) -> bool:
-    """Whether the model says it can generate, and takes token ids to go on from."""
-    says = getattr(model, "can_generate", None)
-    return ids_name(inputs) is not None and callable(says) and bool(says())
 
 
 def judge_decoding(subject: Subject, name: str) -> Finding:

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from retrofit.anatomy import Anatomy, Branch, Stack
-from retrofit.canvas import BODY, BRACKET, NAME, Point
-from retrofit.folding import Fold, fold_layers
-from retrofit.layer_picture import BRANCH_AT, EDGE, NARROWEST, Frame, Inlet, panel_width
+from retrofit.drawing.canvas import BODY, BRACKET, NAME, Point
+from retrofit.drawing.folding import Fold, fold_layers
+from retrofit.drawing.layer_picture import BRANCH_AT, EDGE, NARROWEST, Frame, Inlet, panel_width
+from retrofit.drawing.wording import compact
 from retrofit.placement import Placement
 from retrofit.surroundings import Piece, Surroundings
-from retrofit.wording import compact
 
 MARGIN, GUTTER = 36.0, 84.0
 WIDEST_PIECE = 430.0

@@ -1,7 +1,7 @@
 """ONNX's operators on elements, shapes, places and axes as torch functions, one small function each; the table of all.
 
 Inputs come in ONNX's order, attributes by name; outputs are one value or a tuple. Where all inputs are numbers
-(`retrofit.onnx_values`) and the result can be said in numbers, it is.
+(`retrofit.onnx.values`) and the result can be said in numbers, it is.
 
 Source: the operator specifications of ONNX, operator sets 13 to 24.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.onnx_values import (
+from retrofit.onnx.values import (
     DTYPES,
     Value,
     cast,

@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from retrofit.capture import Program, capture
-from retrofit.check_cache import BEAMS, decode, generates, stepping, ways
-from retrofit.check_causality import Leak, leaks
-from retrofit.check_gradients import Gradients, gradients
-from retrofit.check_padding import SIDES, padding, takes_padding
+from retrofit.checks.cache import BEAMS, decode, stepping, ways
+from retrofit.checks.causality import Leak, leaks
+from retrofit.checks.departure import Trail, sampled_trail
+from retrofit.checks.fingerprint import Fingerprint, fingerprints
+from retrofit.checks.gradients import Gradients, gradients
+from retrofit.checks.padding import SIDES, padding, takes_padding
+from retrofit.checks.trial import Trial
+from retrofit.checks.untouched import Graphs, graphs_of
 from retrofit.cost import Cost, cost_of
-from retrofit.departure import Trail, sampled_trail
 from retrofit.errors import RetrofitError
 from retrofit.finding import first_line
-from retrofit.fingerprint import Fingerprint, fingerprints
 from retrofit.inputs import named_inputs
-from retrofit.probes import Inputs, describe, extent_of, logits_of, named_outputs, resized, run
-from retrofit.trial import Trial
+from retrofit.probes import Inputs, describe, extent_of, generates, logits_of, named_outputs, resized, run
 from retrofit.undisturbed import undisturbed
-from retrofit.untouched import Graphs, graphs_of
 
 Result = TypeVar("Result")
 Layout = tuple[tuple[int, ...], torch.dtype]

@@ -16,14 +16,14 @@ from torch import nn
 
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.finding import Finding, failed, passed, skipped
-from retrofit.onnx_cleaning import gap_of
-from retrofit.onnx_export import PARITY, Exported, dtype_of, export_onnx, other_sizes
-from retrofit.onnx_parts import PAST_KEY_VALUES, Part, plan
-from retrofit.onnx_running import Running, installed
+from retrofit.onnx.cleaning import gap_of
+from retrofit.onnx.exporting import PARITY, Exported, dtype_of, export_onnx, other_sizes
+from retrofit.onnx.parts import PAST_KEY_VALUES, Part, plan
+from retrofit.onnx.running import Running, installed
 from retrofit.replaying import recipe
 
 if TYPE_CHECKING:
-    from retrofit.subject import Subject
+    from retrofit.checks.subject import Subject
 
 
 def check(subject: Subject) -> Finding:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.onnx_ops import operator, trilu
-from retrofit.onnx_values import Value, tensor
+from retrofit.onnx.ops import operator, trilu
+from retrofit.onnx.values import Value, tensor
 
 MICROSOFT = "com.microsoft"
 

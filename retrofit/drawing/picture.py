@@ -10,13 +10,13 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from retrofit.anatomy import Anatomy
-from retrofit.canvas import BODY, BRACKET, FACTS, HEADLINE, MUTED, NAME, TITLE, Canvas, Face, Point
-from retrofit.columns import MARGIN, Column, bracket_width, depth, dimensions, lay_out, nodes_of, remark
-from retrofit.folding import Fold, leaves
-from retrofit.layer_picture import LOOKS, STREAM, STREAM_AT, WIRE, Frame, LayerPicture
+from retrofit.drawing.canvas import BODY, BRACKET, FACTS, HEADLINE, MUTED, NAME, TITLE, Canvas, Face, Point
+from retrofit.drawing.columns import MARGIN, Column, bracket_width, depth, dimensions, lay_out, nodes_of, remark
+from retrofit.drawing.folding import Fold, leaves
+from retrofit.drawing.layer_picture import LOOKS, STREAM, STREAM_AT, WIRE, Frame, LayerPicture
+from retrofit.drawing.wording import compact, plural
 from retrofit.placement import Placement
 from retrofit.surroundings import Piece, surroundings
-from retrofit.wording import compact, plural
 
 BETWEEN, RISE = 18.0, 16.0  # between layers; between other boxes
 PART_FILL, PART_EDGE = "#eef2f6", "#8695a8"
