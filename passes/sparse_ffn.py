@@ -53,6 +53,8 @@ SHRINKAGE = 0.5  # of the covariance of x towards the identity (benchmarks/spars
 TOKENS = 8192  # that a layer is calibrated on
 HELD_OUT = 8  # one of so many is left out of the fit, to measure on
 CHUNK = 1024  # tokens worked on at a time
+COPIED = 1 << 20  # bytes of gathered rows that are copied at a time
+PIECE = 1024  # columns of a row that are summed at a time where there is one token
 DRAWS = 256  # of each unit's pre-activations where there is no data
 
 # ── The layer ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,36 +136,53 @@ class SparseFeedForward(FeedForwardBlock):
 
     def gathers(self, x: Tensor) -> bool | torch.SymBool:
         """Whether the rows are gathered: for few tokens, and where nothing else has taken the place of the plain matrices."""
-        into = (self.get_submodule(role) for role in self.roles)
+        into = (getattr(self, role) for role in self.roles)
         plain = type(self.down) is RowMajor and all(type(child) is nn.Linear for child in into)
         return plain and x.numel() <= self.sparsity // FEW * self.width
 
     def gathered(self, x: Tensor, unit: Tensor, weight: Tensor | None = None) -> Tensor:
         """The same from the rows of the active units alone."""
-        blocks = unit.shape[-2]
-        active = (unit.squeeze(-1) + torch.arange(0, self.units, self.sparsity, device=x.device)).view(-1, blocks)
+        blocks = self.units // self.sparsity
+        active = unit.view(-1, blocks) + torch.arange(0, self.units, self.sparsity, device=x.device)
         tokens = x.reshape(-1, self.width)
         h = self.scaled(self.hidden(*(self.column(port, tokens, active) for port in self.ports)))
         if weight is not None:
             h = h * weight.reshape(-1, blocks).to(h.dtype)
-        rows = self.down.weight
-        if torch.compiler.is_exporting():  # ONNX has no bags
-            y = torch.bmm(h.unsqueeze(1), F.embedding(active, rows).to(h.dtype)).squeeze(1)
-        else:
-            y = F.embedding_bag(active, rows, mode="sum", per_sample_weights=h.to(rows.dtype)).to(h.dtype)
+        y = summed_rows(h, active, self.down.weight)
         return (y if self.down.bias is None else y + self.down.bias.to(y.dtype)).view(x.shape)
 
     def column(self, port: Port, x: Tensor, active: Tensor) -> Tensor:
         """What a port reads for the active units: (tokens, blocks)."""
-        matrix: nn.Linear = self.get_submodule(self.roles[port.matrix])  # type: ignore[assignment]
+        matrix: nn.Linear = getattr(self, self.roles[port.matrix])
         places = port.columns(active)
-        rows = matrix.weight.index_select(0, places.flatten()).view(*places.shape, self.width)
-        z = torch.bmm(rows, x.unsqueeze(2)).squeeze(2)
+        z = chosen_products(x, places, matrix.weight)
         return z if matrix.bias is None else z + matrix.bias[places].to(z.dtype)
 
     def extra_repr(self) -> str:
         rank = 0 if self.c1 is None else self.c1.shape[1]
         return f"d={self.width}, d_ff={self.units}, N={self.sparsity}, r={rank}"
+
+
+def chosen_products(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """z[t, b] = x[t] · rows[places[t, b]]: (tokens, blocks). Rows are copied a few at a time, so that the copies stay in the cache."""
+    tokens, blocks = places.shape
+    few = blocks if torch.compiler.is_compiling() else max(1, COPIED // (x.numel() * x.element_size()))
+    column = x.unsqueeze(2)
+    parts = (places,) if few >= blocks else places.split(few, 1)
+    z = [torch.bmm(rows.index_select(0, part.flatten()).view(tokens, -1, x.shape[1]), column).squeeze(2) for part in parts]
+    return z[0] if len(z) == 1 else torch.cat(z, 1)
+
+
+def summed_rows(h: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """y[t] = Σ_b h[t, b] rows[places[t, b]]: (tokens, d)."""
+    if torch.compiler.is_exporting():  # ONNX has no bags
+        return torch.bmm(h.unsqueeze(1), F.embedding(places, rows).to(h.dtype)).squeeze(1)
+    (tokens, blocks), width = places.shape, rows.shape[1]
+    pieces = math.gcd(width, width // PIECE) if tokens == 1 and width >= 2 * PIECE else 1
+    if pieces > 1:  # a bag for each piece of the row: they are filled side by side
+        places = places * pieces + torch.arange(pieces, device=places.device).unsqueeze(1)
+        h, rows = h.expand(pieces, blocks).contiguous(), rows.view(-1, width // pieces)
+    return F.embedding_bag(places, rows, mode="sum", per_sample_weights=h.to(rows.dtype)).to(h.dtype).view(tokens, width)
 
 
 # ── The start ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,11 +20,16 @@ SLACK = 64  # tokens that may be taken back at once beyond those a module needs:
 
 
 class Memory:
-    """The last `length` values of a sequence, zeros before its beginning: `values` (batch, length + SLACK, …)."""
+    """The last `length` values of a sequence, zeros before its beginning, and `SLACK` older ones.
+
+    `values` is (batch, room, …); those remembered are the last before `end`. What is pushed is written behind them while there is
+    room, so that a decoding step copies its own tokens and no more.
+    """
 
     def __init__(self, length: int, like: Tensor) -> None:
         self.length = length
         self.values = like.new_zeros(like.shape[0], length + SLACK, *like.shape[2:])
+        self.end = length + SLACK
         self.missing = 0  # of the oldest values, how many were pushed out and taken back for
 
     def last(self) -> Tensor:
@@ -35,20 +40,37 @@ class Memory:
                 why=f"the rewritten layers remember {self.length + SLACK} tokens beside the keys and values",
                 remedy=f"crop by at most {SLACK} tokens at a time, or start from an empty cache",
             )
-        return self.values[:, SLACK:]
+        return self.values[:, self.end - self.length : self.end]
+
+    def kept(self) -> Tensor:
+        """All that is remembered: (batch, length + SLACK, …)."""
+        return self.values[:, self.end - self.length - SLACK : self.end]
 
     def push(self, new: Tensor) -> None:
         """`new`, (batch, tokens, …), follows."""
-        kept = self.values.shape[1]
-        self.values = torch.cat([self.values, new[:, -kept:]], 1)[:, -kept:]
-        self.missing = max(0, self.missing - new.shape[1])
+        count, kept = new.shape[1], self.kept()
+        self.missing = max(0, self.missing - count)
+        if count > SLACK or not self.writable(new):
+            self.values, self.end = torch.cat([kept, new[:, -kept.shape[1] :]], 1)[:, -kept.shape[1] :], kept.shape[1]
+            return
+        if self.end + count > self.values.shape[1]:
+            self.values = torch.cat([kept, torch.zeros_like(kept[:, :SLACK])], 1)
+            self.end = kept.shape[1]
+        self.values[:, self.end : self.end + count] = new
+        self.end += count
+
+    def writable(self, new: Tensor) -> bool:
+        """Whether `new` may be written into `values`: no tracer, gradient or inference mode sees to it that they stay as they are."""
+        followed = torch.is_grad_enabled() and (new.requires_grad or self.values.requires_grad)
+        fixed = self.values.is_inference() and not torch.is_inference_mode_enabled()
+        return not (followed or fixed or torch.compiler.is_compiling())
 
     def take_back(self, count: int) -> None:
         """The last `count` values never were."""
         if count > 0:
-            kept = self.values.shape[1]
-            gone = self.values.new_zeros(self.values.shape[0], min(count, kept), *self.values.shape[2:])
-            self.values = torch.cat([gone, self.values[:, : kept - gone.shape[1]]], 1)
+            kept = self.kept()
+            gone = kept.new_zeros(kept.shape[0], min(count, kept.shape[1]), *kept.shape[2:])
+            self.values, self.end = torch.cat([gone, kept[:, : kept.shape[1] - gone.shape[1]]], 1), kept.shape[1]
             self.missing += count
 
     def choose(self, rows: Tensor) -> None:

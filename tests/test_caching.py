@@ -38,6 +38,24 @@ def test_a_memory_is_the_end_of_the_sequence(length: int, steps: list[tuple[str,
     assert torch.equal(memory.last(), expected)
 
 
+def test_decoding_writes_where_it_may() -> None:
+    """Step by step in one buffer, which a tensor handed out earlier and a gradient do not notice."""
+    memory = Memory(2, torch.zeros(1, 0, 1))
+    memory.push(torch.tensor([1.0]).view(1, 1, 1))
+    earlier, buffers = memory.last(), set()
+    for step in range(2, 3 * SLACK):
+        memory.push(torch.full((1, 1, 1), float(step)))
+        buffers.add(memory.values.data_ptr())
+        assert memory.last().flatten().tolist() == [step - 1, step]
+    assert earlier.flatten().tolist() == [0, 1] and len(buffers) < 5
+    weight = torch.ones((), requires_grad=True)
+    memory.push(weight.view(1, 1, 1))
+    seen = memory.last()
+    memory.push(2 * weight.view(1, 1, 1))
+    (seen.square().sum() + memory.last().square().sum()).backward()
+    assert weight.grad == 2 + 2 + 8
+
+
 def test_what_was_pushed_out_cannot_be_taken_back() -> None:
     memory = Memory(2, torch.zeros(1, 0, 1))
     memory.push(torch.ones(1, SLACK + 10, 1))
