@@ -12,7 +12,7 @@ which couples the features. The taps of earlier tokens are zero: the dense model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,6 +46,18 @@ class Moments:
 
     def mean(self) -> Tensor | None:
         return None if self.total is None else self.total / self.tokens
+
+
+def together(projections: Sequence[ModularProjection]) -> ModularProjection:
+    """Projections that share a multiplicative layer as one, of the same layers: what fits it fits them all."""
+    first = projections[0]
+    strides = {letter: stride for one in projections for letter, stride in one.strides.items()}
+    like = torch.empty(0, device="meta")
+    whole = ModularProjection(first.variant, first.width, first.module_count, first.size, strides, first.kernel, like)
+    for one in projections:
+        for name, layer in one.named_children():
+            setattr(whole, name, layer)
+    return whole
 
 
 def start(projection: ModularProjection, weights: Mapping[str, Tensor], moments: Tensor | None = None) -> dict[str, float]:

@@ -14,22 +14,23 @@ Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.2. The layers are i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from retrofit.anatomy import Anatomy, Stack
-from retrofit.attention_sites import AttentionSite, Projection, attention_sites, columns_of
+from retrofit.attention_sites import REST, AttentionSite, Projection, attention_sites, columns_of
 from retrofit.caching import Memory, cache_among, memories_of
 from retrofit.capture import Key
 from retrofit.depths import depths
 from retrofit.edit import Edit
 from retrofit.errors import DoesNotFitError
 from retrofit.feedforward import Matrix, as_read, parameters_of
-from retrofit.passes.alternating import Moments, start
+from retrofit.passes.alternating import Moments, start, together
 from retrofit.passes.modular import ModularProjection
+from retrofit.passes.multiplicative import Multiplicative
 from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
 from retrofit.wrapping import Place, Wrapper, find, place_of, replaced
 
@@ -102,16 +103,46 @@ class SparseOutput(Vacated):
         return super().forward(self.sparse(x))
 
 
+class OfStream(nn.Module):
+    """A module inside an attention that reads x beside the projections: x are the columns from `start` on of what it is handed.
+
+    The module's code may read the reader's weight and bias. PEFT finds modules by their last name and by their attributes: none is
+    that of another module.
+    """
+
+    def __init__(self, reader: nn.Module, key: Key, start: int) -> None:
+        super().__init__()
+        self.reader = reader
+        self.start, self.stream_in = start, place_of(reader, argument(key))
+
+    @property
+    def weight(self) -> Any:
+        return self.reader.weight
+
+    @property
+    def bias(self) -> Any:
+        return self.reader.bias
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments, keywords = list(args), dict(kwargs)
+        container, key = find(self.stream_in, arguments, keywords)
+        container[key] = container[key][..., self.start :]
+        return self.reader(*arguments, **keywords)
+
+
 class SparseAttention(Wrapper):
     """An attention that is handed [Q|K|V] in place of x; in cross-attention Q. What it returns passes `output`, if there is one.
+
+    It is handed [Q|K|V|x] where modules inside it read x beside. Without `sparse` it is handed x: then its projections compute for
+    themselves.
 
     Where `sparse` or `output` looks back, it also sees the earlier calls with the same cache, which keeps their last F−1 tokens by
     the name of this module, and nothing that the mask hides from the attention itself.
     """
 
-    def __init__(self, layer: nn.Module, site: AttentionSite, sparse: ModularProjection) -> None:
+    def __init__(self, layer: nn.Module, site: AttentionSite, sparse: ModularProjection | None) -> None:
         super().__init__(layer)
-        self.name, self.cross = site.name, site.cross
+        self.name, self.cross, self.beside = site.name, site.cross, bool(site.readers)
         self.sparse = sparse
         self.output: SparseOutput | None = None
         self.returned = site.returned
@@ -128,9 +159,11 @@ class SparseAttention(Wrapper):
         seen = None if self.cross or mask is None else visible(mask, x.shape[1], self.hides)
         if self.cross and mask is not None and (memories is None or self.name not in memories):
             self.hide(mask, x.shape[1], arguments, keywords)
-        packed = look_back(self.sparse, x, seen, memories, self.name)
-        arguments = [packed if value is x else value for value in arguments]
-        keywords = {name: packed if value is x else value for name, value in keywords.items()}
+        if self.sparse is not None:
+            packed = look_back(self.sparse, x, seen, memories, self.name)
+            packed = torch.cat([packed, x.to(packed.dtype)], -1) if self.beside else packed
+            arguments = [packed if value is x else value for value in arguments]
+            keywords = {name: packed if value is x else value for name, value in keywords.items()}
         result = self.layer(*arguments, **keywords)
         if self.output is None:
             return result
@@ -173,7 +206,9 @@ def look_back(
         return projection.joined(x, m, None)
     before = m.new_zeros(m.shape[0], past, *m.shape[2:]) if memories is None or name not in memories else memories[name].last()
     if memories is not None:
-        memories.setdefault(name, Memory(past, m)).push(m)
+        if name not in memories:
+            memories[name] = Memory(past, m)
+        memories[name].push(m)
     return projection.joined(x, torch.cat([before.to(m.dtype), m], 1), gates(seen, m.shape[1], past))
 
 
@@ -236,9 +271,17 @@ class Plan:
     """The projections that are to stand in one attention."""
 
     site: AttentionSite
-    own: ModularProjection  # of x
-    other: dict[str, ModularProjection]  # of the other stream, by module
+    own: ModularProjection | None  # of x, for all that read it; none where each computes for itself
+    other: dict[str, ModularProjection]  # of those that compute for themselves, by module; a stream's share their `mult`
     output: ModularProjection | None
+
+    @property
+    def parameters(self) -> int:
+        """How many there are by the formula."""
+        firsts = {id(getattr(one, "mult", None)): one for one in self.other.values()}
+        shared = sum(one.count() - one.count(mult=False) for one in firsts.values())
+        own = [one for one in (self.own, self.output) if one is not None]
+        return shared + sum(one.count(mult=False) for one in self.other.values()) + sum(one.count() for one in own)
 
 
 class Application:
@@ -292,22 +335,34 @@ class Application:
         """The new projections of a site, not yet started; raises `DoesNotFitError` where they do not fit."""
         options, widths = self.options, site.widths
         modules = options.modules or site.heads
-        whole = max(widths.values())
+        whole = max(count for letter, count in widths.items() if letter != REST)
         strides = {letter: self.stride(site, letter, count, whole, modules) for letter, count in widths.items()}
-        if options.kernel > 1 and site.causal and site.calls > 1 and "conv" in options.variant + options.output:
-            raise self.unfit(site, "its module is called at several depths, and the cache keeps one past for each module")
-        size = whole // modules
-        mine = [letter for one in site.reading(False) for letter in one.letters]
-        own = self.projection(site, options.variant, site.width, modules, size, {letter: strides[letter] for letter in mine})
+        self.check_past(site)
+
+        def made(width: int, projections: Iterable[Projection], mult: Multiplicative | None = None) -> ModularProjection:
+            mine = {letter: strides[letter] for one in projections for letter in one.letters}
+            return self.projection(site, options.variant, width, modules, whole // modules, mine, mult)
+
+        own = None if site.entwined else made(site.width, site.reading(False))
         other: dict[str, ModularProjection] = {}
-        shared = None
-        for one in site.reading(True) if site.cross else ():
-            made = self.projection(
-                site, options.variant, site.source_width, modules, size, {letter: strides[letter] for letter in one.letters}, shared
-            )
-            other[one.matrix.module] = made
-            shared = made.mult if options.variant == "mult-conv" else None
+        for width, reading in apart(site):
+            mult = None
+            for one in reading:
+                other[one.matrix.module] = made(width, [one], mult)
+                mult = other[one.matrix.module].mult if options.variant == "mult-conv" else None
         return Plan(site, own, other, self.output(site, modules))
+
+    def check_past(self, site: AttentionSite) -> None:
+        """Where an earlier token counts, one that a cache remembers can be handed on; raises `DoesNotFitError` where not."""
+        options = self.options
+        if options.kernel == 1 or not site.causal:
+            return
+        if site.calls > 1 and "conv" in options.variant + options.output:
+            why = "its module is called at several depths, and the cache keeps one past for each module"
+            raise self.unfit(site, why, "kernel=1 looks at no earlier token")
+        if site.entwined and "conv" in options.variant:
+            why = f"{site.entwined}, so its projections compute each for itself, where no cache is handed to them"
+            raise self.unfit(site, why, "kernel=1 or variant=mult look at no earlier token")
 
     def stride(self, site: AttentionSite, letter: str, count: int, whole: int, modules: int) -> int:
         """How many modules of the queries there are for each of a letter's."""
@@ -318,7 +373,14 @@ class Application:
         return whole // count
 
     def projection(
-        self, site: AttentionSite, variant: str, width: int, modules: int, size: int, strides: dict[str, int], mult: Any = None
+        self,
+        site: AttentionSite,
+        variant: str,
+        width: int,
+        modules: int,
+        size: int,
+        strides: dict[str, int],
+        mult: Multiplicative | None = None,
     ) -> ModularProjection:
         if variant == "conv" and width % modules:
             raise self.unfit(site, f"the width {width} is no multiple of modules={modules}")
@@ -343,7 +405,8 @@ class Application:
             raise self.unfit(site, f"its output layer, {into} to {out}, does not divide into modules={modules}")
         return self.projection(site, kind, into, modules, out // modules, {"out": 1})
 
-    def unfit(self, site: AttentionSite, why: str) -> DoesNotFitError:
+    def unfit(self, site: AttentionSite, why: str, remedy: str = "") -> DoesNotFitError:
+        why = f"{why}; {remedy}" if remedy else why
         return DoesNotFitError(f"sparse-qkv: {site.name} cannot be rewritten", why=why, remedy="leave its layer out with layers=")
 
     # Where it starts.
@@ -361,9 +424,12 @@ class Application:
     def begin(self, plan: Plan, moments: dict[str, Tensor | None]) -> None:
         """The new projections are near to the dense ones, and it is noted how near."""
         site, weights = plan.site, columns_of(plan.site, self.model)
-        found = self.started(plan.own, weights, moments.get(site.reading(False)[0].matrix.module))
-        for path, other in plan.other.items():
-            found |= self.started(other, weights, moments.get(path))
+        found: dict[str, float] = {}
+        if plan.own is not None:
+            found |= self.started(plan.own, weights, moments.get(site.reading(False)[0].matrix.module))
+        for _, reading in apart(site):
+            paths = [one.matrix.module for one in reading]
+            found |= self.started(together([plan.other[path] for path in paths]), weights, moments.get(paths[0]))
         if plan.output is not None and site.out is not None:
             found |= self.started(plan.output, {"out": as_read(site.out, self.model).t()}, moments.get(site.out.module))
         if found:
@@ -387,13 +453,14 @@ class Application:
             begin += one.width if other is None else 0
             edit.replace_module(one.matrix.module, columns)
             edit.drop_parameter(weight, "sparse layers fitted to it stand in its place")
+        for reader in site.readers if plan.own is not None else ():
+            edit.replace_module(reader.path, OfStream(self.model.get_submodule(reader.path), reader.key, begin))
         wrapper = SparseAttention(self.model.get_submodule(site.name), site, plan.own)
         if self.options.output != "keep" and site.out is not None:
             self.put_output(plan, site.out, wrapper)
-        edit.replace_module(site.name, wrapper)
-        others = list(plan.other.values())
-        self.parameters += plan.own.count() + sum(other.count(mult=other is others[0]) for other in others)
-        self.parameters += plan.output.count() if plan.output is not None else 0
+        if plan.own is not None or wrapper.output is not None:
+            edit.replace_module(site.name, wrapper)
+        self.parameters += plan.parameters
 
     def put_output(self, plan: Plan, out: Matrix, wrapper: SparseAttention) -> None:
         weight, bias = parameters_of(out, self.model)
@@ -415,9 +482,9 @@ class Application:
     # What is said about it.
 
     def what(self, plan: Plan) -> str:
-        own = plan.own
-        text = f"{self.options.variant} of {own.module_count} modules of {own.size}"
-        shared = {stride for other in (own, *plan.other.values()) for stride in other.strides.values()} - {1}
+        made = [*([plan.own] if plan.own is not None else []), *plan.other.values()]
+        text = f"{self.options.variant} of {made[0].module_count} modules of {made[0].size}"
+        shared = {stride for one in made for stride in one.strides.values()} - {1}
         text += f", keys and values from every {max(shared)}th" if shared else ""
         return text + {"none": ", no output layer", "keep": ""}.get(self.options.output, f", output {self.options.output}")
 
@@ -426,6 +493,12 @@ class Application:
         terms = {"mult": "mult d·(S + M)", "conv": "conv F²·M² + M"}
         parts = [term for word, term in terms.items() if any(word in kind for kind in kinds)]
         return f"{', '.join(parts)} each, in {len(plans)} attentions = {self.parameters:,}"
+
+
+def apart(site: AttentionSite) -> list[tuple[int, tuple[Projection, ...]]]:
+    """The projections that compute for themselves, those of one stream together, with the stream's width."""
+    groups = [(site.width, site.reading(False))] if site.entwined else []
+    return [*groups, (site.source_width, site.reading(True))] if site.cross else groups
 
 
 def order_of(projection: Projection) -> list[int]:
@@ -437,4 +510,4 @@ def order_of(projection: Projection) -> list[int]:
     return order
 
 
-__all__ = ["Columns", "SparseAttention", "SparseOutput", "SparseQKV", "Vacated"]
+__all__ = ["Columns", "OfStream", "SparseAttention", "SparseOutput", "SparseQKV", "Vacated"]

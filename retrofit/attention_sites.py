@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from retrofit.anatomy import Anatomy, Branch, Stack
 from retrofit.capture import Call, Key, Program, capture, missing_masks
+from retrofit.constants import with_constants
 from retrofit.dataflow import Dataflow
 from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.feedforward import Matrix, final, light, matrix_of, sources_of
@@ -30,6 +31,7 @@ from retrofit.protocol import NearMiss
 from retrofit.roles import Attention, WeightProduct, attentions, mask_value, nearest_products, weight_product
 
 LETTERS = ("q", "k", "v")
+REST = "g"  # columns of a projection that are read for something else: a gate on what the attention gives
 MOVING = LAYOUT | CAST | SELECTION | {"getitem"}  # operations that only say where an element goes
 
 
@@ -37,7 +39,7 @@ MOVING = LAYOUT | CAST | SELECTION | {"getitem"}  # operations that only say whe
 class Projection:
     """One module that multiplies by a weight, and which of its columns are queries, keys, values.
 
-    A letter stands for one set of columns, "kv" for columns that are both keys and values.
+    A letter stands for one set of columns, "kv" for columns that are both keys and values, "g" for those that are neither.
     """
 
     matrix: Matrix
@@ -50,6 +52,14 @@ class Projection:
     @property
     def width(self) -> int:
         return sum(len(places) for _, places in self.columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A module inside an attention that reads the stream beside its projections: a gate, a router."""
+
+    path: str
+    key: Key  # the argument that is the stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +90,8 @@ class AttentionSite:
     no_out: str  # why there is none
     returned: Key  # where the module returns the product with `out`, dropout apart; only read where `returns`
     returns: bool
+    readers: tuple[Reader, ...] = ()
+    entwined: str = ""  # what the module's own code does with x beside, where it does: then x must stay x in there
     mask: Mask | None = None
 
     @property
@@ -97,7 +109,7 @@ class AttentionSite:
 
 def attention_sites(anatomy: Anatomy, chosen: Iterable[tuple[Stack, int]]) -> tuple[list[AttentionSite], list[NearMiss]]:
     """The attentions at the `chosen` depths that come apart, one a module, in order, and the others with the reason."""
-    flow = Dataflow(anatomy.program)
+    flow = Dataflow(with_constants(anatomy.program, anatomy.model))
     nodes = {node.name: node for node in flow.nodes}
     cores = attentions(flow)
     found: dict[str, AttentionSite] = {}
@@ -145,18 +157,20 @@ class Reading:
         for product in products:
             self.check_alone(product, owner)
         projections = tuple(self.projection(product, core, owner) for product in products)
+        if sum(REST in one.letters for one in projections) > 1:
+            raise self.unfit("more than one of its projections has columns that are no query, key or value")
         cross = self.branch.role == "cross-attention"
         readers: dict[bool, list[WeightProduct]] = {True: [], False: []}
         for product, projection in zip(products, projections, strict=True):
             readers[cross and "q" not in projection.letters].append(product)
-        if cross and (len(readers[False]) != 1 or projections[products.index(readers[False][0])].letters != ("q",)):
+        if cross and (len(readers[False]) != 1 or set(projections[products.index(readers[False][0])].letters) - {"q", REST}):
             raise self.unfit("queries are projected together with keys or values of another stream")
         x, stream_in = self.argument(readers[False], owner)
         source, source_in = self.argument(readers[True], owner) if cross else (x, stream_in)
         size, source_size, query = shape(x) or (), shape(source) or (), shape(core.query) or ()
-        if len(size) != 3 or len(source_size) != 3 or len(query) < 3 or query[-2] != size[1]:
+        if len(size) != 3 or len(source_size) != 3 or not is_laid_out(size, query):
             raise self.unfit(f"what it projects is {size}, and not laid out (batch, length, width)")
-        self.check_uses(x, owner, readers[False])
+        beside, entwined = self.uses_beside(x, owner, readers[False])
         out, out_shape, no_out = self.out(core)
         returned = self.returned(out, owner)
         paths = [call.path for call in self.flow.program.calls]
@@ -166,7 +180,7 @@ class Reading:
             cross=cross,
             causal=self.stack.causal and not cross,
             calls=paths.count(owner.path),
-            heads=self.branch.heads or query[-3],
+            heads=heads_of(projections, query),
             width=size[-1],
             source_width=source_size[-1],
             stream_in=stream_in,
@@ -177,6 +191,8 @@ class Reading:
             no_out=no_out,
             returned=returned[0] if returned else None,
             returns=bool(returned),
+            readers=beside,
+            entwined=entwined,
         )
 
     def products(self, core: Attention) -> list[WeightProduct]:
@@ -185,7 +201,10 @@ class Reading:
         for letter, operand in zip(LETTERS, (core.query, core.key, core.value), strict=True):
             nearest = nearest_products([operand], self.flow)
             if len(nearest) != 1:
-                raise self.unfit(f"{letter} is made of {len(nearest)} products with weights, not one")
+                names = ", ".join(sorted({product.parameter for product in nearest})) or "none"
+                raise self.unfit(
+                    f"{letter} is made by {len(nearest)} matrices ({names}), and only one can be replaced for each letter"
+                )
             if nearest[0].batched:
                 raise self.unfit(f"the weight {nearest[0].parameter} has more than two dimensions")
             found.setdefault(nearest[0].node, nearest[0])
@@ -230,8 +249,8 @@ class Reading:
             raise self.unfit(f"the module {self.flow.call_of(product.node).path} returns {size}")
         letters = self.letters_of(result, core, owner)
         if unread := [column for column, letter in enumerate(letters) if not letter]:
-            raise self.unfit(f"{len(unread)} of {len(letters)} columns of {product.parameter} are no query, key or value")
-        kinds = sorted(dict.fromkeys(letters), key=lambda letter: LETTERS.index(letter[0]))
+            raise self.unfit(f"{len(unread)} of {len(letters)} columns of {product.parameter} are read for nothing")
+        kinds = sorted(dict.fromkeys(letters), key=lambda letter: (*LETTERS, REST).index(letter[0]))
         places = ((kind, tuple(column for column, letter in enumerate(letters) if letter == kind)) for kind in kinds)
         return Projection(self.matrix(product), tuple(places))
 
@@ -246,9 +265,7 @@ class Reading:
             if node is not result:
                 if op(node) not in MOVING or not node.args or node.args[0] not in moved:
                     continue
-                if any(part is not node.args[0] for part in node.all_input_nodes):
-                    raise self.unfit(f"which columns are queries depends on a tensor of indices ({node.name})")
-                moved[node] = follow(node, moved)
+                moved[node] = follow(node, moved | self.indices(node))
             if not isinstance(moved[node], Tensor):
                 continue
             ends = [user for user in self.flow.uses[node] if op(user) not in MOVING or user.args[0] is not node]
@@ -256,12 +273,32 @@ class Reading:
             goes = {letter for end in ends for letter, operand in operands.items() if self.flow.reaches(end, operand)}
             strays = [end for end in ends if not any(self.flow.reaches(end, operand) for operand in operands.values())]
             if any(end is not core.result and not self.is_core(end, core) for end in strays):
-                goes.add("")
+                goes.add(REST)
             for column in moved[node].unique().tolist():
                 reached[column] |= goes | set(inner)
-        if any("" in one for one in reached):
-            raise self.unfit("its projections are read for something beside queries, keys and values")
-        return ["".join(letter for letter in LETTERS if letter in one) for one in reached]
+        if any(REST in one and len(one) > 1 for one in reached):
+            raise self.unfit("queries, keys or values are read for something else too")
+        return ["".join(letter for letter in (*LETTERS, REST) if letter in one) for one in reached]
+
+    def indices(self, node: fx.Node) -> dict[fx.Node, Tensor]:
+        """The tensors of indices by which a node moves elements about; they depend on no input."""
+        found = {}
+        for part in node.all_input_nodes:
+            if part is node.args[0]:
+                continue
+            value = None if part in self.flow.depends else mask_value(part, self.flow)
+            if value is None or not self.are_known(part):
+                raise self.unfit(f"which columns are queries depends on a tensor of indices that is not known ({node.name})")
+            found[part] = value
+        return found
+
+    def are_known(self, node: fx.Node) -> bool:
+        """Whether the constants that a node is computed from have values."""
+        flow = self.flow
+        names = [
+            name for constant, name in flow.program.constants.items() if constant in flow.position and flow.reaches(constant, node)
+        ]
+        return not any(flow.program.values[name].is_meta for name in names if name in flow.program.values)
 
     def is_core(self, node: fx.Node, core: Attention) -> bool:
         """Whether the node is part of the attention proper: between its operands and its result."""
@@ -275,24 +312,46 @@ class Reading:
         for key, node in owner.inputs.items():
             if key is not None and all(node in chain for chain in chains):
                 return node, key
+        inner = [product for product, chain in zip(products, chains, strict=True) if not set(owner.inputs.values()) & set(chain)]
+        if inner:
+            raise self.unfit(
+                f"{inner[0].parameter} reads what {owner.path} makes of its arguments (operation {op(inner[0].source)})"
+            )
         raise self.unfit(f"its projections do not all read one argument of {owner.path}")
 
-    def check_uses(self, x: fx.Node, owner: Call, products: list[WeightProduct]) -> None:
-        """Inside `owner`, x is read by its projections alone."""
+    def uses_beside(self, x: fx.Node, owner: Call, products: list[WeightProduct]) -> tuple[tuple[Reader, ...], str]:
+        """The modules inside `owner` that read x beside its projections, and what its own code does with x, "" where nothing."""
         flow = self.flow
         own = {product.node for product in products}
+        readers: dict[Reader, None] = {}
+        entwined = ""
         pending, seen = [x], {x}
         while pending:
             node = pending.pop()
             for user in flow.uses[node]:
                 if user in seen or user in own or not owner.encloses(flow.call_of(user)):
                     continue
-                if light(user, flow) is not node:
-                    raise self.unfit(f"beside its projections, {user.name} (operation {op(user)}) reads the stream")
-                seen.add(user)
-                pending.append(user)
+                if light(user, flow) is node:
+                    seen.add(user)
+                    pending.append(user)
+                elif (reader := self.reader(user, node, owner, products)) is not None:
+                    readers[reader] = None
+                else:
+                    entwined = entwined or f"beside its projections, {user.name} (operation {op(user)}) reads the stream"
         if any(node in seen for node in owner.outputs.values()):
-            raise self.unfit(f"{owner.path} returns the stream that it was handed")
+            entwined = entwined or f"{owner.path} returns the stream that it was handed"
+        return tuple(readers), entwined
+
+    def reader(self, user: fx.Node, stream: fx.Node, owner: Call, products: list[WeightProduct]) -> Reader | None:
+        """The outermost module inside `owner` that is handed the stream, in which `user` reads it and nothing is projected."""
+        found = None
+        for call in self.flow.call_of(user).chain:
+            if call is owner or any(call.encloses(self.flow.call_of(product.node)) for product in products):
+                break
+            keys = [key for key, node in call.inputs.items() if key is not None and node is stream]
+            found = Reader(call.path, keys[0]) if keys else found
+        calls = [call for call in self.flow.program.calls if found is not None and call.path == found.path]
+        return found if all(any(outer.path == owner.path for outer in call.chain) for call in calls) else None
 
     def out(self, core: Attention) -> tuple[WeightProduct | None, tuple[int, int], str]:
         """The product behind the core that closes the branch, or why there is none that could be replaced."""
@@ -322,6 +381,19 @@ class Reading:
             if before is result:
                 return (key,)
         return None
+
+
+def is_laid_out(x: tuple[int, ...], query: tuple[int, ...]) -> bool:
+    """Whether x is (batch, length, width), judged by the queries: (…, length, features), or batch first in another order."""
+    if len(query) < 3:
+        return False
+    return query[-2] == x[1] or (query[0] == x[0] and (len(query) > 4 or x[0] not in query[1:-1]))  # more than 4: in blocks
+
+
+def heads_of(projections: Iterable[Projection], query: tuple[int, ...]) -> int:
+    """How many heads share the columns of the queries."""
+    (columns,) = [len(places) for one in projections for letter, places in one.columns if "q" in letter]
+    return columns // query[-1] if columns % query[-1] == 0 else query[-3]
 
 
 def follow(node: fx.Node, moved: dict[fx.Node, Any]) -> Any:

@@ -33,6 +33,8 @@ from retrofit.ops import (
 )
 
 SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax"))
+ARITHMETIC = frozenset("add sub mul div max maximum getitem".split())
+SCALING = LAYOUT | CAST | DROPOUT | SELECTION | MASKING | JOIN | ACTIVATION | ARITHMETIC  # what scores pass before the softmax
 LARGEST_MASK_INPUT = 1 << 20  # elements of a parameter that a mask may be computed from
 
 
@@ -115,7 +117,7 @@ def score_product(softmax: fx.Node, flow: Dataflow) -> tuple[fx.Node | None, lis
             if op(node) == "baddbmm" and isinstance(node.args[0], fx.Node):
                 masks.append(node.args[0])
             return node, masks
-        if op(node) in LAYOUT | CAST | DROPOUT | SELECTION | MASKING | JOIN | ACTIVATION | {"add", "sub", "mul", "div", "getitem"}:
+        if op(node) in SCALING:
             for part in node.all_input_nodes:
                 (pending if flow.heavy_ancestors[part] and part in flow.depends else masks).append(part)
     return None, masks
