@@ -35,6 +35,7 @@ from retrofit.dataflow import Dataflow
 from retrofit.depths import depths
 from retrofit.edit import Edit
 from retrofit.errors import CaptureError, DoesNotFitError
+from retrofit.feedforward import FeedForward, FeedForwardBlock, put, taken_apart
 from retrofit.inputs import named_inputs
 from retrofit.inspection import is_token_id, owner_of
 from retrofit.ops import is_float, shape
@@ -208,6 +209,18 @@ class MemoryLayer(Wrapper):
         return replaced(output, out, y + self.memory(x, ids).to(y.dtype))
 
 
+class Together(FeedForwardBlock):
+    """A feed-forward that was spread over several modules, computed by them as before: `up`, `hidden`, `down`."""
+
+    def __init__(self, site: FeedForward, up: nn.Module, down: nn.Module) -> None:
+        super().__init__(site, down)
+        self.up, self.hidden, self.down = up, site.hidden, down
+
+    def compute(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.hidden(self.up(x)))
+        return y
+
+
 class TokenIdsInside(Wrapper):
     """`layer`, to whose submodules at `paths` the keyword `token_ids` is handed past the layer's own code."""
 
@@ -278,6 +291,7 @@ class Beside:
     path: str
     stream_in: int | str
     stream_out: Key
+    spread: FeedForward | None = dataclasses.field(default=None, compare=False)  # what comes together at `path` first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,6 +322,7 @@ class Application:
         self.nodes = {node.name: node for node in self.flow.nodes}
         self.calls = {(call.path, call.index): call for call in anatomy.program.calls}
         self.skipped: list[NearMiss] = []
+        self.notes: list[str] = []
         self.made: list[MemoryLayer] = []
         self.taken: set[str] = set()  # layers
         self.parameters = 0
@@ -341,6 +356,7 @@ class Application:
             new_parameters=self.parameters,
             formula=self.formula(),
             second_step=tuple(late),
+            notes=tuple(self.notes),
         )
 
     def plan(self, stack: Stack) -> Plan | None:
@@ -410,15 +426,15 @@ class Application:
         return all(self.flow.reaches(part, node) for part in parts)
 
     def ffn(self, branch: Branch, layer: Layer, narrow: Beside, width: int) -> Beside | str:
-        """The module that is this FFN, from one d-wide tensor to another, or why there is none."""
+        """The module that is this FFN, or is to be, from one d-wide tensor to another; or why there is none."""
         outer = self.calls[layer.name, layer.call]
         if not branch.name or f"{narrow.path}.".startswith(f"{branch.name}."):
-            return "the FFN's matrices lie in several modules, and the code between them is the layer's own"
+            return self.together(branch)
         call = next((one for one in self.calls.values() if one.path == branch.name and outer.encloses(one)), None)
         if call is None:
             return "its module is not called inside the layer"
         if any(call.encloses(self.flow.call_of(self.nodes[other.output])) for other in layer.branches if other is not branch):
-            return "the FFN's matrices lie in several modules, and the code between them is the layer's own"
+            return self.together(branch)
         read = {
             key: self.flow.position[node]
             for key, node in call.inputs.items()
@@ -429,8 +445,16 @@ class Application:
             return f"its module does not take and return tensors {width} wide"
         return Beside(branch.name, max(read, key=lambda key: read[key]), leaves[0])  # the stream itself may be handed in as well
 
+    def together(self, branch: Branch) -> Beside | str:
+        """Where the modules of this FFN, between which the layer's own code stands, become one; or why they cannot."""
+        try:
+            site = taken_apart(branch, self.model, self.flow, self.nodes)
+        except DoesNotFitError as error:
+            return error.why or error.what
+        return Beside(site.path, site.stream_in if site.stream_in is not None else 0, None, site if site.passing else None)
+
     def wrap(self, place: Beside, plan: Plan) -> None:
-        memory, module, width = self.memory, self.model.get_submodule(place.path), plan.stack.width
+        memory, module, width, site = self.memory, self.model.get_submodule(place.path), plan.stack.width, place.spread
         rows = plan.source.rows if plan.source is not None else memory.buckets
         like = next((one for one in (*module.parameters(), *self.model.parameters()) if one.is_floating_point()), torch.empty(()))
         table: ExternalMemory
@@ -442,8 +466,17 @@ class Application:
             table = LshMemory(rows, width, memory.rank, like)
         self.parameters += table.count(rows, width, memory.rank)
         self.sizes[rows, width] = self.sizes.get((rows, width), 0) + 1
+        if site is not None:
+            module = Together(site, self.model.get_submodule(site.into[0].module), module)
+            if site.dropout:
+                self.notes.append(
+                    f"{site.path}: in training its layer drops {site.dropout:.0%} of what is read, not of the hidden units"
+                )
         wrapper = MemoryLayer(module, table, stream_in=place.stream_in, stream_out=place.stream_out)
-        self.edit.replace_module(place.path, wrapper)
+        if site is None:
+            self.edit.replace_module(place.path, wrapper)
+        else:
+            put(site, wrapper, self.edit)
         self.made.append(wrapper)
 
     def formula(self) -> str:

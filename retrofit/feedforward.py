@@ -158,7 +158,7 @@ def taken_apart(branch: Branch, model: nn.Module, flow: Dataflow, nodes: dict[st
         raise unfit(branch, f"it takes {into[0].in_features} columns in and gives {width}")
     inside = set(region)
     outline = Outline(branch, model, flow, [final(product, flow, inside) for product in into], units)
-    hidden, ports, steps, dropout = outline.run(out.source)
+    hidden, ports, steps, _ = outline.run(out.source)
     columns = sum(product.out_features for product in into)
     if units * len(ports) != columns:
         raise unfit(branch, f"of {columns} columns only {units * len(ports)} become hidden units")
@@ -180,9 +180,11 @@ def taken_apart(branch: Branch, model: nn.Module, flow: Dataflow, nodes: dict[st
     owned = owned_place(owner, shared, final(out, flow, own), outline, flow)
     if owned is not None:
         return FeedForward(**parts, stream_in=owned[0], tail=owned[1], path=owner.path)
-    for name in outline.dropouts:  # the model's code goes on applying them, to x
+    place = spread_place(branch, into, out, steps, flow)
+    outside = {name: p for name, (node, p) in outline.dropouts.items() if not passed(node, place["passing"], flow)}
+    for name in outside:  # the model's code goes on applying them, to x
         setattr(hidden, name, nn.Identity())
-    return FeedForward(**parts, **spread_place(branch, into, out, steps, flow), tail=None, dropout=dropout)
+    return FeedForward(**parts, **place, tail=None, dropout=max(outside.values(), default=0.0))
 
 
 def unfit(branch: Branch, why: str) -> DoesNotFitError:
@@ -302,7 +304,7 @@ class Outline:
         self.ports: dict[Port, fx.Node] = {}
         self.steps: list[Call | fx.Node] = []  # what the hidden units pass, modules and operations
         self.dropout = 0.0
-        self.dropouts: list[str] = []  # modules of the outline that stand for the model's own code
+        self.dropouts: dict[str, tuple[fx.Node, float]] = {}  # modules of the outline that stand for the model's own code
 
     def run(self, result: fx.Node) -> tuple[fx.GraphModule, tuple[Port, ...], list[Call | fx.Node], float]:
         """The module, what its arguments are, the modules and operations passed, and the dropout that no module holds."""
@@ -412,7 +414,7 @@ class Outline:
             return value
         self.dropout = max(p, self.dropout)
         name = f"dropout{len(list(self.root.children()))}"
-        self.dropouts.append(name)
+        self.dropouts[name] = node, p
         self.root.add_module(name, nn.Dropout(p))
         return self.graph.call_module(name, (value,))
 
@@ -484,15 +486,39 @@ def spread_place(
     single = [flow.call_of(product.node) for product in (*into, out)]
     if len(into) > 1:
         raise unfit(branch, "it is spread over several modules, and its gate is applied by code between them")
-    if code := [step for step in steps if isinstance(step, fx.Node)]:
-        raise unfit(branch, f"it is spread over several modules, with code between them: {op(code[0])} in {code[0].name}")
+    passing = [single[0]]
+    for step in steps:
+        call = around(step, into[0], out, flow) if isinstance(step, fx.Node) else step
+        if call is None:
+            raise unfit(branch, f"it is spread over several modules, with code between them: {op(step)} in {step.name}")  # type: ignore[union-attr,arg-type]
+        passing.append(call)
     for call, product in zip(single, (*into, out), strict=True):
         others = [node for node in flow.nodes if call.encloses(flow.call_of(node)) and node in flow.depends]
         if not call.path or any(op(node) not in LAYOUT | CAST | {"add"} and node is not product.node for node in others):
             raise unfit(branch, f"the matrix {product.parameter} is applied by the code of {call.path or 'the model'} itself")
     key = next((key for key, node in single[-1].inputs.items() if node in flow.depends), 0)
-    between = [step.path for step in steps if isinstance(step, Call)]
-    return {"stream_in": key, "path": single[-1].path, "passing": (single[0].path, *between)}
+    outermost = [call for call in passing if not any(other.encloses(call) for other in passing if other is not call)]
+    return {"stream_in": key, "path": single[-1].path, "passing": tuple(dict.fromkeys(call.path for call in outermost))}
+
+
+def passed(node: fx.Node, passing: tuple[str, ...], flow: Dataflow) -> bool:
+    """Whether a node is computed by one of the modules that hand x on from then on."""
+    return any(call.path in passing for call in flow.call_of(node).chain)
+
+
+def around(node: fx.Node, into: WeightProduct, out: WeightProduct, flow: Dataflow) -> Call | None:
+    """The outermost call that computes `node` and nothing but steps of the feed-forward, from one tensor on its way to another."""
+    found = None
+    for call in flow.call_of(node).chain:
+        entered = [part for part in call.inputs.values() if part in flow.depends]
+        if not call.path or len(entered) != 1 or call.inputs.get(0) is not entered[0] or list(call.outputs) != [None]:
+            continue
+        left = call.outputs[None]
+        own = {one for one in flow.nodes if one in flow.depends and one.op == "call_function" and call.encloses(flow.call_of(one))}
+        begins = entered[0] in sources_of(into, flow) or flow.reaches(into.node, entered[0])
+        if begins and flow.reaches(left, out.source) and out.node not in own and own <= set(flow.between(entered[0], left)):
+            found = call
+    return found
 
 
 # ── Putting a module there ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import zoo
-from test_sparse_ffn_modules import IDS, Fused, Gated, Model, Plain
+from test_sparse_ffn_modules import IDS, Fused, Gated, Layer, Model, Plain
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
@@ -29,6 +30,7 @@ FOUND: dict[str, tuple[tuple[str, ...], int, bool, int]] = {
     "causal/gemma2": (("gate", "up"), 2, False, 0),
     "masked/bert": (("up",), 1, True, 2),
     "masked/albert": (("up",), 1, True, 2),
+    "masked/esm": (("up",), 1, True, 1),
     "seq2seq/t5": (("up",), 1, False, 0),
     "seq2seq/bart": (("up",), 1, True, 2),
     "image/vit": (("up",), 1, True, 0),
@@ -126,6 +128,58 @@ def test_dropout_inside_stays_and_follows_the_mode() -> None:
         assert torch.equal(block(x), block(x))
     if sites[0].dropout:
         assert not torch.equal(block.train()(x), block(x))
+
+
+class Reading(nn.Module):
+    """The first half of a feed-forward, with what its own code does to the hidden units."""
+
+    def __init__(self, kept: float) -> None:
+        super().__init__()
+        self.dense, self.kept = nn.Linear(8, 64), kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(F.gelu(self.dense(x)) * 0.5, self.kept, self.training)
+
+
+class Spread(Layer):
+    """A layer with a feed-forward in two modules, between which its own code drops, or does something else, too."""
+
+    def __init__(self, kept: float, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(8, nn.Identity())
+        self.reading, self.writing, self.between = Reading(kept), nn.Linear(64, 8), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(self.m(x)).chunk(3, -1))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+        h = self.reading(self.n(x))
+        return x + self.writing(F.dropout(self.between(h), 0.4, self.training))
+
+
+def spread(between: Callable[[Tensor], Tensor]) -> Model:
+    torch.manual_seed(0)
+    model = Model(8, nn.Identity(), nn.Identity())
+    model.layers = nn.ModuleList(Spread(0.25, between) for _ in range(2))
+    return model.eval()
+
+
+@torch.no_grad()
+def test_code_in_the_module_that_reads_is_part_of_the_feed_forward() -> None:
+    model = spread(lambda h: h)
+    sites, expected = sites_of(model, {"ids": IDS}), model(IDS)
+    assert [(site.passing, site.path, site.dropout) for site in sites] == [
+        ((f"layers.{depth}.reading",), f"layers.{depth}.writing", 0.4) for depth in range(2)
+    ]
+    z = torch.rand(200, 64) + 1
+    dropped = (sites[0].hidden.train()(z) == 0).float().mean()
+    assert 0.2 < float(dropped) < 0.3, "what the module drops is dropped on, what the layer drops is left to it"
+    sites[0].hidden.eval()
+    rebuilt(model, sites)
+    torch.testing.assert_close(model(IDS), expected)
+
+
+def test_code_of_the_layer_itself_is_not() -> None:
+    _, missed = feed_forwards(retrofit.inspect(spread(torch.tanh), {"ids": IDS}))
+    assert len(missed) == 2 and all("code between them: tanh" in miss.why for miss in missed)
 
 
 def test_what_does_not_come_apart_is_named_with_the_reason() -> None:

@@ -27,6 +27,7 @@ from retrofit.rewriting import apply_reported
 # The ids are handed down by the code of some of these, and have to be bound for each call in the others.
 HANDED, BOUND = ("causal/llama", "masked/bert", "seq2seq/t5", "masked/albert"), ("causal/bloom", "causal/gptj", "causal/mamba")
 LAYERS = {"causal/gptj": ("n_layer",), "causal/bloom": ("n_layer",), "seq2seq/t5": ("num_layers", "num_decoder_layers")}
+LAYERS["seq2seq/bart"] = ("encoder_layers", "decoder_layers")
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "experts": {"rank": 3},
@@ -89,6 +90,10 @@ def combinations() -> list[tuple[str, str]]:
         ("seq2seq/t5", "some ffns"),
         ("causal/gpt2", "softmax ffns"),
         ("image/vit", "softmax experts"),
+        ("causal/opt", "softmax ffns"),
+        ("seq2seq/bart", "ffns"),
+        ("masked/albert", "softmax ffns"),
+        ("masked/esm", "ffns"),
     ]
     return [*chosen, ("causal/mixtral", "ffns"), ("masked/albert", "lsh")]
 
@@ -164,7 +169,7 @@ def test_a_trained_model_is_the_dense_one_plus_the_papers_terms(place: str, look
 
 def adding(table: Any, ids: Tensor) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        x = args[0]
+        x = args[0].view(*ids.shape, -1)
         if hasattr(table, "w"):
             p = torch.einsum("btd,nd->btn", x, table.w).softmax(-1)
             weights = p * (p == p.amax(-1, keepdim=True))
@@ -175,9 +180,62 @@ def adding(table: Any, ids: Tensor) -> Callable[..., Any]:
         else:
             said = torch.einsum("btnr,ndr->btnd", torch.einsum("btd,ndr->btnr", x, table.u).relu(), table.v)
         more = torch.einsum("btn,btnd->btd", weights, said)
-        return output + more if isinstance(output, Tensor) else (output[0] + more, *output[1:])
+        return output + more.view_as(output) if isinstance(output, Tensor) else (output[0] + more, *output[1:])
 
     return hook
+
+
+# FFNs whose matrices lie in several modules: the module that reads x, and the one whose result is y.
+SPREAD: dict[str, Callable[[Any], list[tuple[nn.Module, nn.Module]]]] = {
+    "masked/bert": lambda model: [(one.intermediate.dense, one.output.dense) for one in model.bert.encoder.layer],
+    "masked/esm": lambda model: [(one.intermediate.dense, one.output.dense) for one in model.esm.encoder.layer],
+    "causal/opt": lambda model: [(one.fc1, one.fc2) for one in model.model.decoder.layers],
+}
+
+
+@pytest.mark.parametrize(("identity", "lookup", "rank"), [*((one, "token-id", 0) for one in SPREAD), ("causal/opt", "softmax", 2)])
+def test_beside_an_ffn_of_several_modules_x_is_what_the_first_reads(identity: str, lookup: str, rank: int) -> None:
+    """The dense model, whose second matrix's result gets w_i(x) f_i(x) of what the first was handed."""
+    plain, model = build(identity), build(identity)
+    given = inputs(identity, batch=3, length=9, seed=5)
+    spec = Memory(lookup=lookup, rank=rank, buckets=6, beside="ffns")
+    retrofit.apply(model, spec, example_inputs=inputs(identity), verify=False)
+    with torch.no_grad():
+        for parameter in (parameter for table in tables(model) for parameter in table.parameters()):
+            parameter.copy_(0.3 * torch.randn_like(parameter))
+    before, places = logits(plain, given), SPREAD[identity](plain)
+    assert len(places) == len(tables(model))
+    for (first, last), table in zip(places, tables(model), strict=True):
+        seen: list[Any] = []
+        first.register_forward_hook(lambda module, args, output, seen=seen: seen.append(args))
+        add = adding(table, given["input_ids"])
+        last.register_forward_hook(lambda module, args, output, seen=seen, add=add: add(module, seen.pop(), output))
+    expected = logits(plain, given)
+    assert float((expected - before).abs().max()) > 1e-2
+    torch.testing.assert_close(logits(model, given), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_an_ffn_with_code_between_its_modules_is_refused_with_what_stands_there() -> None:
+    model = build("causal/opt")
+    for layer in model.model.decoder.layers:
+        del layer.activation_fn
+        layer.activation_fn = torch.nn.functional.gelu
+    before = state(model)
+    with pytest.raises(DoesNotFitError, match=r"code between them: gelu") as caught:
+        retrofit.apply(model, "memory(beside=ffns)", example_inputs=inputs("causal/opt"), verify=False)
+    assert "beside=layers" in caught.value.remedy and state(model) == before
+
+
+def test_dropout_that_moves_is_told() -> None:
+    model = build("seq2seq/bart")
+    model.config.activation_dropout = 0.25
+    for part in (*model.model.encoder.layers, *model.model.decoder.layers):
+        part.activation_dropout = 0.25
+    (rewrite,) = apply_reported(
+        model, "memory(beside=ffns, layers=0)", example_inputs=inputs("seq2seq/bart"), verify=False
+    ).rewrites
+    assert [note.split(":")[0] for note in rewrite.notes] == ["model.encoder.layers.0.fc2", "model.decoder.layers.0.fc2"]
+    assert all("25%" in note for note in rewrite.notes)
 
 
 @pytest.mark.parametrize(("identity", "variant"), [("causal/llama", name) for name in VARIANTS] + [("causal/bloom", "default")])
@@ -195,8 +253,21 @@ def test_every_new_parameter_learns_within_two_steps(identity: str, variant: str
         optimizer.step()
 
 
-@pytest.mark.parametrize("identity", ["causal/llama", "causal/bloom"])
-@pytest.mark.parametrize("variant", ["default", "lsh experts", "ffns", "some layers"])
+@pytest.mark.parametrize(
+    ("identity", "variant"),
+    [
+        *(
+            (one, variant)
+            for one in ("causal/llama", "causal/bloom")
+            for variant in ("default", "lsh experts", "ffns", "some layers")
+        ),
+        ("causal/opt", "ffns"),
+        pytest.param("masked/bert", "softmax ffns", marks=pytest.mark.long),
+        pytest.param("masked/esm", "ffns", marks=pytest.mark.long),
+        pytest.param("masked/albert", "ffns", marks=pytest.mark.long),
+        pytest.param("seq2seq/bart", "softmax ffns", marks=pytest.mark.long),
+    ],
+)
 def test_verification_passes(identity: str, variant: str) -> None:
     model = build(identity)
     report = apply_reported(model, Memory(**VARIANTS[variant]), example_inputs=inputs(identity), count_flops=False).report
@@ -376,18 +447,24 @@ def test_trainer_takes_steps(tmp_path: Path) -> None:
 # ── With other passes, and without ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
+ORDERS = (
+    ("memory", "altup(k=2)"),
+    ("altup(k=2)", "memory(lookup=softmax, rank=2)"),
+    ("altup(k=2, embedding=recycled, init=lockstep)", "memory"),
+    ("sum", "memory(beside=ffns)"),
+    ("memory", "memory(lookup=lsh)", "memory(beside=ffns)"),
+    ("memory(beside=ffns)", "altup(k=3)", "sum"),
+)
+
+
 @pytest.mark.parametrize(
-    "order",
+    ("identity", "order"),
     [
-        ("memory", "altup(k=2)"),
-        ("altup(k=2)", "memory(lookup=softmax, rank=2)"),
-        ("altup(k=2, embedding=recycled, init=lockstep)", "memory"),
-        ("sum", "memory(beside=ffns)"),
-        ("memory", "memory(lookup=lsh)", "memory(beside=ffns)"),
-        ("memory(beside=ffns)", "altup(k=3)", "sum"),
+        *((identity, order) for identity in ("causal/llama", "causal/gptj") for order in ORDERS),
+        ("causal/opt", ("memory(beside=ffns)", "altup(k=2)")),
+        ("causal/opt", ("altup(k=2)", "memory(beside=ffns)")),
     ],
 )
-@pytest.mark.parametrize("identity", ["causal/llama", "causal/gptj"])
 def test_it_composes(identity: str, order: tuple[str, ...], tmp_path: Path) -> None:
     model, others = build(identity), inputs(identity, batch=3, length=9, seed=5)
     expected = logits(model, others)
@@ -423,7 +500,6 @@ def state(model: Any) -> tuple[Any, ...]:
     ("identity", "passes", "said"),
     [
         ("image/vit", ("memory",), "not made from token ids"),
-        ("masked/albert", ("memory(beside=ffns)",), "several modules"),
         ("causal/llama", ("memory(layers=99)",), "depth 99"),
         ("causal/llama", ("memory(layers=first)",), "layers=first"),
         ("causal/bloom", ("memory", "altup(layers=99)"), "depth 99"),
