@@ -17,7 +17,6 @@ import contextlib
 import inspect
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -124,7 +123,7 @@ class MixtureOfExperts(nn.Module):
         if self.training:
             sent = F.one_hot(chosen, self.experts).sum(-2)  # (tokens, E)
             if self.balance:
-                note(self.balance * balance_loss(probabilities, sent), wanted=self.router.weight.requires_grad)
+                gates = noted(gates, self.balance * balance_loss(probabilities, sent), self)
             if self.capacity is not None:
                 places = self.places(len(x))
                 gates = gates * (sent.cumsum(0).gather(-1, chosen) <= places)
@@ -191,22 +190,74 @@ class Noted(threading.local):
     """Where mixtures note their balance losses: a list for as long as somebody collects them in this thread, else None."""
 
     losses: list[Tensor] | None = None
+    trains: bool = False  # whether gradients were wanted where the collecting began
+    due: list[tuple[nn.Module, Tensor]] | None = None  # in a backward pass: gradients of losses noted without one, the first last
 
 
 NOTED = Noted()
 
 
-def note(loss: Tensor, *, wanted: bool) -> None:
-    """Whoever collects the balance losses gets `loss`; it should have a gradient if `wanted`."""
-    if NOTED.losses is None:
-        return
-    if wanted and not torch.is_grad_enabled():
-        warnings.warn(
-            "a mixture of experts runs without gradients while the model trains: its balance loss has none. If that is reentrant "
-            "gradient checkpointing, choose the other: gradient_checkpointing_kwargs={'use_reentrant': False}",
-            stacklevel=2,
-        )
-    NOTED.losses.append(loss)
+def noted(gates: Tensor, loss: Tensor, mixture: nn.Module) -> Tensor:
+    """`gates`; whoever collects the balance losses has `loss`.
+
+    Reentrant checkpointing runs a layer without gradients, and once more in the backward pass. What is noted first then waits
+    for its gradient, and the second time the gates hand that on to the loss.
+    """
+    if NOTED.due:
+        gradient = taken(NOTED.due, mixture)
+        return gates if gradient is None else HandOn.apply(gates, loss, gradient)  # type: ignore[no-any-return]
+    if NOTED.losses is not None:
+        later = NOTED.trains and not torch.is_grad_enabled()
+        NOTED.losses.append(waiting(loss, mixture) if later else loss)
+    return gates
+
+
+def waiting(loss: Tensor, mixture: nn.Module) -> Tensor:
+    """`loss`, whose gradient is kept for the call of `mixture` that makes it again."""
+    with torch.enable_grad():
+        return Await.apply(torch.empty(0, requires_grad=True), loss, mixture)  # type: ignore[no-any-return]
+
+
+def taken(due: list[tuple[nn.Module, Tensor]], mixture: nn.Module) -> Tensor | None:
+    """The gradient that is due to the next call of `mixture`, no longer due."""
+    place = next((place for place in reversed(range(len(due))) if due[place][0] is mixture), None)
+    return None if place is None else due.pop(place)[1]
+
+
+class Await(torch.autograd.Function):
+    """A loss computed without gradients; its own comes before that of the checkpoint around it, which began earlier."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, mixture: nn.Module) -> Tensor:
+        ctx.mixture = mixture
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        if NOTED.due is None:
+            NOTED.due = []
+            torch.autograd.Variable._execution_engine.queue_callback(forget)
+        NOTED.due.append((ctx.mixture, gradient))
+        return None, None, None
+
+
+def forget() -> None:
+    """At the end of a backward pass nothing is due any more."""
+    NOTED.due = None
+
+
+class HandOn(torch.autograd.Function):
+    """The gates as they are; in the backward pass `loss` gets `gradient` with theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, gates: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx: Any, of_gates: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return of_gates, gradient, None
 
 
 @contextlib.contextmanager
@@ -217,12 +268,12 @@ def balance_losses() -> Iterator[list[Tensor]]:
         logits = model(ids)
     loss = task_loss(logits) + sum(losses)
     """
-    before, found = NOTED.losses, []  # type: ignore[var-annotated]
-    NOTED.losses = found
+    before, found = (NOTED.losses, NOTED.trains), []  # type: ignore[var-annotated]
+    NOTED.losses, NOTED.trains = found, torch.is_grad_enabled()
     try:
         yield found
     finally:
-        NOTED.losses = before
+        NOTED.losses, NOTED.trains = before
 
 
 class BalancedForward(ForwardInPlace):
@@ -239,12 +290,12 @@ class BalancedForward(ForwardInPlace):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.module.training and torch.is_grad_enabled()):
             return self.run(*args, **kwargs)
-        before, found = NOTED.losses, []  # type: ignore[var-annotated]
-        NOTED.losses = found
+        before, trains, found = NOTED.losses, NOTED.trains, []  # type: ignore[var-annotated]
+        NOTED.losses, NOTED.trains = found, True
         try:
             output = self.run(*args, **kwargs)
         finally:
-            NOTED.losses = before
+            NOTED.losses, NOTED.trains = before, trains
         key, loss = loss_of(output, labelled=kwargs.get("labels") is not None)
         if loss is not None:
             part = part_of_batch(self.module, kwargs)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from test_experts import make
 from test_shared_moe import build, mixtures
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from retrofit.passes import SharedMoE
 from retrofit.passes.experts import balance_losses
@@ -69,19 +71,64 @@ def test_the_gradient_is_that_of_both_losses_and_scales_with_them(identity: str)
     assert not torch.allclose(without[router], expected[router], rtol=1e-2), "the balance loss must matter to the router"
 
 
-def test_recomputed_activations_count_once() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_recomputed_activations_count_once(reentrant: bool, noise: float) -> None:
+    """The loss and every gradient are those without checkpointing, and so is the gradient under a loss scale."""
     model, inputs, labels = labelled("causal/llama")
-    expected = explicit(model, inputs, labels)
-    model.gradient_checkpointing_enable()
-    assert_same(own(model, inputs, labels), expected)
-
-
-def test_reentrant_checkpointing_is_told_that_it_loses_the_balance_loss() -> None:
-    model, inputs, labels = labelled("causal/llama")
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+    for moe in mixtures(model):
+        moe.noise = noise
+    expected, loss = explicit(model, inputs, labels), seeded(model, inputs, labels)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    with pytest.warns(UserWarning, match="use_reentrant"):
-        model(**inputs, labels=labels)
+    assert torch.equal(seeded(model, inputs, labels), loss)
+    assert_same(own(model, inputs, labels), expected)
+    assert_same(own(model, inputs, labels, 1024.0), expected, 1024.0)
+
+
+def seeded(model: nn.Module, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+    torch.manual_seed(1)
+    return model(**inputs, labels=labels).loss.detach()
+
+
+class Twice(nn.Module):
+    """Two routings in one checkpoint, of two mixtures or of one."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, hidden: Callable[..., Tensor], checkpointed: bool | None) -> None:
+        super().__init__()
+        self.first, self.second, self.hidden, self.checkpointed = first, second, hidden, checkpointed
+
+    def part(self, x: Tensor) -> Tensor:
+        x = x + self.first(x, self.hidden)
+        return x + self.second(x, self.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.part(x) if self.checkpointed is None else checkpoint(self.part, x, use_reentrant=self.checkpointed)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_each_balance_loss_gets_its_own_gradient_back(reentrant: bool, shared: bool) -> None:
+    """Losses with different weights, of two models in one backward pass, one routing after another in each checkpoint."""
+    found: list[Gradients] = []
+    for checkpointed in (None, reentrant):
+        one, hidden = make(balance=0.3, experts=3)
+        other, _ = make(balance=0.2, experts=3)
+        model = Twice(one, one if shared else other, hidden, checkpointed).train()
+        total = torch.zeros(())
+        for seed in range(2):
+            x = torch.randn(9, 8, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            with balance_losses() as losses:
+                task = model(x)
+            assert len(losses) == 4
+            total = total + (seed + 1) * task + sum((seed + 2 * place + 1) * loss for place, loss in enumerate(losses))
+        with torch.no_grad(), balance_losses() as idle:
+            model(x)
+        assert not any(loss.requires_grad for loss in idle)
+        found.append(gradients(model, lambda _, total=total: total.backward()))
+    assert_same(found[1], found[0])
 
 
 def test_copies_and_models_from_disk_add_it_too(tmp_path: Path) -> None:
