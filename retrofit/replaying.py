@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,13 +35,25 @@ def run_passes(
         anatomy = inspect(model, inputs) if program is None or rewrites else read_anatomy(model, program)
         dense_flops = dense_flops or flops_per_token(anatomy.program)
         say(f"rewriting with {one.spec()}")
-        before, left = held(model), dropped(edit)
+        before, left, names = held(model), dropped(edit), dict(model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
             made = one.rewrite(anatomy, edit)
         after = held(model)
+        rewrites = list(called_now(rewrites, names, edit))
         gone = {key: size for key, size in before.items() if key not in after and key not in edit.replaced}
         rewrites.append(dataclasses.replace(made, superseded=sum(gone.values()) - (dropped(edit) - left)))
     return tuple(rewrites), dense_flops
+
+
+def called_now(rewrites: Iterable[Rewrite], before: Mapping[str, nn.Parameter], edit: Edit) -> tuple[Rewrite, ...]:
+    """The accounts of earlier passes, with the parameters they name, `before`, by the names that these have by now."""
+    names = {id(parameter): name for name, parameter in edit.model.named_parameters()}
+
+    def now(name: str) -> str:
+        old = before.get(name)
+        return name if old is None else names.get(id(edit.replaced.get(id(old), old)), name)
+
+    return tuple(dataclasses.replace(one, second_step=tuple(map(now, one.second_step))) for one in rewrites)
 
 
 def held(model: nn.Module) -> dict[int, int]:
