@@ -304,7 +304,7 @@ class Application:
         if not plans:
             raise DoesNotFitError(
                 "sparse-qkv: no attention of the model can be rewritten",
-                why="; ".join(dict.fromkeys(f"{miss.name}: {miss.why}" for miss in skipped[:4])) or "none was chosen",
+                why="; ".join(dict.fromkeys(f"{miss.name}: {miss.why}" for miss in skipped[:4])) or "the chosen layers hold none",
                 remedy="see retrofit inspect; modules=, output=keep and layers= choose what is asked of it",
             )
         moments = self.observed(plans)
@@ -453,11 +453,11 @@ class Application:
             begin += one.width if other is None else 0
             edit.replace_module(one.matrix.module, columns)
             edit.drop_parameter(weight, "sparse layers fitted to it stand in its place")
-        for reader in site.readers if plan.own is not None else ():
-            edit.replace_module(reader.path, OfStream(self.model.get_submodule(reader.path), reader.key, begin))
         wrapper = SparseAttention(self.model.get_submodule(site.name), site, plan.own)
         if self.options.output != "keep" and site.out is not None:
             self.put_output(plan, site.out, wrapper)
+        for reader in site.readers if plan.own is not None else ():  # which may hold the output layer
+            edit.replace_module(reader.path, OfStream(self.model.get_submodule(reader.path), reader.key, begin))
         if plan.own is not None or wrapper.output is not None:
             edit.replace_module(site.name, wrapper)
         self.parameters += plan.parameters

@@ -170,6 +170,8 @@ class Reading:
         size, source_size, query = shape(x) or (), shape(source) or (), shape(core.query) or ()
         if len(size) != 3 or len(source_size) != 3 or not is_laid_out(size, query):
             raise self.unfit(f"what it projects is {size}, and not laid out (batch, length, width)")
+        if source_size[1] == 1:
+            raise self.unfit("with the example inputs it attends to one token only: give larger example_inputs=")
         beside, entwined = self.uses_beside(x, owner, readers[False])
         out, out_shape, no_out = self.out(core)
         returned = self.returned(out, owner)
@@ -276,9 +278,7 @@ class Reading:
                 goes.add(REST)
             for column in moved[node].unique().tolist():
                 reached[column] |= goes | set(inner)
-        if any(REST in one and len(one) > 1 for one in reached):
-            raise self.unfit("queries, keys or values are read for something else too")
-        return ["".join(letter for letter in (*LETTERS, REST) if letter in one) for one in reached]
+        return ["".join(letter for letter in LETTERS if letter in one) or "".join(one) for one in reached]
 
     def indices(self, node: fx.Node) -> dict[fx.Node, Tensor]:
         """The tensors of indices by which a node moves elements about; they depend on no input."""
