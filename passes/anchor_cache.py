@@ -1,9 +1,10 @@
 """What a strided layer keeps in the model's cache: keys and values of its anchors, and the last correction.
 
 To the model the cache layer stands for every token: lengths and mask sizes are those of the cache layer it takes the place of,
-which goes on counting on one number a token (`tally`). To the attention inside it holds what it was given, which is anchors only.
-Beams, cropping, repeating and resetting are the cache's own, and reach it like any other layer of the cache. A layer that keeps no
-keys (a recurrent one, a feed-forward) has its own among the memories of `retrofit.caching`.
+which goes on counting on one number a token (`tally`). To the attention inside it holds what it was given, which is anchors only:
+keys, values, and where the attention chooses among its keys by others (an indexer), these too. Beams, cropping, repeating and
+resetting are the cache's own, and reach it like any other layer of the cache. A layer that keeps no keys (a recurrent one, a
+feed-forward) has its own among the memories of `retrofit.caching`.
 
 While no row has padding, anchors are counted in numbers, and nothing waits for the device. Otherwise rows reach their anchors at
 different steps: whoever is not at one then leaves a hole, which no query sees, and which is closed at once.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +31,8 @@ from transformers.cache_utils import (
 from retrofit.caching import SLACK, memories_of
 from retrofit.errors import DoesNotFitError, RetrofitError
 from retrofit.passes.striding import CountedAnchors, EvenAnchors, Where
+
+SERIES = {"keys": 2, "values": 2, "indexed": 1}  # what is held of each anchor, and along which dimension
 
 
 @dataclasses.dataclass
@@ -72,6 +76,7 @@ class AnchorLayer(CacheLayerMixin):
 
     def forget(self) -> None:
         self.keys = self.values = None  # (batch, heads, anchors, head width)
+        self.indexed: Tensor | None = None  # (batch, anchors, width)
         self.is_initialized = False
         self.tokens = 0  # columns so far, padding included
         self.dropped = 0  # anchors that have left the window, while all rows have the same
@@ -81,7 +86,7 @@ class AnchorLayer(CacheLayerMixin):
         self.valid: Tensor | None = None
         self.roll: Roll | None = None  # the corrections, where rows differ
         self.template: Any = None  # how the layer's last output is made from the arguments of a call
-        self.recurrent: tuple[int, ...] | None = None  # the cache's layers whose states the layer inside moves on
+        self.recurrent: tuple[Place, ...] | None = None  # the states in the cache that the layer inside moves on
 
     # What a step needs.
 
@@ -146,6 +151,10 @@ class AnchorLayer(CacheLayerMixin):
         seen = torch.cat([self.valid, new.valid], 1) & (keys >= 0) & (keys < extent)
         return keys.clamp(0, extent - 1), seen
 
+    def series(self) -> dict[str, Tensor]:
+        """What is held of each anchor, by name."""
+        return {name: value for name in SERIES if (value := getattr(self, name)) is not None}
+
     def all_seen(self) -> bool:
         """Whether every entry held is an anchor of its row."""
         return self.valid is None or bool(self.valid.all())
@@ -182,19 +191,21 @@ class AnchorLayer(CacheLayerMixin):
         gone = -(-self.offset(1) // self.k) - self.dropped
         if gone > 0:
             self.dropped += gone
-            if self.keys is not None and self.values is not None:
-                self.keys, self.values = self.keys[:, :, gone:], self.values[:, :, gone:]
+            for name, value in self.series().items():
+                setattr(self, name, value.narrow(SERIES[name], gone, value.shape[SERIES[name]] - gone))
 
     def close(self) -> None:
         """Rows keep what is still theirs, without the holes that all of them have."""
         assert self.columns is not None and self.valid is not None
         theirs = self.columns < self.tokens
         held = self.valid & theirs & (self.columns >= self.offset(1))
-        states = () if self.keys is None or self.values is None else (self.keys.transpose(1, 2), self.values.transpose(1, 2))
-        roll = Roll(self.columns, self.valid, states).closed(held)
+        series = self.series()
+        roll = Roll(self.columns, self.valid, tuple(value.transpose(1, SERIES[name]) for name, value in series.items())).closed(
+            held
+        )
         self.columns, self.valid = roll.columns, roll.valid
-        if roll.values:
-            self.keys, self.values = (value.transpose(1, 2) for value in roll.values)
+        for name, value in zip(series, roll.values, strict=True):
+            setattr(self, name, value.transpose(1, SERIES[name]))
         if self.roll is not None:
             self.roll = self.roll.closed(self.roll.valid & (self.roll.columns < self.tokens), self.kept)
 
@@ -214,6 +225,8 @@ class AnchorLayer(CacheLayerMixin):
             self.__class__ = RecurrentAnchorLayer
             shared = vars(LinearAttentionLayer()).keys()
             self.__dict__.update((name, value) for name, value in vars(layer).items() if name in shared)
+        elif hasattr(layer, "update_indexer"):
+            self.__class__ = IndexedAnchorLayer
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -280,8 +293,8 @@ class AnchorLayer(CacheLayerMixin):
             lost = self.roll is None or not bool((self.roll.valid.any(1) | ~self.real.any(1)).all())
         else:
             gone = -(-(self.tokens + count) // self.k) - self.dropped - self.held()
-            if self.keys is not None and self.values is not None:
-                self.keys, self.values = self.keys[:, :, : self.held()], self.values[:, :, : self.held()]
+            for name, value in self.series().items():
+                setattr(self, name, value.narrow(SERIES[name], 0, self.held()))
             assert self.corrections is not None
             self.corrections = self.corrections[:, : max(0, self.corrections.shape[1] - gone)]
             lost = not self.corrections.shape[1]
@@ -300,7 +313,7 @@ class AnchorLayer(CacheLayerMixin):
         self.each_row(lambda value: value.repeat_interleave(times, 0))
 
     def each_row(self, change: Any) -> None:
-        for name in ("keys", "values", "corrections", "real", "columns", "valid"):
+        for name in (*SERIES, "corrections", "real", "columns", "valid"):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, change(value))
@@ -315,6 +328,16 @@ class AnchorLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.repeat(repeats)
+
+
+class IndexedAnchorLayer(AnchorLayer):
+    """The same for a layer whose attention also keeps what it chooses among the keys by."""
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """What is held with the new states, (batch, anchors, width), behind it."""
+        held = self.indexed
+        self.indexed = indexer_key_states if held is None else torch.cat([held, indexer_key_states], 1)
+        return self.indexed
 
 
 class RecurrentAnchorLayer(AnchorLayer, LinearAttentionLayer):  # type: ignore[misc,override]
@@ -341,13 +364,21 @@ class Anchoring(Cache):
     anchor_layer: AnchorLayer
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.make_room(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        self.make_room(layer_idx)
+        return super().update_indexer(indexer_key_states, layer_idx)
+
+    def make_room(self, layer_idx: int) -> None:
+        """The layer that is written to is the anchors'."""
         if self.layer_class_to_replicate is not None:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self.layer_class_to_replicate())
         if self.layers[layer_idx] is not self.anchor_layer:
             self.anchor_layer.take_place(self.layers[layer_idx])
             self.layers[layer_idx] = self.anchor_layer
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 @functools.cache
@@ -386,30 +417,45 @@ def keep(cache: Cache, layer: AnchorLayer) -> None:
         memories_of(cache)[layer.name] = layer  # type: ignore[assignment]
 
 
-def states(cache: Cache) -> dict[int, Any]:
-    """The layers of the cache that hold recurrent states."""
-    layers = self_attention(cache).layers
-    return {index: layer for index, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+# ── Recurrent states ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Place = tuple[str, int | str, int | str]  # an attribute of a cache or of one of its layers, the layer, the entry of the attribute
 
 
-def moved_on(cache: Cache, indices: tuple[int, ...]) -> dict[int, dict[str, Any]]:
-    """A copy of the recurrent states at `indices`."""
-    layers = self_attention(cache).layers
-    return {
-        index: {
-            name: {key: value.clone() for key, value in getattr(layers[index], name).items() if value is not None}
-            for name in ("conv_states", "recurrent_states")
-        }
-        for index in indices
-    }
+def states(cache: Cache) -> dict[Place, Tensor]:
+    """The states in the cache that are no keys and values: those of recurrent layers, and whatever its class keeps in lists."""
+    held = self_attention(cache)
+    found: dict[Place, Any] = {}
+    for index, layer in enumerate(held.layers):
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            for name in ("conv_states", "recurrent_states"):
+                found.update({(name, index, key): value for key, value in getattr(layer, name).items()})
+    for name, value in vars(held).items():
+        if name not in ("layers", "memories"):
+            found.update({(name, "", key): item for key, item in entries(value)})
+    return {place: value for place, value in found.items() if isinstance(value, Tensor)}
 
 
-def give_back(cache: Cache, before: dict[int, dict[str, Any]], moving: Tensor) -> None:
-    """The recurrent states of the rows that are not `moving` (batch) are again what they were."""
-    layers = self_attention(cache).layers
-    for index, tables in before.items():
-        for name, table in tables.items():
-            held = getattr(layers[index], name)
-            for key, old in table.items():
-                rows = moving.view(-1, *[1] * (old.dim() - 1))
-                held[key].copy_(torch.where(rows, held[key], old))
+def entries(value: Any) -> list[tuple[int | str, Any]]:
+    """The entries of a list or dictionary; none of anything else."""
+    return list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
+
+
+def copied(cache: Cache, places: Collection[Place] | None = None) -> dict[Place, Tensor]:
+    """A copy of the states, or of those at `places`: a state may be moved on in place."""
+    return {place: value.clone() for place, value in states(cache).items() if places is None or place in places}
+
+
+def moved_on(before: Mapping[Place, Tensor], cache: Cache) -> tuple[Place, ...]:
+    """The states that are new, or other than `before`."""
+    return tuple(place for place, value in states(cache).items() if place not in before or not torch.equal(before[place], value))
+
+
+def give_back(cache: Cache, before: dict[Place, Tensor], moving: Tensor) -> None:
+    """The states of the rows that are not `moving` (batch) are again what they were."""
+    held = self_attention(cache)
+    for place, old in before.items():
+        name, index, key = place
+        table: Any = getattr(held.layers[index] if isinstance(index, int) else held, name)
+        rows = moving.view(-1, *[1] * (old.dim() - 1))
+        table[key].copy_(torch.where(rows, table[key], old))  # where it lies: static caches promise that it stays there

@@ -9,7 +9,7 @@ dimension as long as the new tokens is about these, any other about the keys in 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,12 +142,19 @@ class Handed:
     tensors: dict[Path, tuple[Tensor, Follows]]
 
     @staticmethod
-    def of(args: Any, kwargs: dict[str, Any], names: tuple[str, ...], stream: Path, follows: Mapping[Path, Follows]) -> Handed:
-        """Raises `DoesNotFitError` where an argument is unlike those the layer was handed when the model was rewritten."""
+    def of(
+        args: Any,
+        kwargs: dict[str, Any],
+        names: tuple[str, ...],
+        stream: Path,
+        follows: Mapping[Path, Follows],
+        unread: Collection[int | str] = (),
+    ) -> Handed:
+        """Raises `DoesNotFitError` where an argument, `unread` ones apart, is unlike those when the model was rewritten."""
         found: dict[Path, tuple[Tensor, Follows]] = {}
         x = None
         for name, value in name_arguments(args, kwargs, names):
-            for path, tensor in tensors_in(value, (name,)):
+            for path, tensor in tensors_in(value, (name,)) if name not in unread else ():
                 if path == stream:
                     x = tensor
                     continue
@@ -215,7 +222,7 @@ class Handed:
             else:
                 where, seen = layer.seen(anchors, offset, extent, tensor.device)
             tensor = take(tensor, dim, where, batch)
-            batch = 0 if batch is None and tensor.shape[0] == len(self.x) else batch  # it has a row for each sequence now
+            batch = 0 if batch is None and tensor.shape[0] == self.x.shape[0] else batch  # it has a row for each sequence now
             if follows.tells and number == last and seen is not None:
                 tensor = hide(tensor, dim, seen, batch)
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()  # attention kernels want masks by rows

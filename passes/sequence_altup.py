@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -34,8 +34,19 @@ from retrofit.depths import depths
 from retrofit.edit import Edit
 from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.inputs import forward_parameters, named_inputs
-from retrofit.ops import SCAN, op, shape
-from retrofit.passes.anchor_cache import AnchorLayer, give_back, keep, moved_on, recalled, seen_through, states
+from retrofit.ops import shape
+from retrofit.passes.anchor_cache import AnchorLayer, copied, give_back, keep, moved_on, recalled, seen_through
+from retrofit.passes.beside import (
+    Crossing,
+    crossings,
+    handed_over,
+    hears_of_padding,
+    is_made_of_ids,
+    is_numbering,
+    reads_by_another_way,
+    reads_some_only,
+    tells_padding,
+)
 from retrofit.passes.handed import Anchors, Follows, Handed, Path, learn, name_arguments, names_of, path_of, tensors_in
 from retrofit.passes.striding import CountedAnchors, EvenAnchors
 from retrofit.probes import accepts
@@ -50,7 +61,8 @@ class StridedLayer(Wrapper):
 
     The stream, (batch, T, d), enters by the argument `stream_in` and leaves by `stream_out`, an index or key of what the layer
     returns (None: the value itself). `follows` says how other arguments follow the tokens; `returns` which of them the layer
-    hands back, by its output's index. `name` is what the layer's memories go by in a cache.
+    hands back, by its output's index; `unread` which it passes on without looking into them. `name` is what the layer's memories
+    go by in a cache.
     """
 
     def __init__(
@@ -63,17 +75,18 @@ class StridedLayer(Wrapper):
         stream_out: int | str | None = None,
         follows: Mapping[Path, Follows] | None = None,
         returns: Mapping[int | str, Path] | None = None,
+        unread: Collection[int | str] = (),
     ) -> None:
         super().__init__(layer)
         self.k, self.name, self.stream_out = k, name, stream_out
         self.names = names_of(layer)
         self.stream: Path = path_of(layer, stream_in)
-        self.follows, self.returns = dict(follows or {}), dict(returns or {})
+        self.follows, self.returns, self.unread = dict(follows or {}), dict(returns or {}), frozenset(unread)
         like = next((parameter for parameter in layer.parameters() if parameter.is_floating_point()), torch.empty(()))
         self.add_coefficients(like.device, like.dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        handed = Handed.of(args, kwargs, self.names, self.stream, self.follows)
+        handed = Handed.of(args, kwargs, self.names, self.stream, self.follows, self.unread)
         cache = cache_among(args, kwargs)
         if cache is not None:
             return self.decode(handed, cache)
@@ -113,7 +126,7 @@ class StridedLayer(Wrapper):
         view = seen_through(cache, held)
         args = [view if value is cache else value for value in args]
         kwargs = {key: view if value is cache else value for key, value in kwargs.items()}
-        empty = {index for index, one in states(cache).items() if not any(one.has_previous_state.values())}
+        before = copied(cache) if held.recurrent is None else {}
         moving = anchors.valid.any(1) if anchors.valid is not None and held.recurrent else None
         if moving is not None and anchors.valid is not None and anchors.count > 1 and not bool(anchors.valid.all()):
             raise DoesNotFitError(
@@ -121,7 +134,7 @@ class StridedLayer(Wrapper):
                 why="its states would move on by the anchors of other rows",
                 remedy="after the prompt, go on one token at a time",
             )
-        before = moved_on(cache, held.recurrent) if moving is not None and held.recurrent else {}
+        resting = copied(cache, held.recurrent) if moving is not None and held.recurrent else {}
         if held.keys is not None and anchors.valid is not None and not self.hides(handed) and not held.all_seen():
             raise DoesNotFitError(
                 "a strided layer was handed no mask for a batch whose rows differ in length",
@@ -130,9 +143,9 @@ class StridedLayer(Wrapper):
             )
         output = self.layer(*args, **kwargs)
         if moving is not None:
-            give_back(cache, before, moving)
+            give_back(cache, resting, moving)
         if held.recurrent is None:
-            held.recurrent = tuple(index for index in empty if any(states(cache)[index].has_previous_state.values()))
+            held.recurrent = moved_on(before, cache)
         out = None if isinstance(output, Tensor) else self.stream_out
         corrections = self.correction(x, output if out is None else output[out])
         return handed.restored(output, self.returns), corrections, out
@@ -256,9 +269,10 @@ class Observation:
     program: Program
     flow: Dataflow
     batch: int
+    length: int  # of the token ids, 0 where there are none
     masks: frozenset[str]  # the inputs that say which tokens are real
     shapes: dict[tuple[str, int], dict[Path, torch.Size]]  # by layer and call
-    objects: dict[str, str]  # by layer: an argument that is neither a tensor nor plain
+    objects: dict[str, dict[int | str, str]]  # by layer: arguments that are neither tensors nor plain, and their types
 
 
 class Application:
@@ -275,8 +289,9 @@ class Application:
         if chosen:
             paths = [layer.name for _, layer in chosen]
             one, other = self.observe(paths, 0), self.observe(paths, 1)
-            for stack, layer in chosen:
-                self.stride(stack, layer, one, other)
+            known = [(layer, self.follows(stack, layer, one, other)) for stack, layer in chosen]
+            for layer, found in self.agreed(known, other):
+                self.stride(layer, found, other)
         if not self.sites:
             raise DoesNotFitError(
                 f"{self.how.name}: no layer of the model can be strided",
@@ -389,7 +404,7 @@ class Application:
 
     def observed(self, inputs: dict[str, Any], masks: frozenset[str], paths: list[str]) -> Observation:
         shapes: dict[tuple[str, int], dict[Path, torch.Size]] = {}
-        objects: dict[str, str] = {}
+        objects: dict[str, dict[int | str, str]] = {}
         counts: dict[str, int] = {}
 
         def note(path: str, names: tuple[str, ...]) -> Any:
@@ -401,7 +416,7 @@ class Application:
                     try:
                         found.update((where, tensor.shape) for where, tensor in tensors_in(value, (name,)))
                     except DoesNotFitError:
-                        objects[path] = f"{name}, a {type(value).__name__}"
+                        objects.setdefault(path, {})[name] = type(value).__name__
                 shapes[path, call] = found
 
             return hook
@@ -415,15 +430,55 @@ class Application:
         finally:
             for handle in handles:
                 handle.remove()
-        batch = next(int(value.shape[0]) for value in inputs.values() if isinstance(value, Tensor) and value.dim())
-        return Observation(program, Dataflow(program), batch, masks, shapes, objects)
+        tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+        batch = next(int(value.shape[0]) for value in tensors if value.dim())
+        length = max((int(value.shape[1]) for value in tensors if is_per_token(value)), default=0)
+        return Observation(program, Dataflow(program), batch, length, masks, shapes, objects)
 
-    def stride(self, stack: Stack, layer: Layer, one: Observation, other: Observation) -> None:
-        """The layer's module is strided, or why not is noted."""
-        found = self.follows(stack, layer, one, other)
-        if isinstance(found, str):
-            self.skipped.append(NearMiss(layer.name, found))
-            return
+    def agreed(
+        self, known: list[tuple[Layer, dict[Path, Follows] | str]], seen: Observation
+    ) -> Iterator[tuple[Layer, dict[Path, Follows]]]:
+        """The layers that can be strided together, and how what each is handed follows the tokens; why not of others is noted."""
+        calls = self.layer_calls(seen)
+        between = crossings(seen.flow, calls)
+        left = {layer.name: found for layer, found in known if not isinstance(found, str)}
+        whys = {layer.name: found for layer, found in known if isinstance(found, str)}
+        while why := next(filter(None, (self.alone(name, between, left) for name in left)), None):
+            left.pop(why[0])
+            whys[why[0]] = why[1]
+        self.skipped += [NearMiss(layer.name, whys[layer.name]) for layer, _ in known if layer.name in whys]
+        for layer, _ in known:
+            if layer.name not in left:
+                continue
+            found = dict(left[layer.name])
+            for key, maker in handed_over(seen.flow, call_of(seen, layer), calls).items():
+                path = path_of(self.model.get_submodule(layer.name), key) if key is not None else ()
+                if maker.path in left and path in found:  # it is of the anchors already
+                    found[path] = dataclasses.replace(found[path], positions=(), tells=False)
+            yield layer, found
+
+    def layer_calls(self, seen: Observation) -> dict[Call, fx.Node]:
+        """Every call of a layer's module, and the stream it returns."""
+        places = {layer.name: layer.stream_out for layer in self.anatomy.layers if layer.name}
+        return {
+            call: call.outputs[places[call.path]]
+            for call in seen.program.calls
+            if call.path in places and places[call.path] in call.outputs
+        }
+
+    def alone(self, name: str, between: list[Crossing], left: Collection[str]) -> tuple[str, str] | None:
+        """The layer and why it cannot be strided, as those around it that are not need something of it for every token."""
+        for crossing in between:
+            if crossing.maker.path != name:
+                continue
+            if crossing.reader is None:
+                return name, "what it hands on beside the stream enters the outputs, which need it of every token"
+            if crossing.reader.path not in left or not crossing.plain:
+                return name, f"what it hands on beside the stream is read by {crossing.reader.path}, which needs it of every token"
+        return None
+
+    def stride(self, layer: Layer, found: dict[Path, Follows], other: Observation) -> None:
+        """The layer's module is strided."""
         module = self.model.get_submodule(layer.name)
         call = call_of(other, layer)
         wrapper = METHODS[self.how.method](
@@ -434,6 +489,7 @@ class Application:
             stream_out=layer.stream_out,
             follows=found,
             returns=handed_back(call, module, layer),
+            unread=tuple(other.objects.get(layer.name, ())),
         )
         self.edit.replace_module(layer.name, wrapper)
         self.sites.append(Site(layer.name, f"computes one token in {self.how.k} ({self.how.method})"))
@@ -442,18 +498,21 @@ class Application:
         """How the layer's arguments follow the tokens, or why it cannot be strided."""
         module, key = self.model.get_submodule(layer.name), (layer.name, layer.call)
         stream = path_of(module, layer.stream_in if layer.stream_in is not None else 0)
-        if layer.name in one.objects:
-            return f"it is handed {one.objects[layer.name]}, and what that holds of each token is unknown"
         first, second = one.shapes.get(key, {}), other.shapes.get(key, {})
         if stream not in first or stream not in second:
             return "it is not handed the stream by the same argument every time"
         if len(first[stream]) != 3 or first[stream][0] * other.batch != second[stream][0] * one.batch:
             return f"its stream {tuple(first[stream])} is not laid out as (batch, tokens, width)"
+        if other.length - one.length < second[stream][1] - first[stream][1] and other.length:
+            return "its stream has several positions a token, and which of them are anchors is not defined"
         call = call_of(other, layer)
         entry, exit_ = call.inputs.get(layer.stream_in), call.outputs.get(layer.stream_out)
         if entry is None or exit_ is None or shape(entry) != shape(exit_):
             return "it hands on a stream of another shape"
-        if why := self.counts_itself(layer, call, other, second[stream][1]):
+        for name, kind in other.objects.get(layer.name, {}).items():
+            if reads_by_another_way(other.flow, call, {tuple(size) for size in second.values()}):
+                return f"it is handed {name}, a {kind}, and what that holds of each token is unknown"
+        if why := self.obstacle_in(stack, layer, call, other, second[stream][1]):
             return why
         found = learn(first, second, stream)
         found.pop(stream)
@@ -468,27 +527,38 @@ class Application:
             if node is None:  # inside a container, where the graph has no name for it
                 tells = len(how.positions) == 2 and how.rank == 4
             else:
-                tells = any(flow.reaches(mask, node) and not any(op(n) in SCAN for n in flow.between(mask, node)) for mask in masks)
+                tells = tells_padding(flow, node, masks) or (len(how.positions) == 2 and is_made_of_ids(flow, node))
             found[path] = dataclasses.replace(how, tells=tells)
+        if self.how.k > 1 and not any(how.tells for how in found.values()) and self.others_hear(stack, layer, other, masks):
+            return "it is handed no mask, and would count padding among the tokens where other layers do not"
         return found
+
+    def others_hear(self, stack: Stack, layer: Layer, seen: Observation, masks: list[fx.Node]) -> bool:
+        """Whether other layers of the stack are told what is padding."""
+        for other in stack.layers:
+            if other.name in ("", layer.name):
+                continue
+            call = call_of(seen, other)
+            if other.stream_in in call.inputs and hears_of_padding(seen.flow, call, call.inputs[other.stream_in], masks):
+                return True
+        return False
+
+    def obstacle_in(self, stack: Stack, layer: Layer, call: Call, seen: Observation, length: int) -> str:
+        """Why the layer cannot be strided, as far as its code and what reads it say; "" where it can."""
+        if self.how.k == 1:
+            return ""
+        exit_ = call.outputs[layer.stream_out]
+        if layer.exit == stack.layers[-1].exit and reads_some_only(seen.flow, exit_):
+            return "some of its tokens only are read in the end, and those between anchors would be read by nothing"
+        return self.counts_itself(layer, call, seen, length)
 
     def counts_itself(self, layer: Layer, call: Call, seen: Observation, length: int) -> str:
         """Why not, where the layer numbers the tokens itself, by how many it is handed: those kept would lose their positions."""
-        exit_ = call.outputs.get(layer.stream_out)
+        exit_ = call.outputs[layer.stream_out]
         inside = [node for node in seen.flow.nodes if node.op == "call_function" and call.encloses(seen.flow.call_of(node))]
-        if exit_ is None or not any(seen.flow.reaches(node, exit_) for node in inside if is_numbering(node, seen, length)):
+        if not any(seen.flow.reaches(node, exit_) for node in inside if is_numbering(node, seen.flow, length, self.how.k)):
             return ""
         return "its own code numbers the tokens it is handed, so that the kept ones would lose their positions"
-
-
-def is_numbering(node: fx.Node, seen: Observation, length: int) -> bool:
-    """Whether the operation makes something of each of `length` tokens of nothing but how many they are."""
-    if node in seen.flow.depends or length not in (shape(node) or ()):
-        return False
-    if op(node) in ("slice", "narrow"):
-        return length not in (shape(node.args[0]) or ())  # so much of a longer table
-    tables = [part for part in node.all_input_nodes if part in seen.program.buffers or part in seen.program.parameters]
-    return op(node) in ("arange", "linspace") or (op(node) in ("index", "index_select", "embedding") and bool(tables))
 
 
 def is_per_token(value: Tensor) -> bool:

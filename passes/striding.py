@@ -44,14 +44,14 @@ def by_row(value: Tensor, rows: Tensor, batch: int | None) -> tuple[Tensor, Tens
                 remedy="run sequences of one length without padding",
             )
     if value.shape[batch] == 1:
-        value = value.expand([len(rows) if dim == batch else -1 for dim in range(value.dim())])
-    times = value.shape[batch] // len(rows)
+        value = value.expand([rows.shape[0] if dim == batch else -1 for dim in range(value.dim())])
+    times = value.shape[batch] // rows.shape[0]
     return value, rows.repeat_interleave(times, 0) if times > 1 else rows
 
 
 def hide(mask: Tensor, dim: int, keys: Tensor, batch: int | None) -> Tensor:
     """`mask`, along whose dimension `dim` only the `keys` (rows, n) that are true may be seen."""
-    if len(keys) > 1:
+    if keys.shape[0] > 1:
         mask, keys = by_row(mask, keys, batch)
     shape = [1] * mask.dim()
     shape[batch or 0], shape[dim] = keys.shape
@@ -85,7 +85,7 @@ class EvenAnchors:
 
     def pick(self, x: Tensor) -> Tensor:
         """The anchors' states: (batch, T, d) gives (batch, anchors, d)."""
-        return x[:, self.first :: self.k]
+        return x[:, self.first :: self.k].contiguous()  # as layers are handed their stream everywhere else
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean over each anchor's window, of a sequence that begins with an anchor: (batch, anchors, d)."""
