@@ -1,7 +1,8 @@
 """What the least-squares start of sparse QKV is worth: held-out losses after the same steps from it and from noise.
 
 A dense byte-level model is trained once; then sparse QKV is put in from the weights, from the weights and calibration data, and at
-random, and each is trained on for the same steps on the same windows in the same order.
+random, and each is trained on for the same steps on the same windows in the same order. What the report says of every layer is
+printed below each.
 
     python benchmarks/sparse_qkv_start.py --steps 200
 """
@@ -55,6 +56,8 @@ def main() -> None:
             losses = "".join(f" {loss:7.3f}" for _, loss in run.eval_losses)
             error = "" if kind == "random" else f"{sum(errors) / len(errors):.3f}"
             print(f"{spec:<28} {kind:<12} {error:>6} {losses}", flush=True)
+            if kind != "random":
+                print("\n".join(f"    {note}" for note in applied.rewrites[0].notes))
 
 
 @torch.no_grad()
