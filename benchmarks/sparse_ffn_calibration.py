@@ -1,7 +1,8 @@
 """What calibration is worth to the sparse feed-forward: the energy it keeps, the KL at its start, the loss after training on.
 
-A dense byte-level model is trained once; then it is made sparse with calibration and without, and both are trained on, for the same
-steps on the same windows in the same order. Prints held-out figures.
+A dense byte-level model is trained once; then it is made sparse with calibration, from its weights alone, and naively: with a
+controller of noise, as a model that is trained from zero has it. All are trained on, for the same steps on the same windows in the
+same order. Prints held-out figures.
 
     python benchmarks/sparse_ffn_calibration.py --sparsity 8 --steps 200
 """
@@ -19,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrofit.corpus import codec_for, hold_out, windows_of
 from retrofit.passes import SparseFFN, sparse_ffn
+from retrofit.passes.sparse_ffn import SparseFeedForward
 from retrofit.rewriting import apply_reported
 from retrofit.settings import Settings
 from retrofit.training import continue_pretraining
@@ -46,17 +48,29 @@ def main() -> None:
     print(f"dense: {run.parameters:,} parameters, held-out loss {run.eval_losses[-1][1]:.4f} after {options.dense_steps} steps")
     seen, held = hold_out(windows_of(texts, codec_for(dense), options.length), Settings(1).eval_fraction)
     held = held[:64].long()
-    for n, start in itertools.product(options.sparsity, ("without", "with")):
+    for n, start in itertools.product(options.sparsity, ("naive", "from the weights", "calibrated")):
         model = copy.deepcopy(dense)
-        data = seen[:: max(1, len(seen) // 64)][:64] if start == "with" else None
+        data = seen[:: max(1, len(seen) // 64)][:64] if start == "calibrated" else None
         applied = apply_reported(model, SparseFFN(sparsity=n), calibration=data, verify=False, count_flops=False)
-        print(f"\nN = {n}, {start} calibration: KL {divergence(model, dense, held):.4f} nats a token")
-        print("".join(f"{note}\n" for note in applied.rewrites[0].notes if "energy" in note), end="")
+        if start == "naive":
+            for module in model.modules():
+                if isinstance(module, SparseFeedForward):
+                    randomize(module)
+        print(f"\nN = {n}, {start}: KL {divergence(model, dense, held):.4f} nats a token")
+        print("".join(f"{note}\n" for note in applied.rewrites[0].notes if "energy" in note and start == "calibrated"), end="")
         for lr, seed in itertools.product(options.lr, range(1, options.seeds + 1)):
             torch.manual_seed(seed)
             run = continue_pretraining(copy.deepcopy(model), texts, settings(options, options.steps, lr, seed))
             losses = ", ".join(f"{loss:.4f} after {step}" for step, loss in run.eval_losses)
             print(f"lr {lr:g}, seed {seed}: held-out loss {losses} steps", flush=True)
+
+
+@torch.no_grad()
+def randomize(block: SparseFeedForward) -> None:
+    """The controller is noise under which its logits have the variance of the input."""
+    block.c1.normal_(std=len(block.c1) ** -0.5)
+    block.c2.normal_(std=len(block.c2) ** -0.5)
+    block.bias.zero_()
 
 
 def byte_llama(width: int, layers: int) -> LlamaConfig:
