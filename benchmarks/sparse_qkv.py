@@ -3,8 +3,8 @@
     python benchmarks/sparse_qkv.py              # projections and blocks; d = 9216 needs 8 GiB
     python benchmarks/sparse_qkv.py --whole      # T5-large's size as well
 
-One thread; dense and sparse take turns in one process. The time is the thread's own, which other processes cannot lengthen by
-taking theirs. Every step is on the next of several copies, as a model's layers follow one another: together they are larger than
+Dense and sparse take turns in one process. On one thread the time is the thread's own, which other processes cannot lengthen by taking
+theirs; on several it is the clock's. Every step is on the next of several copies, as a model's layers follow one another: together they are larger than
 the caches. Weights are random: they do not change the time.
 """
 
@@ -37,11 +37,12 @@ Step = Callable[[], Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--widths", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--whole", action="store_true", help="also a model of T5-large's size")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    print(f"one token, float32, one thread, torch {torch.__version__}, medians of {options.rounds} steps\n")
+    torch.set_num_threads(options.threads)
+    print(f"one token, float32, {options.threads} thread(s), torch {torch.__version__}, medians of {options.rounds} steps\n")
     print(f"  {'':<44}{'dense ms':>10}{'sparse ms':>11}{'faster':>9}")
     with torch.inference_mode():
         for width in options.widths:
@@ -65,9 +66,10 @@ def report(what: str, dense: list[Step], sparse: list[Step], rounds: int) -> Non
 
 
 def seconds(step: Step) -> float:
-    begin = time.thread_time()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    begin = clock()
     step()
-    return time.thread_time() - begin
+    return clock() - begin
 
 
 def copies(made: Callable[[], nn.Module]) -> list[Any]:

@@ -53,7 +53,6 @@ SHRINKAGE = 0.5  # of the covariance of x towards the identity (benchmarks/spars
 TOKENS = 8192  # that a layer is calibrated on
 HELD_OUT = 8  # one of so many is left out of the fit, to measure on
 CHUNK = 1024  # tokens worked on at a time
-COPIED = 1 << 20  # bytes of gathered rows that are copied at a time
 PIECE = 1024  # columns of a row that are summed at a time where there is one token
 DRAWS = 256  # of each unit's pre-activations where there is no data
 
@@ -164,13 +163,9 @@ class SparseFeedForward(FeedForwardBlock):
 
 
 def chosen_products(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-    """z[t, b] = x[t] · rows[places[t, b]]: (tokens, blocks). Rows are copied a few at a time, so that the copies stay in the cache."""
-    tokens, blocks = places.shape
-    few = blocks if torch.compiler.is_compiling() else max(1, COPIED // (x.numel() * x.element_size()))
-    column = x.unsqueeze(2)
-    parts = (places,) if few >= blocks else places.split(few, 1)
-    z = [torch.bmm(rows.index_select(0, part.flatten()).view(tokens, -1, x.shape[1]), column).squeeze(2) for part in parts]
-    return z[0] if len(z) == 1 else torch.cat(z, 1)
+    """z[t, b] = x[t] · rows[places[t, b]]: (tokens, blocks)."""
+    chosen = rows.index_select(0, places.flatten()).view(*places.shape, -1)
+    return torch.bmm(chosen, x.unsqueeze(2)).squeeze(2)
 
 
 def summed_rows(h: Tensor, places: Tensor, rows: Tensor) -> Tensor:
