@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import T5Config, T5ForConditionalGeneration
@@ -157,33 +156,6 @@ def table_step(rows: int, width: int, options: argparse.Namespace) -> Callable[[
     return step
 
 
-def interleaved(tasks: dict[str, Callable[[], None]], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of every task in every round; the tasks take turns, and the turns change places from round to round."""
-
-    def timed(task: Callable[[], None]) -> float:
-        synchronize(options)
-        start = clock()
-        task()
-        synchronize(options)
-        return clock() - start
-
-    clock = time.process_time if options.clock == "cpu" else time.perf_counter
-    seconds: dict[str, list[float]] = {name: [] for name in tasks}
-    names = list(tasks)
-    for name in names:
-        timed(tasks[name])
-    for turn in range(options.rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            seconds[name].append(timed(tasks[name]))
-    return seconds
-
-
-def synchronize(options: argparse.Namespace) -> None:
-    if options.device == "cuda":
-        torch.cuda.synchronize()
-
-
 def activation_bytes(model: nn.Module, ids: Tensor, options: argparse.Namespace) -> int:
     """Bytes a train step keeps for its backward pass (CPU: saved tensors that are no parameters; CUDA: peak above the start)."""
     if options.device == "cuda":
@@ -207,32 +179,22 @@ def activation_bytes(model: nn.Module, ids: Tensor, options: argparse.Namespace)
     return sum(kept.values())
 
 
-def show(seconds: dict[str, list[float]], per: int = 1) -> None:
-    """Prints one line a task: its median, the median of its ratios to the first task, their range, the ratio of the fastest."""
-    first = next(iter(seconds.values()))
-    for name, times in seconds.items():
-        ratios = [mine / reference for mine, reference in zip(times, first, strict=True)]
-        over = 100 * (statistics.median(ratios) - 1)
-        spread, fastest = f"({min(ratios):.3f} … {max(ratios):.3f})", 100 * (min(times) / min(first) - 1)
-        print(f"  {name:<18}{1e3 * statistics.median(times) / per:10.2f} ms {over:+8.1f} %   {spread}   fastest {fastest:+.1f} %")
-
-
 def report(options: argparse.Namespace) -> None:
     width = SIZES[options.size][0]
     models = build(options)
     ids = torch.randint(VOCABULARY, (options.batch, options.length), device=options.device)
     tokens = options.batch * options.length
-    print(f"{options.size}, {options.layers}+{options.layers} layers, K={options.k}, {options.dtype}, {options.device}, ", end="")
-    print(f"{options.threads} thread(s), {options.clock} time, torch {torch.__version__}")
+    print(f"{options.size}, {options.layers}+{options.layers} layers, K={options.k}, {options.dtype}, ", end="")
+    print(turns.conditions(options))
 
     print(f"\ntrain step, {options.batch}×{options.length} tokens")
     steps: dict[str, Callable[[], None]] = {name: partial(train_step, model, ids) for name, model in models.items()}
-    show(interleaved(steps, options))
+    turns.compare(steps, options)
 
     for model in models.values():
         model.eval().zero_grad(set_to_none=True)
     print("\ndecoding one token with the cache, batch 1")
-    show(interleaved({name: decoder(model, ids, options.decode) for name, model in models.items()}, options), options.decode)
+    turns.compare({name: decoder(model, ids, options.decode) for name, model in models.items()}, options, options.decode)
 
     for what, step in (
         (f"the token table on its own, training on {tokens} tokens", partial(table_step, tokens)),
@@ -240,7 +202,7 @@ def report(options: argparse.Namespace) -> None:
         ("the head on its own, decoding one token", partial(head_step, 1, train=False)),
     ):
         print(f"\n{what}")
-        show(interleaved({f"V×{k}d": step(width=k * width, options=options) for k in (1, options.k)}, options))
+        turns.compare({f"V×{k}d": step(width=k * width, options=options) for k in (1, options.k)}, options)
 
     print("\nkept for the backward pass")
     dense = 0
@@ -258,11 +220,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, for a busy machine")
+    turns.add_options(parser, rounds=7)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     report(options)

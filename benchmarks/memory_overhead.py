@@ -16,7 +16,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from altup_overhead import SIZES, VOCABULARY, decoder, interleaved, show, train_step, without_ends
+import turns
+from altup_overhead import SIZES, VOCABULARY, decoder, train_step, without_ends
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
@@ -111,33 +112,33 @@ def expert_step(tokens: int, rank: int, way: str, options: argparse.Namespace) -
 def report(options: argparse.Namespace) -> None:
     models = build(options)
     ids = torch.randint(VOCABULARY, (options.batch, options.length), device=options.device)
-    print(f"{options.size}, {options.layers}+{options.layers} layers, V={VOCABULARY}, {options.device}, ", end="")
-    print(f"{options.threads} thread(s), {options.clock} time, torch {torch.__version__}")
+    print(f"{options.size}, {options.layers}+{options.layers} layers, V={VOCABULARY}, ", end="")
+    print(turns.conditions(options))
     dense = sum(parameter.numel() for parameter in models["dense"].parameters())
     for name, model in models.items():
         print(f"  {name:<18}{(sum(one.numel() for one in model.parameters()) - dense) / 1e6:10.1f} M parameters more")
 
     print(f"\ntrain step, forward and backward, {options.batch}×{options.length} tokens")
-    show(interleaved({name: partial(train_step, model, ids) for name, model in models.items()}, options))
+    turns.compare({name: partial(train_step, model, ids) for name, model in models.items()}, options)
 
     print("\na table on its own, forward and backward, as many tokens")
     alone = {name: table_step(table, ids) for name, table in tables(SIZES[options.size][0], options.device).items()}
-    show(interleaved(alone, options))
+    turns.compare(alone, options)
 
     print("\ntrain step with the optimizer, AdamW (SparseAdam for sparse gradients)")
     full = {name: partial(full_step, model, optimizer_of(model), ids) for name, model in models.items()}
-    show(interleaved(full, options))
+    turns.compare(full, options)
     del full
 
     for model in models.values():
         model.eval().zero_grad(set_to_none=True)
     print("\ndecoding one token with the cache, batch 1")
-    show(interleaved({name: decoder(model, ids, options.decode) for name, model in models.items()}, options), options.decode)
+    turns.compare({name: decoder(model, ids, options.decode) for name, model in models.items()}, options, options.decode)
 
     for tokens in (1, 16, 64, 128, 256, 1024):
         print(f"\n128 experts of rank 16 for {tokens} tokens, forward")
         ways = ("gathered", "grouped")
-        show(interleaved({way: expert_step(tokens, 16, way, options) for way in ways}, options), 10)
+        turns.compare({way: expert_step(tokens, 16, way, options) for way in ways}, options, 10)
 
 
 def main() -> None:
@@ -148,10 +149,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="which to time beside the dense model")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, for a busy machine")
+    turns.add_options(parser, rounds=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     report(options)

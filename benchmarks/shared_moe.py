@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+import turns
 from torch import Tensor, nn
 from transformers import AutoModel, GPT2Config, LlamaConfig
 
@@ -70,42 +68,6 @@ def decode(model: nn.Module, ids: Tensor, tokens: int) -> None:
         cache = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
 
 
-def interleaved(tasks: dict[str, Callable[[], None]], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of every task in each of the rounds, in which the tasks take turns and who begins changes."""
-
-    def timed(task: Callable[[], None]) -> float:
-        synchronize(options)
-        start = clock()
-        task()
-        synchronize(options)
-        return clock() - start
-
-    clock = time.process_time if options.clock == "cpu" else time.perf_counter
-    names = list(tasks)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for name in names:
-        timed(tasks[name])
-    for turn in range(options.rounds):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
-            seconds[name].append(timed(tasks[name]))
-    return seconds
-
-
-def synchronize(options: argparse.Namespace) -> None:
-    if options.device == "cuda":
-        torch.cuda.synchronize()
-
-
-def show(seconds: dict[str, list[float]]) -> None:
-    """Prints one line a task: its median, and the median of its ratios to the first task."""
-    first = next(iter(seconds.values()))
-    for name, times in seconds.items():
-        ratios = [mine / reference for mine, reference in zip(times, first, strict=True)]
-        print(f"  {name:<24}{1e3 * statistics.median(times):10.2f} ms   ×{statistics.median(ratios):.3f} ", end="")
-        print(f"({min(ratios):.3f} … {max(ratios):.3f})")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="base")
@@ -114,25 +76,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, for a busy machine")
+    turns.add_options(parser, rounds=7)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     models = build(options)
     ids = torch.randint(VOCABULARY, (options.batch, options.length), device=options.device)
-    print(f"{options.model} {options.size}, {options.layers} layers, {options.dtype}, {options.device}, ", end="")
-    print(f"{options.threads} thread(s), {options.clock} time, torch {torch.__version__}")
+    print(f"{options.model} {options.size}, {options.layers} layers, {options.dtype}, ", end="")
+    print(turns.conditions(options))
     for name, model in models.items():
         print(f"  {name:<24}{sum(parameter.numel() for parameter in model.parameters()) / 1e6:8.1f} M parameters")
     print(f"\ntrain step, {options.batch}×{options.length} tokens")
-    show(interleaved({name: partial(train_step, model, ids) for name, model in models.items()}, options))
+    turns.compare({name: partial(train_step, model, ids) for name, model in models.items()}, options)
     for model in models.values():
         model.eval().zero_grad(set_to_none=True)
     print(f"\nprompt of 8 and {options.decode} tokens with the cache, batch 1")
-    show(interleaved({name: partial(decode, model, ids[:1, :8], options.decode) for name, model in models.items()}, options))
+    turns.compare({name: partial(decode, model, ids[:1, :8], options.decode) for name, model in models.items()}, options)
     print("\nload of the experts, E=4, K=2")
     print(expert_load(models["E=4, K=2"], ids.cpu()))
 

@@ -3,9 +3,9 @@
     python benchmarks/sparse_qkv.py              # projections and blocks; d = 9216 needs 8 GiB
     python benchmarks/sparse_qkv.py --whole      # T5-large's size as well
 
-Dense and sparse take turns in one process. On one thread the time is the thread's own, which other processes cannot lengthen by taking
-theirs; on several it is the clock's. Every step is on the next of several copies, as a model's layers follow one another: together they are larger than
-the caches. Weights are random: they do not change the time.
+Dense and sparse take turns in one process. On one thread the time is the thread's own, which other processes cannot lengthen by
+taking theirs; on several it is the clock's. Every step is on the next of several copies, as a model's layers follow one another:
+together they are larger than the caches. Weights are random: they do not change the time.
 """
 
 from __future__ import annotations
