@@ -30,7 +30,6 @@ from retrofit.binding import ForwardInPlace
 from retrofit.feedforward import FeedForward, FeedForwardBlock, Port
 from retrofit.wrapping import replaced
 
-FEW = 16  # tokens · K up to which each has its expert's matrices to itself, no kernel in between (benchmarks/shared_moe.py)
 ROW = 16  # bytes: what kernels want rows to be a multiple of
 
 # ── The mixture ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -39,6 +39,7 @@ from retrofit.feedforward import FeedForward, FeedForwardBlock, put, taken_apart
 from retrofit.inputs import named_inputs
 from retrofit.inspection import is_token_id, owner_of
 from retrofit.ops import is_float, shape
+from retrofit.passes.experts import BalancedForward
 from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
 from retrofit.wrapping import Place, Wrapper, find, place_of, replaced
 
@@ -469,9 +470,7 @@ class Application:
         if site is not None:
             module = Together(site, self.model.get_submodule(site.into[0].module), module)
             if site.dropout:
-                self.notes.append(
-                    f"{site.path}: in training its layer drops {site.dropout:.0%} of what is read, not of the hidden units"
-                )
+                self.notes.append(f"{site.path}: {site.dropped}")
         wrapper = MemoryLayer(module, table, stream_in=place.stream_in, stream_out=place.stream_out)
         if site is None:
             self.edit.replace_module(place.path, wrapper)
@@ -531,20 +530,32 @@ class Application:
         module, ids = self.model.get_submodule(source.path), TokenIds(source.place)
         if handed:
             self.edit.add_handle(module.register_forward_pre_hook(ids.before, with_kwargs=True))
-        elif "forward" in vars(module):
-            raise DoesNotFitError(
-                f"memory: the token ids do not reach the layers of {plan.stack.name or 'the model'}",
-                why="its code does not hand them down, and its forward has been replaced already",
-                remedy="apply memory once and before other tools change the model, or with lookup=softmax",
-            )
         else:
             start = len(source.path) + 1 if source.path else 0
-            paths = [name[start:] for name, places in plan.places.items() if places]
-            self.edit.set_attribute(module, "forward", BindingForward(module, paths, ids))
+            self.bind(module, tuple(name[start:] for name, places in plan.places.items() if places), ids, plan.stack)
         for name, places in plan.places.items():
             inside = tuple(place.path[len(name) + 1 :] for place in places) if self.memory.beside == "ffns" else ()
             if inside or (handed and not places):
                 self.edit.replace_module(name, TokenIdsInside(self.model.get_submodule(name), inside))
+
+    def bind(self, module: nn.Module, paths: tuple[str, ...], ids: TokenIds, stack: Stack) -> None:
+        """Each call of `module` hands the ids to its submodules at `paths`, and to those that an earlier memory handed them to."""
+        held = vars(module).get("forward")
+        around = held if isinstance(held, BalancedForward) else None  # it adds to the loss whatever runs inside it
+        inner = held if around is None else around.inner
+        if isinstance(inner, BindingForward) and isinstance(inner.carry, TokenIds) and inner.carry.place == ids.place:
+            paths = tuple(dict.fromkeys((*inner.paths, *paths)))
+        elif inner is not None:
+            raise DoesNotFitError(
+                f"memory: the token ids do not reach the layers of {stack.name or 'the model'}",
+                why="its code does not hand them down, and its forward has been replaced already",
+                remedy="apply memory before other tools change the model, or with lookup=softmax",
+            )
+        forward = BindingForward(module, paths, ids)
+        if around is None:
+            self.edit.set_attribute(module, "forward", forward)
+        else:
+            self.edit.set_attribute(around, "inner", forward)
 
     def example(self) -> dict[str, Any]:
         """Inputs like those that the model was captured with."""

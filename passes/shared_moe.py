@@ -78,7 +78,12 @@ class SharedMoE(Pass):
     @property
     def exact(self) -> bool:
         """As far as the options say: with as many groups as a model has layers `groups=L` is exact too, and the rewrite says so."""
-        return self.groups == 0 and self.renormalize and not self.reinit
+        return self.groups == 0 and self.sums_to_one and not self.reinit
+
+    @property
+    def sums_to_one(self) -> bool:
+        """Whether the gates of a token do: made to, or because there is one for every expert."""
+        return self.renormalize or self.k == self.experts
 
     def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
         return Application(self, anatomy, edit).run()
@@ -120,7 +125,8 @@ class Application:
         self.seen: list[Group] = []
         self.alike: list[MixtureOfExperts] = []  # whose experts are equal: gates that sum to one do not matter until they differ
         self.placed: set[int] = set()  # ids of dense parameters that are part of an expert
-        self.exact = shared.renormalize
+        self.notes: list[str] = []
+        self.exact = shared.sums_to_one
 
     def run(self) -> Rewrite:
         groups = [group for stack in self.anatomy.stacks for group in self.groups(stack)]
@@ -151,7 +157,7 @@ class Application:
             new_parameters=sum(count for _, count in self.terms),
             formula=" + ".join(f"{label} = {count:,}" for label, count in self.terms),
             second_step=tuple(late),
-            notes=() if seen is None else tuple(seen.lines()),
+            notes=(*self.notes, *(() if seen is None else seen.lines())),
         )
 
     # Where experts come from.
@@ -200,6 +206,8 @@ class Application:
             self.drop(site, f"its layer uses the mixture of {group.name}, whose experts are taken from other layers")
             block = MoEBlock(site, self.model.get_submodule(site.path), moe)
             put(site, block, self.edit)
+            if site.dropout:
+                self.notes.append(f"{site.path}: {site.dropped}")
             what = f"E={shared.experts} experts" + (f", those of {group.name}" if len(group.sites) > 1 else "")
             self.sites.append(Site(site.path, what))
         router = moe.router.weight.numel()

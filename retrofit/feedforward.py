@@ -77,6 +77,11 @@ class FeedForward:
     def gated(self) -> bool:
         return len(self.ports) > 1
 
+    @property
+    def dropped(self) -> str:
+        """What becomes of the dropout in the model's own code."""
+        return f"in training its layer drops {self.dropout:.0%} of what the feed-forward reads, no longer of its hidden units"
+
 
 class FeedForwardBlock(nn.Module):
     """Stands where a feed-forward stood; subclasses say in `compute` what y is: (…, d) to (…, d)."""
@@ -148,6 +153,8 @@ def taken_apart(branch: Branch, model: nn.Module, flow: Dataflow, nodes: dict[st
     """The feed-forward that `branch` computes; raises `DoesNotFitError` with the reason where it is not of that form."""
     if branch.role != "ffn":
         raise unfit(branch, "it is a mixture of experts already")
+    if branch.name and isinstance(model.get_submodule(branch.name), FeedForwardBlock):
+        raise unfit(branch, "another pass has taken its place already")
     region = flow.between(nodes[branch.source], nodes[branch.output])
     out, into = products_of(branch, region, flow)
     sources = [sources_of(product, flow) for product in into]
