@@ -163,6 +163,38 @@ def test_routing_outputs_and_balance_are_mixtrals(experts: int, k: int, tokens: 
     torch.testing.assert_close(losses[0], mixtral.load_balancing_loss_func((logits,), experts, k))
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    experts=st.integers(1, 6),
+    k=st.integers(1, 6),
+    tokens=st.integers(1, 20),
+    padding=st.integers(0, 20),
+    capacity=st.floats(0.1, 2.0),
+    renormalize=st.booleans(),
+)
+def test_padding_behind_takes_no_place_and_changes_nothing(
+    experts: int, k: int, tokens: int, padding: int, capacity: float, renormalize: bool
+) -> None:
+    """An expert keeps its first B tokens in training, so what follows pushes nobody out; in evaluation nobody is."""
+    moe, hidden = make(experts, min(k, experts), capacity=capacity, renormalize=renormalize)
+    generator = torch.Generator().manual_seed(tokens)
+    x, more = (torch.randn(count, D, generator=generator) for count in (tokens, padding))
+    gates, chosen = moe.train().route(x)
+    for e in range(experts):
+        kept = (gates > 0)[chosen == e]
+        assert int(kept.sum()) == min(len(kept), moe.places(tokens)) and bool(kept[: moe.places(tokens)].all())
+    padded, same = moe.route(torch.cat([x, more]))
+    assert torch.equal(same[:tokens], chosen)
+    torch.testing.assert_close(padded[:tokens][gates > 0], gates[gates > 0])
+    moe.eval()
+    torch.testing.assert_close(moe(torch.cat([x, more]), hidden)[:tokens], moe(x, hidden), rtol=1e-5, atol=1e-6)
+    sums = moe.route(x)[0].sum(-1)
+    if renormalize or k >= experts:
+        torch.testing.assert_close(sums, torch.ones(tokens))
+    else:
+        assert bool((sums < 1).all())
+
+
 @pytest.mark.parametrize("tokens", [5, 16, 33])
 def test_capacity_and_balance_are_switch_transformers(tokens: int) -> None:
     """One expert a token and gates as they are; who comes late finds no place."""

@@ -65,6 +65,15 @@ def test_a_mixture_a_layer_computes_the_dense_function(identity: str) -> None:
     assert one.new_parameters == len(layers) * (moe.router.weight.numel() + copies * 3 // 4)
 
 
+@pytest.mark.parametrize("experts", [1, 2])
+def test_gates_of_all_experts_sum_to_one_by_themselves(experts: int) -> None:
+    dense, inputs = build("causal/llama")
+    expected, spec = logits(dense, inputs), SharedMoE(groups=0, experts=experts, k=experts, renormalize=False)
+    one = apply_reported(dense, spec, verify=False).rewrites[0]
+    assert spec.exact and one.exact
+    assert float((logits(dense, inputs) - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
 @pytest.mark.parametrize(("groups", "renormalize"), [(1, True), (2, False), (4, False)])
 def test_wide_net_is_a_plain_loop_over_the_dense_feed_forwards(groups: int, renormalize: bool) -> None:
     dense, inputs = build("causal/llama")
@@ -177,7 +186,9 @@ def test_calibration_text_puts_the_load_into_the_report() -> None:
 
 
 def test_dropout_in_the_models_code_is_not_applied_twice() -> None:
-    model, _ = build("seq2seq/bart", SharedMoE(groups=0), activation_dropout=0.4, dropout=0.0, attention_dropout=0.0)
+    model, _ = build("seq2seq/bart", None, activation_dropout=0.4, dropout=0.0, attention_dropout=0.0)
+    one = apply_reported(model, SharedMoE(groups=0), verify=False).rewrites[0]
+    assert len(one.notes) == len(blocks(model)) and all("drops 40% of what the feed-forward reads" in note for note in one.notes)
     hidden = next(iter(blocks(model).values())).hidden
     z = torch.randn(50, 16)
     assert torch.equal(hidden.train()(z), hidden.eval()(z))
