@@ -146,7 +146,8 @@ class SparseAttention(Wrapper):
         self.sparse = sparse
         self.output: SparseOutput | None = None
         self.returned = site.returned
-        self.stream_in, self.source_in = place_of(layer, argument(site.stream_in)), place_of(layer, argument(site.source_in))
+        self.stream_in = place_of(layer, argument(site.stream_in))
+        self.source_in = None if site.source_in is None else place_of(layer, site.source_in)
         self.mask = None if site.mask is None else place_of(layer, argument(site.mask.key))
         self.hides = site.mask is not None and site.mask.hides
 
@@ -173,6 +174,8 @@ class SparseAttention(Wrapper):
 
     def hide(self, mask: Tensor, tokens: int, arguments: list[Any], keywords: dict[str, Any]) -> None:
         """What no query sees of the other stream is zero there, and so it is in what the convolutions read of it."""
+        if self.source_in is None:
+            return
         container, key = find(self.source_in, arguments, keywords)
         source = container[key]
         seen = visible(mask, tokens, self.hides)
@@ -345,10 +348,10 @@ class Application:
 
         own = None if site.entwined else made(site.width, site.reading(False))
         other: dict[str, ModularProjection] = {}
-        for width, reading in apart(site):
+        for reading in apart(site):
             mult = None
             for one in reading:
-                other[one.matrix.module] = made(width, [one], mult)
+                other[one.matrix.module] = made(one.stream_width, [one], mult)
                 mult = other[one.matrix.module].mult if options.variant == "mult-conv" else None
         return Plan(site, own, other, self.output(site, modules))
 
@@ -399,8 +402,9 @@ class Application:
             if into != out:
                 raise self.unfit(site, f"without the output layer, {into} columns would join a stream of {out}; use output=keep")
             return None
-        if "conv" in kind and self.options.kernel > 1 and not site.returns:
-            raise self.unfit(site, f"{site.name} does not return what its output layer makes, so no past can be kept for it")
+        if "conv" in kind and self.options.kernel > 1 and (not site.returns or site.stream_in is None):
+            lacking = "is handed no one stream" if site.returns else "does not return what its output layer makes"
+            raise self.unfit(site, f"{site.name} {lacking}, so no past can be kept for it")
         if into % modules or out % modules:
             raise self.unfit(site, f"its output layer, {into} to {out}, does not divide into modules={modules}")
         return self.projection(site, kind, into, modules, out // modules, {"out": 1})
@@ -427,7 +431,7 @@ class Application:
         found: dict[str, float] = {}
         if plan.own is not None:
             found |= self.started(plan.own, weights, moments.get(site.reading(False)[0].matrix.module))
-        for _, reading in apart(site):
+        for reading in apart(site):
             paths = [one.matrix.module for one in reading]
             found |= self.started(together([plan.other[path] for path in paths]), weights, moments.get(paths[0]))
         if plan.output is not None and site.out is not None:
@@ -453,16 +457,18 @@ class Application:
             begin += one.width if other is None else 0
             edit.replace_module(one.matrix.module, columns)
             edit.drop_parameter(weight, "sparse layers fitted to it stand in its place")
-        wrapper = SparseAttention(self.model.get_submodule(site.name), site, plan.own)
-        if self.options.output != "keep" and site.out is not None:
-            self.put_output(plan, site.out, wrapper)
+        kept = self.put_output(plan, site.out) if self.options.output != "keep" and site.out is not None else None
         for reader in site.readers if plan.own is not None else ():  # which may hold the output layer
             edit.replace_module(reader.path, OfStream(self.model.get_submodule(reader.path), reader.key, begin))
-        if plan.own is not None or wrapper.output is not None:
+        if plan.own is not None or kept is not None:
+            wrapper = SparseAttention(self.model.get_submodule(site.name), site, plan.own)
+            wrapper.output = kept if kept is None else kept.train(wrapper.layer.training)
             edit.replace_module(site.name, wrapper)
         self.parameters += plan.parameters
 
-    def put_output(self, plan: Plan, out: Matrix, wrapper: SparseAttention) -> None:
+    def put_output(self, plan: Plan, out: Matrix) -> SparseOutput | None:
+        """The output layer is gone or replaced; returns what stands for it where that looks back: its place is behind it all."""
+        behind: SparseOutput | None = None
         weight, bias = parameters_of(out, self.model)
         if plan.output is None:
             self.edit.replace_module(out.module, Vacated())
@@ -473,11 +479,12 @@ class Application:
             why = "a sparse layer fitted to it stands in its place"
             made = SparseOutput(plan.output, bias)
             if plan.output.kernel > 1:
-                wrapper.output = made.train(wrapper.layer.training)
+                behind = made
                 self.edit.replace_module(out.module, Vacated())
             else:
                 self.edit.replace_module(out.module, made)
         self.edit.drop_parameter(weight, why)
+        return behind
 
     # What is said about it.
 
@@ -495,10 +502,12 @@ class Application:
         return f"{', '.join(parts)} each, in {len(plans)} attentions = {self.parameters:,}"
 
 
-def apart(site: AttentionSite) -> list[tuple[int, tuple[Projection, ...]]]:
-    """The projections that compute for themselves, those of one stream together, with the stream's width."""
-    groups = [(site.width, site.reading(False))] if site.entwined else []
-    return [*groups, (site.source_width, site.reading(True))] if site.cross else groups
+def apart(site: AttentionSite) -> list[list[Projection]]:
+    """The projections that compute for themselves, those of one stream together."""
+    streams: dict[str, list[Projection]] = {}
+    for one in site.projections if site.entwined else site.reading(True) if site.cross else ():
+        streams.setdefault(one.stream, []).append(one)
+    return list(streams.values())
 
 
 def order_of(projection: Projection) -> list[int]:

@@ -44,6 +44,8 @@ class Projection:
 
     matrix: Matrix
     columns: tuple[tuple[str, tuple[int, ...]], ...]  # by letter, ascending; together they are all the columns
+    stream: str  # the node that it multiplies, the same for projections of one stream
+    stream_width: int
 
     @property
     def letters(self) -> tuple[str, ...]:
@@ -77,13 +79,13 @@ class AttentionSite:
     name: str  # path of the module in whose call its projections are applied
     stack: str  # encoder or decoder
     cross: bool
-    causal: bool
+    causal: bool  # whether its stack is: then it may decode with a cache
     calls: int  # how often the module is called in one forward: more than once where depths share it
     heads: int
     width: int  # of x
     source_width: int  # of what keys and values are computed from: of x but in cross-attention
-    stream_in: Key  # the argument that is x
-    source_in: Key  # the argument that keys and values are computed from
+    stream_in: Key  # the argument that is x; None where the projections do not all read one
+    source_in: Key  # the argument that keys and values are computed from; None likewise
     projections: tuple[Projection, ...]
     out: Matrix | None  # what multiplies the core's result
     out_shape: tuple[int, int]  # its columns in and out
@@ -91,7 +93,7 @@ class AttentionSite:
     returned: Key  # where the module returns the product with `out`, dropout apart; only read where `returns`
     returns: bool
     readers: tuple[Reader, ...] = ()
-    entwined: str = ""  # what the module's own code does with x beside, where it does: then x must stay x in there
+    entwined: str = ""  # why nothing can be handed in in place of x: its own code reads it, or the projections read several streams
     mask: Mask | None = None
 
     @property
@@ -165,14 +167,14 @@ class Reading:
             readers[cross and "q" not in projection.letters].append(product)
         if cross and (len(readers[False]) != 1 or set(projections[products.index(readers[False][0])].letters) - {"q", REST}):
             raise self.unfit("queries are projected together with keys or values of another stream")
-        x, stream_in = self.argument(readers[False], owner)
-        source, source_in = self.argument(readers[True], owner) if cross else (x, stream_in)
+        x, stream_in, several = self.stream_of(readers[False], owner)
+        source, source_in, _ = self.stream_of(readers[True], owner) if cross else (x, stream_in, several)
         size, source_size, query = shape(x) or (), shape(source) or (), shape(core.query) or ()
         if len(size) != 3 or len(source_size) != 3 or not is_laid_out(size, query):
             raise self.unfit(f"what it projects is {size}, and not laid out (batch, length, width)")
         if source_size[1] == 1:
             raise self.unfit("with the example inputs it attends to one token only: give larger example_inputs=")
-        beside, entwined = self.uses_beside(x, owner, readers[False])
+        beside, entwined = ((), several) if several else self.uses_beside(x, owner, readers[False])
         out, out_shape, no_out = self.out(core)
         returned = self.returned(out, owner)
         paths = [call.path for call in self.flow.program.calls]
@@ -180,7 +182,7 @@ class Reading:
             name=owner.path,
             stack=self.stack.kind,
             cross=cross,
-            causal=self.stack.causal and not cross,
+            causal=self.stack.causal,
             calls=paths.count(owner.path),
             heads=heads_of(projections, query),
             width=size[-1],
@@ -254,7 +256,8 @@ class Reading:
             raise self.unfit(f"{len(unread)} of {len(letters)} columns of {product.parameter} are read for nothing")
         kinds = sorted(dict.fromkeys(letters), key=lambda letter: (*LETTERS, REST).index(letter[0]))
         places = ((kind, tuple(column for column, letter in enumerate(letters) if letter == kind)) for kind in kinds)
-        return Projection(self.matrix(product), tuple(places))
+        source = sources_of(product, self.flow)[-1]
+        return Projection(self.matrix(product), tuple(places), source.name, product.in_features)
 
     def letters_of(self, result: fx.Node, core: Attention, owner: Call) -> list[str]:
         """For each column of a projection what it becomes: its columns are followed through everything that only moves them."""
@@ -319,6 +322,13 @@ class Reading:
             )
         raise self.unfit(f"its projections do not all read one argument of {owner.path}")
 
+    def stream_of(self, products: list[WeightProduct], owner: Call) -> tuple[fx.Node, Key, str]:
+        """The argument of `owner` that all the products read, and its name; where there is none what the first reads, and why."""
+        try:
+            return *self.argument(products, owner), ""
+        except DoesNotFitError as error:
+            return sources_of(products[0], self.flow)[-1], None, error.why or error.what
+
     def uses_beside(self, x: fx.Node, owner: Call, products: list[WeightProduct]) -> tuple[tuple[Reader, ...], str]:
         """The modules inside `owner` that read x beside its projections, and what its own code does with x, "" where nothing."""
         flow = self.flow
@@ -354,16 +364,17 @@ class Reading:
         return found if all(any(outer.path == owner.path for outer in call.chain) for call in calls) else None
 
     def out(self, core: Attention) -> tuple[WeightProduct | None, tuple[int, int], str]:
-        """The product behind the core that closes the branch, or why there is none that could be replaced."""
+        """The first product behind the core, or why there is none that could be replaced."""
         flow = self.flow
         after = [
             product
             for node in self.region
             if flow.reaches(core.result, node) and (product := weight_product(node, flow)) is not None
         ]
-        if len(after) != 1 or after[0].batched:
-            return None, (0, 0), f"{len(after)} products with weights follow it, not one"
-        (product,) = after
+        first = [one for one in after if not any(flow.reaches(other.node, one.node) for other in after if other is not one)]
+        if len(first) != 1 or first[0].batched:
+            return None, (0, 0), f"{len(first)} products with weights follow it at once, not one"
+        (product,) = first
         if not self.is_alone(product):
             where = flow.call_of(product.node).path or "the model"
             return None, (0, 0), f"the weight {product.parameter} is applied by the code of {where} itself"
