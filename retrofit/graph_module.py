@@ -19,10 +19,12 @@ from retrofit.dataflow import Dataflow
 from retrofit.errors import CaptureError, NoTransformerError
 from retrofit.inputs import named_inputs
 from retrofit.inspection import read_anatomy
-from retrofit.ops import CAST, DROPOUT, LAYOUT, POINTWISE, op
+from retrofit.ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shape
 from retrofit.regions import Region, regions
 
 QUIET = ("_assert", "sym_constrain", "_guards")
+PICKING = frozenset("select slice split split_with_sizes chunk unbind getitem".split())
+KEPT = ("val", "stack_trace")  # of what is known of a node: its value's shape and dtype, and the line of the model's code
 
 
 def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule:
@@ -83,8 +85,9 @@ def emitted(model: nn.Module, program: Program) -> fx.GraphModule:
         whole = regions(read_anatomy(model, program), flow)
     except NoTransformerError:
         whole = Region("", "", 0, len(flow.nodes) - 1)
-    made = Emission(model, program, flow).whole(whole)
-    keep_names(model, made)
+    emission = Emission(model, program, flow)
+    made = emission.whole(whole)
+    keep_names(model, made, {name for name, _ in emission.slices.values()})
     made.train(model.training)
     for name in ("config", "generation_config"):
         if hasattr(model, name):
@@ -92,9 +95,12 @@ def emitted(model: nn.Module, program: Program) -> fx.GraphModule:
     return made
 
 
-def keep_names(model: nn.Module, made: nn.Module) -> None:
-    """Every parameter and saved buffer of the model has its name in the graph module too, the tied and the unread ones included."""
-    state = set(model.state_dict(keep_vars=True))
+def keep_names(model: nn.Module, made: nn.Module, slices: set[str]) -> None:
+    """Every parameter and saved buffer of the model has its name in the graph module too, the tied and the unread ones included.
+
+    Those that are there in `slices` have not.
+    """
+    state = set(model.state_dict(keep_vars=True)) - {name.rpartition(".")[0] for name in slices}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     present = {name for name, _ in (*made.named_parameters(remove_duplicate=False), *made.named_buffers(remove_duplicate=False))}
     held = {id(value) for value in (*made.parameters(), *made.buffers())}
@@ -121,6 +127,8 @@ class Emission:
         self.names: dict[int, list[str]] = {}  # of each parameter and buffer, by identity
         for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
             self.names.setdefault(id(value), []).append(name)
+        self.slices = weight_slices(model, program)
+        self.weights |= dict.fromkeys(self.slices, True)
 
     def whole(self, region: Region) -> fx.GraphModule:
         """The root: it takes the model's arguments by name and returns what the model returns."""
@@ -145,7 +153,7 @@ class Emission:
         """Whether the node is a parameter, buffer or constant, or made of nothing else: it is had anew wherever it is read."""
         if node not in self.weights:
             sources = node.all_input_nodes
-            light = op(node) in LAYOUT | CAST | POINTWISE and bool(sources) and not is_size(node)
+            light = op(node) in LAYOUT | CAST | POINTWISE | PICKING and bool(sources) and not is_size(node)
             made = light and all(map(self.is_weight, sources))
             self.weights[node] = node not in self.program.inputs if node.op == "placeholder" else made
         return self.weights[node]
@@ -153,6 +161,8 @@ class Emission:
     def tensor(self, node: fx.Node, prefix: str) -> tuple[str, Tensor, bool]:
         """The name and value of a placeholder that is no input, and whether it is saved; of several names one with the prefix."""
         program, model = self.program, self.model
+        if node in self.slices:
+            return *self.slices[node], True
         if node in program.constants:
             name = program.constants[node]
             return f"constants.{name}", program.values[name], False
@@ -161,6 +171,54 @@ class Emission:
         name = next((one for one in self.names[id(value)] if one.startswith(prefix)), name)
         owner, _, leaf = name.rpartition(".")
         return name, value, leaf not in model.get_submodule(owner)._non_persistent_buffers_set
+
+
+def weight_slices(model: nn.Module, program: Program) -> dict[fx.Node, tuple[str, Tensor]]:
+    """The parts of parameters that are read in parts only, such as the layers' shares of one stacked tensor.
+
+    Each is a parameter in the memory that it has in the whole, called after the whole and its number among the parts.
+    """
+    found: dict[fx.Node, tuple[str, Tensor]] = {}
+    for held, name in program.parameters.items():
+        ends: dict[fx.Node, Any] = {}
+        whole = model.get_parameter(name)
+        count = torch.zeros(whole.shape, device="cpu")
+        if not picked(held, whole.detach(), ends) or len(ends) < 2:
+            continue
+        counted: dict[fx.Node, Any] = {}
+        picked(held, count, counted)
+        for part in counted.values():
+            part += 1
+        if count.max() > 1 or any(not isinstance(part, Tensor) for part in ends.values()):
+            continue
+        for number, (node, part) in enumerate(ends.items()):
+            found[node] = f"{name}.{number}", nn.Parameter(part, requires_grad=whole.requires_grad)
+    return found
+
+
+def picked(node: fx.Node, value: Any, ends: dict[fx.Node, Any]) -> bool:
+    """Whether everything that reads the node, whose value is given, picks constant places of it; `ends` are what others read."""
+    users = [user for user in node.users if user.op != "output"]
+    inner = [user for user in users if op(user) in PICKING and user.all_input_nodes == [node]]
+    if node.op != "placeholder" and len(inner) < len(users):
+        if inner:
+            return False
+        ends[node] = value
+        return True
+    if not inner or len(inner) < len(users):
+        return False
+    return all(picked(user, user.target(value, *user.args[1:], **user.kwargs), ends) for user in inner)  # type: ignore[operator]
+
+
+def keeps_width(node: fx.Node) -> bool:
+    """Whether a change of layout writes out, as its last extent, the one its operand has."""
+    before, sizes = shape(node.args[0]), node.args[1]
+    assert isinstance(sizes, (list, tuple))
+    return bool(before) and len(before or ()) > 1 and bool(sizes) and type(sizes[-1]) is int and sizes[-1] == before[-1] > 1  # type: ignore[index]
+
+
+def known(node: fx.Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in KEPT if key in node.meta}
 
 
 def is_size(node: fx.Node) -> bool:
@@ -207,6 +265,7 @@ class Part:
         names = emission.program.inputs
         for node in arguments:
             self.env[node] = self.graph.placeholder(names.get(node, node.name))
+            self.env[node].meta |= known(node)
 
     def run(self) -> None:
         """Every node of the region is in the graph, those of the regions inside it as calls."""
@@ -219,7 +278,8 @@ class Part:
                 position = inner.last + 1
                 continue
             node = flow.nodes[position]
-            if node.op == "call_function" and not self.emission.is_weight(node) and not op(node).startswith(QUIET):
+            computes = node.op == "call_function" and not is_size(node)  # sizes are had where they are read
+            if computes and not self.emission.is_weight(node) and not op(node).startswith(QUIET):
                 self.env[node] = self.copied(node)
             position += 1
 
@@ -236,7 +296,13 @@ class Part:
     def value(self, node: fx.Node) -> fx.Node:
         """The node's value here."""
         if node not in self.env:
-            self.env[node] = self.weight(node) if node.op == "placeholder" else self.copied(node)
+            place = extent_of(node, self.arguments)
+            if place is not None:
+                self.env[node] = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[place[0]], place[1]))
+                self.env[node].meta |= known(node)
+            else:
+                held = node.op == "placeholder" or node in self.emission.slices
+                self.env[node] = self.weight(node) if held else self.copied(node)
         return self.env[node]
 
     def weight(self, node: fx.Node) -> fx.Node:
@@ -248,7 +314,12 @@ class Part:
         return self.graph.get_attr(name)
 
     def copied(self, node: fx.Node) -> fx.Node:
-        """The node itself, its dropout a module and its device the inputs'."""
+        """The node itself, its dropout a module and its device the inputs', with what is known of it."""
+        made = self.translated(node)
+        made.meta |= known(node)
+        return made
+
+    def translated(self, node: fx.Node) -> fx.Node:
         name = op(node)
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.value)
         if name in DROPOUT and isinstance(node.args[0], fx.Node):
@@ -257,7 +328,12 @@ class Part:
             return self.attention(self.emission.dropouts[node], args, kwargs)
         if isinstance(kwargs.get("device"), torch.device) and (like := self.tensor_here()) is not None:
             kwargs = {**kwargs, "device": self.graph.call_function(getattr, (like, "device"))}
-        return self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        target: Any = node.target
+        if target is torch.ops.aten.view.default:  # how attention lays its result out depends on device and gradients
+            target = torch.ops.aten.reshape.default
+        if name in ("view", "reshape", "_unsafe_view") and keeps_width(node):  # of what it is handed, be it wider
+            args = args[0], [*args[1][:-1], self.graph.call_function(torch.ops.aten.sym_size.int, (args[0], -1))]
+        return self.graph.call_function(target, args, kwargs)
 
     def tensor_here(self) -> fx.Node | None:
         """A tensor that was computed from the inputs or is one."""
@@ -287,41 +363,44 @@ class Part:
             if not emission.is_weight(node) and node.op == "call_function"
         ]
         if len(own) == 1 and op(own[0]) in DROPOUT:  # a module that is nothing but dropout stays one
-            self.attach(region.name, nn.Dropout(float(own[0].args[1])))  # type: ignore[arg-type]
+            attach(self.root, region.name, nn.Dropout(float(own[0].args[1])))  # type: ignore[arg-type]
             self.env[own[0]] = self.graph.call_module(region.name, (self.value(own[0].args[0]),))  # type: ignore[arg-type]
             return
+        entered, own = handed(own, emission)
         within = set(own)
-        entered = dict.fromkeys(part for node in own for part in read_by(node, emission) if part not in within)
-        part = Part(emission, region, list(entered))
+        part = Part(emission, region, entered)
         part.run()
         left = [
             node
             for node in own
             if node in emission.results or any(user not in within and user.op != "output" for user in node.users)
         ]
-        left = [node for node in left if node in part.env]
+        left = [node for node in left if node in part.env or is_size(node)]
         if not left:
             return
         values = [part.value(node) for node in left]
         part.graph.output(values[0] if len(values) == 1 else tuple(values))
-        self.attach(region.name, GraphPart.of(part.finished("Part")))
-        handed = tuple(self.value(node) for node in entered)
+        attach(self.root, region.name, GraphPart.of(part.finished("Part")))
+        given = tuple(self.value(node) for node in entered)
         leaf = region.name.rpartition(".")[2]
-        result = self.graph.create_node("call_module", region.name, handed, {}, name=f"from_{leaf}")  # never `self`
+        result = self.graph.create_node("call_module", region.name, given, {}, name=f"from_{leaf}")  # never `self`
         for index, node in enumerate(left):
             self.env[node] = result if len(left) == 1 else self.graph.call_function(getitem, (result, index))
+            self.env[node].meta |= known(node)
 
-    def attach(self, name: str, module: nn.Module) -> None:
-        owner_path, _, leaf = name.rpartition(".")
-        owner = self.root
-        for piece in filter(None, owner_path.split(".")):
-            if piece not in owner._modules:
-                owner.add_module(piece, nn.Module())
-            owner = owner.get_submodule(piece)
-        present = owner._modules.get(leaf)
-        owner.add_module(leaf, module)
-        if present is not None:  # what the region around reads of the same module
-            merge(present, module)
+
+def attach(root: nn.Module, name: str, module: nn.Module) -> None:
+    """`module` is the submodule `name` of `root`, and holds what lay there before."""
+    owner_path, _, leaf = name.rpartition(".")
+    owner = root
+    for piece in filter(None, owner_path.split(".")):
+        if piece not in owner._modules:
+            owner.add_module(piece, nn.Module())
+        owner = owner.get_submodule(piece)
+    present = owner._modules.get(leaf)
+    owner.add_module(leaf, module)
+    if present is not None and present is not module:  # what the region around reads of the same module
+        merge(present, module)
 
 
 def merge(held: nn.Module, module: nn.Module) -> None:
@@ -354,14 +433,68 @@ class GraphPart(nn.Module):
         part.graph = made.graph
         return part
 
+    def recompile(self) -> None:
+        """The part computes what its graph says."""
+        made = fx.GraphModule(self, self.graph)
+        self.__class__ = type("GraphPart", (GraphPart,), {"forward": type(made).forward, "__module__": __name__})
+        self.graph = made.graph
+
     def __reduce__(self) -> Any:
         return GraphPart.of, (fx.GraphModule(self, self.graph),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphPart:
         new = copy.copy(self)
         memo[id(self)] = new
-        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items() if key != "graph"})
+        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items()})
         return new
+
+
+def handed(own: list[fx.Node], emission: Emission) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What a part of the nodes `own` is handed, and which of them are its own: a size that its tensors have is taken from them.
+
+    So a part whose tensors are shorter than when they were captured still computes with sizes that are right.
+    """
+    inside = {node for node in own if not is_size(node)}
+    tensors = dict.fromkeys(
+        one for node in own if node in inside for one in read_by(node, emission) if one not in inside and not is_size(one)
+    )
+    known = list(tensors)
+    made: set[fx.Node] = set()
+    sizes: dict[fx.Node, None] = {}
+    pending = [one for node in own if node in inside for one in read_by(node, emission) if is_size(one)]
+    pending += [node for node in own if is_size(node) and any(user not in own for user in node.users)]
+    while pending:
+        size = pending.pop()
+        if size in made or size in sizes or can_be_had(size, known, emission):
+            continue
+        if size not in own:
+            sizes[size] = None
+            continue
+        made.add(size)
+        pending += [one for one in read_by(size, emission) if is_size(one)]
+        tensors |= dict.fromkeys(one for one in read_by(size, emission) if one not in inside and not is_size(one))
+    return [*tensors, *sizes], [node for node in own if node in inside or node in made]
+
+
+def can_be_had(size: fx.Node, tensors: list[fx.Node], emission: Emission) -> bool:
+    """Whether the size is an extent of one of the tensors, or computed from such."""
+    if extent_of(size, tensors) is not None:
+        return True
+    parts = read_by(size, emission)
+    return bool(parts) and all(is_size(one) and can_be_had(one, tensors, emission) for one in parts)
+
+
+def extent_of(size: fx.Node, tensors: list[fx.Node]) -> tuple[fx.Node, int] | None:
+    """The first of the tensors that has the size, and the dimension."""
+    value = size.meta.get("val")
+    if not isinstance(value, torch.SymInt):
+        return None
+    for one in tensors:
+        found = one.meta.get("val")
+        for dim, extent in enumerate(found.shape if isinstance(found, Tensor) else ()):
+            if isinstance(extent, torch.SymInt) and extent.node.expr == value.node.expr:
+                return one, dim
+    return None
 
 
 def read_by(node: fx.Node, emission: Emission) -> list[fx.Node]:

@@ -97,6 +97,8 @@ def nameless(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
             for branch in layer.branches:
                 if (region := branch_region(branch, flow, nodes, cores)) is not None:
                     yield region
+            for branch in layer.attentions:
+                yield from projection_regions(branch, flow, nodes, cores)
     for part, name in [*((part, "embedding") for part in anatomy.embeddings), (anatomy.head, "head")]:
         if part is not None and not stands_alone(nodes[part.node], flow):
             node = nodes[part.node]
@@ -216,6 +218,25 @@ def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cor
     if strangers and branch.role == "ffn":
         return None
     return Region(CHILD_NAMES[branch.role], call.path, first, end)
+
+
+def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Iterator[Region]:
+    """The products of an attention's own code that make queries, keys and values, and the one with its result."""
+    region = flow.between(nodes[branch.source], nodes[branch.output])
+    held = [core for core in cores if core.result in set(region)]
+    if len(held) != 1:
+        return
+    (core,) = held
+    made = {id(one.node): one for operand in (core.query, core.key, core.value) for one in nearest_products([operand], flow)}
+    after = [one for one in (weight_product(node, flow) for node in region) if one and flow.reaches(core.result, one.node)]
+    for product in [*made.values(), *after]:
+        node = product.node
+        if stands_alone(node, flow):
+            continue
+        operands = zip("qkv", (core.query, core.key, core.value), strict=True)
+        letters = "".join(letter for letter, operand in operands if flow.reaches(node, operand))
+        last = next((flow.position[user] for user in flow.uses[node] if is_bias(user, node, flow)), flow.position[node])
+        yield Region(letters or "out", flow.call_of(node).path, flow.position[node], last)
 
 
 def rename(region: Region) -> None:

@@ -18,7 +18,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class Worker:
     since: float = 0.0
 
     @classmethod
-    def start(cls) -> Worker:
+    def start(cls, serve: Callable[[Connection], None]) -> Worker:
         here, there = multiprocessing.Pipe()
         process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
         process.start()
@@ -113,32 +113,42 @@ class Worker:
 
 def serve(pipe: Connection) -> None:
     """Tasks come in by `pipe`, what was found goes out; None ends it."""
+    answer(pipe, find)
+
+
+def answer(pipe: Connection, find: Callable[[Task], Row]) -> None:
+    """To every task that comes in by `pipe` goes out what `find` makes of it; None ends it."""
     warnings.filterwarnings("ignore")
     import transformers
-    from assessment import Row as Assessed
-    from assessment import assess, assess_pass, told
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with contextlib.suppress(EOFError, OSError):  # nobody is left to answer to
         while task := pipe.recv():
-            name, one = task
-            try:
-                found = dataclasses.asdict(assess(name, SPEC)) if one == "altup" else {"cell": assess_pass(name, OTHERS[one])}
-            except Exception as error:
-                problem = f"no: {told(error)}"
-                found = dataclasses.asdict(Assessed(name, captured=problem)) if one == "altup" else {"cell": problem}
-            pipe.send(found)
+            pipe.send(find(task))
 
 
-def assessed(tasks: list[Task], jobs: int, limit: float) -> Iterator[tuple[Task, Row]]:
+def find(task: Task) -> Row:
+    """What was found out about one architecture and one pass."""
+    from assessment import Row as Assessed
+    from assessment import assess, assess_pass, told
+
+    name, one = task
+    try:
+        return dataclasses.asdict(assess(name, SPEC)) if one == "altup" else {"cell": assess_pass(name, OTHERS[one])}
+    except Exception as error:
+        problem = f"no: {told(error)}"
+        return dataclasses.asdict(Assessed(name, captured=problem)) if one == "altup" else {"cell": problem}
+
+
+def assessed(tasks: list[Task], jobs: int, limit: float, serve: Callable[[Connection], None] = serve) -> Iterator[tuple[Task, Row]]:
     """Each task with what was found, as they are done; a worker that dies or takes too long costs its own task only."""
     queue = list(reversed(tasks))
     workers: list[Worker] = []
     try:
         while queue or workers:
             while queue and len(workers) < jobs:
-                workers.append(Worker.start())
+                workers.append(Worker.start(serve))
                 workers[-1].give(queue.pop())
             ready = wait([worker.pipe for worker in workers], timeout=1.0)
             for worker in list(workers):

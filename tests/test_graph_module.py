@@ -44,7 +44,7 @@ def test_parts_that_were_no_modules_are_and_parameters_keep_their_names() -> Non
     model = made("functional")
     graph = graph_module(model, ids())
     names = dict(graph.named_parameters())
-    assert {"layers.0.attention.w.1", "layers.2.ffn.w.22", "embedding.emb", "head.out", "addend.pos"} <= set(names)
+    assert {"layers.0.attention.qkv.w.1", "layers.2.ffn.w.22", "embedding.emb", "head.out", "addend.pos"} <= set(names)
     assert all(any(name.endswith(old) and names[name] is value for name in names) for old, value in model.named_parameters())
     assert [type(graph.get_submodule(f"layers.{depth}.ffn")).__name__ for depth in range(3)] == ["GraphPart"] * 3
     assert retrofit.inspect(graph, ids()).stacks[0].layers[1].name == "layers.1"

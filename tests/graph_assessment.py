@@ -1,0 +1,220 @@
+"""What becomes of a model as an FX graph module, column by column, against its module tree and against every check."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import other_zoos
+import torch
+import zoo
+from assessment import told
+from torch import Tensor, fx, nn
+
+import retrofit
+from retrofit.errors import CaptureError, RetrofitError, VerificationError
+from retrofit.graph_module import graph_module
+from retrofit.outlining import inline_all
+from retrofit.rewriting import apply_reported
+
+BOTH = {"altup": "altup(k=2)", "sparse-ffn": "sparse-ffn(sparsity=8)"}  # rewritten on both sides
+PASSES = {  # on the models without modules, with sizes that fit them
+    **BOTH,
+    "sum": "sum",
+    "sequence-altup": "sequence-altup(k=2, layers=all)",
+    "shared-moe": "shared-moe(experts=2, k=1)",
+    "memory": "memory(lookup=softmax, rank=2)",
+    "sparse-qkv": "sparse-qkv(kernel=2)",
+    "sparse-loss": "sparse-loss(modules=2)",
+}
+CALL = re.compile(r"_\d+$")  # at the end of a name: which call of the module it is
+TOLERANCE = 1e-4  # of the largest value
+Values = dict[str, Tensor]
+
+
+@dataclasses.dataclass
+class Row:
+    """One architecture: a cell begins with `yes`, `no`, `refused`, `dense cannot`, or is `—`."""
+
+    id: str
+    graph: str = "—"
+    cells: dict[str, str] = dataclasses.field(default_factory=dict)  # by pass
+
+
+def assess(name: str) -> Row:
+    """The row of the architecture `name` of the zoo."""
+    row, entry = Row(name), zoo.entry(name)
+    if reason := zoo.skip_reason(entry):
+        row.graph = f"dense cannot: {reason}"
+        return row
+    model = zoo.build(entry)
+    given = zoo.inputs(entry, model)
+    try:
+        retrofit.inspect(model, given)
+    except CaptureError as error:
+        row.graph = f"dense cannot: {told(error)}"
+        return row
+    except RetrofitError:
+        pass  # a graph module is made of what is no transformer too
+    try:
+        graph = graph_module(model, given)
+    except CaptureError as error:
+        row.graph = f"refused: {told(error)}"
+        return row
+    row.graph = attempt(lambda: same_function(entry, model, graph))
+    row.cells["inlined"] = attempt(lambda: same_inlined(graph, given))
+    for one, spec in BOTH.items():
+        row.cells[one] = attempt(lambda spec=spec: derived_twice(model, graph, spec, given))
+    return row
+
+
+def assess_pass(kind: str, spec: str) -> str:
+    """How a pass fares on a model of another library as a graph module: `yes` where the result comes through every check."""
+    model, given = other_zoos.built(kind), other_zoos.examples(kind)
+    try:
+        applied = apply_reported(model, spec, example_inputs=given, emit="graph", count_flops=False)
+    except VerificationError as error:
+        return f"no: {'; '.join(f'{check.name}: {check.why or check.measured}' for check in error.report.failed)}"
+    except RetrofitError as error:
+        return f"refused: {told(error)}; {error.remedy}"
+    assert applied.report is not None
+    (rewrite,) = applied.rewrites
+    left = f", {len(rewrite.skipped)} left alone ({rewrite.skipped[0].why})" if rewrite.skipped else ""
+    return f"yes: {len(rewrite.sites)} sites{left}"
+
+
+@torch.no_grad()
+def assess_graph(kind: str) -> str:
+    """Whether the graph module of a model of another library is the model, on inputs of another size."""
+    model = other_zoos.built(kind)
+    graph = graph_module(model, other_zoos.examples(kind))
+    other = other_zoos.examples(kind, batch=3, length=17, seed=1)
+    return compared({"outputs": first(graph(**other))}, {"outputs": first(model(**other))}, 1e-6)
+
+
+@torch.no_grad()
+def assess_file(kind: str) -> str:
+    """Whether the model, as `.pt2` file read, widened, saved and read again, computes what it did, on inputs of another size."""
+    model, given = other_zoos.built(kind), other_zoos.examples(kind)
+    other = other_zoos.examples(kind, batch=3, length=17, seed=1)
+    sizes = {name: dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO) for name, value in given.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        path, wide = Path(folder) / "model.pt2", Path(folder) / "wide.pt2"
+        torch.export.save(torch.export.export(model, (), given, dynamic_shapes=sizes, strict=False), path)
+        dense = retrofit.load(path)
+        verdict = compared({"read": first(dense(**other))}, {"read": first(model(**other))}, 1e-6)
+        if not verdict.startswith("yes"):
+            return verdict
+        widened = retrofit.apply(dense, BOTH["altup"], verify=False)
+        expected = first(widened(**other))
+        retrofit.save(widened, wide)
+        return compared({"widened": first(retrofit.load(wide)(**other))}, {"widened": expected}, 1e-6)
+
+
+def first(output: Any) -> Tensor:
+    """The first tensor of a model's outputs."""
+    found = output if torch.is_tensor(output) else next(iter(output.values() if isinstance(output, dict) else output))
+    assert torch.is_tensor(found)
+    return found
+
+
+def attempt(check: Callable[[], str]) -> str:
+    """The check's verdict, or what it raised."""
+    try:
+        return check()
+    except Exception as error:
+        return f"no: {told(error)}"
+
+
+@torch.no_grad()
+def same_function(entry: zoo.Entry, model: nn.Module, graph: nn.Module) -> str:
+    """Whether the graph module computes the model's function of inputs of another batch and length than it was made with."""
+    other = zoo.inputs(entry, model, batch=3, length=9, seed=5)
+    try:
+        expected = zoo.logits(model(**other))
+    except Exception as error:
+        return f"dense cannot: {told(error)}"
+    tensors = {name: value for name, value in other.items() if torch.is_tensor(value)}
+    return compared({"logits": zoo.logits(graph(**tensors))}, {"logits": expected}, 1e-6)
+
+
+@torch.no_grad()
+def same_inlined(graph: fx.GraphModule, given: dict[str, Any]) -> str:
+    """Whether the graph module is the same to the last bit with all of its parts inlined."""
+    tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
+    flat = copy.deepcopy(graph)
+    inline_all(flat)
+    return compared({"logits": zoo.logits(flat(**tensors))}, {"logits": zoo.logits(graph(**tensors))}, 0.0)
+
+
+def derived_twice(model: nn.Module, graph: fx.GraphModule, spec: str, given: dict[str, Any]) -> str:
+    """Whether a recipe on the graph module and on the module tree gives one function, with one gradient for every parameter."""
+    tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
+    found: list[Values | str] = []
+    for one, inputs in ((model, given), (graph, tensors)):
+        torch.manual_seed(0)
+        try:
+            found.append(outcome(retrofit.apply(copy.deepcopy(one), spec, example_inputs=inputs, verify=False), inputs))
+        except RetrofitError as error:
+            found.append(told(error))
+    tree, ours = found
+    if isinstance(tree, str):
+        return f"refused on both: {tree}" if isinstance(ours, str) else f"no: refused on the tree only: {tree}"
+    if isinstance(ours, str):
+        return f"no: refused on the graph only: {ours}"
+    return compared(named_alike(ours, tree), tree, TOLERANCE)
+
+
+def outcome(model: nn.Module, inputs: dict[str, Any]) -> Values:
+    """The logits, and the gradients of a function of them by parameter, under every name of each."""
+    logits = zoo.logits(model.eval()(**inputs))
+    logits.float().logsumexp(-1).sum().backward()
+    grads = {name: one.grad for name, one in model.named_parameters(remove_duplicate=False) if one.grad is not None}
+    return {**grads, "logits": logits.detach()}
+
+
+def named_alike(ours: Values, theirs: Values) -> Values:
+    """Our values under their names: a part of the graph that is no module may stand in a name, and the number of a call.
+
+    What the module tree has once for all calls of a module the graph has for each of them: there the gradients add up.
+    """
+    pieces = {name: [CALL.sub("", piece) for piece in name.split(".")] for name in ours}
+    found = {}
+    for name, value in theirs.items():
+        alike = [one for one in ours if one == name or (ours[one].shape == value.shape and is_within(name.split("."), pieces[one]))]
+        once = {id(ours[one]): ours[one] for one in alike if len(pieces[one]) == min(len(pieces[other]) for other in alike)}
+        if once:
+            found[name] = torch.stack(list(once.values())).sum(0)
+    return found
+
+
+def is_within(some: list[str], every: list[str]) -> bool:
+    """Whether the pieces of a name occur in another in their order."""
+    rest = iter(every)
+    return all(piece in rest for piece in some)
+
+
+def compared(ours: Values, theirs: Values, tolerance: float) -> str:
+    """How far values are from what they should be, relative to the largest of each."""
+    missing = sorted(set(theirs) - set(ours))
+    if missing:
+        return f"no: the graph module has no gradient for {missing[0]}" + (f" and {len(missing) - 1} others" if missing[1:] else "")
+    gaps = {name: gap(ours[name], value) for name, value in theirs.items()}
+    worst = max(gaps, key=lambda name: gaps[name])
+    if gaps[worst] == 0:
+        return "yes, every bit"
+    return f"{'yes' if gaps[worst] <= tolerance else f'no: {worst} differs'} ({gaps[worst]:.0e})"
+
+
+def gap(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest value; infinite where shapes or what is not finite differ."""
+    if ours.shape != theirs.shape or not torch.equal(ours.isfinite(), theirs.isfinite()):
+        return float("inf")
+    fine = theirs.isfinite()
+    difference = (ours[fine] - theirs[fine]).abs().max().item() if fine.any() else 0.0
+    return difference / max(theirs[fine].abs().max().item(), 1e-6) if difference else 0.0
