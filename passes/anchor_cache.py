@@ -85,6 +85,7 @@ class AnchorLayer(CacheLayerMixin):
         self.columns: Tensor | None = None  # (batch, anchors) of each entry, where rows differ
         self.valid: Tensor | None = None
         self.roll: Roll | None = None  # the corrections, where rows differ
+        self.mask: tuple[Any, torch.dtype] | None = None  # where the last mask was handed over, and of which type it was
         self.template: Any = None  # how the layer's last output is made from the arguments of a call
         self.recurrent: tuple[Place, ...] | None = None  # the states in the cache that the layer inside moves on
 
@@ -155,9 +156,18 @@ class AnchorLayer(CacheLayerMixin):
         """What is held of each anchor, by name."""
         return {name: value for name in SERIES if (value := getattr(self, name)) is not None}
 
-    def all_seen(self) -> bool:
-        """Whether every entry held is an anchor of its row."""
-        return self.valid is None or bool(self.valid.all())
+    def sees_all(self, new: EvenAnchors | CountedAnchors) -> bool:
+        """Whether the `new` anchors may see every entry held, and of one another those before them."""
+        if self.valid is None or new.valid is None:
+            return True
+        return bool(self.valid.all()) and (new.count == 1 or bool(new.valid.all()))
+
+    def visible(self, new: CountedAnchors) -> Tensor:
+        """Which entries held, and which of one another, the `new` anchors may see: (batch, 1, anchors, keys)."""
+        assert self.valid is not None
+        keys = torch.cat([self.valid, new.valid], 1)[:, None, None, :]
+        order = torch.ones(new.count, keys.shape[-1], dtype=torch.bool, device=keys.device)
+        return keys & order.tril(self.valid.shape[1])
 
     def advance(self, new: EvenAnchors | CountedAnchors, real: Tensor | None, length: int, corrections: Tensor | None) -> None:
         """`length` tokens have passed; their anchors' `corrections` (batch, anchors, d) are None where there were no anchors."""
@@ -266,6 +276,20 @@ class AnchorLayer(CacheLayerMixin):
         record = getattr(self.tally, "activate_past_recording", None)
         if record is not None:
             record()
+
+    # What a program that decodes takes and returns.
+
+    def carried(self) -> dict[str, Tensor]:
+        """What is held, as tensors by name."""
+        from retrofit.passes.anchor_states import states_of
+
+        return states_of(self)
+
+    def carrying(self, states: dict[str, Tensor]) -> AnchorLayer:
+        """A layer like this one that holds these states; nothing where there are none."""
+        from retrofit.passes.anchor_states import PlacedAnchorLayer
+
+        return PlacedAnchorLayer(self.name, self.k, states)
 
     # What generation does to it.
 

@@ -17,6 +17,9 @@ from retrofit.capture import Call, Key, Program
 from retrofit.dataflow import Dataflow
 from retrofit.ops import SCAN, op, shape
 
+LOGIC = frozenset("bitwise_and bitwise_or logical_and logical_or __and__ __or__".split())
+
+
 # ── From layer to layer ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -122,9 +125,11 @@ def enters_uncounted(mask: fx.Node, node: fx.Node, between: Collection[fx.Node])
 
 
 def is_made_of_ids(flow: Dataflow, node: fx.Node) -> bool:
-    """Whether the value is a boolean that is made of the inputs without any weight: a mask that the model's own code makes."""
+    """Whether the value says yes or no of the inputs without any weight: a mask that the model's own code makes."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.bool or node not in flow.depends:
+    if not isinstance(value, torch.Tensor) or node not in flow.depends:
+        return False
+    if value.dtype != torch.bool and not any(op(step) in LOGIC for step in flow.upward(node)):
         return False
     return not any(flow.reaches(weight, node) for weight in flow.program.parameters if weight in flow.position)
 

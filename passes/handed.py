@@ -171,6 +171,25 @@ class Handed:
             raise DoesNotFitError(f"a strided layer was not handed its stream, {stream[0]}", why="it works on it")
         return Handed(tuple(args), kwargs, names, stream, x, found)
 
+    @property
+    def tells(self) -> bool:
+        """Whether something among the arguments says which tokens are padding."""
+        return any(follows.tells for _, follows in self.tensors.values())
+
+    @property
+    def mask(self) -> tuple[Path, torch.dtype] | None:
+        """Where a mask by queries and keys was handed over as it is, and its type."""
+        found = ((path, tensor.dtype) for path, (tensor, how) in self.tensors.items() if how.tells and how.rank == 4)
+        return next((one for one in found if len(one[0]) == 1), None)
+
+    def put(self, args: list[Any], kwargs: dict[str, Any], path: Path, value: Any) -> None:
+        """`value` stands in the arguments at `path`."""
+        name = path[0]
+        if isinstance(name, str) and (name in kwargs or self.names.index(name) >= len(args)):
+            kwargs[name] = value
+        else:
+            args[name if isinstance(name, int) else self.names.index(name)] = value
+
     def real(self, before: int, offset: int) -> Tensor | None:
         """Which of the tokens, which follow `before` others, are no padding: (1 or batch, T); None where nothing tells."""
         batch, length = self.x.shape[:2]
@@ -239,11 +258,18 @@ class Handed:
         return next((value for name, value in name_arguments(self.args, self.kwargs, self.names) if name == path[0]), None)
 
 
+def as_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of that type: a boolean, or zeros and what hides."""
+    if dtype == torch.bool:
+        return visible
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+
 def told(mask: Tensor, follows: Follows, batch: int, start: int, length: int) -> Tensor:
     """Which of the `length` tokens from key `start` on are real, as a mask tells: (1 or batch, length)."""
     dim = follows.positions[-1]
     if len(follows.positions) == 2 and mask.shape[follows.positions[0]] == length:
-        seen = mask.diagonal(start, *follows.positions).narrow(-1, 0, length)  # a token sees itself unless it is padding
+        seen = diagonal(mask, start, length, *follows.positions)  # a token sees itself unless it is padding
     else:
         seen = mask.narrow(dim, start, length).movedim(dim, -1)
     if seen.is_floating_point():
@@ -254,3 +280,12 @@ def told(mask: Tensor, follows: Follows, batch: int, start: int, length: int) ->
     if rows is None or mask.shape[rows] == 1:
         return seen.reshape(-1, length).any(0, keepdim=True)
     return seen.movedim(rows, 0).reshape(batch, -1, length).any(1)
+
+
+def diagonal(mask: Tensor, start: int, length: int, queries: int, keys: int) -> Tensor:
+    """What each of the `length` queries says of the key that many places behind `start`, along a new last dimension."""
+    if isinstance(start, int):
+        return mask.diagonal(start, queries, keys).narrow(-1, 0, length)
+    mask = mask.movedim((queries, keys), (-2, -1))  # while a program is traced whose past may be of any length
+    columns = (start + torch.arange(length, device=mask.device)).view(-1, 1)
+    return mask.gather(-1, columns.expand(*mask.shape[:-1], 1)).squeeze(-1)

@@ -47,7 +47,7 @@ from retrofit.passes.beside import (
     reads_some_only,
     tells_padding,
 )
-from retrofit.passes.handed import Anchors, Follows, Handed, Path, learn, name_arguments, names_of, path_of, tensors_in
+from retrofit.passes.handed import Anchors, Follows, Handed, Path, as_mask, learn, name_arguments, names_of, path_of, tensors_in
 from retrofit.passes.striding import CountedAnchors, EvenAnchors
 from retrofit.probes import accepts
 from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
@@ -135,12 +135,17 @@ class StridedLayer(Wrapper):
                 remedy="after the prompt, go on one token at a time",
             )
         resting = copied(cache, held.recurrent) if moving is not None and held.recurrent else {}
-        if held.keys is not None and anchors.valid is not None and not self.hides(handed) and not held.all_seen():
-            raise DoesNotFitError(
-                "a strided layer was handed no mask for a batch whose rows differ in length",
-                why="its keys of shorter rows have to be hidden",
-                remedy="pass attention_mask with every step, or use attn_implementation='sdpa'",
-            )
+        held.mask = handed.mask or held.mask
+        if held.keys is not None and isinstance(anchors, CountedAnchors) and not handed.tells and not held.sees_all(anchors):
+            if held.mask is None:
+                raise DoesNotFitError(
+                    "a strided layer was handed no mask for a batch whose rows differ in length",
+                    why="its keys of shorter rows have to be hidden",
+                    remedy="pass attention_mask with every step, or use attn_implementation='sdpa'",
+                )
+            handed.put(
+                args, kwargs, held.mask[0], as_mask(held.visible(anchors), held.mask[1])
+            )  # none is due where padding is gone
         output = self.layer(*args, **kwargs)
         if moving is not None:
             give_back(cache, resting, moving)
@@ -149,9 +154,6 @@ class StridedLayer(Wrapper):
         out = None if isinstance(output, Tensor) else self.stream_out
         corrections = self.correction(x, output if out is None else output[out])
         return handed.restored(output, self.returns), corrections, out
-
-    def hides(self, handed: Handed) -> bool:
-        return any(follows.tells for _, follows in handed.tensors.values())
 
     def template(self, output: Any, out: int | str | None) -> Any:
         """What is needed to make an output like this one without running the layer."""

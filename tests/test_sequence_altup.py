@@ -122,6 +122,38 @@ def test_what_cannot_be_strided_is_said() -> None:
         retrofit.apply(zoo.build(zoo.entry("masked/albert")), SequenceAltUp(), verify=False)
 
 
+def test_layers_that_share_keys_and_values_are_left_alone() -> None:
+    """Gemma 4's last layers read those of earlier ones out of a dictionary that is handed to every layer."""
+    entry = zoo.entry("causal/gemma4_text")
+    kinds = ["sliding_attention", "full_attention"] * 3
+    model = zoo.build(entry, num_hidden_layers=6, num_kv_shared_layers=2, layer_types=kinds)
+    example = zoo.inputs(entry, model)
+    retrofit.apply(model, SequenceAltUp(k=2, layers="all"), example_inputs=example, verify=False)
+    strides = [getattr(layer, "k", 1) for layer in model.model.layers]
+    assert strides == [2, 2, 1, 1, 1, 1]  # 2 and 3 write what 4 and 5 read
+    moved(model)
+    tokens, mask = example["input_ids"], padded(12, 0, 5)
+    assert torch.equal(decoded(model, tokens, mask), decoded(model, tokens, mask, use_cache=False))
+
+
+def test_layers_that_hear_nothing_of_padding_are_left_alone() -> None:
+    """Nemotron-H hands its feed-forwards no mask: they would take padding for tokens."""
+    model = original("causal/nemotron_h", layers="all")
+    strides = [getattr(layer, "k", 1) for layer in model.model.layers]
+    assert strides == [K if layer.block_type in ("linear_attention", "full_attention") else 1 for layer in model.model.layers]
+    tokens, mask = ids("causal/nemotron_h"), padded(13, 0, 4)
+    close(run(model, tokens, attention_mask=mask, use_cache=False)[1:, 4:], run(model, tokens[1:, 4:], use_cache=False))
+
+
+def test_a_last_layer_of_which_the_class_token_alone_is_read_is_left_alone() -> None:
+    entry = zoo.entry("image/vit")
+    model = zoo.build(entry)
+    retrofit.apply(model, SequenceAltUp(k=2, layers="all"), example_inputs=zoo.inputs(entry, model), verify=False)
+    assert [getattr(layer, "k", 1) for layer in model.vit.layers] == [2, 2, 2, 1]
+    with pytest.raises(DoesNotFitError, match="some of its tokens only are read"):
+        retrofit.apply(zoo.build(entry), SequenceAltUp(layers="3"), example_inputs=zoo.inputs(entry, model), verify=False)
+
+
 # ── Decoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -217,6 +249,19 @@ def test_a_sliding_window_forgets_its_anchors() -> None:
         out = model(tokens[:, :1], past_key_values=cache)
     assert sliding and all(cache.layers[index].keys.shape[2] <= window // K + 1 for index in sliding)
     close(out.logits[:, -1], run(model, torch.cat([tokens, tokens[:, :1]], 1), use_cache=False)[:, -1])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_rows_go_on_in_their_own_phase_when_their_padding_has_left_the_window(attention: str) -> None:
+    """From then on the model hands over no mask at all, and still rows hold different numbers of anchors."""
+    import transformers
+
+    sizes = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MistralConfig(vocab_size=61, sliding_window=5, attn_implementation=attention, **sizes)
+    torch.manual_seed(0)
+    model = moved(retrofit.apply(transformers.MistralForCausalLM(config).eval(), SequenceAltUp(k=K, layers="all"), verify=False))
+    tokens, mask = torch.randint(3, 61, (2, 6)), padded(6, 0, 4)
+    assert torch.equal(decoded(model, tokens, mask), decoded(model, tokens, mask, use_cache=False))
 
 
 # ── The rest of the ecosystem ────────────────────────────────────────────────────────────────────────────────────────────────────
