@@ -1,4 +1,4 @@
-"""Writes docs/onnx_coverage.md: what `export_onnx` makes of every architecture of the zoo, and why not where it makes nothing.
+"""Writes docs/onnx_coverage.md: what `export_onnx` makes of every architecture of the zoo, and `from_onnx` of the files it wrote.
 
     python tests/onnx_table.py [--only PATTERN] [--limit SECONDS] [--minutes N] -o docs/onnx_coverage.md
 
@@ -17,12 +17,14 @@ import tempfile
 import time
 import warnings
 import zlib
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 STEPS = 6
-HEADINGS = ("architecture", "exported", "files", "cache", "from torch", "tokens", "fused")
+LIMIT = 1e-4  # how far an imported file may lie from ONNX Runtime
+HEADINGS = ("architecture", "files", "cache", "from torch", "tokens", "read back", "layers found", "fused")
 
 
 def main() -> int:
@@ -116,9 +118,10 @@ def attempt(name: str) -> dict[str, Any]:
     if reason := zoo.skip_reason(entry):
         return {"why": f"not built: {reason}"}
     model = zoo.build(entry)
+    inputs = zoo.inputs(entry, model)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            made = retrofit.export_onnx(model, Path(folder) / "model.onnx", example_inputs=zoo.inputs(entry, model))
+            made = retrofit.export_onnx(model, Path(folder) / "model.onnx", example_inputs=inputs)
         except RetrofitError as error:
             return {"why": f"{error.what}; {error.why}"[:240]}
         fused = {step.name for file in made.files for step in file.steps if step.kept}
@@ -131,9 +134,53 @@ def attempt(name: str) -> dict[str, Any]:
             "why_no_cache": made.why_no_cache.replace("\n", "; ")[:240],
             "gap": max((file.gap for file in made.files if file.gap is not None), default=None),
             "tokens": same_tokens(model, made) if made.cached else None,
+            "read": said(read_back, model, made, inputs),
+            "layers": said(layers_found, model, made, inputs) if len(made.files) == 1 else None,
             "fused": sorted(fused),
             "refused": sorted(refused),
         }
+
+
+def said(question: Callable[..., Any], *about: Any) -> Any:
+    """The answer, or what was raised in one line."""
+    try:
+        return question(*about)
+    except Exception as error:
+        why = str(getattr(error, "why", "") or "")
+        first = str(getattr(error, "what", "") or error).splitlines() or [""]
+        return f"{type(error).__name__}: {first[0]}{'; ' + why if why else ''}"[:240]
+
+
+def read_back(model: Any, made: Any, inputs: dict[str, Any]) -> float:
+    """How far the files as modules, states and all, lie from ONNX Runtime on fresh inputs of another shape."""
+    import torch
+
+    from retrofit.inputs import named_inputs
+    from retrofit.onnx.exporting import other_sizes
+    from retrofit.onnx.importing import from_onnx
+    from retrofit.onnx.parts import plan
+    from retrofit.onnx.reading import argument
+    from retrofit.onnx.running import Running
+    from retrofit.probes import distance
+
+    parts = plan(model, named_inputs(model, inputs), "past" if made.cached else "none").parts
+    gaps = []
+    for part, file in zip(parts, made.files, strict=True):
+        running, module = Running(file.path, 1), from_onnx(file.path, "past")
+        for seed, sizes in enumerate(other_sizes(part), start=11):
+            given = {name: value for name, value in part.example(sizes, seed).items() if name in running.inputs}
+            with torch.no_grad():
+                found = module(**{argument(name): value for name, value in given.items()})
+            gaps += [distance(found[argument(name)], value) for name, value in running(given).items()]
+    return max(gaps)
+
+
+def layers_found(model: Any, made: Any, inputs: dict[str, Any]) -> list[list[int]]:
+    """The layers in each stack that are found in the file, and in the model."""
+    import retrofit
+
+    anatomies = [retrofit.inspect(retrofit.from_onnx(made.files[0].path)), retrofit.inspect(model, inputs)]
+    return [[len(stack.layers) for stack in anatomy.stacks] for anatomy in anatomies]
 
 
 def same_tokens(model: Any, made: Any) -> bool | str:
@@ -147,6 +194,7 @@ def same_tokens(model: Any, made: Any) -> bool | str:
     mask = torch.ones_like(ids)
     how = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
     how |= {"forced_eos_token_id": None, "forced_bos_token_id": None}
+    model.generation_config.eos_token_id = None  # with a least number of tokens it would be left out of the choice
     running = [Running(file.path, 1) for file in made.files]
     try:
         if len(running) == 1:
@@ -166,15 +214,21 @@ def table(results: dict[str, dict[str, Any]], total: int) -> str:
     done = {name: row for name, row in sorted(results.items()) if not row.get("why", "").startswith("not built")}
     exported = {name: row for name, row in done.items() if "gap" in row}
     cached = [row for row in exported.values() if row["cached"]]
+    read = [row for row in exported.values() if close(row["read"])]
+    found = [row["layers"] for row in exported.values() if row["layers"] is not None]
     lines = [
-        "# What `export_onnx` makes of every architecture",
+        "# ONNX, out and back in, for every architecture",
         "",
         "Written by `python tests/onnx_table.py`. One tiny random model an architecture, dense; float32, one thread. `from torch`:",
         "the largest difference on inputs of other batch sizes and lengths than traced, relative to the largest output. `tokens`:",
-        "ONNX Runtime's greedy decoding on the exported cache against `generate`.",
+        "ONNX Runtime's greedy decoding on the exported cache against `generate`. `read back`: how far `from_onnx` of the files,",
+        "with their states, lies from ONNX Runtime on fresh inputs of other shapes. `layers found`: those that `inspect` finds in",
+        "the file, where they are not those it finds in the model.",
         "",
         f"Tried: {len(results)} of {total}. Exported: {len(exported)} of {len(done)} that can be built; {len(cached)} with their",
-        f"cache, of which {sum(row['tokens'] is True for row in cached)} decode `generate`'s tokens.",
+        f"cache, of which {sum(row['tokens'] is True for row in cached)} decode `generate`'s tokens. Read back within {LIMIT:g}:",
+        f"{len(read)} of {len(exported)}; {sum(same_layers(one) for one in found)} of {len(found)} files of whole models show the"
+        " model's layers.",
         "",
         f"| {' | '.join(HEADINGS)} |",
         f"| {' | '.join('---' for _ in HEADINGS)} |",
@@ -182,12 +236,25 @@ def table(results: dict[str, dict[str, Any]], total: int) -> str:
     for name, row in exported.items():
         cache = "yes" if row["cached"] else f"no: {row['why_no_cache']}" if row["why_no_cache"] else ""
         tokens = {True: "the same", False: "differ", None: ""}.get(row["tokens"], row["tokens"])
-        gap = f"{row['gap']:.1e}" if row["gap"] is not None else "not run"
-        cells = (name, "yes", str(row["files"]), cache, gap, str(tokens), ", ".join(row["fused"]))
+        gap, back = (f"{row[key]:.1e}" if isinstance(row[key], float) else row[key] or "not run" for key in ("gap", "read"))
+        layers = "" if row["layers"] is None else "the same" if same_layers(row["layers"]) else said_layers(row["layers"])
+        cells = (name, str(row["files"]), cache, gap, str(tokens), back, layers, ", ".join(row["fused"]))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     lines += ["", "## Not exported", "", "| architecture | why |", "| --- | --- |"]
     lines += [f"| {name} | {row['why'].replace('|', chr(92) + '|')} |" for name, row in done.items() if "gap" not in row]
     return "\n".join([*lines, ""])
+
+
+def close(gap: Any) -> bool:
+    return isinstance(gap, float) and gap <= LIMIT
+
+
+def same_layers(layers: Any) -> bool:
+    return isinstance(layers, list) and layers[0] == layers[1]
+
+
+def said_layers(layers: Any) -> str:
+    return layers if isinstance(layers, str) else f"{layers[0]}, not {layers[1]}"
 
 
 if __name__ == "__main__":

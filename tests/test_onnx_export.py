@@ -24,7 +24,7 @@ from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
 from retrofit.onnx import cleaning, exporting
 from retrofit.onnx.running import Running, decode, handed_on, translate
-from retrofit.passes import AltUp, SparseFFN, SparseQKV
+from retrofit.passes import AltUp, SequenceAltUp, SparseFFN, SparseQKV
 from retrofit.probes import distance
 
 FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")
@@ -63,6 +63,12 @@ def sparse(model):
     return model
 
 
+def strided(model):
+    """Layers that see every other token, and keep keys and values of these only."""
+    retrofit.apply(model, SequenceAltUp(k=2, layers="all"), verify=False)
+    return retrofitted.moved(model)
+
+
 class Plain(nn.Module):
     """No transformers model: ids in, a vector a token out."""
 
@@ -92,6 +98,7 @@ MADE = {
     "vit": lambda: tiny_models.vit(),
     "memory": lambda: remembering(tiny_models.llama(num_hidden_layers=1)),
     "sparse": lambda: sparse(tiny_models.llama(num_hidden_layers=1, hidden_size=32, intermediate_size=64)),
+    "strided": lambda: strided(tiny_models.llama(num_hidden_layers=1)),
     "plain": Plain,
 }
 
@@ -143,7 +150,7 @@ def test_an_encoder_decoder_is_three_files_that_declare_what_they_read():
 # ── Any shape, any step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("form", ["llama", "memory", "sparse", "sliding"])
+@pytest.mark.parametrize("form", ["llama", "memory", "sparse", "sliding", "strided"])
 @settings(max_examples=20, deadline=None)
 @given(batch=st.integers(1, 4), steps=st.lists(st.integers(1, 5), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_a_sequence_in_any_steps_gives_what_it_gives_at_once(form, batch, steps, seed):
@@ -167,12 +174,23 @@ def test_a_module_that_remembers_has_its_memory_as_state():
     assert running.outputs[-1] == "present.memory.layers.0"
 
 
-@pytest.mark.parametrize("form", ["llama", "memory", "sparse"])
+def test_strided_layers_hand_on_every_other_key():
+    _, made, (running,) = out("strided")
+    assert made.cached and not made.why_no_cache
+    words = ("key", "value", "correction", "real")
+    assert running.outputs == ["logits", *(f"present.0.{word}" for word in words)]
+    tokens = ids(2, 7)
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "position_ids": torch.arange(7).expand(2, -1)}
+    made_here = running({**given, **running.empty(2)})
+    assert made_here["present.0.key"].shape == (2, 2, 4, 4) and made_here["present.0.real"].shape == (2, 1, 7)
+
+
+@pytest.mark.parametrize("form", ["llama", "memory", "sparse", "strided"])
 def test_greedy_decoding_gives_the_tokens_of_generate(form):
     model, _, (running,) = out(form)
     how = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     prompt, mask = ids(3, 6, 5), torch.ones(3, 6, dtype=torch.long)
-    if form == "llama":
+    if form in ("llama", "strided"):
         mask[0, :3] = mask[1, :1] = 0
     expected = model.generate(prompt, attention_mask=mask, **how)
     assert torch.equal(decode(running, prompt, NEW, mask), expected)

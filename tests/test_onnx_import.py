@@ -22,9 +22,10 @@ from torch import fx, nn
 
 import retrofit
 from retrofit.cli import main
-from retrofit.errors import CaptureError, CheckpointError
+from retrofit.errors import CaptureError, CheckpointError, RetrofitError
 from retrofit.onnx.importing import from_onnx
-from retrofit.onnx.running import Running
+from retrofit.onnx.reading import argument
+from retrofit.onnx.running import Running, handed_on
 from retrofit.probes import distance, resized
 
 FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")
@@ -248,6 +249,44 @@ def test_the_example_learns_and_goes_out(capsys: pytest.CaptureFixture[str]) -> 
     assert "23 of 23 tokens right" in capsys.readouterr().out
 
 
+# ── The states of earlier tokens ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["causal/llama", "causal/gpt_neox"])
+def test_states_stay_inputs_and_outputs_where_they_are_asked_for(name: str) -> None:
+    path = file_of("with its cache", name)
+    model, running = from_onnx(path, cache="past"), Running(path)
+    tokens = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(0))
+    states, done = running.empty(3), 0
+    for step in (4, 1, 1, 3):
+        numbers = torch.arange(done, done + step).expand(3, -1).contiguous()
+        mask = torch.ones(3, done + step, dtype=torch.long)
+        given = {"input_ids": tokens[:, done : done + step], "attention_mask": mask, "position_ids": numbers, **states}
+        given = {key: value for key, value in given.items() if key in running.inputs}
+        expected = running(given)
+        with torch.no_grad():
+            found = model(**{argument(key): value for key, value in given.items()})
+        assert found.keys() == {argument(key) for key in expected}
+        assert max(distance(found[argument(key)], value) for key, value in expected.items()) < PARITY
+        states, done = handed_on(expected), done + step
+
+
+def test_states_that_are_not_handed_on_are_not_empty_at_the_start(tmp_path: Path) -> None:
+    state = helper.make_tensor_value_info("past_key_values.0.encoder.key", onnx.TensorProto.FLOAT, ["batch", "length", 4])
+    path = written(tmp_path / "m.onnx", [helper.make_node("Add", ["x", "seen"], ["y"])])
+    model = onnx.load(str(path))
+    model.graph.input.append(state)
+    model.graph.node.insert(0, helper.make_node("ReduceSum", [state.name, "axis"], ["seen"], keepdims=0))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "axis"))
+    onnx.save(model, str(path))
+    with pytest.raises(CaptureError, match=r"goes on from past_key_values\.0\.encoder\.key") as caught:
+        from_onnx(path)
+    assert "decoder_model.onnx" in caught.value.remedy
+    given = {"x": torch.randn(2, 4), state.name: torch.randn(2, 5, 4)}
+    found = from_onnx(path, cache="past")(**{argument(key): value for key, value in given.items()})
+    torch.testing.assert_close(found["y"], Running(path)(given)["y"])
+
+
 # ── What cannot come in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -313,6 +352,15 @@ def test_old_operator_sets_and_missing_files_are_refused(tmp_path: Path) -> None
         from_onnx(written(tmp_path / "m.onnx", [helper.make_node("Relu", ["x"], ["y"])], version=9))
     with pytest.raises(CheckpointError, match="does not exist"):
         retrofit.load(tmp_path / "nothing.onnx")
+
+
+def test_a_file_that_is_no_transformer_comes_in_and_is_not_rewritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["z"]), helper.make_node("Relu", ["z"], ["y"])]
+    path = written(tmp_path / "m.onnx", nodes, held={"w": np.ones((4, 4), "f")})
+    assert main(["apply", "--pass", "altup", "--k", "2", str(path)]) == 2
+    assert "Traceback" not in capsys.readouterr().err and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(RetrofitError, match="cache='all'"):
+        from_onnx(path, cache="all")  # type: ignore[arg-type]
 
 
 def test_a_graph_saved_as_a_checkpoint_is_told_where_to_go(tmp_path: Path) -> None:

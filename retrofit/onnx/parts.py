@@ -23,7 +23,7 @@ from retrofit.capture import no_cache
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.finding import first_line
 from retrofit.inputs import device_of, token_ids
-from retrofit.onnx.state import MEMORY, cache_of, is_of, states_of
+from retrofit.onnx.state import cache_of, emptied, is_of, states_of
 from retrofit.probes import (
     accepts,
     distance,
@@ -69,11 +69,15 @@ class Part(nn.Module):
         raise NotImplementedError
 
     def axes(self) -> dict[str, dict[int, str]]:
-        """For every input the axes that are free, and the size each is: an axis is what grows when that size grows."""
+        """For every input the axes that are free, and the size each is: an axis is what grows when that size grows.
+
+        States that grow with every k-th token only show it when what came before is doubled.
+        """
         first = self.example(self.sizes)
         found: dict[str, dict[int, str]] = {name: {} for name in first}
         for size in self.sizes:
-            other = self.example({**self.sizes, size: self.sizes[size] + 1})
+            larger = 2 * self.sizes[size] if size == PAST else self.sizes[size] + 1
+            other = self.example({**self.sizes, size: larger})
             for name, value in first.items():
                 for axis, (extent, grown) in enumerate(zip(value.shape, other[name].shape, strict=True)):
                     if extent != grown:
@@ -262,11 +266,6 @@ def padded(inputs: Mapping[str, Any], seed: int) -> Tensors:
     if seed and mask is not None:
         mask[0, mask.shape[1] - mask.shape[1] // 3 :] = 0
     return made
-
-
-def emptied(name: str, state: Tensor) -> Tensor:
-    """The state before any token: keys and values of none, a memory of zeros."""
-    return torch.zeros_like(state) if name.startswith(MEMORY) else state[:, :, :0]
 
 
 def parted(inputs: Tensors) -> tuple[Tensors, Tensors]:

@@ -2,14 +2,15 @@
 
 `{layer}.key`, `{layer}.value`: (batch, heads, past, head width), with `decoder.` and `encoder.` before the last word where there is
 a cross attention, as the ecosystem's ONNX decoders name them. `memory.{module}`: what a rewritten module remembers beside them
-(`retrofit.caching`), zeros where nothing came before.
+(`retrofit.caching`), zeros where nothing came before. A cache layer of a rewritten module's own says itself what it carries
+(`Carrier`): `{layer}.{name}`, of which keys, values and what is `real` grow with the tokens, and others are zeros before the first.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,8 +20,18 @@ from retrofit.caching import SLACK, Memory, Remembering, memories_of
 from retrofit.errors import CaptureError
 
 KEY_AND_VALUE = {"keys": "key", "values": "value"}  # a cache layer's attributes, and what they are called outside
+GROWING = ("key", "value", "real")  # last words of the names of states that are empty before any token
 MEMORY = "memory."
 States = dict[str, Tensor]
+
+
+@runtime_checkable
+class Carrier(Protocol):
+    """A cache layer that can be taken apart into tensors by name and put together from them."""
+
+    def carried(self) -> States: ...
+
+    def carrying(self, states: States) -> Any: ...
 
 
 def states_of(cache: Any) -> States:
@@ -33,6 +44,9 @@ def states_of(cache: Any) -> States:
         raise CaptureError("the model keeps no cache of keys and values", why=f"it returned {type(cache).__name__}")
     found: States = {}
     for index, layer in enumerate(cache.layers):
+        if isinstance(layer, Carrier):
+            found |= {f"{index}.{word}": value for word, value in layer.carried().items()}
+            continue
         held = {name: value for name, value in vars(layer).items() if any(map(is_state, leaves(value)))}
         if others := [name for name in held if name not in KEY_AND_VALUE]:
             raise CaptureError(
@@ -45,6 +59,8 @@ def states_of(cache: Any) -> States:
 
 def memories(cache: Cache) -> States:
     held = cache.memories if isinstance(cache, Remembering) else {}
+    if others := [name for name, memory in held.items() if not isinstance(memory, Memory)]:
+        raise CaptureError(f"what {others[0]} keeps in the cache is no list of tensors", why="its layer has no keys and values")
     return {f"{MEMORY}{name}": memory.last() for name, memory in held.items()}
 
 
@@ -69,6 +85,12 @@ def sided(name: str, side: str) -> str:
 def is_of(name: str, side: str) -> bool:
     """Whether a state is a key or value of that side."""
     return not name.startswith(MEMORY) and f".{side}." in name
+
+
+def emptied(name: str, state: Tensor) -> Tensor:
+    """The state before any token: keys and values of none, a memory of zeros."""
+    grows = not name.startswith(MEMORY) and name.rpartition(".")[2] in GROWING
+    return state[:, :, :0] if grows else torch.zeros_like(state)
 
 
 def layer_number(name: str) -> float:
@@ -97,6 +119,10 @@ def cache_of(template: Cache, states: Mapping[str, Tensor]) -> Cache:
 
 def layer_of(template: Any, index: int, states: Mapping[str, Tensor]) -> Any:
     """A cache layer that grows with each token and holds its states already; one that never holds any stays as it is."""
+    if isinstance(template, Carrier):
+        return template.carrying(
+            {name.partition(".")[2]: value for name, value in states.items() if layer_number(name) == index}
+        )
     if getattr(template, "keys", None) is None:
         return copy.copy(template)
     made = DynamicLayer()
