@@ -125,7 +125,7 @@ class CountedAnchors:
         position = real.cumsum(1) - 1 + before
         self.anchors = real & (position % k == 0)  # (rows, T)
         number = self.anchors.cumsum(1)  # of anchors up to each token
-        own = number[:, -1:]  # of anchors in each row
+        own = self.anchors.sum(1, keepdim=True)  # of anchors in each row
         start = self.count - own if filled_last else torch.zeros_like(own)
         self.slot = number - 1 + start  # of each token's anchor, below `start` for tokens before the first
         self.early = number == 0
