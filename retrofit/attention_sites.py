@@ -156,8 +156,7 @@ class Reading:
             owner = owner.parent  # one module makes them all: the owner is the module around it
         if not owner.path:
             raise self.unfit("its projections are applied in the model's own code, and no module owns them")
-        for product in products:
-            self.check_alone(product, owner)
+        again = next(filter(None, [self.called_again(product, owner) for product in products]), "")
         projections = tuple(self.projection(product, core, owner) for product in products)
         if sum(REST in one.letters for one in projections) > 1:
             raise self.unfit("more than one of its projections has columns that are no query, key or value")
@@ -174,7 +173,7 @@ class Reading:
             raise self.unfit(f"what it projects is {size}, and not laid out (batch, length, width)")
         if source_size[1] == 1:
             raise self.unfit("with the example inputs it attends to one token only: give larger example_inputs=")
-        beside, entwined = ((), several) if several else self.uses_beside(x, owner, readers[False])
+        beside, entwined = ((), several or again) if several or again else self.uses_beside(x, owner, readers[False])
         out, out_shape, no_out = self.out(core)
         returned = self.returned(out, owner)
         paths = [call.path for call in self.flow.program.calls]
@@ -214,8 +213,8 @@ class Reading:
             found.setdefault(nearest[0].node, nearest[0])
         return sorted(found.values(), key=lambda product: self.flow.position[product.node])
 
-    def check_alone(self, product: WeightProduct, owner: Call) -> None:
-        """The product is all that its module does, and its weight projects nothing else."""
+    def called_again(self, product: WeightProduct, owner: Call) -> str:
+        """What else the module that makes the product projects, "" where nothing; a module that does more does not fit."""
         call, flow = self.flow.call_of(product.node), self.flow
         if call is owner or not self.is_alone(product):
             raise self.unfit(f"the weight {product.parameter} is applied by the code of {call.path or 'the model'} itself")
@@ -227,8 +226,10 @@ class Reading:
             and (other := weight_product(node, flow)) is not None
             and other.parameter == product.parameter
         ]
-        if again:
-            raise self.unfit(f"the weight {product.parameter} also projects something else ({again[0].name})")
+        why = f"the weight {product.parameter} also projects something else ({again[0].name})" if again else ""
+        if any(flow.call_of(node).path != call.path for node in again):
+            raise self.unfit(why)
+        return why
 
     def is_alone(self, product: WeightProduct) -> bool:
         """Whether the module that makes the product does nothing else."""
