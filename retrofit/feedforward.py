@@ -460,6 +460,12 @@ class Outline:
 # ── Where the new module goes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def computed_in(call: Call, flow: Dataflow) -> list[fx.Node]:
+    """What a call makes of its inputs; what a tracer asserts of them is nothing."""
+    own = (node for node in flow.nodes if node in flow.depends and call.encloses(flow.call_of(node)))
+    return [node for node in own if node.op == "call_function" and not op(node).startswith("_assert")]
+
+
 def owned_place(
     owner: Call, sources: list[fx.Node], y: fx.Node, hidden: Outline, flow: Dataflow
 ) -> tuple[Key, fx.GraphModule | None] | None:
@@ -470,9 +476,7 @@ def owned_place(
     result = owner.outputs[None]
     if not flow.reaches(y, result):
         return None
-    own = [
-        node for node in flow.nodes if node in flow.depends and node.op == "call_function" and owner.encloses(flow.call_of(node))
-    ]
+    own = computed_in(owner, flow)
     if any(not flow.reaches(x, node) or not (flow.reaches(node, y) or flow.reaches(y, node)) for node in own):
         return None
     after = flow.between(y, result) if result is not y else []
@@ -500,7 +504,7 @@ def spread_place(
             raise unfit(branch, f"it is spread over several modules, with code between them: {op(step)} in {step.name}")  # type: ignore[union-attr,arg-type]
         passing.append(call)
     for call, product in zip(single, (*into, out), strict=True):
-        others = [node for node in flow.nodes if call.encloses(flow.call_of(node)) and node in flow.depends]
+        others = computed_in(call, flow)
         if not call.path or any(op(node) not in LAYOUT | CAST | {"add"} and node is not product.node for node in others):
             raise unfit(branch, f"the matrix {product.parameter} is applied by the code of {call.path or 'the model'} itself")
     key = next((key for key, node in single[-1].inputs.items() if node in flow.depends), 0)
@@ -521,7 +525,7 @@ def around(node: fx.Node, into: WeightProduct, out: WeightProduct, flow: Dataflo
         if not call.path or len(entered) != 1 or call.inputs.get(0) is not entered[0] or list(call.outputs) != [None]:
             continue
         left = call.outputs[None]
-        own = {one for one in flow.nodes if one in flow.depends and one.op == "call_function" and call.encloses(flow.call_of(one))}
+        own = set(computed_in(call, flow))
         begins = entered[0] in sources_of(into, flow) or flow.reaches(into.node, entered[0])
         if begins and flow.reaches(left, out.source) and out.node not in own and own <= set(flow.between(entered[0], left)):
             found = call

@@ -86,6 +86,20 @@ def test_every_feed_forward_is_found_and_put_together_again(name: str) -> None:
         torch.testing.assert_close(zoo.logits(model(**others)), expected, atol=1e-5, rtol=1e-4)
 
 
+@torch.no_grad()
+def test_casts_inside_of_which_the_tracer_asserts_something_are_steps() -> None:
+    class Casting(Gated):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b((self.act(self.g(x).double()) * self.a(x).double()).to(x.dtype))
+
+    torch.manual_seed(0)
+    model = Model(8, Casting(8, 24, "silu", True)).eval()
+    expected, sites = model(IDS), sites_of(model, {"ids": IDS})
+    assert [(site.path, site.passing) for site in sites] == [("layers.0.f", ())]
+    rebuilt(model, sites)
+    torch.testing.assert_close(model(IDS), expected)
+
+
 def test_shared_layers_are_one_feed_forward() -> None:
     entry = zoo.entry("masked/albert")
     model = zoo.build(entry)
