@@ -180,8 +180,8 @@ def test_projections_that_share_a_layer_start_together() -> None:
 # ── Models ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # Between them: one matrix a letter and one for all by chunks, by heads and by indices, rotary, learned and relative positions,
-# grouped queries, gates from a matrix of their own and from the queries', a stream that the attention's code reads too, a layer at
-# all depths, biases, an encoder beside a decoder, a head on images; every variant and every output.
+# grouped queries, gates from a matrix of their own and from the queries', a stream that the attention's code reads too, or the
+# module of its output layer, a layer at all depths, biases, an encoder beside a decoder, images; every variant and every output.
 FORMS: dict[str, tuple[str, SparseQKV]] = {
     "gemma2": ("causal/gemma2", SparseQKV(output="mult-conv")),
     "gpt2": ("causal/gpt2", SparseQKV(output="conv", kernel=2)),
@@ -191,6 +191,7 @@ FORMS: dict[str, tuple[str, SparseQKV]] = {
     "falcon": ("causal/falcon", SparseQKV(output="keep")),
     "qwen3_next": ("causal/qwen3_next", SparseQKV(output="keep")),
     "albert": ("masked/albert", SparseQKV()),
+    "big_bird": ("causal/big_bird", SparseQKV()),
     "bart": ("seq2seq/bart", SparseQKV(layers="0-1")),
     "bert": ("masked/bert", SparseQKV(variant="conv", output="mult")),
     "vit": ("image/vit", SparseQKV()),
@@ -198,7 +199,9 @@ FORMS: dict[str, tuple[str, SparseQKV]] = {
 DECODERS = ("gemma2", "gpt2", "gpt_neox", "afmoe")
 # Two layers with a dense feed-forward each: what the attention does is the same, and sooner known.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "causal/big_bird": {"num_hidden_layers": 2},
     "causal/falcon": {"num_hidden_layers": 2},
+    "masked/mobilebert": {"num_hidden_layers": 2},
     "causal/afmoe": {"num_hidden_layers": 2, "num_dense_layers": 2, "layer_types": ["full_attention"] * 2},
     "causal/qwen3_next": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "mlp_only_layers": [0, 1]},
 }
@@ -244,7 +247,9 @@ def test_models_come_through_every_check(form: str) -> None:
 AGAINST_DENSE = ["gpt2", "gpt_neox", "gpt_bigcode", "gemma2", "falcon", "qwen3_next", "afmoe"]
 
 
-@pytest.mark.parametrize("name", [*(f"causal/{one}" for one in AGAINST_DENSE), "seq2seq/bart", "masked/albert"])
+@pytest.mark.parametrize(
+    "name", [*(f"causal/{one}" for one in AGAINST_DENSE), "seq2seq/bart", "masked/albert", "masked/mobilebert"]
+)
 def test_the_rewritten_model_is_the_dense_one_with_the_matrices_it_stands_for(name: str) -> None:
     """At the start no filter looks back: then everything about the attention is what the model's own code makes of q, k and v."""
     model = built(name)
