@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.capture import Program, calls_of, capture, read_program
+from retrofit.capture import Program, calls_of, capture, mutates, read_program
 from retrofit.dataflow import Dataflow
 from retrofit.errors import CaptureError, NoTransformerError
 from retrofit.inputs import named_inputs
@@ -36,9 +36,11 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
 
 
 def from_exported(exported: torch.export.ExportedProgram) -> fx.GraphModule:
-    """An exported program as a graph module with its parameters, as free in its sizes as it was exported."""
-    model = Holder(exported)
-    return emitted(model, read_program(exported.run_decompositions({}), calls_of(exported)))
+    """An exported program as a graph module with its parameters, as free in its sizes as it was exported, in evaluation mode."""
+    model = Holder(exported).eval()
+    if any(mutates(node) for node in exported.graph.nodes):
+        exported = exported.run_decompositions({})
+    return emitted(model, read_program(exported, calls_of(exported)))
 
 
 class Holder(nn.Module):
@@ -82,10 +84,11 @@ def emitted(model: nn.Module, program: Program) -> fx.GraphModule:
     """The graph module of a program of `model`."""
     flow = Dataflow(program)
     try:
-        whole = regions(read_anatomy(model, program), flow)
+        anatomy = read_anatomy(model, program)
+        whole, width = regions(anatomy, flow), anatomy.width
     except NoTransformerError:
-        whole = Region("", "", 0, len(flow.nodes) - 1)
-    emission = Emission(model, program, flow)
+        whole, width = Region("", "", 0, len(flow.nodes) - 1), 0
+    emission = Emission(model, program, flow, width)
     made = emission.whole(whole)
     keep_names(model, made, {name for name, _ in emission.slices.values()})
     made.train(model.training)
@@ -119,8 +122,8 @@ def had_elsewhere(model: nn.Module, value: Tensor, present: set[str]) -> bool:
 class Emission:
     """The graph modules made from one program."""
 
-    def __init__(self, model: nn.Module, program: Program, flow: Dataflow) -> None:
-        self.model, self.program, self.flow = model, program, flow
+    def __init__(self, model: nn.Module, program: Program, flow: Dataflow, width: int) -> None:
+        self.model, self.program, self.flow, self.width = model, program, flow, width
         self.results = {node for node in program.outputs.values() if isinstance(node, fx.Node)}
         self.dropouts = attention_dropouts(model, program)
         self.weights: dict[fx.Node, bool] = {}
@@ -210,11 +213,14 @@ def picked(node: fx.Node, value: Any, ends: dict[fx.Node, Any]) -> bool:
     return all(picked(user, user.target(value, *user.args[1:], **user.kwargs), ends) for user in inner)  # type: ignore[operator]
 
 
-def keeps_width(node: fx.Node) -> bool:
-    """Whether a change of layout writes out, as its last extent, the one its operand has."""
-    before, sizes = shape(node.args[0]), node.args[1]
-    assert isinstance(sizes, (list, tuple))
-    return bool(before) and len(before or ()) > 1 and bool(sizes) and type(sizes[-1]) is int and sizes[-1] == before[-1] > 1  # type: ignore[index]
+def keeps_width(node: fx.Node, width: int) -> bool:
+    """Whether a change of layout writes out the width of the stream as the last extent, which its operand has too.
+
+    What it is handed may be wider one day.
+    """
+    before, sizes = shape(node.args[0]) or (), node.args[1]
+    written = sizes[-1] if isinstance(sizes, (list, tuple)) and sizes else None
+    return len(before) > 1 and type(written) is int and written == before[-1] == width
 
 
 def known(node: fx.Node) -> dict[str, Any]:
@@ -331,7 +337,7 @@ class Part:
         target: Any = node.target
         if target is torch.ops.aten.view.default:  # how attention lays its result out depends on device and gradients
             target = torch.ops.aten.reshape.default
-        if name in ("view", "reshape", "_unsafe_view") and keeps_width(node):  # of what it is handed, be it wider
+        if name in ("view", "reshape", "_unsafe_view") and keeps_width(node, self.emission.width):
             args = args[0], [*args[1][:-1], self.graph.call_function(torch.ops.aten.sym_size.int, (args[0], -1))]
         return self.graph.call_function(target, args, kwargs)
 

@@ -17,7 +17,7 @@ from retrofit.capture import Call
 from retrofit.dataflow import Dataflow
 from retrofit.errors import DoesNotFitError
 from retrofit.feedforward import products_of
-from retrofit.ops import NORM, is_heavy, op, shape
+from retrofit.ops import CAST, DROPOUT, LAYOUT, NORM, is_heavy, op, shape
 from retrofit.roles import Attention, attentions, nearest_products, weight_product
 
 CHILD_NAMES = {
@@ -206,6 +206,8 @@ def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cor
             return None
         last = ends[0].node
     call = flow.call_of(last)
+    if branch.role == "ffn" and any(flow.call_of(one.node) is not call for one in products):
+        return spread_region([flow.call_of(one.node) for one in products], inside, flow)
     first = min(flow.position[one.node] for one in products)
     own = [node for node in flow.nodes if node in flow.depends and flow.call_of(node) is call and node.op == "call_function"]
     if any(flow.call_of(one.node) is not call for one in products) or set(own) <= inside:
@@ -218,6 +220,20 @@ def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cor
     if strangers and branch.role == "ffn":
         return None
     return Region(CHILD_NAMES[branch.role], call.path, first, end)
+
+
+def spread_region(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Region | None:
+    """A feed-forward whose matrices are modules of their own, where code of the module around computes what lies between them."""
+    around = next(call for call in calls[0].chain if all(call.encloses(one) for one in calls))
+    held = [node for node in flow.nodes if node in flow.depends and node.op == "call_function"]
+    places = [flow.position[node] for node in held if any(call.encloses(flow.call_of(node)) for call in calls)]
+    first, last = min(places), max(places)
+    within = [node for node in held if first <= flow.position[node] <= last]
+    code = [node for node in within if flow.call_of(node) is around and op(node) not in LAYOUT | CAST | DROPOUT]
+    whole = all(node in inside for node in held if around.encloses(flow.call_of(node)))
+    if not code or whole or any(node not in inside for node in within):
+        return None
+    return Region(CHILD_NAMES["ffn"], around.path, first, last)
 
 
 def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Iterator[Region]:

@@ -140,6 +140,9 @@ def through_state_dict(subject: Subject, path: Path, why: str) -> Finding:
         )
     torch.save(subject.model.state_dict(), path)
     state = torch.load(path, weights_only=True, mmap=True, map_location=device_of(subject.model))
+    learnt = {name for name, one in subject.model.named_parameters(remove_duplicate=False) if one.requires_grad}
+    for name in learnt & set(state):
+        state[name].requires_grad_()  # torch multiplies otherwise by what does not learn
     with torch.no_grad():
         # the state has every name of a tied weight
         answer = torch.func.functional_call(subject.model, state, (), dict(subject.inputs), tie_weights=False)
