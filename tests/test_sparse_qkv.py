@@ -229,7 +229,10 @@ def rewritten(form: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("form", FORMS)
+LONG = ("falcon", "big_bird", "albert")
+
+
+@pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.long) if form in LONG else form for form in FORMS])
 def test_models_come_through_every_check(form: str) -> None:
     model = original(form)
     applied = apply_reported(model, FORMS[form][1], example_inputs=inputs(form, model))
