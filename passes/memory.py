@@ -490,7 +490,7 @@ class Application:
         return f"{said} a table: {' + '.join(terms)} = {self.parameters:,}"
 
     def remedy(self) -> str:
-        ways = ["beside=layers takes layers whose FFN is no module"] if self.memory.beside == "ffns" else []
+        ways = ["beside=layers needs no FFN, and emit='graph' makes each a module"] if self.memory.beside == "ffns" else []
         ways += ["lookup=softmax and lookup=lsh need no ids"] if self.memory.lookup == "token-id" else []
         return "; ".join(ways) or "the layers have to be modules that take the stream and return it"
 

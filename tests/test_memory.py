@@ -461,8 +461,8 @@ ORDERS = (
     ("identity", "order"),
     [
         *((identity, order) for identity in ("causal/llama", "causal/gptj") for order in ORDERS),
-        ("causal/opt", ("memory(beside=ffns)", "altup(k=2)")),
-        ("causal/opt", ("altup(k=2)", "memory(beside=ffns)")),
+        pytest.param("causal/opt", ("memory(beside=ffns)", "altup(k=2)"), marks=pytest.mark.long),
+        pytest.param("causal/opt", ("altup(k=2)", "memory(beside=ffns)"), marks=pytest.mark.long),
     ],
 )
 def test_it_composes(identity: str, order: tuple[str, ...], tmp_path: Path) -> None:
