@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import fx
 
-from retrofit.capture import Call, Key, Program
+from retrofit.capture import Call, Key
 from retrofit.dataflow import Dataflow
 from retrofit.ops import SCAN, op, shape
 
@@ -36,7 +36,7 @@ class Crossing:
 def crossings(flow: Dataflow, layers: Mapping[Call, fx.Node]) -> list[Crossing]:
     """What goes from each of the calls `layers`, of which the streams are known that they return, to others or to the outputs."""
     output = next(iter(flow.program.outputs.values()), None)
-    found = []
+    found: list[Crossing] = []
     for node in flow.nodes:
         maker = layer_of(flow, node, layers)
         if maker is not None and node in flow.depends and node is not layers[maker]:
@@ -159,56 +159,15 @@ def reads_some_only(flow: Dataflow, exit_: fx.Node) -> bool:
 # ── Numbering ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def is_numbering(node: fx.Node, flow: Dataflow, length: int, k: int) -> bool:
+def is_numbering(node: fx.Node, flow: Dataflow, length: int) -> bool:
     """Whether the operation makes something of each of `length` tokens of nothing but how many they are.
 
-    What a table holds of every `k`-th token may be the same (which of two comes first is): such a table numbers nothing.
+    What a table cut to their number holds may be the same of every k-th token (which of two comes first is), but its values tell
+    that, and these are not known where a recipe is replayed on a model without weights.
     """
     if node in flow.depends or length not in (shape(node) or ()):
         return False
-    if op(node) in ("slice", "narrow"):  # so much of a longer table
-        return length not in (shape(node.args[0]) or ()) and not is_same_of_every(k, node, flow.program, length)
+    if op(node) in ("slice", "narrow"):
+        return length not in (shape(node.args[0]) or ())  # so much of a longer table
     tables = [part for part in node.all_input_nodes if part in flow.program.buffers or part in flow.program.parameters]
     return op(node) in ("arange", "linspace") or (op(node) in ("index", "index_select", "embedding") and bool(tables))
-
-
-def is_same_of_every(k: int, node: fx.Node, program: Program, length: int) -> bool:
-    """Whether the buffer that `node` is the beginning of holds of the tokens 0, k, 2k, … what it holds of 0, 1, 2, …"""
-    table = source_of(node)
-    value = program.values.get(program.buffers.get(table, program.constants.get(table, "")))
-    if value is None or value.is_meta:
-        return False
-    cuts = list(cuts_of(table))
-    if any(start_of(cut) for cut in cuts):
-        return False
-    dims = {dim_of(cut) for cut in cuts if (shape(cut) or ())[dim_of(cut)] == length}
-    every = first = value
-    for dim in dims:
-        places = torch.arange(0, value.shape[dim], k, device=value.device)
-        every, first = every.index_select(dim, places), first.narrow(dim, 0, len(places))
-    return bool(torch.equal(every, first))
-
-
-def source_of(node: fx.Node) -> fx.Node:
-    """What a slice of slices is cut from."""
-    while op(node) in ("slice", "narrow"):
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
-def cuts_of(table: fx.Node) -> Iterator[fx.Node]:
-    """The slices of the table, and those of these."""
-    for user in table.users:
-        if op(user) in ("slice", "narrow"):
-            yield user
-            yield from cuts_of(user)
-
-
-def dim_of(cut: fx.Node) -> int:
-    dim = cut.args[1] if len(cut.args) > 1 else 0
-    return int(dim) % len(shape(cut) or (1,))  # type: ignore[arg-type]
-
-
-def start_of(cut: fx.Node) -> int:
-    start = cut.args[2] if len(cut.args) > 2 else 0
-    return start if isinstance(start, int) else 0

@@ -558,7 +558,7 @@ class Application:
         """Why not, where the layer numbers the tokens itself, by how many it is handed: those kept would lose their positions."""
         exit_ = call.outputs[layer.stream_out]
         inside = [node for node in seen.flow.nodes if node.op == "call_function" and call.encloses(seen.flow.call_of(node))]
-        if not any(seen.flow.reaches(node, exit_) for node in inside if is_numbering(node, seen.flow, length, self.how.k)):
+        if not any(seen.flow.reaches(node, exit_) for node in inside if is_numbering(node, seen.flow, length)):
             return ""
         return "its own code numbers the tokens it is handed, so that the kept ones would lose their positions"
 

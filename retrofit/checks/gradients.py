@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from retrofit.checks.subject import Subject
 
 NUDGE = 1e-2  # how far a parameter moves to stand for a training step
-BATCHES = ((True, 23), (True, 29), (False, 31))  # training mode, seed: what one batch leaves out another may reach
+BATCHES = ((True, 23, 1), (True, 29, 1), (False, 31, 1))  # training mode, seed, times the rows: one may reach what others leave out
+MORE = ((True, 37, 8), (False, 43, 8), (True, 47, 8))  # for a rewritten model, whose layers may see fewer tokens of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ def check(subject: Subject) -> Finding:
     names = [name for name, _ in subject.model.named_parameters()]
     idle = idle_before(subject)
     late = {name for name in names if any(f".{name}".endswith(f".{given}") for given in second_step(subject))}
-    found = gradients(subject.model, subject.inputs, subject.first.logits.shape, expected=idle | late)
+    found = gradients(subject.model, subject.inputs, subject.first.logits.shape, idle | late, BATCHES + MORE)
     loss = "the model's own loss" if found.own_loss else "the outputs' cross-entropy"
     measured = f"{found.trainable - len(found.zero)} of {found.trainable} parameters receive one from {loss}"
     if frozen := frozen_since(subject):
@@ -107,7 +108,13 @@ def now_called(subject: Subject, dense: frozenset[str]) -> frozenset[str]:
 
 
 @torch.enable_grad()
-def gradients(model: nn.Module, inputs: Inputs, shape: torch.Size, expected: Collection[str] = ()) -> Gradients:
+def gradients(
+    model: nn.Module,
+    inputs: Inputs,
+    shape: torch.Size,
+    expected: Collection[str] = (),
+    batches: Collection[tuple[bool, int, int]] = BATCHES,
+) -> Gradients:
     """What each trainable parameter receives from a backward pass, and those left out from more; `shape` is that of the logits.
 
     No more is tried once the parameters without gradient are all among `expected`. No gradient is kept.
@@ -115,10 +122,11 @@ def gradients(model: nn.Module, inputs: Inputs, shape: torch.Size, expected: Col
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     received: dict[str, bool] = {}
     own, error = False, ""
-    for training, seed in BATCHES:
+    for training, seed, times in batches:
         model.train(training)
+        size = torch.Size((times * shape[0], *shape[1:]))
         with watched(trainable, received):
-            value, own, error = loss_of(model, resized_like(model, inputs, next(iter(shape)), seed), shape, seed)
+            value, own, error = loss_of(model, resized_like(model, inputs, size[0], seed), size, seed)
             if value.requires_grad:
                 value.backward()
         if not trainable.keys() - received.keys() - set(expected):
