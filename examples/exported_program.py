@@ -64,7 +64,7 @@ def main() -> None:
         retrofit.save(model.eval(), Path(folder) / "sparse.pt2")
         alone = torch.export.load(Path(folder) / "sparse.pt2").module()  # torch needs nothing of retrofit to run it
         ids = torch.randint(VOCABULARY, (3, 40))
-        print(f"torch alone: {(alone(ids).argmax(-1) == ids % 2).float().mean():.0%} of 120 tags right")
+        print(f"torch alone: {(alone(ids=ids).argmax(-1) == ids % 2).float().mean():.0%} of 120 tags right")
         again = retrofit.load(Path(folder) / "sparse.pt2")
         print(f"read again: {retrofit.recipe(again)}, the same bits: {torch.equal(again(ids), model(ids))}")
 

@@ -8,12 +8,14 @@ follows `train()` and `eval()`, and constants follow the inputs to another devic
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from retrofit.anatomy import Anatomy
 from retrofit.capture import Program, calls_of, capture, mutates, read_program
 from retrofit.dataflow import Dataflow
 from retrofit.errors import CaptureError, NoTransformerError
@@ -21,18 +23,27 @@ from retrofit.inputs import named_inputs
 from retrofit.inspection import read_anatomy
 from retrofit.ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shape
 from retrofit.regions import Region, regions
+from retrofit.slices import PICKING, Slices, as_parameters, weight_slices
 
 QUIET = ("_assert", "sym_constrain", "_guards")
-PICKING = frozenset("select slice split split_with_sizes chunk unbind getitem".split())
 KEPT = ("val", "stack_trace")  # of what is known of a node: its value's shape and dtype, and the line of the model's code
 
 
 def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule:
     """`model` as a graph module on the same parameters; raises `CaptureError` where it cannot be captured."""
     inputs = named_inputs(model, example_inputs)
-    made = emitted(model, capture(model, inputs, dynamic=True))
+    made = emitted(model, captured(model, inputs))
     made.__dict__["retrofit_examples"] = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     return made
+
+
+def captured(model: nn.Module, inputs: dict[str, Any]) -> Program:
+    """The program of any batch and length; of one example two are made, for a tracer takes an extent of one for a constant."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim()}
+    if tensors and all(value.shape[0] == 1 for value in tensors.values()):
+        with contextlib.suppress(CaptureError):
+            return capture(model, inputs | {name: torch.cat([value, value]) for name, value in tensors.items()}, dynamic=True)
+    return capture(model, inputs, dynamic=True)
 
 
 def from_exported(exported: torch.export.ExportedProgram) -> fx.GraphModule:
@@ -82,20 +93,28 @@ def register(root: nn.Module, name: str, value: Tensor, saved: bool = True) -> N
 
 def emitted(model: nn.Module, program: Program) -> fx.GraphModule:
     """The graph module of a program of `model`."""
+    anatomy = anatomy_of(model, program)
     flow = Dataflow(program)
-    try:
-        anatomy = read_anatomy(model, program)
-        whole, width = regions(anatomy, flow), anatomy.width
-    except NoTransformerError:
-        whole, width = Region("", "", 0, len(flow.nodes) - 1), 0
-    emission = Emission(model, program, flow, width)
+    slices = as_parameters(program, weight_slices(model, flow, anatomy))
+    if slices:
+        flow, anatomy = Dataflow(program), anatomy_of(model, program)
+    whole = Region("", "", 0, len(flow.nodes) - 1) if anatomy is None else regions(anatomy, flow)
+    emission = Emission(model, program, flow, slices, 0 if anatomy is None else anatomy.width)
     made = emission.whole(whole)
-    keep_names(model, made, {name for name, _ in emission.slices.values()})
+    keep_names(model, made, {name for name, _ in slices.values()})
     made.train(model.training)
     for name in ("config", "generation_config"):
         if hasattr(model, name):
             setattr(made, name, getattr(model, name))
     return made
+
+
+def anatomy_of(model: nn.Module, program: Program) -> Anatomy | None:
+    """The model's anatomy, None where it is no transformer."""
+    try:
+        return read_anatomy(model, program)
+    except NoTransformerError:
+        return None
 
 
 def keep_names(model: nn.Module, made: nn.Module, slices: set[str]) -> None:
@@ -122,16 +141,14 @@ def had_elsewhere(model: nn.Module, value: Tensor, present: set[str]) -> bool:
 class Emission:
     """The graph modules made from one program."""
 
-    def __init__(self, model: nn.Module, program: Program, flow: Dataflow, width: int) -> None:
-        self.model, self.program, self.flow, self.width = model, program, flow, width
+    def __init__(self, model: nn.Module, program: Program, flow: Dataflow, slices: Slices, width: int) -> None:
+        self.model, self.program, self.flow, self.slices, self.width = model, program, flow, slices, width
         self.results = {node for node in program.outputs.values() if isinstance(node, fx.Node)}
         self.dropouts = attention_dropouts(model, program)
         self.weights: dict[fx.Node, bool] = {}
         self.names: dict[int, list[str]] = {}  # of each parameter and buffer, by identity
         for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
             self.names.setdefault(id(value), []).append(name)
-        self.slices = weight_slices(model, program)
-        self.weights |= dict.fromkeys(self.slices, True)
 
     def whole(self, region: Region) -> fx.GraphModule:
         """The root: it takes the model's arguments by name and returns what the model returns."""
@@ -174,43 +191,6 @@ class Emission:
         name = next((one for one in self.names[id(value)] if one.startswith(prefix)), name)
         owner, _, leaf = name.rpartition(".")
         return name, value, leaf not in model.get_submodule(owner)._non_persistent_buffers_set
-
-
-def weight_slices(model: nn.Module, program: Program) -> dict[fx.Node, tuple[str, Tensor]]:
-    """The parts of parameters that are read in parts only, such as the layers' shares of one stacked tensor.
-
-    Each is a parameter in the memory that it has in the whole, called after the whole and its number among the parts.
-    """
-    found: dict[fx.Node, tuple[str, Tensor]] = {}
-    for held, name in program.parameters.items():
-        ends: dict[fx.Node, Any] = {}
-        whole = model.get_parameter(name)
-        count = torch.zeros(whole.shape, device="cpu")
-        if not picked(held, whole.detach(), ends) or len(ends) < 2:
-            continue
-        counted: dict[fx.Node, Any] = {}
-        picked(held, count, counted)
-        for part in counted.values():
-            part += 1
-        if count.max() > 1 or any(not isinstance(part, Tensor) for part in ends.values()):
-            continue
-        for number, (node, part) in enumerate(ends.items()):
-            found[node] = f"{name}.{number}", nn.Parameter(part, requires_grad=whole.requires_grad)
-    return found
-
-
-def picked(node: fx.Node, value: Any, ends: dict[fx.Node, Any]) -> bool:
-    """Whether everything that reads the node, whose value is given, picks constant places of it; `ends` are what others read."""
-    users = [user for user in node.users if user.op != "output"]
-    inner = [user for user in users if op(user) in PICKING and user.all_input_nodes == [node]]
-    if node.op != "placeholder" and len(inner) < len(users):
-        if inner:
-            return False
-        ends[node] = value
-        return True
-    if not inner or len(inner) < len(users):
-        return False
-    return all(picked(user, user.target(value, *user.args[1:], **user.kwargs), ends) for user in inner)  # type: ignore[operator]
 
 
 def keeps_width(node: fx.Node, width: int) -> bool:
@@ -307,8 +287,7 @@ class Part:
                 self.env[node] = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[place[0]], place[1]))
                 self.env[node].meta |= known(node)
             else:
-                held = node.op == "placeholder" or node in self.emission.slices
-                self.env[node] = self.weight(node) if held else self.copied(node)
+                self.env[node] = self.weight(node) if node.op == "placeholder" else self.copied(node)
         return self.env[node]
 
     def weight(self, node: fx.Node) -> fx.Node:

@@ -80,6 +80,16 @@ def test_attention_weights_are_dropped_in_training_too() -> None:
     assert not torch.equal(graph(ids()), graph(ids()))
 
 
+def test_dropout_of_an_exported_program_follows_the_mode_too(tmp_path: Path) -> None:
+    model = made("encoder")
+    sizes = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
+    torch.export.save(torch.export.export(model, (ids(),), dynamic_shapes=sizes, strict=False), tmp_path / "dense.pt2")
+    graph = retrofit.load(tmp_path / "dense.pt2")
+    torch.testing.assert_close(graph(ids(3, 17)), model(ids(3, 17)), rtol=1e-6, atol=1e-6)
+    graph.train()
+    assert not torch.equal(graph(ids()), graph(ids()))
+
+
 def test_it_is_copied_saved_and_cast_like_any_module(tmp_path: Path) -> None:
     graph = graph_module(made("functional"), ids())
     twin = copy.deepcopy(graph)
