@@ -277,6 +277,20 @@ def test_the_rewritten_model_is_the_dense_one_with_the_matrices_it_stands_for(na
         torch.testing.assert_close(zoo.logits(model(**given_inputs)), zoo.logits(dense(**given_inputs)), atol=1e-5, rtol=1e-4)
 
 
+def test_without_weights_the_projections_come_apart_alike() -> None:
+    """A skeleton's lists of indices have no values where it is captured."""
+    found = []
+    for device in ("cpu", "meta"):
+        model = zoo.build(zoo.entry("causal/falcon"), device, num_hidden_layers=2)
+        anatomy = retrofit.inspect(model)
+        sites, missed = attention_sites(anatomy, [(stack, depth) for stack in anatomy.stacks for depth in range(2)])
+        assert len(sites) == 2 and not missed
+        found.append([[one.columns for one in site.projections] for site in sites])
+    assert found[0] == found[1]
+    letters = dict(found[0][0][0])
+    assert letters["q"][-1] < letters["k"][0] <= letters["k"][-1] < letters["v"][0]
+
+
 def test_queries_keys_and_values_see_the_last_tokens_and_no_later_ones() -> None:
     model = rewritten("gpt_neox")
     ids = inputs("gpt_neox", model, batch=1, length=10)["input_ids"]
