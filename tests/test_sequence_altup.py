@@ -122,6 +122,7 @@ def test_what_cannot_be_strided_is_said() -> None:
         retrofit.apply(zoo.build(zoo.entry("masked/albert")), SequenceAltUp(), verify=False)
 
 
+@pytest.mark.long
 def test_layers_that_share_keys_and_values_are_left_alone() -> None:
     """Gemma 4's last layers read those of earlier ones out of a dictionary that is handed to every layer."""
     entry = zoo.entry("causal/gemma4_text")
@@ -136,6 +137,7 @@ def test_layers_that_share_keys_and_values_are_left_alone() -> None:
     assert torch.equal(decoded(model, tokens, mask), decoded(model, tokens, mask, use_cache=False))
 
 
+@pytest.mark.long
 def test_layers_that_hear_nothing_of_padding_are_left_alone() -> None:
     """Nemotron-H hands its feed-forwards no mask: they would take padding for tokens."""
     model = original("causal/nemotron_h", layers="all")
@@ -163,16 +165,31 @@ def decoded(model: Any, tokens: Tensor, mask: Tensor, **how: Any) -> Tensor:
     )
 
 
+RECURRENT = ("causal/jamba", "causal/falcon_h1", "causal/minimax")  # which go on token by token
+
+
 @pytest.mark.parametrize("name", [*CAUSAL, "causal/falcon_h1"])
 @pytest.mark.parametrize("pads", [(0, 0), (4, 1), (0, 5)])
 def test_cached_decoding_is_the_full_forward(name: str, pads: tuple[int, int]) -> None:
+    agrees_in_chunks(original(name), name, pads)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["causal/deepseek_v32", "causal/glm_moe_dsa", "causal/minimax"])
+@pytest.mark.parametrize("pads", [(0, 0), (4, 1)])
+def test_what_else_a_cache_keeps_follows_the_anchors(name: str, pads: tuple[int, int]) -> None:
+    """Keys of an indexer, those it chose for the layers after it, states in lists of the model's own cache class."""
+    agrees_in_chunks(original(name, layers="all"), name, pads)
+
+
+def agrees_in_chunks(model: Any, name: str, pads: tuple[int, int]) -> None:
     """Chunks of every length, rows in different phases: each new token's logits are those of the whole sequence."""
-    model, tokens, mask = original(name), ids(name), padded(13, *pads)
+    tokens, mask = zoo.inputs(zoo.entry(name), model, length=13)["input_ids"], padded(13, *pads)
     whole = run(model, tokens, attention_mask=mask, use_cache=False)
     cache, start = None, 0
     for stop in (6, 7, 8, 9, 11, 12, 13):
-        if name in ("causal/jamba", "causal/falcon_h1") and stop - start > 1 and cache is not None:
-            stop = start + 1  # a state-space layer goes on token by token
+        if name in RECURRENT and stop - start > 1 and cache is not None:
+            stop = start + 1
         with torch.no_grad():
             out = model(tokens[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True)
         cache = out.past_key_values
@@ -251,7 +268,7 @@ def test_a_sliding_window_forgets_its_anchors() -> None:
     close(out.logits[:, -1], run(model, torch.cat([tokens, tokens[:, :1]], 1), use_cache=False)[:, -1])
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.long)])
 def test_rows_go_on_in_their_own_phase_when_their_padding_has_left_the_window(attention: str) -> None:
     """From then on the model hands over no mask at all, and still rows hold different numbers of anchors."""
     import transformers

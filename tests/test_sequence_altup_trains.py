@@ -92,9 +92,8 @@ class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {key: value[index % 2] for key, value in batch(index).items()}
 
 
-@pytest.mark.parametrize(
-    ("form", "how"), [("llama", {"gradient_checkpointing": True}), pytest.param("t5", {}, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("form", "how"), [("llama", {"gradient_checkpointing": True}), ("t5", {})])
 def test_trainer_trains_saves_and_resumes(form: str, how: dict[str, Any], tmp_path: Any) -> None:
     def trainer(path: Any) -> transformers.Trainer:
         given = {"max_steps": 3, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "save_steps": 2, "use_cpu": True}
