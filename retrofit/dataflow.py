@@ -5,6 +5,8 @@ Sets of ancestors are bit masks (Python integers), one bit a node, so that every
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import networkx
 from torch import fx
 
@@ -95,3 +97,15 @@ class Dataflow:
             )
             graph.add_edges_from((part.name, node.name) for part in node.all_input_nodes if part in self.position)
         return graph
+
+
+def computed_from(results: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that the results are computed from, themselves included."""
+    found: set[fx.Node] = set()
+    waiting = list(results)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting.extend(node.all_input_nodes)
+    return found

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 
 from retrofit.anatomy import Anatomy
 from retrofit.capture import Program, calls_of, capture, mutates, read_program
-from retrofit.dataflow import Dataflow
-from retrofit.errors import CaptureError, NoTransformerError
+from retrofit.dataflow import Dataflow, computed_from
+from retrofit.errors import CaptureError, DoesNotFitError, NoTransformerError
 from retrofit.inputs import named_inputs
 from retrofit.inspection import read_anatomy
 from retrofit.ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shape
@@ -143,7 +143,8 @@ class Emission:
 
     def __init__(self, model: nn.Module, program: Program, flow: Dataflow, slices: Slices, width: int) -> None:
         self.model, self.program, self.flow, self.slices, self.width = model, program, flow, slices, width
-        self.results = {node for node in program.outputs.values() if isinstance(node, fx.Node)}
+        self.results = {node for name, node in program.outputs.items() if not name.startswith("mutation ")}
+        self.live = computed_from(self.results)
         self.dropouts = attention_dropouts(model, program)
         self.weights: dict[fx.Node, bool] = {}
         self.names: dict[int, list[str]] = {}  # of each parameter and buffer, by identity
@@ -153,6 +154,8 @@ class Emission:
     def whole(self, region: Region) -> fx.GraphModule:
         """The root: it takes the model's arguments by name and returns what the model returns."""
         part = Part(self, region, [node for node in self.flow.nodes if node in self.program.inputs])
+        for node in part.arguments:
+            part.env[node] = part.sized(node)
         part.run()
         part.graph.output(self.returned(part))
         return part.finished("Graph")
@@ -252,6 +255,15 @@ class Part:
         for node in arguments:
             self.env[node] = self.graph.placeholder(names.get(node, node.name))
             self.env[node].meta |= known(node)
+
+    def sized(self, node: fx.Node) -> fx.Node:
+        """The argument, of the sizes that the model's code fixed when it was captured."""
+        sizes = tuple(map(fixed, node.meta["val"].shape))
+        if not any(size is not None for size in sizes):
+            return self.env[node]
+        made = self.graph.call_function(of_size, (self.env[node], self.emission.program.inputs[node], sizes))
+        made.meta |= known(node)
+        return made
 
     def run(self) -> None:
         """Every node of the region is in the graph, those of the regions inside it as calls."""
@@ -358,7 +370,7 @@ class Part:
         left = [
             node
             for node in own
-            if node in emission.results or any(user not in within and user.op != "output" for user in node.users)
+            if node in emission.results or any(user not in within and user in emission.live for user in node.users)
         ]
         left = [node for node in left if node in part.env or is_size(node)]
         if not left:
@@ -485,6 +497,25 @@ def extent_of(size: fx.Node, tensors: list[fx.Node]) -> tuple[fx.Node, int] | No
 def read_by(node: fx.Node, emission: Emission) -> list[fx.Node]:
     """What a node reads that is no weight, through the weights' own operations too."""
     return [part for part in node.all_input_nodes if not emission.is_weight(part)]
+
+
+def fixed(size: int | torch.SymInt) -> int | None:
+    """An extent that is always the same, None where it is free."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.expr) if size.node.expr.is_number else None
+
+
+def of_size(value: Tensor, name: str, sizes: tuple[int | None, ...]) -> Tensor:
+    """The argument of that name, if it has the sizes, where they are given."""
+    for dim, size in enumerate(sizes):
+        if size is not None and value.shape[dim] != size:
+            raise DoesNotFitError(
+                f"{name} has {value.shape[dim]} as its dimension {dim}",
+                why=f"this graph takes {size} there: the model's code fixed it when it was captured",
+                remedy="give inputs of that size, or capture the model with example_inputs= of the size that is needed",
+            )
+    return value
 
 
 def getitem(values: Any, index: int) -> Any:

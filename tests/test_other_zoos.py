@@ -21,7 +21,7 @@ from retrofit.graph_module import graph_module
 from retrofit.rewriting import apply_reported
 
 REFUSED = {  # by model and pass: what the reason says
-    ("functional layers", "sparse-loss"): "",
+    ("recurrent", "sparse-ffn"): "hidden units would have to move along",  # one matrix at three depths, a part at each
 }
 QUICK = [("nn.TransformerEncoder", "sparse-ffn"), ("looped", "shared-moe"), ("functional", "sparse-qkv")]
 EVERY = [(kind, one) for kind in other_zoos.MODELS for one in PASSES]
@@ -76,6 +76,35 @@ def test_weights_of_one_stack_are_parameters_of_their_layers_in_the_same_memory(
         F.cross_entropy(one(**given)[:, :-1].flatten(0, 1), given["ids"][:, 1:].flatten()).backward()
     torch.testing.assert_close(torch.stack([one.grad for one in slices]), stack.grad, rtol=1e-5, atol=1e-6)
     assert "stacked.4" not in dict(graph.named_parameters())
+
+
+class Unrolled(nn.Module):
+    """A recurrence written as a loop over the tokens, beside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.gru = nn.Embedding(11, 8), nn.GRUCell(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(ids.shape[0], 8)
+        for x in self.table(ids).unbind(1):
+            state = self.gru(x, state)
+        return state
+
+
+def test_a_size_that_the_code_fixed_is_named_when_it_is_not_kept() -> None:
+    graph = graph_module(Unrolled(), torch.zeros(2, 5, dtype=torch.long))
+    assert graph(torch.ones(3, 5, dtype=torch.long)).shape == (3, 8)
+    with pytest.raises(DoesNotFitError, match="ids has 6 as its dimension 1") as caught:
+        graph(torch.ones(3, 6, dtype=torch.long))
+    assert "5" in caught.value.why and "example_inputs" in caught.value.remedy
+
+
+def test_one_example_is_enough_for_any_batch() -> None:
+    model = other_zoos.built("functional")
+    graph = graph_module(model, other_zoos.examples("functional", batch=1))
+    other = other_zoos.examples("functional", batch=4, length=7)
+    assert torch.equal(graph(**other), model(**other))
 
 
 class Overlapping(nn.Module):

@@ -10,8 +10,8 @@ from torch import fx, nn
 
 from retrofit.capture import Program, capture
 from retrofit.checks.reference import Probe, Reference
-from retrofit.checks.untouched import computed_from
 from retrofit.cost import Cost, cost_of
+from retrofit.dataflow import computed_from
 from retrofit.edit import Fate
 from retrofit.protocol import Rewrite
 

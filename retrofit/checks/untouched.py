@@ -17,6 +17,7 @@ import networkx
 from torch import fx
 
 from retrofit.capture import Call, Program
+from retrofit.dataflow import computed_from
 from retrofit.edit import Fate
 from retrofit.ops import op
 from retrofit.protocol import Rewrite
@@ -38,18 +39,6 @@ def graphs_of(program: Program) -> Graphs:
         if call.path:
             found.setdefault(call.path, set()).add(hash_of(nodes, depends))
     return {path: frozenset(hashes) for path, hashes in found.items()}
-
-
-def computed_from(results: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that the results are computed from."""
-    found: set[fx.Node] = set()
-    waiting = list(results)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting.extend(node.all_input_nodes)
-    return found
 
 
 def depending(program: Program) -> set[fx.Node]:
