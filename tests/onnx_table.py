@@ -214,7 +214,7 @@ def table(results: dict[str, dict[str, Any]], total: int) -> str:
     done = {name: row for name, row in sorted(results.items()) if not row.get("why", "").startswith("not built")}
     exported = {name: row for name, row in done.items() if "gap" in row}
     cached = [row for row in exported.values() if row["cached"]]
-    read = [row for row in exported.values() if close(row["read"])]
+    read = [row["read"] for row in exported.values() if row["read"] is not None]
     found = [row["layers"] for row in exported.values() if row["layers"] is not None]
     lines = [
         "# ONNX, out and back in, for every architecture",
@@ -227,8 +227,8 @@ def table(results: dict[str, dict[str, Any]], total: int) -> str:
         "",
         f"Tried: {len(results)} of {total}. Exported: {len(exported)} of {len(done)} that can be built; {len(cached)} with their",
         f"cache, of which {sum(row['tokens'] is True for row in cached)} decode `generate`'s tokens. Read back within {LIMIT:g}:",
-        f"{len(read)} of {len(exported)}; {sum(same_layers(one) for one in found)} of {len(found)} files of whole models show the"
-        " model's layers.",
+        f"{sum(map(close, read))} of {len(read)} tried; {sum(map(same_layers, found))} of {len(found)} files of whole models show",
+        "the model's layers.",
         "",
         f"| {' | '.join(HEADINGS)} |",
         f"| {' | '.join('---' for _ in HEADINGS)} |",
@@ -236,7 +236,7 @@ def table(results: dict[str, dict[str, Any]], total: int) -> str:
     for name, row in exported.items():
         cache = "yes" if row["cached"] else f"no: {row['why_no_cache']}" if row["why_no_cache"] else ""
         tokens = {True: "the same", False: "differ", None: ""}.get(row["tokens"], row["tokens"])
-        gap, back = (f"{row[key]:.1e}" if isinstance(row[key], float) else row[key] or "not run" for key in ("gap", "read"))
+        gap, back = (f"{row[key]:.1e}" if isinstance(row[key], float) else row[key] or "not tried" for key in ("gap", "read"))
         layers = "" if row["layers"] is None else "the same" if same_layers(row["layers"]) else said_layers(row["layers"])
         cells = (name, str(row["files"]), cache, gap, str(tokens), back, layers, ", ".join(row["fused"]))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")

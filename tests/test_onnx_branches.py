@@ -19,7 +19,7 @@ from retrofit.errors import CaptureError, CheckpointError
 from retrofit.onnx.branches import Choice
 from retrofit.onnx.importing import from_onnx
 from retrofit.onnx.running import Running
-from retrofit.passes import SparseFFN, SparseQKV
+from retrofit.passes import SparseFFN
 from retrofit.probes import distance, resized
 
 PARITY = 1e-4
@@ -123,8 +123,8 @@ def test_two_constants_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_sparse_layers_come_back_in_and_learn_on(tmp_path: Path) -> None:
-    model = tiny_models.llama(num_hidden_layers=1, hidden_size=32, intermediate_size=64)
-    retrofit.apply(model, SparseQKV(), SparseFFN(sparsity=8, multiply_by_controller=True), verify=False)
+    model = tiny_models.llama(hidden_size=32, intermediate_size=64)
+    retrofit.apply(model, SparseFFN(sparsity=8, multiply_by_controller=True), verify=False)
     path = tmp_path / "m.onnx"
     retrofit.export_onnx(model, path, fuse=False)
     back, running = from_onnx(path), Running(path)
