@@ -35,7 +35,7 @@ from retrofit.dataflow import Dataflow
 from retrofit.depths import depths
 from retrofit.edit import Edit
 from retrofit.errors import CaptureError, DoesNotFitError
-from retrofit.feedforward import FeedForward, FeedForwardBlock, put, taken_apart
+from retrofit.feedforward import FeedForward, put, taken_apart
 from retrofit.inputs import named_inputs
 from retrofit.inspection import is_token_id, owner_of
 from retrofit.ops import is_float, shape
@@ -210,16 +210,17 @@ class MemoryLayer(Wrapper):
         return replaced(output, out, y + self.memory(x, ids).to(y.dtype))
 
 
-class Together(FeedForwardBlock):
+class Together(nn.Module):
     """A feed-forward that was spread over several modules, computed by them as before: `up`, `hidden`, `down`."""
 
     def __init__(self, site: FeedForward, up: nn.Module, down: nn.Module) -> None:
-        super().__init__(site, down)
+        super().__init__()
         self.up, self.hidden, self.down = up, site.hidden, down
+        self.place = place_of(down, site.stream_in if site.stream_in is not None else 0)
 
-    def compute(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.hidden(self.up(x)))
-        return y
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        container, key = find(self.place, list(args), kwargs)
+        return self.down(self.hidden(self.up(container[key])))  # type: ignore[no-any-return]
 
 
 class TokenIdsInside(Wrapper):
@@ -576,15 +577,18 @@ def handed_down(
         return []
     arrived: dict[nn.Module, bool] = {}
 
-    def note(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        arrived[layer] = arrived.get(layer, True) and TOKEN_IDS in kwargs
-        return args, {name: value for name, value in kwargs.items() if name != TOKEN_IDS or takes_ids(layer)}
+    def noting(layer: nn.Module) -> Callable[..., Any]:
+        def note(called: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:  # tracers call stand-ins
+            arrived[layer] = arrived.get(layer, True) and TOKEN_IDS in kwargs
+            return args, {name: value for name, value in kwargs.items() if name != TOKEN_IDS or takes_ids(layer)}
+
+        return note
 
     handles = []
     for source, layers in channels:
         before = TokenIds(source.place).before
         handles.append(model.get_submodule(source.path).register_forward_pre_hook(before, with_kwargs=True))
-        handles += [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
+        handles += [layer.register_forward_pre_hook(noting(layer), with_kwargs=True) for layer in layers]
     try:
         capture(model, inputs())
     except CaptureError:  # a forward takes no other keyword, or hands it to one that does not
