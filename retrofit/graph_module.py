@@ -93,13 +93,14 @@ def register(root: nn.Module, name: str, value: Tensor, saved: bool = True) -> N
 
 def emitted(model: nn.Module, program: Program) -> fx.GraphModule:
     """The graph module of a program of `model`."""
+    extents = {node: extents_of(node) for node in program.graph.nodes}  # first of all: whoever compares sizes ties them together
     anatomy = anatomy_of(model, program)
     flow = Dataflow(program)
     slices = as_parameters(program, weight_slices(model, flow, anatomy))
     if slices:
         flow, anatomy = Dataflow(program), anatomy_of(model, program)
     whole = Region("", "", 0, len(flow.nodes) - 1) if anatomy is None else regions(anatomy, flow)
-    emission = Emission(model, program, flow, slices, 0 if anatomy is None else anatomy.width)
+    emission = Emission(model, program, flow, slices, extents, 0 if anatomy is None else anatomy.width)
     made = emission.whole(whole)
     keep_names(model, made, {name for name, _ in slices.values()})
     made.train(model.training)
@@ -141,8 +142,17 @@ def had_elsewhere(model: nn.Module, value: Tensor, present: set[str]) -> bool:
 class Emission:
     """The graph modules made from one program."""
 
-    def __init__(self, model: nn.Module, program: Program, flow: Dataflow, slices: Slices, width: int) -> None:
-        self.model, self.program, self.flow, self.slices, self.width = model, program, flow, slices, width
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Program,
+        flow: Dataflow,
+        slices: Slices,
+        extents: dict[fx.Node, tuple[Any, ...]],
+        width: int,
+    ) -> None:
+        self.model, self.program, self.flow = model, program, flow
+        self.slices, self.extents, self.width = slices, extents, width
         self.results = {node for name, node in program.outputs.items() if not name.startswith("mutation ")}
         self.live = computed_from(self.results)
         self.dropouts = attention_dropouts(model, program)
@@ -258,7 +268,7 @@ class Part:
 
     def sized(self, node: fx.Node) -> fx.Node:
         """The argument, of the sizes that the model's code fixed when it was captured."""
-        sizes = tuple(map(fixed, node.meta["val"].shape))
+        sizes = tuple(size if isinstance(size, int) else None for size in self.emission.extents[node])
         if not any(size is not None for size in sizes):
             return self.env[node]
         made = self.graph.call_function(of_size, (self.env[node], self.emission.program.inputs[node], sizes))
@@ -294,7 +304,7 @@ class Part:
     def value(self, node: fx.Node) -> fx.Node:
         """The node's value here."""
         if node not in self.env:
-            place = extent_of(node, self.arguments)
+            place = extent_of(node, self.arguments, self.emission)
             if place is not None:
                 self.env[node] = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[place[0]], place[1]))
                 self.env[node].meta |= known(node)
@@ -329,7 +339,8 @@ class Part:
         if target is torch.ops.aten.view.default:  # how attention lays its result out depends on device and gradients
             target = torch.ops.aten.reshape.default
         if name in ("view", "reshape", "_unsafe_view") and keeps_width(node, self.emission.width):
-            args = args[0], [*args[1][:-1], self.graph.call_function(torch.ops.aten.sym_size.int, (args[0], -1))]
+            width = self.graph.call_function(torch.ops.aten.sym_size.int, (args[0], -1))
+            args = args[0], [*list(args[1])[:-1], width]  # type: ignore[arg-type]
         return self.graph.call_function(target, args, kwargs)
 
     def tensor_here(self) -> fx.Node | None:
@@ -475,35 +486,35 @@ def handed(own: list[fx.Node], emission: Emission) -> tuple[list[fx.Node], list[
 
 def can_be_had(size: fx.Node, tensors: list[fx.Node], emission: Emission) -> bool:
     """Whether the size is an extent of one of the tensors, or computed from such."""
-    if extent_of(size, tensors) is not None:
+    if extent_of(size, tensors, emission) is not None:
         return True
     parts = read_by(size, emission)
     return bool(parts) and all(is_size(one) and can_be_had(one, tensors, emission) for one in parts)
 
 
-def extent_of(size: fx.Node, tensors: list[fx.Node]) -> tuple[fx.Node, int] | None:
+def extent_of(size: fx.Node, tensors: list[fx.Node], emission: Emission) -> tuple[fx.Node, int] | None:
     """The first of the tensors that has the size, and the dimension."""
-    value = size.meta.get("val")
-    if not isinstance(value, torch.SymInt):
+    wanted = emission.extents.get(size, ())
+    if not is_size(size) or len(wanted) != 1 or isinstance(wanted[0], int):
         return None
     for one in tensors:
-        found = one.meta.get("val")
-        for dim, extent in enumerate(found.shape if isinstance(found, Tensor) else ()):
-            if isinstance(extent, torch.SymInt) and extent.node.expr == value.node.expr:
+        for dim, extent in enumerate(emission.extents.get(one, ())):
+            if not isinstance(extent, int) and extent == wanted[0]:
                 return one, dim
     return None
+
+
+def extents_of(node: fx.Node) -> tuple[Any, ...]:
+    """The extents of a tensor, or the size that the node is: a number where it is always the same, else an expression."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, Tensor) else (value,) if isinstance(value, (int, torch.SymInt)) else ()
+    found = [size if isinstance(size, int) else size.node.expr for size in sizes]
+    return tuple(size if isinstance(size, int) or not size.is_number else int(size) for size in found)
 
 
 def read_by(node: fx.Node, emission: Emission) -> list[fx.Node]:
     """What a node reads that is no weight, through the weights' own operations too."""
     return [part for part in node.all_input_nodes if not emission.is_weight(part)]
-
-
-def fixed(size: int | torch.SymInt) -> int | None:
-    """An extent that is always the same, None where it is free."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.expr) if size.node.expr.is_number else None
 
 
 def of_size(value: Tensor, name: str, sizes: tuple[int | None, ...]) -> Tensor:

@@ -18,7 +18,7 @@ from retrofit.errors import DoesNotFitError
 from retrofit.graph_module import GraphPart, graph_module
 from retrofit.outlining import inline, inline_all, outline
 
-SAMPLE = ("looped", "recurrent", "nn.TransformerEncoder", "one-file GPT", "vision transformer", "masked/albert")
+SAMPLE = ("looped", "nn.TransformerEncoder", "masked/albert")
 Inputs = dict[str, Any]
 
 
@@ -108,19 +108,19 @@ def calls_among(owner: fx.GraphModule, nodes: list[fx.Node]) -> bool:
     return any(node in nodes for node in owner.graph.nodes)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.sampled_from(SAMPLE), st.data())
 def test_any_part_goes_and_comes_back(name: str, data: st.DataObject) -> None:
     check_any_part(name, data)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.sampled_from(SAMPLE), st.data())
 def test_any_stretch_becomes_a_part_and_goes_back(name: str, data: st.DataObject) -> None:
     check_any_stretch(name, data)
 
 
-@pytest.mark.parametrize("kind", ["functional", "nn.Transformer"])
+@pytest.mark.parametrize("kind", ["looped", "nn.TransformerEncoder"])
 def test_a_model_is_one_graph_and_its_weights_keep_their_names(kind: str) -> None:
     whole = copy.deepcopy(made(kind)[0])
     state = set(whole.state_dict())
@@ -131,7 +131,7 @@ def test_a_model_is_one_graph_and_its_weights_keep_their_names(kind: str) -> Non
 
 
 def test_what_cannot_be_a_part_is_said_with_the_node_to_blame_and_nothing_is_changed() -> None:
-    whole = copy.deepcopy(made("functional")[0])
+    whole = copy.deepcopy(made("looped")[0])
     inline_all(whole)
     nodes = [node for node in whole.graph.nodes if node.op == "call_function"]
     source = next(node for node in nodes if len(node.users) == 1 and len(next(iter(node.users)).users) == 1)
