@@ -145,5 +145,5 @@ def test_sparse_layers_come_back_in_and_learn_on(tmp_path: Path) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < 0.7 * losses[0]
