@@ -120,9 +120,7 @@ def cache_of(template: Cache, states: Mapping[str, Tensor]) -> Cache:
 def layer_of(template: Any, index: int, states: Mapping[str, Tensor]) -> Any:
     """A cache layer that grows with each token and holds its states already; one that never holds any stays as it is."""
     if isinstance(template, Carrier):
-        return template.carrying(
-            {name.partition(".")[2]: value for name, value in states.items() if layer_number(name) == index}
-        )
+        return template.carrying({name.partition(".")[2]: value for name, value in states.items() if layer_number(name) == index})
     if getattr(template, "keys", None) is None:
         return copy.copy(template)
     made = DynamicLayer()
