@@ -27,7 +27,7 @@ class Bound(Wrapper):
         self.training = layer.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.layer(*args, **{**kwargs, **self.bound})
+        return children(self)["layer"](*args, **{**kwargs, **self.bound})
 
 
 class View:

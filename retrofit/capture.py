@@ -372,13 +372,26 @@ def parse_key(text: str) -> Key:
 
 def innermost_call(node: fx.Node, by_path: Mapping[tuple[str, int], Call], root: Call) -> Call:
     """The call a node was made in, from the module stack that the tracer wrote down."""
-    stack = node.meta.get("nn_module_stack") or {}
-    for entry in reversed(list(stack.items())):
-        key, (path, _) = entry
-        call = by_path.get((unsliced(path), int(key.partition("@")[2] or 0)))
-        if call is not None:
-            return call
-    return root
+    call = base = root
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        found = by_path.get((unsliced(path), int(key.partition("@")[2] or 0)))
+        if found is not None:
+            call = base = found
+        else:
+            call = reached(unsliced(path), base, by_path) or call
+    return call
+
+
+def reached(path: str, base: Call, by_path: Mapping[tuple[str, int], Call]) -> Call | None:
+    """The call of the module that `path` leads to from that of `base`, perhaps through modules around it; None where it does not.
+
+    Where some module has two names the tracer begins anew behind a module that its code did not reach by its name.
+    """
+    for around in ("", "layer.", "layer.layer."):
+        found = by_path.get((f"{base.path}.{around}{path}", base.index))
+        if base.path and found is not None and base.encloses(found):
+            return found
+    return None
 
 
 def unsliced(path: str) -> str:
