@@ -60,7 +60,7 @@ class Memory:
         self.end += count
 
     def writable(self, new: Tensor) -> bool:
-        """Whether `new` may be written into `values`: no tracer, gradient or inference mode sees to it that they stay as they are."""
+        """Whether `new` may be written into `values`: no tracer, gradient or inference mode wants them as they are."""
         followed = torch.is_grad_enabled() and (new.requires_grad or self.values.requires_grad)
         fixed = self.values.is_inference() and not torch.is_inference_mode_enabled()
         return not (followed or fixed or torch.compiler.is_compiling())
