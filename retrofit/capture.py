@@ -374,23 +374,26 @@ def innermost_call(node: fx.Node, by_path: Mapping[tuple[str, int], Call], root:
     """The call a node was made in, from the module stack that the tracer wrote down."""
     call = base = root
     for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
-        found = by_path.get((unsliced(path), int(key.partition("@")[2] or 0)))
+        path, index = unsliced(path), int(key.partition("@")[2] or 0)
+        found = by_path.get((path, index))
         if found is not None:
             call = base = found
         else:
-            call = reached(unsliced(path), base, by_path) or call
+            call = reached(path, index, base, by_path) or call
     return call
 
 
-def reached(path: str, base: Call, by_path: Mapping[tuple[str, int], Call]) -> Call | None:
+def reached(path: str, index: int, base: Call, by_path: Mapping[tuple[str, int], Call]) -> Call | None:
     """The call of the module that `path` leads to from that of `base`, perhaps through modules around it; None where it does not.
 
-    Where some module has two names the tracer begins anew behind a module that its code did not reach by its name.
+    Where some module has two names the tracer begins anew behind a module that its code did not reach by its name. It then counts
+    calls, up to `index`, either of the module or of the one it began behind.
     """
     for around in ("", "layer.", "layer.layer."):
-        found = by_path.get((f"{base.path}.{around}{path}", base.index))
-        if base.path and found is not None and base.encloses(found):
-            return found
+        for count in (index, base.index):
+            found = by_path.get((f"{base.path}.{around}{path}", count))
+            if base.path and found is not None and base.encloses(found):
+                return found
     return None
 
 

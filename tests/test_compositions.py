@@ -15,7 +15,9 @@ from test_sparse_ffn_modules import IDS, Model, Plain
 
 import retrofit
 from retrofit.binding import BindingForward
+from retrofit.capture import capture
 from retrofit.errors import DoesNotFitError
+from retrofit.inputs import named_inputs
 from retrofit.passes.memory import ExternalMemory
 from retrofit.protocol import as_pass
 
@@ -125,6 +127,16 @@ def test_modules_that_layers_share_do_not_hide_that_ids_are_handed_down() -> Non
     assert not any(isinstance(vars(module).get("forward"), BindingForward) for module in model.modules())
     (stack,) = retrofit.inspect(model).stacks
     assert [layer.name for layer in stack.layers] == ["model.layers.0", "model.layers.1"]
+
+
+def test_the_calls_of_a_module_are_told_apart_behind_a_binding() -> None:
+    """Bloom does not hand its ids down, and its layers share a mixture: the tracer begins the paths of its norms anew."""
+    config = transformers.BloomConfig(vocab_size=tiny_models.VOCABULARY, hidden_size=16, n_layer=2, n_head=2)
+    model = tiny_models.built(config, transformers.BloomForCausalLM)
+    retrofit.apply(model, "memory", "shared-moe(experts=3)", "altup(k=2)", verify=False)
+    program = capture(model, named_inputs(model))
+    owners = {call for node in program.graph.nodes if node in program.owner for call in program.owner[node].chain}
+    assert {call.index for call in owners if call.path == "transformer.ln_f.layer"} == {0, 1}
 
 
 @pytest.mark.parametrize("order", [("shared-moe(groups=0)", "memory"), ("memory", "shared-moe(groups=0)"), ("memory", "memory")])
