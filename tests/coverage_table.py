@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import re
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -284,6 +285,7 @@ def legend() -> list[str]:
 def cell(text: str) -> str:
     """`text` on one line of a table, not too long."""
     flat = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    flat = re.sub(re.escape(tempfile.gettempdir()) + r"/[^\s:]*", "the saved model", flat)
     return flat if len(flat) <= 220 else flat[:219] + "…"
 
 
