@@ -28,6 +28,8 @@ class Dataflow:
         for node in self.nodes:
             self.visit(node)
         self.uses = {node: [user for user in node.users if not op(user).startswith("_assert")] for node in self.nodes}
+        held = (node for node in self.nodes if node in self.depends and node.op == "call_function")
+        self.computed = [node for node in held if not op(node).startswith("_assert")]  # what is made of the inputs' contents
 
     def visit(self, node: fx.Node) -> None:
         operands = [] if op(node) in LIKE else [part for part in node.all_input_nodes if part in self.position]

@@ -462,8 +462,7 @@ class Outline:
 
 def computed_in(call: Call, flow: Dataflow) -> list[fx.Node]:
     """What a call makes of its inputs; what a tracer asserts of them is nothing."""
-    own = (node for node in flow.nodes if node in flow.depends and call.encloses(flow.call_of(node)))
-    return [node for node in own if node.op == "call_function" and not op(node).startswith("_assert")]
+    return [node for node in flow.computed if call.encloses(flow.call_of(node))]
 
 
 def owned_place(

@@ -209,15 +209,12 @@ def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cor
     if branch.role == "ffn" and any(flow.call_of(one.node) is not call for one in products):
         return spread_region([flow.call_of(one.node) for one in products], inside, flow)
     first = min(flow.position[one.node] for one in products)
-    own = [node for node in flow.nodes if node in flow.depends and flow.call_of(node) is call and node.op == "call_function"]
+    own = [node for node in flow.computed if flow.call_of(node) is call]
     if any(flow.call_of(one.node) is not call for one in products) or set(own) <= inside:
         return None  # the products have modules of their own, or the branch has
     following = [user for user in flow.uses[last] if user in inside and is_bias(user, last, flow)]
     end = flow.position[following[0] if following else last]
-    strangers = [
-        node for node in flow.nodes[first : end + 1] if node in flow.depends and node not in inside and node.op == "call_function"
-    ]
-    if strangers and branch.role == "ffn":
+    if branch.role == "ffn" and any(first <= flow.position[node] <= end and node not in inside for node in flow.computed):
         return None
     return Region(CHILD_NAMES[branch.role], call.path, first, end)
 
@@ -225,12 +222,11 @@ def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cor
 def spread_region(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Region | None:
     """A feed-forward whose matrices are modules of their own, where code of the module around computes what lies between them."""
     around = next(call for call in calls[0].chain if all(call.encloses(one) for one in calls))
-    held = [node for node in flow.nodes if node in flow.depends and node.op == "call_function"]
-    places = [flow.position[node] for node in held if any(call.encloses(flow.call_of(node)) for call in calls)]
+    places = [flow.position[node] for node in flow.computed if any(call.encloses(flow.call_of(node)) for call in calls)]
     first, last = min(places), max(places)
-    within = [node for node in held if first <= flow.position[node] <= last]
+    within = [node for node in flow.computed if first <= flow.position[node] <= last]
     code = [node for node in within if flow.call_of(node) is around and op(node) not in LAYOUT | CAST | DROPOUT]
-    whole = all(node in inside for node in held if around.encloses(flow.call_of(node)))
+    whole = all(node in inside for node in flow.computed if around.encloses(flow.call_of(node)))
     if not code or whole or any(node not in inside for node in within):
         return None
     return Region(CHILD_NAMES["ffn"], around.path, first, last)

@@ -26,6 +26,7 @@ from retrofit.errors import CaptureError, CheckpointError, RetrofitError
 from retrofit.onnx.importing import from_onnx
 from retrofit.onnx.reading import argument
 from retrofit.onnx.running import Running, handed_on
+from retrofit.passes.sparse_ffn import SparseFeedForward
 from retrofit.probes import distance, resized
 
 FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")
@@ -181,6 +182,12 @@ def test_tied_heads_are_tied_again() -> None:
     anatomy = retrofit.inspect(model)
     assert anatomy.head is not None and anatomy.embedding is not None
     assert anatomy.head.parameter == anatomy.embedding.parameter
+
+
+def test_an_activation_that_is_written_out_is_part_of_its_feed_forward() -> None:
+    """GPT-2's approximate GELU comes as powers, casts and a tanh, between matrices with the tokens in one row."""
+    model = retrofit.apply(from_onnx(file_of("exported, set 18", "causal/gpt2")), "sparse-ffn(sparsity=4)")
+    assert sum(isinstance(module, SparseFeedForward) for module in model.modules()) == len(list(retrofit.inspect(model).layers))
 
 
 def test_the_result_is_a_module_like_any_other() -> None:
