@@ -191,3 +191,9 @@ def test_a_part_is_a_module_to_whoever_captures_it_again() -> None:
     again = graph_module(graph, ids())
     assert [name for name, module in again.named_modules() if isinstance(module, GraphPart)] == parts
     assert torch.equal(again(ids(4, 4)), graph(ids(4, 4)))
+
+
+def test_verified_layers_that_share_a_module_still_learn() -> None:
+    """The round trip gives every weight back to its place, once where one module stands in several layers."""
+    model = retrofit.apply(Functional(), "shared-moe(experts=2)", example_inputs=ids())
+    assert all(isinstance(one, nn.Parameter) for _, one in model.named_parameters(remove_duplicate=False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,6 +144,7 @@ def through_state_dict(subject: Subject, path: Path, why: str) -> Finding:
     learnt = {name for name, one in subject.model.named_parameters(remove_duplicate=False) if one.requires_grad}
     for name in learnt & set(state):
         state[name].requires_grad_()  # torch multiplies otherwise by what does not learn
+    state = {name: state[name] for name in places(subject.model, state)}
     with torch.no_grad():
         # the state has every name of a tied weight
         answer = torch.func.functional_call(subject.model, state, (), dict(subject.inputs), tie_weights=False)
@@ -151,3 +153,12 @@ def through_state_dict(subject: Subject, path: Path, why: str) -> Finding:
     if not same_bits(ours, theirs):
         return failed(f"{distance(theirs, ours):.1e} through a state dict", "its own weights, read back, give something else")
     return passed("bit-identical through a state dict", why)
+
+
+def places(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Of the names of weights one for each place: a module that stands in several layers has its weights once."""
+    found: dict[tuple[int, str], str] = {}
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        found.setdefault((id(model.get_submodule(path)), leaf), name)
+    return list(found.values())
