@@ -29,6 +29,7 @@ def outline(owner: Owner, nodes: Iterable[fx.Node], name: str) -> fx.Node:
     at_the_door(owner, chosen, later, name)
     entered = list(dict.fromkeys(one for node in chosen for one in node.all_input_nodes if one not in chosen and not is_held(one)))
     left = [node for node in chosen if any(user not in chosen for user in node.users)]
+    read = {str(one.target) for node in chosen for one in (node, *node.all_input_nodes) if one.op in ("get_attr", "call_module")}
     part = made_of(owner, chosen, entered, left, name)
     start, end = next(iter(chosen)), next(reversed(chosen))
     for node in stretch(owner.graph, start, end):  # what stands among them without reading them comes before them
@@ -43,12 +44,11 @@ def outline(owner: Owner, nodes: Iterable[fx.Node], name: str) -> fx.Node:
         node.replace_all_uses_with(value, delete_user_cb=lambda user: user not in chosen)
     for node in reversed(chosen):
         owner.graph.erase_node(node)
-    moved = {str(node.target) for node in part.graph.nodes if node.op in ("get_attr", "call_module")}
     attach(owner, name, GraphPart.of(part))
     for module in owner.get_submodule(name).modules():
         module.training = owner.training if type(module) is nn.Module or isinstance(module, GraphPart) else module.training
     finish(owner)
-    let_go(owner, moved - {f"{name}.{target}" for target in moved})
+    let_go(owner, (target for target in read if not target.startswith(f"{name}.")))
     return call
 
 

@@ -120,6 +120,18 @@ def test_any_stretch_becomes_a_part_and_goes_back(name: str, data: st.DataObject
     check_any_stretch(name, data)
 
 
+def test_a_part_leaves_its_owner_what_only_has_the_name_of_its_own() -> None:
+    """ALBERT's head holds a bias, and so does the layer within it."""
+    whole = copy.deepcopy(made("masked/albert")[0])
+    owner = whole.get_submodule("predictions")
+    call = next(one for one in calls(owner) if one.target == "dense")
+    before, state = set(owner.graph.nodes), set(whole.state_dict())
+    inline(owner, call)
+    outline(owner, [node for node in owner.graph.nodes if node not in before and node.op != "get_attr"], "dense")
+    assert set(whole.state_dict()) == state
+    assert_same(whole, "masked/albert")
+
+
 @pytest.mark.parametrize("kind", ["looped", "nn.TransformerEncoder"])
 def test_a_model_is_one_graph_and_its_weights_keep_their_names(kind: str) -> None:
     whole = copy.deepcopy(made(kind)[0])
