@@ -45,6 +45,7 @@ from retrofit.feedforward import (
     put,
 )
 from retrofit.partition import parted
+from retrofit.passes.chosen_rows import chosen_products, summed_rows
 from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
 
 FEW = 4  # up to N / FEW tokens it is faster to gather the active rows than to use all (benchmarks/sparse_ffn.py)
@@ -53,7 +54,6 @@ SHRINKAGE = 0.5  # of the covariance of x towards the identity (benchmarks/spars
 TOKENS = 8192  # that a layer is calibrated on
 HELD_OUT = 8  # one of so many is left out of the fit, to measure on
 CHUNK = 1024  # tokens worked on at a time
-PIECE = 1024  # columns of a row that are summed at a time where there is one token
 DRAWS = 256  # of each unit's pre-activations where there is no data
 
 # ── The layer ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,24 +160,6 @@ class SparseFeedForward(FeedForwardBlock):
     def extra_repr(self) -> str:
         rank = 0 if self.c1 is None else self.c1.shape[1]
         return f"d={self.width}, d_ff={self.units}, N={self.sparsity}, r={rank}"
-
-
-def chosen_products(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-    """z[t, b] = x[t] · rows[places[t, b]]: (tokens, blocks)."""
-    chosen = rows.index_select(0, places.flatten()).view(*places.shape, -1)
-    return torch.bmm(chosen, x.unsqueeze(2)).squeeze(2)
-
-
-def summed_rows(h: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-    """y[t] = Σ_b h[t, b] rows[places[t, b]]: (tokens, d)."""
-    if torch.compiler.is_exporting():  # ONNX has no bags
-        return torch.bmm(h.unsqueeze(1), F.embedding(places, rows).to(h.dtype)).squeeze(1)
-    (tokens, blocks), width = places.shape, rows.shape[1]
-    pieces = math.gcd(width, width // PIECE) if tokens == 1 and width >= 2 * PIECE else 1
-    if pieces > 1:  # a bag for each piece of the row: they are filled side by side
-        places = places * pieces + torch.arange(pieces, device=places.device).unsqueeze(1)
-        h, rows = h.expand(pieces, blocks).contiguous(), rows.view(-1, width // pieces)
-    return F.embedding_bag(places, rows, mode="sum", per_sample_weights=h.to(rows.dtype)).to(h.dtype).view(tokens, width)
 
 
 # ── The start ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -46,7 +46,7 @@ def main() -> int:
     everything = all_ids()
     selected = [name for name in everything if re.search(options.only, name)]
     passes = [name for name in ("altup", *OTHERS) if re.search(options.passes, name)]
-    tasks = [(name, one) for one in passes for name in selected]
+    tasks = [(name, one) for name in selected for one in passes]
     waiting = [task for task in tasks if options.again or task[1] not in results.get(task[0], {})]
     started = time.monotonic()
     for count, ((name, one), found) in enumerate(assessed(waiting, options.jobs, options.limit), start=1):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.passes import SparseFFN
-from retrofit.passes.sparse_ffn import FEW, SparseFeedForward, summed_rows
+from retrofit.passes.sparse_ffn import FEW, SparseFeedForward
 
 ACTIVATIONS = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}
 
@@ -328,10 +328,3 @@ def test_under_autocast_the_controller_is_as_exact_as_without() -> None:
     assert many.dtype == few.dtype == torch.bfloat16
     torch.testing.assert_close(many[:2], few, atol=3e-2, rtol=3e-2)
     torch.testing.assert_close(many.float(), block(x), atol=5e-2, rtol=5e-2)
-
-
-@pytest.mark.parametrize("width", [2048, 3072, 2600])
-def test_long_rows_are_summed_in_pieces(width: int) -> None:
-    h, places, rows = torch.randn(1, 5), torch.tensor([[7, 0, 3, 3, 9]]), torch.randn(10, width)
-    expected = sum(float(weight) * rows[place] for weight, place in zip(h[0], places[0], strict=True))
-    torch.testing.assert_close(summed_rows(h, places, rows)[0], expected, atol=1e-5, rtol=1e-5)
