@@ -1,7 +1,7 @@
 """Decoding one token on the CPU: dense attention projections, decoder blocks and a model of T5-large's size against sparse ones.
 
     python benchmarks/sparse_qkv.py              # projections and blocks; d = 9216 needs 8 GiB
-    python benchmarks/sparse_qkv.py --whole      # T5-large's size as well
+    python benchmarks/sparse_qkv.py --whole      # T5-large's size as well, as it is and compiled
 
 Dense and sparse take turns in one process. On one thread the time is the thread's own, which other processes cannot lengthen by
 taking theirs; on several it is the clock's. Every step is on the next of several copies, as a model's layers follow one another:
@@ -18,7 +18,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache, OPTConfig, OPTForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    OPTConfig,
+    OPTForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import retrofit
 from retrofit.caching import Memory
@@ -30,6 +38,8 @@ ROOTS = {1024: 32, 4096: 64, 9216: 96}  # √d, the S that the paper finds best
 COPIES = {1024: 24, 4096: 5, 9216: 2}  # of a decoder block: what a step reads of them all is larger than the caches
 CACHES = 128 << 20  # bytes that the caches do not hold
 CONTEXT = 64  # tokens in the cache
+LONGEST = 256  # tokens that a cache of fixed length has room for
+WARM = 3  # steps before the first that counts: the first ones compile
 
 Step = Callable[[], Any]
 
@@ -38,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--widths", type=int, nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--widths", type=int, nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--whole", action="store_true", help="also a model of T5-large's size")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -51,8 +61,13 @@ def main() -> None:
                 report(f"Q, K, V, output     d={width} S={modules}", *projections(width, modules, 4), options.rounds)
         for width in options.widths:
             report(f"a decoder block     d={width} S={ROOTS[width]}", *blocks(width, ROOTS[width]), options.rounds)
-        if options.whole:
-            report("a token of T5-large's size", *models(), options.rounds)
+    if options.whole:
+        with torch.no_grad():  # a compiler takes no inference mode
+            both = models()
+            for compiled in (False, True):
+                dense, sparse = (decoding(model, compiled) for model in both)
+                how = "compiled" if compiled else "as it is"
+                report(f"a token of T5-large's size, {how}", [dense], [sparse], options.rounds)
 
 
 def report(what: str, dense: list[Step], sparse: list[Step], rounds: int) -> None:
@@ -124,26 +139,33 @@ def blocks(width: int, modules: int) -> tuple[list[Step], list[Step]]:
     return [step(made(False)) for _ in range(min(count, 3))], [step(made(True)) for _ in range(count)]
 
 
-def models() -> tuple[list[Step], list[Step]]:
-    """A decoding step of a model of T5-large's size, dense, and with sparse QKV, FFN and output head."""
+def models() -> list[Any]:
+    """A model of T5-large's size, dense, and with sparse QKV, FFN and output head."""
     settings = T5Config(d_model=1024, d_kv=64, d_ff=4096, num_layers=24, num_heads=16, tie_word_embeddings=False)
-    source = torch.randn(1, CONTEXT, settings.d_model)
-
-    def step(specs: tuple[str, ...]) -> Step:
+    made = []
+    for specs in ((), ("sparse-qkv", "sparse-ffn(sparsity=64)", "sparse-loss(modules=32)")):
         with torch.device("meta"):
             model: Any = T5ForConditionalGeneration(settings).eval()
         if specs:
             retrofit.apply(model, *specs, verify=False)
-        filled(model)
-        encoded = (source,)
-        token = torch.zeros(1, 1, dtype=torch.long)
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        prompt = torch.zeros(1, CONTEXT, dtype=torch.long)
-        model(encoder_outputs=encoded, decoder_input_ids=prompt, past_key_values=cache)
+        made.append(filled(model))
+    return made
 
-        return lambda: model(encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache)
 
-    return [step(())], [step(("sparse-qkv", "sparse-ffn(sparsity=64)", "sparse-loss(modules=32)"))]
+def decoding(model: Any, compiled: bool) -> Step:
+    """A decoding step of the model, compiled into one graph, over a cache of fixed length, or as it is."""
+    encoded, token = (torch.randn(1, CONTEXT, model.config.d_model),), torch.zeros(1, 1, dtype=torch.long)
+    kinds = [StaticCache(config=model.config, max_cache_len=size) if compiled else DynamicCache() for size in (LONGEST, CONTEXT)]
+    cache = EncoderDecoderCache(*kinds)
+    run = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+    model(encoder_outputs=encoded, decoder_input_ids=token.expand(1, CONTEXT), past_key_values=cache)
+
+    def step() -> None:
+        run(encoder_outputs=encoded, decoder_input_ids=token, past_key_values=cache)
+
+    for _ in range(WARM):
+        step()
+    return step
 
 
 def filled(module: nn.Module) -> nn.Module:

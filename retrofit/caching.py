@@ -61,9 +61,11 @@ class Memory:
 
     def writable(self, new: Tensor) -> bool:
         """Whether `new` may be written into `values`: no tracer, gradient or inference mode wants them as they are."""
+        if torch.compiler.is_compiling():  # asked first: tracing breaks off at what comes after
+            return False
         followed = torch.is_grad_enabled() and (new.requires_grad or self.values.requires_grad)
         fixed = self.values.is_inference() and not torch.is_inference_mode_enabled()
-        return not (followed or fixed or torch.compiler.is_compiling())
+        return not (followed or fixed)
 
     def take_back(self, count: int) -> None:
         """The last `count` values never were."""
