@@ -1,8 +1,9 @@
 """Products with chosen rows of a matrix, each read where it lies: z[t, b] = x[t] · rows[p[t, b]], y[t] = Σ_b h[t, b] rows[p[t, b]].
 
-On a CPU torch's own operations do that best. On CUDA they copy the rows first, or read them one after the other; there, where no
-gradient is asked for and Triton is at hand, two kernels read tiles of chosen rows: `tile_products` for z, `tile_sums` for y. A
-decoder's few tokens would keep few of the processors busy with y, so the sum over b is parted, and the parts are added at the end.
+Where no gradient is asked for, nothing is copied. On a CPU the sum of rows is a bag of embeddings, and the products are what the
+backward pass of such a bag gives for its weights. On CUDA, where torch would read the rows one after the other, two Triton kernels
+read tiles of them (`tiles.py`). A decoder's few tokens would keep few of the processors busy with y there, so the sum over b is
+parted, and the parts are added at the end.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from torch.nn import functional as F
 
 PIECE = 1024  # columns of a row that a CPU thread sums at a time where there is one token
 TILE_ROWS, TILE_COLUMNS = 16, 256  # of the chosen rows that a Triton program reads at a time
+SUM = 0  # the mode of a bag that is the sum of its rows
 PROGRAMS = 256  # that keep a GPU busy: about two a processor
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def chosen_products(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:
     """z[t, b] = x[t] · rows[places[t, b]]: (tokens, blocks)."""
-    if kernels_serve(x, rows):
-        return tiled_products(x, places, rows)
+    if not followed(x, rows):
+        if x.is_cuda and HAS_TRITON:
+            return tiled_products(x, places, rows)
+        if x.device.type == "cpu":
+            return products_in_place(x, places, rows)
     chosen = rows.index_select(0, places.flatten()).view(*places.shape, -1)
     return torch.bmm(chosen, x.unsqueeze(2)).squeeze(2)
 
@@ -32,7 +37,7 @@ def summed_rows(h: Tensor, places: Tensor, rows: Tensor) -> Tensor:
     """y[t] = Σ_b h[t, b] rows[places[t, b]]: (tokens, d)."""
     if torch.compiler.is_exporting():  # ONNX has no bags
         return torch.bmm(h.unsqueeze(1), F.embedding(places, rows).to(h.dtype)).squeeze(1)
-    if kernels_serve(h, rows):
+    if h.is_cuda and HAS_TRITON and not followed(h, rows):
         return tiled_sums(h, places, rows)
     (tokens, blocks), width = places.shape, rows.shape[1]
     pieces = math.gcd(width, width // PIECE) if tokens == 1 and width >= 2 * PIECE else 1
@@ -42,11 +47,18 @@ def summed_rows(h: Tensor, places: Tensor, rows: Tensor) -> Tensor:
     return F.embedding_bag(places, rows, mode="sum", per_sample_weights=h.to(rows.dtype)).to(h.dtype).view(tokens, width)
 
 
-def kernels_serve(values: Tensor, rows: Tensor) -> bool:
-    """Whether the Triton kernels may take these: on a GPU, nothing traced for export, and no gradient to come back."""
-    if not values.is_cuda or torch.compiler.is_exporting() or not HAS_TRITON:
-        return False
-    return not torch.is_grad_enabled() or not (values.requires_grad or rows.requires_grad)
+def followed(values: Tensor, rows: Tensor) -> bool:
+    """Whether a gradient or an exporter follows the computation: then it is made of operations that these know."""
+    return torch.compiler.is_exporting() or (torch.is_grad_enabled() and (values.requires_grad or rows.requires_grad))
+
+
+def products_in_place(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:
+    """`chosen_products` as the gradient of weights: that of h in y = Σ_b h[t, b] rows[p[t, b]], where the gradient of y is x."""
+    tokens, blocks = places.shape
+    starts = torch.arange(0, tokens * blocks, blocks)
+    token = torch.arange(tokens).repeat_interleave(blocks)
+    z = torch.ops.aten._embedding_bag_per_sample_weights_backward(x.to(rows.dtype), rows, places.flatten(), starts, token, SUM)
+    return z.view(tokens, blocks).to(x.dtype)  # type: ignore[no-any-return]
 
 
 def tiled_products(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:

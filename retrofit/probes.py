@@ -65,11 +65,18 @@ def resized_like(model: nn.Module, inputs: Inputs, batch: int, seed: int) -> dic
 def resized_tokens(value: torch.Tensor, batch: int, length: int, special: set[int], generator: torch.Generator) -> torch.Tensor:
     if is_token_ids(value):
         pool = ordinary_ids(value, special)
-        return pool[torch.randint(len(pool), (batch, length), generator=generator)].to(value)
+        return pool[drawn(len(pool), batch, length, generator)].to(value)
     if is_numbering(value):
         return torch.arange(length).to(value).expand(batch, length).contiguous()
     rows, columns = torch.arange(batch) % value.shape[0], torch.arange(length) % value.shape[1]
     return value[rows.to(value.device)][:, columns.to(value.device)]
+
+
+def drawn(count: int, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Numbers below `count`, (batch, length); no row has one twice, if it need not: what chooses among equals chooses by rounding."""
+    if length > count:
+        return torch.randint(count, (batch, length), generator=generator)
+    return torch.rand(batch, count, generator=generator).argsort(-1)[:, :length]
 
 
 def ordinary_ids(value: torch.Tensor, special: set[int]) -> torch.Tensor:

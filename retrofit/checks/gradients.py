@@ -39,7 +39,7 @@ def check(subject: Subject) -> Finding:
     if subject.reference is not None and subject.reference.gradients is None:
         return skipped("the dense model cannot be trained on such inputs")
     names = [name for name, _ in subject.model.named_parameters()]
-    idle = idle_before(subject)
+    idle = idle_before(subject) | among_idle(subject)
     late = {name for name in names if any(f".{name}".endswith(f".{given}") for given in second_step(subject))}
     found = gradients(subject.model, subject.inputs, subject.first.logits.shape, idle | late, BATCHES + MORE)
     loss = "the model's own loss" if found.own_loss else "the outputs' cross-entropy"
@@ -94,6 +94,26 @@ def idle_before(subject: Subject) -> frozenset[str]:
     return frozenset(name for name, parameter in subject.model.named_parameters() if id(parameter) not in reached)
 
 
+def among_idle(subject: Subject) -> frozenset[str]:
+    """The new parameters in parts of the model where no gradient arrived in the dense one: in the nearest with parameters then."""
+    dense = subject.reference.gradients if subject.reference is not None else None
+    if dense is None:
+        return frozenset()
+    assert subject.reference is not None
+    reached: dict[str, bool] = {}  # by part
+    for name in subject.reference.parameters:
+        for part in parts_of(name):
+            reached[part] = reached.get(part, False) or name not in dense.zero
+    nearest = {name: next((part for part in parts_of(name) if part in reached), "") for name in subject.new_parameters}
+    return frozenset(name for name, part in nearest.items() if part and not reached[part])
+
+
+def parts_of(name: str) -> list[str]:
+    """The modules that a parameter is in, by path, from the inside out."""
+    path = name.split(".")
+    return [".".join(path[:count]) for count in range(len(path) - 1, 0, -1)]
+
+
 def broken_before(subject: Subject) -> frozenset[str]:
     """The parameters whose gradient was not finite in the dense model."""
     dense = subject.reference.gradients if subject.reference is not None else None
@@ -134,6 +154,19 @@ def gradients(
     model.eval()
     broken = frozenset(name for name, finite in received.items() if not finite)
     return Gradients(len(trainable), frozenset(trainable.keys() - received.keys()), broken, own, error)
+
+
+@contextlib.contextmanager
+def thawed(model: nn.Module) -> Iterator[None]:
+    """Within this context frozen parameters are trainable too."""
+    frozen = [one for one in model.parameters() if one.is_floating_point() and not one.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_()
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from retrofit.checks.cache import BEAMS, decode, stepping, ways
 from retrofit.checks.causality import Leak, leaks
 from retrofit.checks.departure import Trail, sampled_trail
 from retrofit.checks.fingerprint import Fingerprint, fingerprints
-from retrofit.checks.gradients import Gradients, gradients
+from retrofit.checks.gradients import Gradients, gradients, thawed
 from retrofit.checks.padding import SIDES, padding, takes_padding
 from retrofit.checks.trial import Trial
 from retrofit.checks.untouched import Graphs, graphs_of
@@ -77,7 +77,8 @@ class Reference:
             sides = SIDES if takes_padding(model, inputs) else ()
             padded = {side: attempt(padding, model, inputs, side) for side in sides}
             steps = {way: attempt(stepping, model, inputs, way) for way in ways(model, inputs)}
-            learned = attempt(gradients, model, inputs, first.logits.shape)
+            with thawed(model):
+                learned = attempt(gradients, model, inputs, first.logits.shape)
             moved = attempt(leaks, model, inputs)
             tried = BEAMS if generates(model, inputs) else {}
             decoded = {name: attempt(decode, model, inputs, beams, True) for name, beams in tried.items()}
