@@ -150,8 +150,12 @@ class Handed:
         follows: Mapping[Path, Follows],
         unread: Collection[int | str] = (),
     ) -> Handed:
-        """Raises `DoesNotFitError` where an argument, `unread` ones apart, is unlike those when the model was rewritten."""
+        """Raises `DoesNotFitError` where an argument, `unread` ones apart, is unlike those when the model was rewritten.
+
+        What a layer passes on without a name for it (the labels of some models) may be new: (batch, T, …), it follows the tokens.
+        """
         found: dict[Path, tuple[Tensor, Follows]] = {}
+        new: dict[Path, Tensor] = {}
         x = None
         for name, value in name_arguments(args, kwargs, names):
             for path, tensor in tensors_in(value, (name,)) if name not in unread else ():
@@ -160,15 +164,19 @@ class Handed:
                     continue
                 known = as_called(tensor, follows.get(path))
                 if known is None:
-                    raise DoesNotFitError(
-                        f"a strided layer was handed {path[0]} of shape {tuple(tensor.shape)}",
-                        why="it was handed none when the model was rewritten, so how it follows the tokens is unknown",
-                        remedy="rewrite with example_inputs= that lead to the same arguments",
-                    )
-                if known.positions:
+                    new[path] = tensor
+                elif known.positions:
                     found[path] = tensor, known
         if x is None:
             raise DoesNotFitError(f"a strided layer was not handed its stream, {stream[0]}", why="it works on it")
+        for path, tensor in new.items():
+            if path[0] in names or path in follows or tensor.shape[:2] != x.shape[:2]:
+                raise DoesNotFitError(
+                    f"a strided layer was handed {path[0]} of shape {tuple(tensor.shape)}",
+                    why="it was handed none when the model was rewritten, so how it follows the tokens is unknown",
+                    remedy="rewrite with example_inputs= that lead to the same arguments",
+                )
+            found[path] = tensor, Follows(tensor.dim(), (1,), 0)
         return Handed(tuple(args), kwargs, names, stream, x, found)
 
     @property

@@ -199,10 +199,14 @@ class Reading:
         )
 
     def products(self, core: Attention) -> list[WeightProduct]:
-        """The products that make q, k and v, each once, in order."""
+        """The products that make q, k and v, each once, in order, without keys and values that another layer has made."""
         found: dict[fx.Node, WeightProduct] = {}
         for letter, operand in zip(LETTERS, (core.query, core.key, core.value), strict=True):
             nearest = nearest_products([operand], self.flow)
+            if any(
+                product.node not in found and self.flow.reaches(product.node, core.query) for product in nearest if letter != "q"
+            ):
+                continue  # an earlier layer's
             if len(nearest) != 1:
                 names = ", ".join(sorted({product.parameter for product in nearest})) or "none"
                 raise self.unfit(

@@ -73,7 +73,7 @@ def resized_tokens(value: torch.Tensor, batch: int, length: int, special: set[in
 
 
 def drawn(count: int, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Numbers below `count`, (batch, length); no row has one twice, if it need not: what chooses among equals chooses by rounding."""
+    """Numbers below `count`, (batch, length), no row with one twice if it need not: among equals a model chooses by rounding."""
     if length > count:
         return torch.randint(count, (batch, length), generator=generator)
     return torch.rand(batch, count, generator=generator).argsort(-1)[:, :length]

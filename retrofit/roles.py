@@ -172,7 +172,7 @@ def role_of(region: list[fx.Node], cores: list[Attention], origin: fx.Node, flow
     inside = set(region)
     own = [core for core in cores if core.result in inside]
     if own:
-        crossing = [core for core in own if not flow.reaches(origin, core.key)]
+        crossing = [core for core in own if not flow.reaches(origin, core.key) and not made_before(core, origin, flow)]
         return "cross-attention" if len(crossing) == len(own) else "self-attention"
     routed = any(op(node) in ROUTING for node in region)
     products = [found for node in region if (found := weight_product(node, flow)) is not None]
@@ -184,6 +184,11 @@ def role_of(region: list[fx.Node], cores: list[Attention], origin: fx.Node, flow
     if any(op(node) in PRODUCT and sum(part in flow.depends for part in product_operands(node)) == 2 for node in region):
         return "other mixer"
     return "ffn" if products else "other mixer"
+
+
+def made_before(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:
+    """Whether an attention's keys are those of an earlier layer, from which the stream at `origin` comes as well."""
+    return any(flow.reaches(product.node, origin) for product in nearest_products([core.key], flow))
 
 
 def reads_other_positions(node: fx.Node, positions: set[int], flow: Dataflow) -> bool:
