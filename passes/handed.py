@@ -152,7 +152,7 @@ class Handed:
     ) -> Handed:
         """Raises `DoesNotFitError` where an argument, `unread` ones apart, is unlike those when the model was rewritten.
 
-        What a layer passes on without a name for it (the labels of some models) may be new: (batch, T, …), it follows the tokens.
+        New integers, (batch, T, …), that the layer has no name for follow the tokens: some models hand their labels on and on.
         """
         found: dict[Path, tuple[Tensor, Follows]] = {}
         new: dict[Path, Tensor] = {}
@@ -170,7 +170,7 @@ class Handed:
         if x is None:
             raise DoesNotFitError(f"a strided layer was not handed its stream, {stream[0]}", why="it works on it")
         for path, tensor in new.items():
-            if path[0] in names or path in follows or tensor.shape[:2] != x.shape[:2]:
+            if path[0] in names or path in follows or tensor.is_floating_point() or tensor.shape[:2] != x.shape[:2]:
                 raise DoesNotFitError(
                     f"a strided layer was handed {path[0]} of shape {tuple(tensor.shape)}",
                     why="it was handed none when the model was rewritten, so how it follows the tokens is unknown",

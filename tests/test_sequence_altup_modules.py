@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import DoesNotFitError
-from retrofit.passes.handed import Follows, learn
+from retrofit.passes.handed import Follows, Handed, learn
 from retrofit.passes.sequence_altup import AveragePoolingLayer, SequenceAltUpLayer, StrideAndSkipLayer
 
 D = 4
@@ -153,6 +153,17 @@ def test_an_argument_nobody_knows_is_refused() -> None:
     layer.follows[("table",)] = Follows(2, (0,), None)
     with pytest.raises(DoesNotFitError, match="rows keep tokens at different positions"):
         layer(torch.randn(2, 4, D, dtype=torch.double), mask, table=torch.zeros(4, D))
+
+
+def test_integers_that_are_passed_on_follow_the_tokens() -> None:
+    """Some models hand their labels to every layer, which has no name for them."""
+    x, labels = torch.randn(2, 5, D, dtype=torch.double), torch.arange(10).view(2, 5)
+    handed = Handed.of((x,), {"labels": labels}, ("x", "mask"), ("x",), {})
+    assert torch.equal(handed.tensors[("labels",)][0], labels)
+    assert handed.tensors[("labels",)][1].positions == (1,)
+    for name, value in {"mask": labels, "others": labels[:, :4], "values": x}.items():
+        with pytest.raises(DoesNotFitError, match="handed " + name):
+            Handed.of((x,), {name: value}, ("x", "mask"), ("x",), {})
 
 
 def test_what_follows_the_tokens_is_learnt_from_two_calls() -> None:
