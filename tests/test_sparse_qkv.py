@@ -251,7 +251,8 @@ AGAINST_DENSE = ["gpt2", "gpt_neox", "gpt_bigcode", "gemma2", "falcon", "qwen3_n
 
 
 @pytest.mark.parametrize(
-    "name", [*(f"causal/{one}" for one in AGAINST_DENSE), "seq2seq/bart", "masked/albert", "masked/mobilebert"]
+    "name",
+    [*(f"causal/{one}" for one in AGAINST_DENSE), "seq2seq/bart", "masked/albert", "masked/mobilebert", "causal/gemma3n_text"],
 )
 def test_the_rewritten_model_is_the_dense_one_with_the_matrices_it_stands_for(name: str) -> None:
     """At the start no filter looks back: then everything about the attention is what the model's own code makes of q, k and v."""
