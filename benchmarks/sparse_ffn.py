@@ -30,6 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The sparse feed-forward against the dense one.")
     parser.add_argument("--sizes", type=parsed, nargs="+", default=SIZES, metavar="d,d_ff,N")
     parser.add_argument("--crossover", action="store_true", help="the two inference paths against each other")
+    parser.add_argument("--counts", type=int, nargs="+", default=(1, 4, 16, 64, 256), help="numbers of tokens for --crossover")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
@@ -61,7 +62,7 @@ def crossover(d: int, d_ff: int, n: int, options: argparse.Namespace) -> None:
     """Gathered, dense with a mask, and the dense feed-forward, for more and more tokens."""
     blocks = made(d, d_ff, n, options)
     print(f"d={d} d_ff={d_ff} N={n}\n{'tokens':>8} {'gathered':>11} {'masked':>11} {'dense':>11}  µs")
-    for tokens in itertools.takewhile(lambda count: count <= n, (2**power for power in range(20))):
+    for tokens in options.counts:
         ways = [by_path(True), by_path(False), Dense.__call__]
         times = least([turns(blocks, tokens, way, options) for way in ways], options)
         print(f"{tokens:>8} " + " ".join(f"{1e6 * seconds:>11.0f}" for seconds in times), flush=True)

@@ -47,9 +47,9 @@ def summed_rows(h: Tensor, places: Tensor, rows: Tensor) -> Tensor:
     return F.embedding_bag(places, rows, mode="sum", per_sample_weights=h.to(rows.dtype)).to(h.dtype).view(tokens, width)
 
 
-def followed(values: Tensor, rows: Tensor) -> bool:
+def followed(*operands: Tensor) -> bool:
     """Whether a gradient or an exporter follows the computation: then it is made of operations that these know."""
-    return torch.compiler.is_exporting() or (torch.is_grad_enabled() and (values.requires_grad or rows.requires_grad))
+    return torch.compiler.is_exporting() or (torch.is_grad_enabled() and any(one.requires_grad for one in operands))
 
 
 def products_in_place(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:

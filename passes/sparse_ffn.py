@@ -45,10 +45,11 @@ from retrofit.feedforward import (
     put,
 )
 from retrofit.partition import parted
-from retrofit.passes.chosen_rows import chosen_products, summed_rows
+from retrofit.passes.chosen_rows import chosen_products, followed, summed_rows
 from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
 
-FEW = 4  # up to N / FEW tokens it is faster to gather the active rows than to use all (benchmarks/sparse_ffn.py)
+FEW = 4  # up to N / FEW tokens it is faster to copy the active rows than to use all (benchmarks/sparse_ffn.py --crossover)
+ALWAYS = 8  # from this N on, where rows are read in place on a CPU, it is faster for any number of tokens; below, for N tokens
 SPREAD = 4.0  # of the controller's logits in a block at the start, in standard deviations (benchmarks/sparse_ffn_calibration.py)
 SHRINKAGE = 0.5  # of the covariance of x towards the identity (benchmarks/sparse_ffn_calibration.py)
 TOKENS = 8192  # that a layer is calibrated on
@@ -112,7 +113,7 @@ class SparseFeedForward(FeedForwardBlock):
         mask = torch.where(torch.rand((), device=soft.device) < self.hard, one_hot + (soft - soft.detach()), soft)
         return mask * logits.softmax(-1) if self.multiply else mask
 
-    # Many tokens: all rows, and the mask.
+    # All rows, and the mask.
 
     def selected(self, x: Tensor, unit: Tensor, weight: Tensor | None = None) -> Tensor:
         """With the active `unit` of each block, by its place there, and its weight: both (…, blocks, 1)."""
@@ -131,13 +132,16 @@ class SparseFeedForward(FeedForwardBlock):
     def scaled(self, h: Tensor) -> Tensor:
         return h if self.factor == 1.0 else h * self.factor
 
-    # Few tokens: the rows of the active units.
+    # The rows of the active units alone.
 
     def gathers(self, x: Tensor) -> bool | torch.SymBool:
-        """Whether the rows are gathered: for few tokens, and where nothing else has taken the place of the plain matrices."""
-        into = (getattr(self, role) for role in self.roles)
-        plain = type(self.down) is RowMajor and all(type(child) is nn.Linear for child in into)
-        return plain and x.numel() <= self.sparsity // FEW * self.width
+        """Whether the active rows are gathered: where that is faster, and nothing else has taken the place of the plain matrices."""
+        into = [getattr(self, role) for role in self.roles]
+        if type(self.down) is not RowMajor or any(type(child) is not nn.Linear for child in into):
+            return False
+        if x.device.type == "cpu" and not followed(x, self.down.weight, *(child.weight for child in into)):
+            return self.sparsity >= ALWAYS or x.numel() <= self.sparsity * self.width
+        return x.numel() <= self.sparsity // FEW * self.width
 
     def gathered(self, x: Tensor, unit: Tensor, weight: Tensor | None = None) -> Tensor:
         """The same from the rows of the active units alone."""
