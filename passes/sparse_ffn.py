@@ -135,7 +135,7 @@ class SparseFeedForward(FeedForwardBlock):
     # The rows of the active units alone.
 
     def gathers(self, x: Tensor) -> bool | torch.SymBool:
-        """Whether the active rows are gathered: where that is faster, and nothing else has taken the place of the plain matrices."""
+        """Whether the active rows are gathered: where that is faster, and nothing has taken the place of the plain matrices."""
         into = [getattr(self, role) for role in self.roles]
         if type(self.down) is not RowMajor or any(type(child) is not nn.Linear for child in into):
             return False
