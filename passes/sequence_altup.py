@@ -365,7 +365,7 @@ class Application:
         """What the layers are handed in a capture: the first of its length, the second of another batch and length."""
         plain = self.inputs(number)
         masked = self.with_masks(plain)
-        masks = frozenset(masked.keys() - plain.keys())
+        masks = frozenset(name for name in masked if name.endswith("attention_mask"))
         for inputs, known in ((self.with_positions(masked), masks), (masked, masks)):
             with contextlib.suppress(CaptureError):
                 return self.observed(inputs, known, paths)
@@ -531,6 +531,9 @@ class Application:
             else:
                 tells = tells_padding(flow, node, masks) or (len(how.positions) == 2 and is_made_of_ids(flow, node))
             found[path] = dataclasses.replace(how, tells=tells)
+        if any(how.tells and len(how.positions) == 2 for how in found.values()):  # what is said of queries alone is not of keys
+            silent = [path for path, how in found.items() if how.rank == 4 and how.positions == (2,)]
+            found |= {path: dataclasses.replace(found[path], tells=False) for path in silent}
         if self.how.k > 1 and not any(how.tells for how in found.values()) and self.others_hear(stack, layer, other, masks):
             return "it is handed no mask, and would count padding among the tokens where other layers do not"
         return found

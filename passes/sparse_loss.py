@@ -16,6 +16,7 @@ from retrofit.anatomy import Anatomy
 from retrofit.dataflow import Dataflow
 from retrofit.edit import Edit
 from retrofit.errors import DoesNotFitError
+from retrofit.ops import CAST, LAYOUT, op
 from retrofit.passes.multiplicative import Multiplicative
 from retrofit.protocol import Pass, Rewrite, Site, option
 from retrofit.roles import weight_product
@@ -65,9 +66,8 @@ class SparseLoss(Pass):
                 why="no product with a weight makes its first output",
                 remedy="apply it to a model with a language-modelling head",
             )
-        old = model.get_submodule(head.name) if head.name else model
         weight = model.get_parameter(head.parameter)
-        bias = self.bias_of(anatomy, old)
+        bias = self.bias_of(anatomy)
         vocabulary, width = weight.shape if self.is_out_first(anatomy) else weight.shape[::-1]
         if self.modules > vocabulary:
             raise DoesNotFitError(
@@ -102,28 +102,32 @@ class SparseLoss(Pass):
 
     def is_out_first(self, anatomy: Anatomy) -> bool:
         """Whether the head's weight is stored (V, d)."""
-        found = weight_product(self.product(anatomy), Dataflow(anatomy.program))
-        assert found is not None and anatomy.head is not None
-        return anatomy.head.shape[0] == found.out_features
+        assert anatomy.head is not None
+        return anatomy.head.shape[0] == self.columns_of(anatomy)
 
-    def bias_of(self, anatomy: Anatomy, old: nn.Module) -> nn.Parameter | None:
+    def columns_of(self, anatomy: Anatomy) -> int:
+        """V."""
+        found = weight_product(self.product(anatomy), Dataflow(anatomy.program))
+        assert found is not None
+        return found.out_features
+
+    def bias_of(self, anatomy: Anatomy) -> nn.Parameter | None:
         """The head's bias; raises `DoesNotFitError` where the head is no module of its own."""
         assert anatomy.head is not None
-        node, program, names = self.product(anatomy), anatomy.program, anatomy.program.parameters
+        node, program, flow = self.product(anatomy), anatomy.program, Dataflow(anatomy.program)
         call = program.owner.get(node, program.root)
-        inside = [one for one, owner in program.owner.items() if call.encloses(owner)]
-        own = {name.rpartition(".")[2]: parameter for name, parameter in old.named_parameters(recurse=False)}
-        weight = anatomy.head.parameter.rpartition(".")[2]
-        others = [one for one in inside if one.op == "call_function" and one is not node and names.get(one) is None]
-        heavy = [one for one in others if weight_product(one, Dataflow(program)) is not None]
-        if not call.path or heavy or weight not in own or set(own) - {weight, "bias"}:
+        inside = [one for one, owner in program.owner.items() if call.encloses(owner) and one in flow.depends]
+        work = [one for one in inside if one is not node and op(one) not in LAYOUT | CAST | {"add"}]
+        read = {name for one in inside for part in one.all_input_nodes if (name := program.parameters.get(part)) is not None}
+        others = [anatomy.model.get_parameter(name) for name in sorted(read - {anatomy.head.parameter})]
+        alone = not others or (len(others) == 1 and others[0].shape == (self.columns_of(anatomy),))
+        if not call.path or work or not alone:
             raise DoesNotFitError(
                 f"sparse-loss: the head {anatomy.head.parameter} is applied in the code of {call.path or 'the model'}",
                 why="there is no module that is nothing but the head",
                 remedy="give the head a module of its own, such as nn.Linear",
             )
-        bias = own.get("bias")
-        return bias if isinstance(bias, nn.Parameter) else None
+        return others[0] if others else None
 
 
 __all__ = ["MultiplicativeHead", "SparseLoss"]
