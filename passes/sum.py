@@ -56,7 +56,11 @@ class SumEmbedding(Pass):
 
     def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
         if anatomy.embedding is None:
-            raise DoesNotFitError("sum: the model looks up no token embedding", why="its inputs are no token ids")
+            raise DoesNotFitError(
+                "sum: the model looks up no token embedding",
+                why="its inputs are no token ids",
+                remedy="apply it to a model of text; altup(embedding=recycled) widens any stream",
+            )
         model, table = anatomy.model, anatomy.embedding.parameter
         nodes = {node.name: node for node in anatomy.program.graph.nodes}
         parts = [part for part in anatomy.embeddings if part.parameter == table]

@@ -19,6 +19,7 @@ from retrofit.anatomy import Anatomy
 from retrofit.capture import Program, calls_of, capture, mutates, read_program
 from retrofit.dataflow import Dataflow, computed_from
 from retrofit.errors import CaptureError, DoesNotFitError, NoTransformerError
+from retrofit.flattened import unflatten
 from retrofit.inputs import named_inputs
 from retrofit.inspection import read_anatomy
 from retrofit.ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shape
@@ -94,6 +95,7 @@ def register(root: nn.Module, name: str, value: Tensor, saved: bool = True) -> N
 def emitted(model: nn.Module, program: Program) -> fx.GraphModule:
     """The graph module of a program of `model`."""
     extents = {node: extents_of(node) for node in program.graph.nodes}  # first of all: whoever compares sizes ties them together
+    extents |= {product: extents[reader] for product, reader in unflatten(program, extents).items()}
     anatomy = anatomy_of(model, program)
     flow = Dataflow(program)
     slices = as_parameters(program, weight_slices(model, flow, anatomy))

@@ -53,6 +53,24 @@ class Functional(nn.Module):
         return F.layer_norm(x, (WIDTH,), self.norm) @ self.out.t()
 
 
+class Flattened(Functional):
+    """The same with the tokens laid one after another wherever they are multiplied by a matrix, as exporters write it."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        batch, length = ids.shape
+
+        def times(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+            return F.linear(x.reshape(-1, x.shape[-1]), matrix, bias).view(batch, length, -1)
+
+        x = F.embedding(ids, self.emb) + self.pos[:length]
+        for first in range(0, len(self.w), len(LAYER)):
+            w = list(self.w)[first : first + len(LAYER)]
+            q, k, v = times(F.layer_norm(x, (WIDTH,), w[0]), w[1]).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+            x = x + times(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2), w[2])
+            x = x + times(F.gelu(times(F.layer_norm(x, (WIDTH,), w[3]), w[4], w[5])), w[6], w[7])
+        return times(F.layer_norm(x, (WIDTH,), self.norm), self.out)
+
+
 class Block(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()

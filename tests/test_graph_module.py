@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from functional_models import VOCABULARY, Blocks, Encoder, Functional
+from functional_models import VOCABULARY, Blocks, Encoder, Flattened, Functional
 from torch import fx, nn
 
 import retrofit
@@ -113,6 +113,18 @@ def test_every_pass_rewrites_a_model_that_is_one_function(spec: str) -> None:
     if applied.rewrites[0].exact:
         torch.testing.assert_close(applied.model(ids(3, 5)), model(ids(3, 5)), rtol=1e-5, atol=1e-5)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("spec", [*SPECS, "sparse-qkv(kernel=2)", "sparse-loss(modules=2)"])
+def test_tokens_that_are_flattened_for_a_product_stay_where_they_lie(spec: str) -> None:
+    model = Flattened().eval()
+    graph = graph_module(model, ids())
+    assert torch.equal(graph(ids(3, 5)), model(ids(3, 5)))
+    graphs = [part.graph for part in graph.modules() if isinstance(part, (fx.GraphModule, GraphPart))]
+    products = [node for one in graphs for node in one.nodes if node.op == "call_function" and "linear" in node.name]
+    assert products and not any("reshape" in product.args[0].name for product in products)
+    applied = apply_reported(model, spec, example_inputs=ids())
+    assert applied.report is not None and applied.report.ok and applied.rewrites[0].sites
 
 
 @pytest.mark.parametrize("spec", PASSES)
