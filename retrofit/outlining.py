@@ -110,7 +110,11 @@ def made_of(owner: Owner, chosen: Iterable[fx.Node], entered: list[fx.Node], lef
     results = tuple(inside[node] for node in left)
     graph.output(results[0] if len(results) == 1 else results)
     graph.lint()
-    return fx.GraphModule(root, graph, "Part")
+    part = fx.GraphModule(root, graph, "Part")
+    for path, module in root.named_modules():  # a graph module takes every buffer for one that is saved
+        if module._non_persistent_buffers_set:
+            part.get_submodule(path)._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    return part
 
 
 def hand_over(owner: Owner, root: nn.Module, target: str, name: str) -> str:

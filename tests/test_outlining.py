@@ -132,6 +132,17 @@ def test_a_part_leaves_its_owner_what_only_has_the_name_of_its_own() -> None:
     assert_same(whole, "masked/albert")
 
 
+def test_a_buffer_that_is_not_saved_is_not_saved_in_a_part_either() -> None:
+    whole = copy.deepcopy(made("masked/albert")[0])
+    inline_all(whole)
+    state = set(whole.state_dict())
+    reader = next(node for node in whole.graph.nodes if any("position_ids" in str(one.target) for one in node.all_input_nodes))
+    call = outline(whole, [reader], "a.part")
+    assert set(whole.state_dict()) == state
+    inline(whole, call)
+    assert set(whole.state_dict()) == state
+
+
 @pytest.mark.parametrize("kind", ["looped", "nn.TransformerEncoder"])
 def test_a_model_is_one_graph_and_its_weights_keep_their_names(kind: str) -> None:
     whole = copy.deepcopy(made(kind)[0])
