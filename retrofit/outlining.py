@@ -16,6 +16,7 @@ from retrofit.errors import DoesNotFitError
 from retrofit.graph_module import GraphPart, attach, getitem, register
 
 Owner = fx.GraphModule | GraphPart
+SHARED = "shared"  # of a part's weight: the owner had it under the same name, and holds it still
 
 
 def outline(owner: Owner, nodes: Iterable[fx.Node], name: str) -> fx.Node:
@@ -49,6 +50,8 @@ def outline(owner: Owner, nodes: Iterable[fx.Node], name: str) -> fx.Node:
         module.training = owner.training if type(module) is nn.Module or isinstance(module, GraphPart) else module.training
     finish(owner)
     let_go(owner, (target for target in read if not target.startswith(f"{name}.")))
+    for node in owner.get_submodule(name).graph.nodes:  # type: ignore[union-attr]
+        node.meta[SHARED] = is_held(node) and held_too(owner, name, str(node.target))
     return call
 
 
@@ -148,6 +151,15 @@ def let_go(owner: Owner, targets: Iterable[str]) -> None:
             target = path
 
 
+def held_too(owner: Owner, name: str, target: str) -> bool:
+    """Whether the owner itself holds what is `target` in its part `name`, under that name."""
+    path, _, leaf = target.rpartition(".")
+    holder, inner = held_at(owner, path), held_at(owner, f"{name}.{path}".rstrip("."))
+    if holder is None or inner is None:
+        return False
+    return leaf not in holder._modules and getattr(holder, leaf, None) is getattr(inner, leaf, holder)
+
+
 def held_at(owner: nn.Module, path: str) -> nn.Module | None:
     """The module at `path`, None where there is none."""
     for piece in filter(None, path.split(".")):
@@ -158,7 +170,10 @@ def held_at(owner: nn.Module, path: str) -> nn.Module | None:
 
 
 def inline(owner: Owner, call: fx.Node) -> None:
-    """The part that `call` calls stands as nodes in its place, its weights under the names they had."""
+    """The part that `call` calls stands as nodes in its place, its weights under the names they had.
+
+    What it shares with its owner since it was outlined is the owner's again.
+    """
     name = str(call.target)
     part = held_at(owner, name) if call.op == "call_module" else None
     if not isinstance(part, GraphPart):
@@ -172,11 +187,13 @@ def inline(owner: Owner, call: fx.Node) -> None:
             elif node.op != "placeholder":
                 values[node] = owner.graph.node_copy(node, values.__getitem__)
                 if node.op in ("get_attr", "call_module"):
-                    values[node].target = f"{name}.{node.target}"
+                    own = node.meta.get(SHARED, False) and held_too(owner, name, str(node.target))
+                    values[node].target = node.target if own else f"{name}.{node.target}"
     owner.graph.erase_node(call)
     if not any(node.op == "call_module" and node.target == name for node in owner.graph.nodes):
         path, _, leaf = name.rpartition(".")
         owner.get_submodule(path)._modules[leaf] = holding(part)
+        let_go(owner, [f"{name}.{node.target}" for node in part.graph.nodes if node.meta.get(SHARED, False)])
     finish(owner)
 
 
