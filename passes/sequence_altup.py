@@ -505,6 +505,8 @@ class Application:
             return "it is not handed the stream by the same argument every time"
         if len(first[stream]) != 3 or first[stream][0] * other.batch != second[stream][0] * one.batch:
             return f"its stream {tuple(first[stream])} is not laid out as (batch, tokens, width)"
+        if self.how.k > 1 and second[stream][1] == 1:
+            return "with the example inputs it is handed one token only: give larger example_inputs="
         if other.length - one.length < second[stream][1] - first[stream][1] and other.length:
             return "its stream has several positions a token, and which of them are anchors is not defined"
         call = call_of(other, layer)

@@ -35,6 +35,11 @@ class MultiplicativeHead(nn.Module):
         logits = self.product(x).flatten(-2)[..., : self.vocabulary]
         return logits if self.bias is None else logits + self.bias
 
+    @property
+    def weight(self) -> Tensor:
+        """The dense matrix that the head stands for, (V, d), made anew: some models ask their head for it."""
+        return self.product.matrix().t()[: self.vocabulary]
+
     def fit(self, weight: Tensor) -> None:
         """The nearest layer to the dense head's weight, (V, d)."""
         modules, size = self.product.modules_and_size

@@ -28,6 +28,7 @@ from retrofit.onnx.reading import argument
 from retrofit.onnx.running import Running, handed_on
 from retrofit.passes.sparse_ffn import SparseFeedForward
 from retrofit.probes import distance, resized
+from retrofit.rewriting import apply_reported
 
 FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")
 PARITY = 1e-4
@@ -159,6 +160,16 @@ def test_files_compute_what_onnx_runtime_computes_and_can_be_rewritten(source: s
     assert isinstance(rewritten, fx.GraphModule)
     with torch.no_grad():
         assert distance(rewritten(**inputs)["logits"], found["logits"]) < PARITY
+
+
+@pytest.mark.parametrize(
+    "spec", ["sparse-qkv(kernel=2)", "sparse-loss(modules=2)", "sequence-altup(k=2)", "shared-moe(experts=2, k=1)"]
+)
+def test_passes_rewrite_what_came_in_and_every_check_holds(spec: str) -> None:
+    """Its tokens are flattened for every product, its head is code, its masks are made of an input that it must be given."""
+    model = from_onnx(file_of("exported, set 18", "causal/gpt2"))
+    applied = apply_reported(model, spec)
+    assert applied.report is not None and applied.report.ok and applied.rewrites[0].sites
 
 
 @pytest.mark.parametrize("source", ["exported, set 18", "with its cache, not fused"])

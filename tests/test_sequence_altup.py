@@ -319,3 +319,16 @@ def test_gradient_checkpointing_bf16_and_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert model(**given).loss.isfinite()
     assert run(model.eval().to(torch.bfloat16), tokens).dtype == torch.bfloat16
+
+
+def test_a_mask_among_the_example_inputs_is_a_mask() -> None:
+    """It is no less one for having been there when the model was captured: padding counts for nothing."""
+    entry = zoo.entry("causal/llama")
+    model = zoo.build(entry)
+    ids = zoo.inputs(entry, model)["input_ids"]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    retrofit.apply(model, SequenceAltUp(k=2), example_inputs=given, verify=False)
+    moved(model)
+    padded = {name: torch.nn.functional.pad(value, (3, 0), value=0) for name, value in given.items()}
+    with torch.no_grad():
+        torch.testing.assert_close(model(**padded).logits[:, 3:], model(**given).logits, rtol=1e-4, atol=1e-5)

@@ -70,6 +70,14 @@ def test_the_fit_is_the_best_rank_one_matrix(count: int, modules: int, size: int
     assert torch.all(error >= best - 1e-9 * total)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_head_tells_the_dense_matrix_that_it_stands_for(bias: bool) -> None:
+    head = MultiplicativeHead(6, 11, 3, nn.Parameter(torch.randn(11)) if bias else None, torch.empty(0))
+    x = torch.randn(2, 5, 6)
+    torch.testing.assert_close(head(x), nn.functional.linear(x, head.weight, head.bias), atol=1e-5, rtol=1e-5)
+    assert "weight" not in dict(head.named_parameters())
+
+
 def test_a_matrix_of_zeros_gives_zeros() -> None:
     layer = Multiplicative(4, 2, 3)
     layer.fit(torch.zeros(4, 6))

@@ -7,6 +7,7 @@ import json
 import random
 import zlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -22,7 +23,7 @@ import retrofit
 from retrofit.capture import capture
 from retrofit.checks.cache import Decoded, difference
 from retrofit.checks.fingerprint import Fingerprint, checksum, fingerprints
-from retrofit.checks.gradients import gradients, nudged
+from retrofit.checks.gradients import Gradients, among_idle, gradients, nudged, thawed
 from retrofit.checks.reference import Reference
 from retrofit.checks.tracing import trace
 from retrofit.cost import cost_of
@@ -399,3 +400,21 @@ def test_flops_of_each_kind_of_product() -> None:
     convolution, multiply_add = 2 * (2 * 6 * 13) * (2 * 3), 2 * (2 * 4 * 15)
     assert cost.flops == einsum + attention + convolution + multiply_add
     assert cost.by_module == {"": einsum + attention + multiply_add, "filter": convolution}
+
+
+def test_new_parameters_where_no_gradient_arrived_before_need_none() -> None:
+    zero = frozenset({"guide.first.w", "guide.second.w", "trunk.first.w"})
+    parameters = dict.fromkeys([*zero, "trunk.second.w"])
+    reference = SimpleNamespace(gradients=Gradients(4, zero, frozenset(), True), parameters=parameters)
+    new = ("guide.first.c1", "guide.third.c1", "trunk.first.c1", "trunk.second.c1", "trunk.third.c1", "c1")
+    subject: Any = SimpleNamespace(reference=reference, new_parameters=new)
+    assert among_idle(subject) == {"guide.first.c1", "guide.third.c1", "trunk.first.c1"}
+
+
+def test_frozen_parameters_are_known_to_be_reached() -> None:
+    model, inputs = llama(), {"input_ids": torch.arange(3, 9)[None]}
+    frozen = [parameter.requires_grad_(False) for parameter in model.model.layers[0].parameters()]
+    with thawed(model):
+        assert not gradients(model, inputs, torch.Size((1, 6, model.config.vocab_size))).zero
+    assert not any(parameter.requires_grad for parameter in frozen)
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == len(list(model.parameters())) - len(frozen)
