@@ -49,7 +49,8 @@ def summed_rows(h: Tensor, places: Tensor, rows: Tensor) -> Tensor:
 
 def followed(*operands: Tensor) -> bool:
     """Whether a gradient or an exporter follows the computation: then it is made of operations that these know."""
-    return torch.compiler.is_exporting() or (torch.is_grad_enabled() and any(one.requires_grad for one in operands))
+    exported = torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return exported or (torch.is_grad_enabled() and any(one.requires_grad for one in operands))
 
 
 def products_in_place(x: Tensor, places: Tensor, rows: Tensor) -> Tensor:

@@ -122,7 +122,8 @@ class SparseLoss(Pass):
         node, program, flow = self.product(anatomy), anatomy.program, Dataflow(anatomy.program)
         call = program.owner.get(node, program.root)
         inside = [one for one, owner in program.owner.items() if call.encloses(owner) and one in flow.depends]
-        work = [one for one in inside if one is not node and op(one) not in LAYOUT | CAST | {"add"}]
+        added = [one for one in inside if op(one) == "add" and any(part in program.parameters for part in one.all_input_nodes)]
+        work = [one for one in inside if one not in (node, *added) and op(one) not in LAYOUT | CAST]
         read = {name for one in inside for part in one.all_input_nodes if (name := program.parameters.get(part)) is not None}
         others = [anatomy.model.get_parameter(name) for name in sorted(read - {anatomy.head.parameter})]
         alone = not others or (len(others) == 1 and others[0].shape == (self.columns_of(anatomy),))
