@@ -27,7 +27,11 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("specs", SPECS.values(), ids=list(SPECS))
+STATELESS = ("altup", "memory", "shared-moe", "sparse-loss")  # nothing of theirs is remembered between the steps
+CASES = [pytest.param(specs, id=name, marks=[pytest.mark.long] * (name in STATELESS)) for name, specs in SPECS.items()]
+
+
+@pytest.mark.parametrize("specs", CASES)
 @torch.no_grad()
 def test_step_is_one_graph_and_gives_the_logits_of_the_whole_sequence(specs: tuple[str, ...]) -> None:
     model = retrofit.apply(llama(), *specs, verify=False).eval()
