@@ -38,7 +38,7 @@ ROOTS = {1024: 32, 4096: 64, 9216: 96}  # √d, the S that the paper finds best
 COPIES = {1024: 24, 4096: 5, 9216: 2}  # of a decoder block: what a step reads of them all is larger than the caches
 CACHES = 128 << 20  # bytes that the caches do not hold
 CONTEXT = 64  # tokens in the cache
-LONGEST = 96  # tokens that a cache of fixed length has room for
+LONGEST = 128  # tokens that a cache of fixed length has room for
 WARM = 3  # steps before the first that counts: the first ones compile
 
 Step = Callable[[], Any]
@@ -51,6 +51,8 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--whole", action="store_true", help="also a model of T5-large's size")
     options = parser.parse_args()
+    if options.rounds > LONGEST - CONTEXT - WARM:
+        parser.error(f"--rounds {options.rounds}: the caches have room for {LONGEST - CONTEXT - WARM}")
     torch.set_num_threads(options.threads)
     print(f"one token, float32, {options.threads} thread(s), torch {torch.__version__}, medians of {options.rounds} steps\n")
     print(f"  {'':<44}{'dense ms':>10}{'sparse ms':>11}{'faster':>9}")
