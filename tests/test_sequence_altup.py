@@ -324,7 +324,7 @@ def test_gradient_checkpointing_bf16_and_autocast() -> None:
 def test_a_mask_among_the_example_inputs_is_a_mask() -> None:
     """It is no less one for having been there when the model was captured: padding counts for nothing."""
     entry = zoo.entry("causal/llama")
-    model = zoo.build(entry)
+    model = zoo.build(entry, attn_implementation="eager")
     ids = zoo.inputs(entry, model)["input_ids"]
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     retrofit.apply(model, SequenceAltUp(k=2), example_inputs=given, verify=False)
