@@ -24,7 +24,7 @@ from retrofit.dataflow import Dataflow
 from retrofit.edit import Edit
 from retrofit.errors import DoesNotFitError
 from retrofit.inspection import owner_of
-from retrofit.ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shape
+from retrofit.ops import CAST, DROPOUT, LAYOUT, POINTWISE, is_number, op, shape
 from retrofit.protocol import NearMiss
 from retrofit.roles import WeightProduct, nearest_products, weight_product
 from retrofit.wrapping import find, place_of
@@ -350,12 +350,14 @@ class Outline:
             return self.value(source)
         if name == "glu":
             return self.glu(node)
+        if is_number(node):
+            return self.graph.call_function(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
         if name not in ELEMENTWISE:
             raise unfit(self.branch, f"its hidden units meet in {node.name} (operation {name})")
         for part_of in node.all_input_nodes:
             if part_of not in self.flow.depends and (shape(part_of) or ()) not in ((), (1,)):
                 raise unfit(self.branch, f"its hidden units meet a tensor of weights in {node.name} (operation {name})")
-            if part_of not in self.flow.depends:
+            if part_of not in self.flow.depends and not is_number(part_of):
                 raise unfit(self.branch, f"the model's own code uses a weight in {node.name} (operation {name})")
         self.steps.append(node)
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.value)

@@ -66,9 +66,25 @@ def remember_in_config(model: Any, recipe: Sequence[str]) -> None:
 
 
 def input_notes(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Names, types and shapes of the tensors a model was captured with: kept with the recipe as `model.retrofit_inputs`."""
-    tensors = {name: value for name, value in inputs.items() if hasattr(value, "shape")}
-    return {name: [str(value.dtype).removeprefix("torch."), [int(size) for size in value.shape]] for name, value in tensors.items()}
+    """Names, types and shapes of the tensors a model was captured with: kept with the recipe as `model.retrofit_inputs`.
+
+    A tensor is noted as `[dtype, [extent, …]]`, a container of tensors as `{"entries": {key: note}}` or `{"items": [note, …]}`.
+    """
+    noted = {name: input_note(value) for name, value in inputs.items()}
+    return {name: note for name, note in noted.items() if note is not None}
+
+
+def input_note(value: Any) -> Any:
+    """The note on one input; None for what holds anything but tensors."""
+    if hasattr(value, "shape"):
+        return [str(value.dtype).removeprefix("torch."), [int(size) for size in value.shape]]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        entries = {key: input_note(item) for key, item in value.items()}
+        return {"entries": entries} if entries and None not in entries.values() else None
+    if type(value) in (tuple, list):
+        items = [input_note(item) for item in value]
+        return {"items": items} if items and None not in items else None
+    return None
 
 
 def noted_inputs(model: nn.Module) -> dict[str, Any]:

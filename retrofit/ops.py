@@ -70,6 +70,11 @@ def op(node: fx.Node) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def is_number(node: fx.Node) -> bool:
+    """Whether the node makes a single number of its own, without dimensions and from nothing else in the graph."""
+    return node.op == "call_function" and not node.all_input_nodes and shape(node) == ()
+
+
 def shape(node: Any) -> tuple[int, ...] | None:
     """The shape of the node's value, None where it is no tensor.
 

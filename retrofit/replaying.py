@@ -14,7 +14,7 @@ from retrofit.capture import Program
 from retrofit.cost import flops_per_token
 from retrofit.edit import Edit, Fate
 from retrofit.errors import RetrofitError
-from retrofit.inputs import named_inputs
+from retrofit.inputs import device_of, named_inputs
 from retrofit.inspection import inspect, read_anatomy
 from retrofit.protocol import Recipe, Rewrite, parse_recipe
 
@@ -86,8 +86,17 @@ def replayed_inputs(model: nn.Module) -> dict[str, Any]:
     noted = hub.noted_inputs(model)
     if not noted:
         return named_inputs(model)
-    made = {name: torch.ones(shape, dtype=getattr(torch, dtype), device="cpu") for name, (dtype, shape) in noted.items()}
-    return named_inputs(model, made)
+    return named_inputs(model, {name: as_noted(note, device_of(model)) for name, note in noted.items()})
+
+
+def as_noted(note: Any, device: torch.device) -> Any:
+    """An input of the types and shapes that `note` tells, as `hub.input_notes` writes it."""
+    if isinstance(note, Mapping):
+        if "entries" in note:
+            return {key: as_noted(one, device) for key, one in note["entries"].items()}
+        return tuple(as_noted(one, device) for one in note["items"])
+    dtype, shape = note
+    return torch.ones(shape, dtype=getattr(torch, dtype), device=device)
 
 
 def rearranged(edit: Edit) -> dict[str, Fate]:

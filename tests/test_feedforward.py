@@ -196,6 +196,23 @@ def test_code_of_the_layer_itself_is_not() -> None:
     assert len(missed) == 2 and all("code between them: tanh" in miss.why for miss in missed)
 
 
+@torch.no_grad()
+def test_numbers_that_the_code_makes_go_along() -> None:
+    """As importers write GELU: ½ is a tensor that the graph makes."""
+
+    class Written(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.b(h * (torch.full((), 0.5) * (torch.erf(h / 2**0.5) + 1)))
+
+    model = Model(8, Written(8, 24, "relu", True)).eval()
+    sites, expected = sites_of(model, {"ids": IDS}), model(IDS)
+    z = torch.randn(5, 24)
+    torch.testing.assert_close(sites[0].hidden(z), F.gelu(z))
+    rebuilt(model, sites)
+    torch.testing.assert_close(model(IDS), expected)
+
+
 def test_what_does_not_come_apart_is_named_with_the_reason() -> None:
     class Mixing(Plain):
         def forward(self, x: Tensor) -> Tensor:

@@ -13,15 +13,20 @@ import pytest
 import standin
 import torch
 import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
+from torch.utils._pytree import tree_map
 from transformers.quantizers import auto
 
 from retrofit import hub
 from retrofit.checkpoint import load, save
 from retrofit.errors import CheckpointError
+from retrofit.replaying import as_noted
 
 hub.install()
+TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 MODELS = ("llama", "llama-tied", "gpt2", "t5", "bert", "mixtral", "vit")
 
 
@@ -469,3 +474,32 @@ def test_installing_after_transformers_registers_at_once(monkeypatch):
     assert hub.METHOD in auto.AUTO_QUANTIZER_MAPPING
     assert hub.METHOD in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     assert sys.meta_path == finders
+
+
+TENSORS = st.builds(
+    lambda shape, dtype: torch.zeros(shape, dtype=dtype), st.lists(st.integers(1, 3), max_size=3), st.sampled_from(TYPES)
+)
+NESTED = st.recursive(
+    TENSORS,
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3).map(tuple) | st.dictionaries(st.text(max_size=3), inner, min_size=1, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), NESTED, max_size=3))
+def test_inputs_are_made_again_from_what_config_json_says_of_them(inputs):
+    """Keys and values that layers share come as dictionaries of pairs."""
+    notes = json.loads(json.dumps(hub.input_notes(inputs)))
+    made = {name: as_noted(note, torch.device("cpu")) for name, note in notes.items()}
+    assert tree_map(what, made) == tree_map(what, inputs)
+
+
+def test_what_is_no_tensor_is_not_noted():
+    given = {"a": torch.zeros(2), "flag": True, "odd": {"a": torch.zeros(2), "b": object()}, "empty": {}, "none": None}
+    assert hub.input_notes(given) == {"a": ["float32", [2]]}
+
+
+def what(tensor):
+    return tensor.dtype, tuple(tensor.shape)

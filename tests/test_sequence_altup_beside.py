@@ -106,3 +106,39 @@ def test_rows_read_only_by_their_class_token_keep_their_last_layer() -> None:
 
     model = retrofit.apply(Classifier().eval(), SequenceAltUp(k=3, layers="1-3"), verify=False)
     assert [getattr(layer, "k", 1) for layer in model.layers] == [1, 3, 3, 1]
+
+
+class Masked(Model):
+    """Layers are handed a mask and, beside it, which queries are padding: that says nothing of the keys."""
+
+    class Layer(Layer):
+        def forward(self, x: Tensor, mask: Tensor, blind: Tensor) -> Tensor:  # type: ignore[override]
+            h = self.norm(x)
+            q, k, v = (each(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
+            seen = F.softmax(q @ k.mT + mask, -1).masked_fill(blind, 0.0)
+            x = x + self.out((seen @ v).transpose(1, 2).flatten(2))
+            return x + self.down(F.gelu(self.up(self.other(x))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Masked.Layer() for _ in range(4))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x, real = self.embed(input_ids), attention_mask.bool()
+        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        mask = torch.zeros(1, 1, *causal.shape).masked_fill(~(causal & real[:, None, None, :]), torch.finfo(x.dtype).min)
+        for layer in self.layers:
+            x = layer(x, mask, ~real[:, None, :, None])
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_a_mask_of_queries_alone_says_nothing_of_keys() -> None:
+    """Padding on the left changes no row, though what the layers are handed of queries is true where that of keys hides."""
+    tokens = torch.arange(22).view(2, 11) * 5 % WORDS
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    model = retrofit.apply(Masked().eval(), SequenceAltUp(k=3, layers="all"), example_inputs=given, verify=False)
+    assert [getattr(layer, "k", 1) for layer in model.layers] == [3, 3, 3, 3]
+    padded = F.pad(tokens, (4, 0))
+    with torch.no_grad():
+        whole, more = model(**given), model(padded, F.pad(given["attention_mask"], (4, 0)))
+    torch.testing.assert_close(more[:, 4:], whole, rtol=1e-4, atol=1e-5)
