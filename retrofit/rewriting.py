@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import fx, nn
 
 from retrofit import hub
 from retrofit.calibration import Calibration
@@ -18,6 +18,7 @@ from retrofit.graph_module import graph_module
 from retrofit.inputs import device_of, named_inputs
 from retrofit.inspection import read_anatomy
 from retrofit.probes import run
+from retrofit.propagation import propagate
 from retrofit.protocol import Pass, Rewrite, as_pass, format_recipe
 from retrofit.replaying import Progress, called_now, rearranged, recipe, rewrites, run_passes
 from retrofit.undisturbed import undisturbed
@@ -124,6 +125,8 @@ def apply_reported(
         edit.undo()
         hub.remember(model, earlier)
         raise
+    if isinstance(model, fx.GraphModule):
+        propagate(model, inputs)
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
     return Applied(model, made, report, before, after, dense_flops, flops)
