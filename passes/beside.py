@@ -154,20 +154,3 @@ def reads_some_only(flow: Dataflow, exit_: fx.Node) -> bool:
             elif op(user) != "sym_size":
                 return False
     return picked
-
-
-# ── Numbering ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def is_numbering(node: fx.Node, flow: Dataflow, length: int) -> bool:
-    """Whether the operation makes something of each of `length` tokens of nothing but how many they are.
-
-    What a table cut to their number holds may be the same of every k-th token (which of two comes first is), but its values tell
-    that, and these are not known where a recipe is replayed on a model without weights.
-    """
-    if node in flow.depends or length not in (shape(node) or ()):
-        return False
-    if op(node) in ("slice", "narrow"):
-        return length not in (shape(node.args[0]) or ())  # so much of a longer table
-    tables = [part for part in node.all_input_nodes if part in flow.program.buffers or part in flow.program.parameters]
-    return op(node) in ("arange", "linspace") or (op(node) in ("index", "index_select", "embedding") and bool(tables))

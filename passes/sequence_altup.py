@@ -42,12 +42,12 @@ from retrofit.passes.beside import (
     handed_over,
     hears_of_padding,
     is_made_of_ids,
-    is_numbering,
     reads_by_another_way,
     reads_some_only,
     tells_padding,
 )
 from retrofit.passes.handed import Anchors, Follows, Handed, Path, as_mask, learn, name_arguments, names_of, path_of, tensors_in
+from retrofit.passes.numbering import is_numbering, is_same_of_anchors, tables_of
 from retrofit.passes.striding import CountedAnchors, EvenAnchors
 from retrofit.probes import accepts
 from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
@@ -285,6 +285,7 @@ class Application:
         self.model = anatomy.model
         self.skipped: list[NearMiss] = []
         self.sites: list[Site] = []
+        self.looked_up = False  # whether the values of a table in a layer decided anything
 
     def run(self) -> Rewrite:
         chosen = list(self.chosen())
@@ -304,7 +305,7 @@ class Application:
         late = ("a2",) if self.how.k > 1 else ("a1", "a2")
         names = tuple(f"{site.name}.{name}" for site in self.sites for name in late) if each else ()
         return Rewrite(
-            self.how.spec(),
+            self.resolved().spec(),
             self.how.exact,
             tuple(self.sites),
             tuple(self.skipped),
@@ -563,9 +564,48 @@ class Application:
         """Why not, where the layer numbers the tokens itself, by how many it is handed: those kept would lose their positions."""
         exit_ = call.outputs[layer.stream_out]
         inside = [node for node in seen.flow.nodes if node.op == "call_function" and call.encloses(seen.flow.call_of(node))]
-        if not any(seen.flow.reaches(node, exit_) for node in inside if is_numbering(node, seen.flow, length)):
-            return ""
-        return "its own code numbers the tokens it is handed, so that the kept ones would lose their positions"
+        for node in inside:
+            if (
+                is_numbering(node, seen.flow, length)
+                and seen.flow.reaches(node, exit_)
+                and not self.says_the_same(node, seen, length)
+            ):
+                return "its own code numbers the tokens it is handed, so that the kept ones would lose their positions"
+        return ""
+
+    def says_the_same(self, node: fx.Node, seen: Observation, length: int) -> bool:
+        """Whether what the layer cuts from its tables, for as many tokens as it is handed, is the same of anchors.
+
+        Where a recipe is replayed on a model without values it names the layers of which that was so.
+        """
+        tables = tables_of(node, seen.flow, length)
+        if tables is None:
+            return False
+        self.looked_up = True
+        if any(table.is_meta for table, _ in tables):
+            return self.how.layers not in ("all", "inner")
+        return all(is_same_of_anchors(table, dims, self.how.k) for table, dims in tables)
+
+    def resolved(self) -> SequenceAltUp:
+        """The options by which a model without values gets the same layers strided."""
+        if not self.looked_up:
+            return self.how
+        names = {site.name for site in self.sites}
+        found: dict[str, set[tuple[int, ...]]] = {}
+        for stack in self.anatomy.stacks:
+            if self.how.stacks in ("all", stack.kind):
+                depth = tuple(number for number, layer in enumerate(stack.layers) if layer.name in names)
+                found.setdefault(stack.kind, set()).add(depth)
+        strided = {kind: depths for kind, depths in found.items() if depths != {()}}
+        which = set().union(*strided.values())
+        if len(which) > 1 or (len(strided) < len(found) and len(strided) > 1):
+            raise DoesNotFitError(
+                f"{self.how.name}: other depths of one stack than of another can be strided",
+                why="that hangs on the values of tables, so the recipe has to name them, and it names the same for all stacks",
+                remedy="apply it once with stacks=encoder and once with stacks=decoder",
+            )
+        stacks = self.how.stacks if len(strided) == len(found) else next(iter(strided))
+        return dataclasses.replace(self.how, layers="+".join(map(str, *which)), stacks=stacks)
 
 
 def is_per_token(value: Tensor) -> bool:

@@ -48,7 +48,7 @@ class NearMiss:
 class Rewrite:
     """What one pass did to a model."""
 
-    spec: str
+    spec: str  # by which it is done again on the model without weights
     exact: bool
     sites: tuple[Site, ...]
     skipped: tuple[NearMiss, ...] = ()
@@ -204,11 +204,6 @@ def load_pass(name: str) -> type[Pass]:
 def as_pass(given: Pass | str) -> Pass:
     """A pass from a pass or from its spec."""
     return given if isinstance(given, Pass) else parse_spec(given)
-
-
-def format_recipe(passes: Iterable[Pass]) -> list[str]:
-    """The recipe as it is saved: one spec a pass, in the order they were applied."""
-    return [one.spec() for one in passes]
 
 
 def parse_recipe(specs: Iterable[str]) -> Recipe:

@@ -19,7 +19,7 @@ from retrofit.inputs import device_of, named_inputs
 from retrofit.inspection import read_anatomy
 from retrofit.probes import run
 from retrofit.propagation import propagate
-from retrofit.protocol import Pass, Rewrite, as_pass, format_recipe
+from retrofit.protocol import Pass, Rewrite, as_pass
 from retrofit.replaying import Progress, called_now, rearranged, recipe, rewrites, run_passes
 from retrofit.undisturbed import undisturbed
 from retrofit.verification import Reference, Report, check_rewrite
@@ -101,7 +101,7 @@ def apply_reported(
         edit.set_attribute(model, "retrofit_inputs", hub.input_notes(inputs))
     try:
         made, dense_flops = run_passes(model, chosen, inputs, edit, say, dense)
-        hub.remember(model, (*earlier, *format_recipe(chosen)))
+        hub.remember(model, (*earlier, *(one.spec for one in made)))
         edit.set_attribute(model, "retrofit_rewrites", (*called_now(rewrites(model) or (), edit.dense, edit), *made))
         edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))
         say("running the result")

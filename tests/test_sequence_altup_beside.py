@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import zoo
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import retrofit
+from retrofit.errors import DoesNotFitError
 from retrofit.passes import SequenceAltUp
+from retrofit.passes.numbering import is_same_of_anchors
 from retrofit.replaying import rewrites
 
 D, HEADS, WORDS = 16, 2, 23
@@ -142,3 +148,79 @@ def test_a_mask_of_queries_alone_says_nothing_of_keys() -> None:
     with torch.no_grad():
         whole, more = model(**given), model(padded, F.pad(given["attention_mask"], (4, 0)))
     torch.testing.assert_close(more[:, 4:], whole, rtol=1e-4, atol=1e-5)
+
+
+class OwnMask(Model):
+    """Layers keep a mask for the longest text as a buffer, as small GPTs written by hand do."""
+
+    class Layer(Layer):
+        def __init__(self, window: int) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.ones(32, 32, dtype=torch.bool).tril().triu(1 - window)[None, None])
+
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            h, length = self.norm(x), x.shape[1]
+            q, k, v = (each(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
+            scores = (q @ k.mT).masked_fill(~self.seen[:, :, :length, :length], -torch.inf)
+            x = x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+            return x + self.down(F.gelu(self.up(self.other(x))))
+
+    def __init__(self, *windows: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OwnMask.Layer(window) for window in windows)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_a_causal_mask_of_the_layers_own_is_that_of_anchors_too() -> None:
+    model: Any = retrofit.apply(OwnMask(32, 5, 32, 20).eval(), SequenceAltUp(k=3, layers="all"))
+    assert [getattr(layer, "k", 1) for layer in model.layers] == [3, 1, 3, 1], "a window of anchors would be k times as long"
+    (rewrite,) = rewrites(model) or ()
+    assert "layers=0+2" in rewrite.spec
+    tokens = torch.arange(11)[None] * 5 % WORDS
+    with torch.no_grad():
+        x = model.embed(tokens)
+        for layer in model.layers:
+            strided = hasattr(layer, "a1")
+            x = x + (layer.layer(x[:, ::3]) - x[:, ::3])[:, torch.arange(11) // 3] if strided else layer(x)
+        torch.testing.assert_close(model(tokens), model.head(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_loaded_model_has_the_same_layers_strided(tmp_path: Path) -> None:
+    """On the meta device, where a recipe is replayed, no mask has values."""
+    model: Any = retrofit.apply(zoo.build(zoo.entry("causal/gpt_neo")).eval(), SequenceAltUp(k=2, layers="all"), verify=False)
+    strides = [getattr(layer, "k", 1) for layer in model.transformer.h]
+    assert strides == [2, 1, 2, 1]
+    model.save_pretrained(tmp_path)
+    loaded: Any = type(model).from_pretrained(tmp_path)
+    assert [getattr(layer, "k", 1) for layer in loaded.transformer.h] == strides
+
+
+def test_depths_that_differ_from_stack_to_stack_cannot_be_saved_in_one_recipe() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = OwnMask(32, 5, 32), OwnMask(5, 32, 32)
+
+        def forward(self, ids: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
+            return self.left(ids), self.right(others)
+
+    tokens = torch.arange(22).view(2, 11) % WORDS
+    with pytest.raises(DoesNotFitError, match="other depths of one stack"):
+        retrofit.apply(Two().eval(), SequenceAltUp(k=3, layers="all"), example_inputs={"ids": tokens, "others": tokens})
+
+
+@given(size=st.integers(2, 40), k=st.integers(1, 7), window=st.integers(1, 40), shift=st.integers(-3, 3))
+def test_tables_that_are_the_same_of_anchors(size: int, k: int, window: int, shift: int) -> None:
+    """By a plain loop over the anchors; a mask that only asks which of two is earlier always is."""
+    place = torch.arange(size)
+    table = (place[:, None] - place[None] >= shift) & (place[:, None] - place[None] < window)
+    kept = range(0, size, k)
+    same = all(table[i, j] == table[a, b] for a, i in enumerate(kept) for b, j in enumerate(kept))
+    assert is_same_of_anchors(table[None], (1, 2), k) == same
+    assert is_same_of_anchors(torch.ones(size, size).tril(), (0, 1), k)
+    assert is_same_of_anchors(place, (0,), k) == (k == 1 or size <= k)
