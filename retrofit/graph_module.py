@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.anatomy import Anatomy
-from retrofit.capture import Program, calls_of, capture, mutates, read_program
+from retrofit.capture import Program, calls_of, capture, read_program
 from retrofit.dataflow import Dataflow, computed_from
 from retrofit.errors import CaptureError, DoesNotFitError, NoTransformerError
 from retrofit.flattened import unflatten
+from retrofit.functional import mutates
 from retrofit.inputs import named_inputs
 from retrofit.inspection import read_anatomy
 from retrofit.ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shape
@@ -51,7 +52,7 @@ def from_exported(exported: torch.export.ExportedProgram) -> fx.GraphModule:
     """An exported program as a graph module with its parameters, as free in its sizes as it was exported, in evaluation mode."""
     model = Holder(exported).eval()
     if any(mutates(node) for node in exported.graph.nodes):
-        exported = exported.run_decompositions({})
+        exported = exported.run_decompositions({})  # a program of its own: the given one stays as it is
     return emitted(model, read_program(exported, calls_of(exported)))
 
 

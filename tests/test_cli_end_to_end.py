@@ -376,7 +376,12 @@ def test_a_write_that_the_system_stops_leaves_everything_as_it_was(model: str, o
 
 
 @pytest.mark.parametrize(
-    ("name", "model", "output"), [("SIGINT", "model.pt", "out.pt"), ("SIGINT", "gpt2", "out"), ("SIGTERM", "model.pt", "out.pt")]
+    ("name", "model", "output"),
+    [
+        ("SIGINT", "gpt2", "out"),
+        ("SIGTERM", "model.pt", "out.pt"),
+        pytest.param("SIGINT", "model.pt", "out.pt", marks=pytest.mark.long),
+    ],
 )
 def test_an_interrupt_leaves_nothing_half_written(name: str, model: str, output: str, here: Path) -> None:
     before = contents(here)

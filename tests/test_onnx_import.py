@@ -126,7 +126,11 @@ FILES = [
     *(("fused by ONNX Runtime", name) for name in ("masked/bert", "image/vit")),
     *(("with its cache", name) for name in ("causal/llama", "causal/gpt_neox", "causal/gemma2", "image/vit")),
 ]
-DEAR = (("with its cache", "causal/gemma2"), ("exported, set 18", "causal/gpt2"), ("exported, set 18", "causal/opt"))
+DEAR = (
+    *(("with its cache", name) for name in ("causal/gemma2", "causal/gpt_neox", "image/vit")),
+    *(("exported, set 18", name) for name in ("causal/gpt2", "causal/opt", "masked/roberta")),
+    ("exported, set 23", "causal/gpt2"),
+)
 
 
 @functools.cache
@@ -220,6 +224,7 @@ def test_the_result_is_a_module_like_any_other() -> None:
     assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+@pytest.mark.long  # as the example does, by the command line
 def test_from_torch_to_onnx_to_a_rewrite_to_training_to_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -248,6 +253,7 @@ def test_from_torch_to_onnx_to_a_rewrite_to_training_to_onnx(tmp_path: Path, cap
     assert distance(last({**inputs, **states})["logits"], first({**inputs, **states})["logits"]) > 1e-3  # it has learned something
 
 
+@pytest.mark.long
 def test_a_rewritten_file_goes_straight_to_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = file_of("with its cache", "causal/llama")
     out = tmp_path / "out.onnx"

@@ -13,7 +13,6 @@ import retrofit
 from retrofit.graph_module import GraphPart
 
 RECIPES = (
-    ("altup(k=2)",),
     ("sequence-altup(k=2)",),
     ("altup(k=2)", "shared-moe(experts=2)", "memory(lookup=token-id)"),
 )

@@ -131,8 +131,14 @@ def test_the_embedding_of_a_tied_head_stays() -> None:
     assert not any(parameter is table for parameter in model.lm_head.parameters())
 
 
-@pytest.mark.parametrize("init", ["hop", "lockstep"])
-@pytest.mark.parametrize("name", ["causal/llama", "causal/gpt2"])
+@pytest.mark.parametrize(
+    ("name", "init"),
+    [
+        ("causal/llama", "hop"),
+        ("causal/gpt2", "lockstep"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (("causal/llama", "lockstep"), ("causal/gpt2", "hop"))),
+    ],
+)
 def test_a_head_that_altup_widened_keeps_the_weights_of_its_blocks(name: str, init: str) -> None:
     """At the exact start the fit sees the dense head, so both orders give one model's logits."""
     entry = zoo.entry(name)

@@ -229,7 +229,7 @@ def rewritten(form: str) -> Any:
     return model
 
 
-LONG = ("falcon", "big_bird", "albert")
+LONG = ("falcon", "big_bird", "albert", "gemma2")
 
 
 @pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.long) if form in LONG else form for form in FORMS])
