@@ -350,8 +350,9 @@ class Outline:
             return self.value(source)
         if name == "glu":
             return self.glu(node)
-        if is_number(node):
-            return self.graph.call_function(node.target, node.args, dict(node.kwargs))  # type: ignore[arg-type]
+        if is_number(node):  # on the CPU: such numbers go with tensors on any device
+            kwargs = {key: value for key, value in node.kwargs.items() if key not in ("device", "pin_memory")}
+            return self.graph.call_function(node.target, node.args, kwargs)  # type: ignore[arg-type]
         if name not in ELEMENTWISE:
             raise unfit(self.branch, f"its hidden units meet in {node.name} (operation {name})")
         for part_of in node.all_input_nodes:

@@ -209,6 +209,8 @@ def test_numbers_that_the_code_makes_go_along() -> None:
     sites, expected = sites_of(model, {"ids": IDS}), model(IDS)
     z = torch.randn(5, 24)
     torch.testing.assert_close(sites[0].hidden(z), F.gelu(z))
+    empty, _ = feed_forwards(retrofit.inspect(copy.deepcopy(model).to("meta"), {"ids": IDS.to("meta")}))
+    torch.testing.assert_close(empty[0].hidden(z), F.gelu(z))  # what was found without weights runs with them
     rebuilt(model, sites)
     torch.testing.assert_close(model(IDS), expected)
 

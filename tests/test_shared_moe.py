@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from test_sparse_ffn_modules import IDS, Model, Plain
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -239,3 +240,19 @@ def test_a_refusal_leaves_the_model_as_it_was(recipe: tuple[SharedMoE, ...], why
     assert list(before) == list(after)
     assert all(before[name][0] == after[name][0] and torch.equal(before[name][1], after[name][1]) for name in before)
     assert "forward" not in vars(model)
+
+
+def test_feed_forwards_that_compute_the_same_are_one_group_however_they_are_written() -> None:
+    """Another activation is another function; a module used by several layers, or the formula, is not."""
+
+    class Written(Plain):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.a(x)
+            return self.b(h * 0.5 * (1 + torch.erf(h / 2**0.5)))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    ffns = [Written(8, 24, "gelu", True), Plain(8, 24, "gelu", True), Plain(8, 24, "relu", True), Plain(8, 24, "gelu", True)]
+    model = Model(8, *ffns).eval()
+    (one,) = apply_reported(model, SharedMoE(groups=1), example_inputs={"ids": IDS}, verify=False).rewrites
+    assert [site.name for site in one.sites] == ["layers.0.f", "layers.1.f", "layers.3.f"]
+    assert [miss.name for miss in one.skipped] == ["layers.2.f"] and "hidden function" in one.skipped[0].why
