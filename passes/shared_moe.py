@@ -364,10 +364,11 @@ def function(site: FeedForward, known: list[tuple[Tensor, tuple[str, ...]]]) -> 
     z = torch.linspace(-6, 6, 97)  # a prime number of places: those of the ports fall on other ones each
     with evaluated(site.hidden):
         values = site.hidden(*(z.roll(7 * port) for port in range(len(site.ports))))
-    same = next((text for other, text in known if torch.allclose(other, values, rtol=1e-5, atol=1e-6)), None)
-    if same is None:
-        known.append((values, own))
-    return same or own
+    for other, text in known:
+        if text == own or torch.allclose(other, values, rtol=1e-5, atol=1e-6, equal_nan=True):
+            return text
+    known.append((values, own))
+    return own
 
 
 def steps(site: FeedForward) -> tuple[str, ...]:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from retrofit.ops import DROPOUT, op
+from retrofit.ops import ACTIVATION, ATTENTION, CONVOLUTION, NORM, PRODUCT, op
+
+ANEW = (PRODUCT | CONVOLUTION | ATTENTION | NORM | ACTIVATION) - {"einsum"}  # an einsum of one operand may only turn it
 
 
 def mutates(node: fx.Node) -> bool:
@@ -53,10 +55,17 @@ def origin(node: fx.Node) -> fx.Node:
 
 
 def may_share(node: fx.Node) -> bool:
-    """Whether the value may lie in the memory of an operand: it is a view, or what the operation was handed."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or op(node) in DROPOUT:
+    """Whether the value may lie in the memory of an operand: it is a view, or what the operation was handed.
+
+    Of an operation that is made of others the schema does not say (`type_as`, and dropout in evaluation).
+    """
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return True
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in node.target._schema.arguments)
+    if op(node) in ANEW:
+        return False
+    made_of_others = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return made_of_others or any(one.alias_info is not None and not one.alias_info.is_write for one in target._schema.arguments)
 
 
 def others_do_not_notice(first: fx.Node, nodes: list[fx.Node], position: dict[fx.Node, int]) -> bool:

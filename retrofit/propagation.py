@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from retrofit.graph_module import GraphPart
+from retrofit.inputs import device_of
 from retrofit.undisturbed import undisturbed
 
 Owner = fx.GraphModule | GraphPart
@@ -21,12 +22,14 @@ Owner = fx.GraphModule | GraphPart
 def propagate(model: fx.GraphModule, inputs: Mapping[str, Any]) -> None:
     """`meta["val"]` of every node, in the parts too wherever a pass has put them, has the shape and dtype that `inputs` lead to.
 
-    The model runs once for it. Nodes that this run does not reach have none.
+    The model runs once for it. Nodes that this run does not reach have none: those behind code that asks for values, in a model
+    without any.
     """
+    asks = contextlib.suppress(RuntimeError) if device_of(model).type == "meta" else contextlib.nullcontext()
     for owner in owners(model):
         for node in owner.graph.nodes:
             node.meta.pop("val", None)
-    with undisturbed(model), torch.no_grad(), told(model, FakeTensorMode()):
+    with asks, undisturbed(model), torch.no_grad(), told(model, FakeTensorMode()):
         model(**inputs)
 
 

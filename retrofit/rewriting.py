@@ -121,12 +121,12 @@ def apply_reported(
                     why=str(report),
                     remedy="the model was left as it was; this is a defect of retrofit if the dense model passes the same checks",
                 )
+        if isinstance(model, fx.GraphModule):
+            propagate(model, inputs)
     except BaseException:
         edit.undo()
         hub.remember(model, earlier)
         raise
-    if isinstance(model, fx.GraphModule):
-        propagate(model, inputs)
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
     return Applied(model, made, report, before, after, dense_flops, flops)

@@ -21,6 +21,8 @@ STEPS: dict[str, Any] = {
     "row": lambda x, y: x[1:2].expand(3, 4),
     "same": lambda x, y: x.to(torch.float32),
     "dropped": lambda x, y: nn.functional.dropout(x, 0.5, False),
+    "like": lambda x, y: x.type_as(y),
+    "product": lambda x, y: x @ torch.eye(4),
     "parts": lambda x, y: torch.cat(x.chunk(2, 1)[::-1], 1),
     "add_": lambda x, y: x.add_(y),
     "mul_": lambda x, y: x.mul_(1.5),
@@ -79,6 +81,8 @@ def test_any_code_computes_what_it_did_or_is_left_alone(steps: list[tuple[str, i
         ([("view", 0, 0), ("add_", 2, 1)], False),
         ([("dropped", 0, 0), ("add_", 2, 1)], False),  # in evaluation dropout hands back what it was handed
         ([("parts", 0, 0), ("add_", 0, 1)], True),
+        ([("like", 0, 1), ("add_", 2, 1)], False),  # of the same type already, and no schema says so
+        ([("product", 0, 1), ("add_", 2, 1)], True),
     ],
 )
 def test_memory_that_is_shared_is_left_alone(steps: list[tuple[str, int, int]], able: bool) -> None:
