@@ -56,10 +56,12 @@ def ends(node: fx.Node, flow: Dataflow) -> Iterator[fx.Node]:
 def value(node: fx.Node, flow: Dataflow, length: int) -> Tensor | None:
     """The node's value before anything was cut to `length`, where buffers and numbers in the code are all it is made of."""
     program = flow.program
+    if node in flow.depends:
+        return None
     if node.op == "placeholder":
         return program.values.get(program.buffers.get(node, program.constants.get(node, "")))
     known: dict[fx.Node, Any] = {part: value(part, flow, length) for part in node.all_input_nodes}
-    if node in flow.depends or any(one is None for one in known.values()):
+    if any(one is None for one in known.values()):
         return None
     if op(node) in CUTS and (length, True) in zip(shape(node) or (), changed(node), strict=True):
         return known[node.args[0]]  # type: ignore[index,no-any-return]
