@@ -162,7 +162,7 @@ def no_cache(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_lines() -> Iterator[None]:
-    """Within this context the tracer does not ask which line of the code each node comes from, which takes a good part of its time."""
+    """Within this context the tracer does not ask which line of the code each node comes from: asking takes long."""
     settings: Any = fx.config
     before = getattr(settings, "do_not_emit_stack_traces", False)
     settings.do_not_emit_stack_traces = True

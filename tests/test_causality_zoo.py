@@ -13,7 +13,7 @@ from torch import Tensor
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.passes.sequence_altup import StridedLayer
+from retrofit.passes.strided_layers import StridedLayer
 
 LENGTH = 10  # a change at each place but the first: at every phase of a window, with k = 4 twice
 CAUSAL = [entry for entry in zoo.entries() if entry.task == "causal" and zoo.skip_reason(entry) is None]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from retrofit.errors import DoesNotFitError
 from retrofit.passes.handed import Follows, Handed, learn
-from retrofit.passes.sequence_altup import AveragePoolingLayer, SequenceAltUpLayer, StrideAndSkipLayer
+from retrofit.passes.strided_layers import AveragePoolingLayer, SequenceAltUpLayer, StrideAndSkipLayer
 
 D = 4
 FOLLOWS = {
