@@ -62,15 +62,15 @@ class Roll:
         return Roll(pick(self.columns), pick(valid), tuple(pick(value) for value in self.values))
 
 
-class AnchorLayer(CacheLayerMixin):
-    """One layer of a cache, of which the model sees every token and the attention inside every k-th."""
+class AnchorKeys(CacheLayerMixin):
+    """One layer of a cache, of which the model sees every token and an attention inside the strided layer every k-th."""
 
     supports_early_init = False
     is_croppable = True
 
-    def __init__(self, name: str, k: int) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.name, self.k = name, k
+        self.name = name  # the strided layer's
         self.tally: CacheLayerMixin | None = None  # the cache layer whose place this one took
         self.forget()
 
@@ -78,6 +78,107 @@ class AnchorLayer(CacheLayerMixin):
         self.keys = self.values = None  # (batch, heads, anchors, head width)
         self.indexed: Tensor | None = None  # (batch, anchors, width)
         self.is_initialized = False
+
+    def take_place(self, layer: Any) -> None:
+        """This layer stands for `layer`, an empty one, from here on."""
+        if isinstance(layer, AnchorKeys) or int(layer.get_seq_length()):
+            raise DoesNotFitError(
+                f"the strided layer {self.name} was handed a cache with tokens in it",
+                why="another layer put them there, which saw every token",
+                remedy="start from an empty cache",
+            )
+        self.tally = copy.copy(layer)
+        self.tally.is_initialized = False
+
+    def passed(self, length: int) -> None:
+        """To the model, `length` tokens more are held."""
+        if self.tally is not None and self.keys is not None:
+            token = self.keys.new_zeros(1, 1, length, 1)
+            self.tally.update(token, token)
+
+    # What the attention inside asks.
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.keys is None or self.values is None:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+        else:
+            self.keys = torch.cat([self.keys, key_states], 2)
+            self.values = torch.cat([self.values, value_states], 2)
+        return self.keys, self.values
+
+    # What the model asks.
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """As the layer it stands for: the model leaves masks out where a cache says that it grows."""
+        return self.tally is not None and self.tally.is_compileable
+
+    @property
+    def is_sliding(self) -> bool:
+        return bool(getattr(self.tally, "is_sliding", False))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        assert self.tally is not None
+        return self.tally.get_mask_sizes(query_length)
+
+    def get_seq_length(self) -> int:
+        return self.tally.get_seq_length() if self.tally is not None else 0
+
+    def get_max_length(self) -> int:
+        return self.tally.get_max_length() if self.tally is not None else -1
+
+    def activate_past_recording(self) -> None:
+        record = getattr(self.tally, "activate_past_recording", None)
+        if record is not None:
+            record()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        assert self.tally is not None
+        self.tally.crop(tokens_to_remove)  # type: ignore[attr-defined]
+
+    def reset(self) -> None:
+        if self.tally is not None:
+            self.tally.reset()
+        self.forget()
+
+
+class FellowLayer(AnchorKeys):
+    """Keys and values of a strided layer's second and later attention; the layer of its first looks after them."""
+
+    def take_place(self, layer: Any) -> None:
+        if isinstance(layer, LinearAttentionLayer) or hasattr(layer, "update_indexer"):
+            raise DoesNotFitError(
+                f"the strided layer {self.name} has several attentions, one of which keeps more than keys and values",
+                why="their states are moved on by anchors for one attention a layer only",
+                remedy="leave the layer out with layers=…",
+            )
+        super().take_place(layer)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Done with the first's."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Done with the first's."""
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Done with the first's."""
+
+
+class AnchorLayer(AnchorKeys):
+    """The cache's layer of a strided layer's first attention; it keeps the anchors' corrections, and looks after its fellows."""
+
+    def __init__(self, name: str, k: int) -> None:
+        self.k = k
+        self.fellows: list[FellowLayer] = []  # where the strided layer has several attentions, those of the others
+        super().__init__(name)
+
+    def forget(self) -> None:
+        super().forget()
         self.tokens = 0  # columns so far, padding included
         self.dropped = 0  # anchors that have left the window, while all rows have the same
         self.corrections: Tensor | None = None  # (batch, n, d), of the last anchors
@@ -98,9 +199,9 @@ class AnchorLayer(CacheLayerMixin):
 
     @property
     def earlier(self) -> Tensor | None:
-        """The correction of the last anchor: (batch, 1, d)."""
+        """The correction of the last anchor, (batch, 1, d); None before the first."""
         held = self.roll.values[0] if self.roll is not None else self.corrections
-        return None if held is None else held[:, -1:]
+        return None if held is None or not held.shape[1] else held[:, -1:]
 
     def held(self) -> int:
         """How many anchors are held, while all rows have the same."""
@@ -152,9 +253,10 @@ class AnchorLayer(CacheLayerMixin):
         seen = torch.cat([self.valid, new.valid], 1) & (keys >= 0) & (keys < extent)
         return keys.clamp(0, extent - 1), seen
 
-    def series(self) -> dict[str, Tensor]:
-        """What is held of each anchor, by name."""
-        return {name: value for name in SERIES if (value := getattr(self, name)) is not None}
+    def series(self) -> list[tuple[AnchorKeys, str, Tensor]]:
+        """What is held of each anchor: whose, its name, its values."""
+        held = (self, *self.fellows)
+        return [(one, name, value) for one in held for name in SERIES if (value := getattr(one, name)) is not None]
 
     def sees_all(self, new: EvenAnchors | CountedAnchors) -> bool:
         """Whether the `new` anchors may see every entry held, and of one another those before them."""
@@ -171,9 +273,8 @@ class AnchorLayer(CacheLayerMixin):
 
     def advance(self, new: EvenAnchors | CountedAnchors, real: Tensor | None, length: int, corrections: Tensor | None) -> None:
         """`length` tokens have passed; their anchors' `corrections` (batch, anchors, d) are None where there were no anchors."""
-        if self.tally is not None and self.keys is not None:
-            token = self.keys.new_zeros(1, 1, length, 1)
-            self.tally.update(token, token)
+        for one in (self, *self.fellows):
+            one.passed(length)
         if self.real is None:
             self.tokens += length
             if corrections is not None:
@@ -201,8 +302,8 @@ class AnchorLayer(CacheLayerMixin):
         gone = -(-self.offset(1) // self.k) - self.dropped
         if gone > 0:
             self.dropped += gone
-            for name, value in self.series().items():
-                setattr(self, name, value.narrow(SERIES[name], gone, value.shape[SERIES[name]] - gone))
+            for one, name, value in self.series():
+                setattr(one, name, value.narrow(SERIES[name], gone, value.shape[SERIES[name]] - gone))
 
     def close(self) -> None:
         """Rows keep what is still theirs, without the holes that all of them have."""
@@ -210,27 +311,18 @@ class AnchorLayer(CacheLayerMixin):
         theirs = self.columns < self.tokens
         held = self.valid & theirs & (self.columns >= self.offset(1))
         series = self.series()
-        roll = Roll(self.columns, self.valid, tuple(value.transpose(1, SERIES[name]) for name, value in series.items())).closed(
-            held
-        )
+        turned = tuple(value.transpose(1, SERIES[name]) for _, name, value in series)
+        roll = Roll(self.columns, self.valid, turned).closed(held)
         self.columns, self.valid = roll.columns, roll.valid
-        for name, value in zip(series, roll.values, strict=True):
-            setattr(self, name, value.transpose(1, SERIES[name]))
+        for (one, name, _), value in zip(series, roll.values, strict=True):
+            setattr(one, name, value.transpose(1, SERIES[name]))
         if self.roll is not None:
             self.roll = self.roll.closed(self.roll.valid & (self.roll.columns < self.tokens), self.kept)
 
-    # As a layer of a cache: what the attention inside asks.
+    # As a layer of a cache.
 
     def take_place(self, layer: Any) -> None:
-        """This layer stands for `layer`, an empty one, from here on."""
-        if isinstance(layer, AnchorLayer) or int(layer.get_seq_length()):
-            raise DoesNotFitError(
-                f"the strided layer {self.name} was handed a cache with tokens in it",
-                why="another layer put them there, which saw every token",
-                remedy="start from an empty cache",
-            )
-        self.tally = copy.copy(layer)
-        self.tally.is_initialized = False
+        super().take_place(layer)
         if isinstance(layer, LinearAttentionLayer):
             self.__class__ = RecurrentAnchorLayer
             shared = vars(LinearAttentionLayer()).keys()
@@ -238,44 +330,24 @@ class AnchorLayer(CacheLayerMixin):
         elif hasattr(layer, "update_indexer"):
             self.__class__ = IndexedAnchorLayer
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if self.keys is None or self.values is None:
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states, value_states
-        else:
-            self.keys = torch.cat([self.keys, key_states], 2)
-            self.values = torch.cat([self.values, value_states], 2)
-        return self.keys, self.values
-
-    # What the model asks.
-
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """As the layer it stands for: the model leaves masks out where a cache says that it grows."""
-        return self.tally is not None and self.tally.is_compileable
-
-    @property
-    def is_sliding(self) -> bool:
-        return bool(getattr(self.tally, "is_sliding", False))
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        assert self.tally is not None
-        return self.tally.get_mask_sizes(query_length)
+    def make_room(self, layer: Any) -> AnchorKeys:
+        """What takes the place of `layer`, which an attention inside is about to write to: this layer, or a new fellow."""
+        held: AnchorKeys = self
+        if self.tally is not None:
+            held = FellowLayer(self.name)
+        held.take_place(layer)
+        if isinstance(held, FellowLayer):
+            if held.is_sliding != self.is_sliding:
+                raise DoesNotFitError(
+                    f"the strided layer {self.name} has attentions with windows of their own",
+                    why="anchors leave the cache together",
+                    remedy="leave the layer out with layers=…",
+                )
+            self.fellows.append(held)
+        return held
 
     def get_seq_length(self) -> int:
-        return self.tally.get_seq_length() if self.tally is not None else self.tokens
-
-    def get_max_length(self) -> int:
-        return self.tally.get_max_length() if self.tally is not None else -1
-
-    def activate_past_recording(self) -> None:
-        record = getattr(self.tally, "activate_past_recording", None)
-        if record is not None:
-            record()
+        return super().get_seq_length() if self.tally is not None else self.tokens
 
     # What a program that decodes takes and returns.
 
@@ -293,15 +365,9 @@ class AnchorLayer(CacheLayerMixin):
 
     # What generation does to it.
 
-    def reset(self) -> None:
-        if self.tally is not None:
-            self.tally.reset()
-        self.forget()
-
     def crop(self, tokens_to_remove: int) -> None:
-        assert self.tally is not None
-        self.tally.crop(tokens_to_remove)  # type: ignore[attr-defined]
-        self.take_back(self.tokens - int(self.tally.get_seq_length()))
+        super().crop(tokens_to_remove)
+        self.take_back(self.tokens - int(self.get_seq_length()))
 
     def take_back(self, count: int) -> None:
         """The last `count` tokens never were."""
@@ -317,8 +383,8 @@ class AnchorLayer(CacheLayerMixin):
             lost = self.roll is None or not bool((self.roll.valid.any(1) | ~self.real.any(1)).all())
         else:
             gone = -(-(self.tokens + count) // self.k) - self.dropped - self.held()
-            for name, value in self.series().items():
-                setattr(self, name, value.narrow(SERIES[name], 0, self.held()))
+            for one, name, value in self.series():
+                setattr(one, name, value.narrow(SERIES[name], 0, self.held()))
             assert self.corrections is not None
             self.corrections = self.corrections[:, : max(0, self.corrections.shape[1] - gone)]
             lost = not self.corrections.shape[1]
@@ -337,7 +403,9 @@ class AnchorLayer(CacheLayerMixin):
         self.each_row(lambda value: value.repeat_interleave(times, 0))
 
     def each_row(self, change: Any) -> None:
-        for name in (*SERIES, "corrections", "real", "columns", "valid"):
+        for one, name, value in self.series():
+            setattr(one, name, change(value))
+        for name in ("corrections", "real", "columns", "valid"):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, change(value))
@@ -400,9 +468,9 @@ class Anchoring(Cache):
         if self.layer_class_to_replicate is not None:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self.layer_class_to_replicate())
-        if self.layers[layer_idx] is not self.anchor_layer:
-            self.anchor_layer.take_place(self.layers[layer_idx])
-            self.layers[layer_idx] = self.anchor_layer
+        theirs = (self.anchor_layer, *self.anchor_layer.fellows)
+        if not any(self.layers[layer_idx] is one for one in theirs):
+            self.layers[layer_idx] = self.anchor_layer.make_room(self.layers[layer_idx])
 
 
 @functools.cache

@@ -94,10 +94,10 @@ class PlacedAnchorLayer(AnchorLayer):
 
 def states_of(layer: AnchorLayer) -> dict[str, Tensor]:
     """What the layer holds, by name; raises `CaptureError` where it holds other states as well."""
-    if layer.keys is None or layer.values is None or layer.indexed is not None or layer.recurrent:
+    if layer.keys is None or layer.values is None or layer.indexed is not None or layer.recurrent or layer.fellows:
         raise CaptureError(
-            f"the strided layer {layer.name} keeps more than keys and values",
-            why="recurrent states, or keys to choose by, move on with its anchors",
+            f"the strided layer {layer.name} keeps more than the keys and values of one attention",
+            why="recurrent states, keys to choose by, or those of a second attention move on with its anchors",
         )
     real = layer.keys.new_ones(len(layer.keys), 1, layer.tokens, dtype=torch.bool)
     last = layer.earlier

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from retrofitted import moved
@@ -73,7 +74,7 @@ def test_a_whole_model_is_the_formula(tokens: list[int], length: int, k: int) ->
 def prompts(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[int]]:
     """Rows of tokens padded on one side, their mask, and where chunks of them end."""
     count = draw(st.integers(1, 3))
-    pads = [0, *(draw(st.integers(0, LENGTH - 1)) for _ in range(count - 1))]
+    pads = [draw(st.integers(0, LENGTH - 1)) for _ in range(count)]
     left = draw(st.booleans())
     rows = torch.tensor([draw(TOKENS) for _ in pads])
     columns = torch.arange(LENGTH)
@@ -144,3 +145,43 @@ def test_a_strided_layer_holds_one_entry_in_k(k: int, length: int) -> None:
     sizes = [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
     assert sizes[:3] == [sizes[3] // length * -(-length // k)] * 3
     assert [cache.get_seq_length(index) for index in range(4)] == [length] * 4
+
+
+@functools.cache
+def two_attentions() -> Any:
+    """A decoder whose layers hold two attentions each, which write to cache layers of their own."""
+    entry = zoo.entry("causal/longcat_flash")
+    model = zoo.build(entry)
+    return moved(retrofit.apply(model, SequenceAltUp(k=3, layers="all"), example_inputs=zoo.inputs(entry, model), verify=False))
+
+
+@given(rows=st.lists(TOKENS, min_size=2, max_size=3), data=st.data())
+@settings(deadline=None, max_examples=20)
+def test_layers_with_two_attentions_decode_what_they_compute_at_once(rows: list[list[int]], data: st.DataObject) -> None:
+    """Rows padded on the left, swapped and doubled, the last tokens taken back: logits of the whole without a cache."""
+    model = two_attentions()
+    tokens = torch.tensor(rows)
+    pads = torch.tensor([0, *(data.draw(st.integers(0, 4)) for _ in rows[1:])])
+    chosen = torch.tensor([data.draw(st.integers(0, len(rows) - 1)) for _ in rows])
+    cut, back = data.draw(st.integers(5, LENGTH - 2)), data.draw(st.integers(0, 3))
+    real = (torch.arange(LENGTH) >= pads[:, None]).long()
+    tokens = torch.where(real.bool(), tokens, 0)
+    positions = (real.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        cache = model(
+            tokens[:, :cut], attention_mask=real[:, :cut], position_ids=positions[:, :cut], use_cache=True
+        ).past_key_values
+        assert {layer.keys.shape[2] for layer in cache.layers[:2]} == {-(-cut // 3)}
+        cache.reorder_cache(chosen)
+        tokens, real, positions = torch.cat([tokens[chosen, :cut], tokens[:, cut:]], 1), real[chosen], positions[chosen]
+        if back:
+            cache.crop(-back)
+        made = [
+            model(
+                tokens[:, i : i + 1], attention_mask=real[:, : i + 1], position_ids=positions[:, i : i + 1], past_key_values=cache
+            ).logits[:, 0]
+            for i in range(cut - back, LENGTH)
+        ]
+        whole = model(tokens, attention_mask=real, position_ids=positions, use_cache=False).logits
+    seen = real[:, cut - back :].bool()
+    close(torch.stack(made, 1)[seen], whole[:, cut - back :][seen])
