@@ -8,6 +8,7 @@ dimension as long as the new tokens is about these, any other about the keys in 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.cache_utils import Cache
 from retrofit.errors import DoesNotFitError
 from retrofit.passes.anchor_cache import AnchorLayer
 from retrofit.passes.striding import CountedAnchors, EvenAnchors, Where, hide, take
+from retrofit.undisturbed import undisturbed
 from retrofit.wrapping import place_of, replaced
 
 HIDDEN = -5e3  # masks that are added hide a key by −1e4 or less; no bias of a trained attention comes near
@@ -99,6 +101,33 @@ def learn(one: Shapes, other: Shapes, stream: Path) -> dict[Path, Follows]:
         positions = tuple(dim for dim, pair in enumerate(pairs) if pair == (length, other_length))
         rows = [dim for dim, (a, b) in enumerate(pairs) if dim not in positions and a != b and a * other_batch == b * batch]
         found[path] = Follows(len(pairs), positions, rows[0] if rows else None)
+    return found
+
+
+def unknown_on_a_cache(model: nn.Module, inputs: Mapping[str, Any], known: Mapping[str, Collection[Path]]) -> dict[str, str]:
+    """By layer, an argument with tensors of which nothing is `known`, and which it is handed where the model fills a cache."""
+    found: dict[str, str] = {}
+
+    def look(path: str, names: tuple[str, ...]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            for name, value in name_arguments(args, kwargs, names):
+                with contextlib.suppress(DoesNotFitError):  # known as a thing that the layer is handed and does not read
+                    tensors = list(tensors_in(value, (name,)))
+                    if any(where not in known[path] and as_called(tensor, None) is None for where, tensor in tensors):
+                        found.setdefault(path, str(name))
+
+        return hook
+
+    handles = []
+    for path in known:
+        module = model.get_submodule(path)
+        handles.append(module.register_forward_pre_hook(look(path, names_of(module)), with_kwargs=True))
+    try:
+        with undisturbed(model), torch.no_grad():
+            model(**{**inputs, "use_cache": True})
+    finally:
+        for handle in handles:
+            handle.remove()
     return found
 
 

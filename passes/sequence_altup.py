@@ -33,7 +33,7 @@ from retrofit.passes.beside import (
     reads_some_only,
     tells_padding,
 )
-from retrofit.passes.handed import Follows, Path, learn, name_arguments, names_of, path_of, tensors_in
+from retrofit.passes.handed import Follows, Path, learn, name_arguments, names_of, path_of, tensors_in, unknown_on_a_cache
 from retrofit.passes.numbering import is_numbering, is_same_of_anchors, tables_of
 from retrofit.passes.strided_layers import METHODS, StridedLayer
 from retrofit.probes import accepts
@@ -84,14 +84,15 @@ class Application:
         self.model = anatomy.model
         self.skipped: list[NearMiss] = []
         self.sites: list[Site] = []
-        self.looked_up = False  # whether the values of a table in a layer decided anything
+        self.hangs_on_values = False  # whether which layers are strided hangs on what a model without values cannot tell
 
     def run(self) -> Rewrite:
         chosen = list(self.chosen())
         if chosen:
             paths = [layer.name for _, layer in chosen]
             one, other = self.observe(paths, 0), self.observe(paths, 1)
-            known = [(layer, self.follows(stack, layer, one, other)) for stack, layer in chosen]
+            lost = self.lost_when_decoding(other)
+            known = [(layer, lost.get(layer.name) or self.follows(stack, layer, one, other)) for stack, layer in chosen]
             for layer, found in self.agreed(known, other):
                 self.stride(layer, found, other)
         if not self.sites:
@@ -237,6 +238,21 @@ class Application:
         length = max((int(value.shape[1]) for value in tensors if is_per_token(value)), default=0)
         return Observation(program, Dataflow(program), batch, length, masks, shapes, objects)
 
+    def lost_when_decoding(self, seen: Observation) -> dict[str, str]:
+        """By layer why it could not decode: what it remembers from token to token is handed to it as tensors, not in a cache."""
+        inputs = self.inputs(0)
+        without_values = any(parameter.is_meta for parameter in self.model.parameters())
+        if without_values or not accepts(self.model, "use_cache"):
+            return {}
+        found: dict[str, str] = {}
+        with contextlib.suppress(Exception):  # a model that does not run on a cache
+            known = {path: shapes for (path, call), shapes in seen.shapes.items() if not call}
+            found = unknown_on_a_cache(self.model, inputs, known)
+        self.hangs_on_values |= bool(found)
+        return {
+            path: f"decoding, it is handed {name}, and what that holds of each token is unknown" for path, name in found.items()
+        }
+
     def agreed(
         self, known: list[tuple[Layer, dict[Path, Follows] | str]], seen: Observation
     ) -> Iterator[tuple[Layer, dict[Path, Follows]]]:
@@ -380,14 +396,14 @@ class Application:
         tables = tables_of(node, seen.flow, length)
         if tables is None:
             return False
-        self.looked_up = True
+        self.hangs_on_values = True
         if any(table.is_meta for table, _ in tables):
             return self.how.layers not in ("all", "inner")
         return all(is_same_of_anchors(table, dims, self.how.k) for table, dims in tables)
 
     def resolved(self) -> SequenceAltUp:
         """The options by which a model without values gets the same layers strided."""
-        if not self.looked_up:
+        if not self.hangs_on_values:
             return self.how
         names = {site.name for site in self.sites}
         found: dict[str, set[tuple[int, ...]]] = {}
@@ -400,7 +416,7 @@ class Application:
         if len(which) > 1 or (len(strided) < len(found) and len(strided) > 1):
             raise DoesNotFitError(
                 f"{self.how.name}: other depths of one stack than of another can be strided",
-                why="that hangs on the values of tables, so the recipe has to name them, and it names the same for all stacks",
+                why="a model without values cannot tell them, so the recipe has to name them, and it names the same for all stacks",
                 remedy="apply it once with stacks=encoder and once with stacks=decoder",
             )
         stacks = self.how.stacks if len(strided) == len(found) else next(iter(strided))

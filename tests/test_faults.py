@@ -9,6 +9,7 @@ import argparse
 import copy
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,20 @@ def _(model: Any) -> None:
         return old(hidden) if fresh else old(hidden + past)
 
     replaced_forward(layers(model)[0].layer.mlp, forward)
+
+
+@fault("a layer keeps a token where beams do not move it", check="cache", names="reordered steps: ", spec=SPARSE_FFN)
+def _(model: Any) -> None:
+    kept: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    def forward(old: Any, hidden: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        before = kept.get(past_key_values) if past_key_values is not None else None
+        shifted = torch.cat([torch.zeros_like(hidden[:, :1]) if before is None else before, hidden[:, :-1]], 1)
+        if past_key_values is not None:
+            kept[past_key_values] = hidden[:, -1:]
+        return old(hidden + shifted, *args, past_key_values=past_key_values, **kwargs)
+
+    replaced_forward(layers(model)[0], forward)
 
 
 @fault("a new coefficient is frozen", check="gradients", names="model.layers.1.p (in model.layers.1: works on block 1 of 2)")

@@ -200,6 +200,41 @@ def test_a_loaded_model_has_the_same_layers_strided(tmp_path: Path) -> None:
     assert [getattr(layer, "k", 1) for layer in loaded.transformer.h] == strides
 
 
+class Recurrent(Model):
+    """The second half of the layers keep a running sum, which the model hands them as a tensor when it decodes."""
+
+    class Layer(Layer):
+        def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            made, _ = super().forward(x)
+            sums = x.cumsum(1) if state is None else x.cumsum(1) + state[:, None]
+            return made + sums / 9, sums[:, -1]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([*self.layers[:2], *(Recurrent.Layer() for _ in range(2))])
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False, states: Any = None) -> Any:
+        x = self.embed(input_ids)
+        if use_cache and states is None:
+            states = [x.new_zeros(len(x), D) for _ in range(2)]
+        for layer in self.layers[:2]:
+            x, _ = layer(x)
+        for number, layer in enumerate(self.layers[2:]):
+            x, made = layer(x, states[number] if use_cache else None)
+            if use_cache:
+                states[number] = made
+        return (self.head(x), states) if use_cache else self.head(x)
+
+
+def test_layers_whose_states_come_as_tensors_are_left_alone() -> None:
+    """What they would remember of anchors has no place there. The recipe names the others: a model being loaded has no states."""
+    model: Any = retrofit.apply(Recurrent().eval(), SequenceAltUp(k=3, layers="all"), verify=False)
+    assert [getattr(layer, "k", 1) for layer in model.layers] == [3, 3, 1, 1]
+    (rewrite,) = rewrites(model) or ()
+    assert "layers=0+1" in rewrite.spec
+    assert all("decoding, it is handed state" in miss.why for miss in rewrite.skipped)
+
+
 def test_depths_that_differ_from_stack_to_stack_cannot_be_saved_in_one_recipe() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

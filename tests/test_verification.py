@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import weakref
 import zlib
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import retrofit
 from retrofit.capture import capture
-from retrofit.checks.cache import Decoded, difference
+from retrofit.checks.cache import Decoded, difference, own_failing
 from retrofit.checks.fingerprint import Fingerprint, checksum, fingerprints
 from retrofit.checks.gradients import Gradients, among_idle, gradients, nudged, thawed
 from retrofit.checks.reference import Reference
@@ -105,6 +106,35 @@ class Positioned(Plain):
 def test_a_model_that_cannot_be_told_its_positions_is_not_blamed_for_padding_on_the_left() -> None:
     (check,) = retrofit.verify(Positioned(), checks=("padding",)).checks
     assert check.status == "passed" and "left: it cannot be told the positions" in check.why
+
+
+class Lagging(nn.Module):
+    """A layer that adds the token before, which it keeps beside the cache: beams do not move it, or (`forgets`) it is not kept."""
+
+    def __init__(self, layer: nn.Module, forgets: bool) -> None:
+        super().__init__()
+        self.layer, self.forgets = layer, forgets
+        self.kept: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    def forward(self, hidden: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        before = None if past_key_values is None or self.forgets else self.kept.get(past_key_values)
+        shifted = torch.cat([torch.zeros_like(hidden[:, :1]) if before is None else before, hidden[:, :-1]], 1)
+        if past_key_values is not None:
+            self.kept[past_key_values] = hidden[:, -1:]
+        return self.layer(hidden + shifted, *args, past_key_values=past_key_values, **kwargs)
+
+
+@pytest.mark.parametrize(("forgets", "way"), [(False, "reordered steps"), (True, "steps")])
+def test_what_a_dense_cache_gets_wrong_is_not_held_against_a_rewrite(forgets: bool, way: str) -> None:
+    model: Any = llama()
+    model.model.layers[0] = Lagging(model.model.layers[0], forgets)
+    reference = Reference.of(model)
+    assert reference.generated is not None and reference.generated.agrees != forgets
+    assert f"the dense model does not agree with itself: {way}" in own_failing(reference, "beam")
+    assert bool(own_failing(reference, "greedy")) == forgets
+    retrofit.apply(model, "sparse-ffn(sparsity=8)", verify=False)
+    report = retrofit.verify(model, reference, checks=("cache",))
+    assert report.ok and f"{way}: the dense model does not agree with itself" in report["cache"].why
 
 
 # ── The report ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -32,12 +32,15 @@ from retrofit.probes import (
 )
 
 if TYPE_CHECKING:
+    from retrofit.checks.reference import Reference
     from retrofit.checks.subject import Subject
 
 STEPS = 2  # tokens decoded one at a time
 PROMPT, NEW_TOKENS = 6, 4
 BEAMS = {"greedy": 1, "beam": 2}
-WAYS = ("steps", "left-padded steps")
+PLAIN, PADDED, REORDERED = "steps", "left-padded steps", "reordered steps"
+GENERATED = "generate with and without its cache"
+OWN = {"greedy": (PLAIN, GENERATED), "beam": (PLAIN, REORDERED, GENERATED)}  # where the dense model has to agree with itself
 
 
 def check(subject: Subject) -> Finding:
@@ -65,8 +68,10 @@ def judge_steps(subject: Subject, way: str) -> Finding:
 
 
 def ways(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
-    """The ways a sequence is decoded step by step: plainly, and where one side takes a mask also padded on the left."""
-    return WAYS if takes_padding(model, inputs) and not has_two_sides(inputs) else WAYS[:1]
+    """The ways a sequence is decoded step by step: plainly, with rows that change places as in a beam search, and where one side
+    takes a mask also padded on the left."""
+    pads = takes_padding(model, inputs) and not has_two_sides(inputs)
+    return (PLAIN, PADDED, REORDERED) if pads else (PLAIN, REORDERED)
 
 
 def keeps_cache(model: nn.Module, inputs: Inputs, name: str) -> bool:
@@ -74,7 +79,7 @@ def keeps_cache(model: nn.Module, inputs: Inputs, name: str) -> bool:
     if is_decoder_side(name) != has_two_sides(inputs):
         return False
     try:
-        return stepping(model, inputs, WAYS[0]) is not None
+        return stepping(model, inputs, PLAIN) is not None
     except Exception:  # a model that cannot decode
         return False
 
@@ -88,7 +93,7 @@ def stepping(model: nn.Module, inputs: Inputs, way: str) -> Trial | None:
     name = output_ids_name(whole, full)
     if name is None or full.shape[1] <= STEPS:
         return None
-    pieces = step_through(model, whole, name)
+    pieces = step_through(model, whole, name, way == REORDERED)
     if pieces is None:
         return None
     real = positions if positions is not None else torch.ones_like(whole[name], dtype=torch.bool)
@@ -97,7 +102,7 @@ def stepping(model: nn.Module, inputs: Inputs, way: str) -> Trial | None:
 
 def step_inputs(model: nn.Module, inputs: Inputs, way: str) -> tuple[dict[str, Any], torch.Tensor | None]:
     """A batch to decode step by step, and which of its positions are no padding, None where none is."""
-    if way != WAYS[0]:
+    if way == PADDED:
         _, long, _ = padded(model, inputs, "left")
         return {**long, "use_cache": False}, long["attention_mask"].bool()
     whole = resized_like(model, inputs, 2, seed=17)
@@ -107,18 +112,34 @@ def step_inputs(model: nn.Module, inputs: Inputs, way: str) -> tuple[dict[str, A
     return {**whole, "use_cache": False}, None
 
 
-def step_through(model: nn.Module, whole: Inputs, name: str) -> list[torch.Tensor] | None:
-    """The logits of the sequence without its last tokens, then of each of these, all on one cache; None where there is none."""
-    total = whole[name].shape[1]
+def step_through(model: nn.Module, whole: Inputs, name: str, swapped: bool = False) -> list[torch.Tensor] | None:
+    """The logits of the sequence without its last tokens, then of each of these, all on one cache; None where there is none.
+
+    Where they are `swapped` the rows stand in the reverse order in the first of these calls, and the cache is told before the next.
+    """
+    total, rows = whole[name].shape[1], len(whole[name])
     pieces, cache = [], None
     for start, stop in [(0, total - STEPS), *((last, last + 1) for last in range(total - STEPS, total))]:
         chunk = {**section(whole, name, start, stop), "use_cache": True}
+        if swapped and not start:
+            chunk = {key: value.flip(0) if is_of_rows(value, rows) else value for key, value in chunk.items()}
         output = run(model, chunk, past_key_values=cache) if cache is not None else run(model, chunk)
         cache = getattr(output, "past_key_values", None)
         if cache is None:
             return None
-        pieces.append(logits_of(output))
+        logits = logits_of(output)
+        if swapped and not start:
+            if not hasattr(cache, "reorder_cache"):
+                return None
+            cache.reorder_cache(torch.arange(rows - 1, -1, -1, device=logits.device))
+            logits = logits.flip(0)
+        pieces.append(logits)
     return pieces
+
+
+def is_of_rows(value: Any, rows: int) -> bool:
+    """Whether an input has an entry for each row of the batch."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def section(inputs: Inputs, name: str, start: int, stop: int) -> dict[str, Any]:
@@ -140,7 +161,9 @@ def departure_by_stepping(model: nn.Module, inputs: Inputs, way: str) -> Departu
     assert name is not None
     real = positions if positions is not None else torch.ones_like(whole[name], dtype=torch.bool)
     with recorded(model) as stepped:
-        step_through(model, whole, name)
+        step_through(model, whole, name, way == REORDERED)
+    if way == REORDERED:
+        stepped = {path: [values[0].flip(0), *values[1:]] for path, values in stepped.items()}
     joined = {path: [torch.cat(values, 1)] for path, values in stepped.items() if all(value.dim() == 3 for value in values)}
     ours = at(joined, real)
     theirs = {path: values for path, values in at(full, real).items() if len(values) == 1 and path in ours}
@@ -160,21 +183,41 @@ class Decoded:
 
 
 def judge_decoding(subject: Subject, name: str) -> Finding:
-    """An exact rewrite generates the dense model's tokens; else the same with and without the cache, ties within rounding apart,
-    and the dense model's own failings allowed for."""
+    """Whether `generate` makes of the cache what it should, the dense model's own failings allowed for."""
+    found = attempted(compare_decodings, subject, name)
+    excuse = own_failing(subject.reference, name) if found.status == "failed" and subject.reference is not None else ""
+    return Finding("skipped", found.measured, excuse) if excuse else found
+
+
+def compare_decodings(subject: Subject, name: str) -> Finding:
+    """An exact rewrite generates the dense model's tokens; else the same with and without the cache, ties within rounding apart."""
     cached, dense = decode(subject.model, subject.inputs, BEAMS[name], use_cache=True), subject.reference
     if dense is not None and subject.exact and torch.equal(dense.decoded[name], cached.tokens.cpu()):
         return passed("the dense model's")
     plain = decode(subject.model, subject.inputs, BEAMS[name], use_cache=False)
     found = difference(cached, plain) if BEAMS[name] == 1 else difference_of_beams(cached, plain)
-    if not found:
-        return passed("the same")
-    steps = dense.stepping.get(WAYS[0]) if dense is not None else None
-    if steps is not None and not steps.agrees:
-        return Finding("skipped", "differs", f"the dense model does not agree with itself step by step ({steps.gap:.1e})")
-    if dense is not None and dense.leaks and not dense.causal:
-        return Finding("skipped", "differs", "the dense model reads later tokens too, which a cache has yet to see")
-    return failed("differs", found)
+    return failed("differs", found) if found else passed("the same")
+
+
+def own_failing(dense: Reference, name: str) -> str:
+    """Why a cache of the dense model itself does not give what there is without it; "" where it does."""
+    own = {**dense.stepping, GENERATED: dense.generated}
+    for way in OWN[name]:
+        trial = own.get(way)
+        if trial is not None and not trial.agrees:
+            return f"the dense model does not agree with itself: {way} ({trial.gap:.1e})"
+    if dense.leaks and not dense.causal:
+        return "the dense model reads later tokens too, which a cache has yet to see"
+    return ""
+
+
+def generating(model: nn.Module, inputs: Inputs) -> Trial:
+    """The logits that tokens are generated from on a cache, against those without it, as far as the same tokens were chosen."""
+    cached, plain = (decode(model, inputs, 1, use_cache=way) for way in (True, False))
+    steps = len(plain.logits)
+    same = torch.stack([(cached.tokens[:, : i - steps] == plain.tokens[:, : i - steps]).all() for i in range(steps)])
+    ours, theirs = (torch.stack(made.logits)[same.to(made.logits[0].device)] for made in (cached, plain))
+    return Trial.of(ours, theirs)
 
 
 @torch.no_grad()

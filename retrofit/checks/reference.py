@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from retrofit.capture import Program, capture
-from retrofit.checks.cache import BEAMS, decode, stepping, ways
+from retrofit.checks.cache import BEAMS, decode, generating, stepping, ways
 from retrofit.checks.causality import Leak, leaks
 from retrofit.checks.departure import Trail, sampled_trail
 from retrofit.checks.fingerprint import Fingerprint, fingerprints
@@ -56,6 +56,7 @@ class Reference:
     padding: dict[str, Trial]  # by side; without the sides that the model cannot be run with
     stepping: dict[str, Trial]  # by way; empty where it keeps no cache
     decoded: dict[str, torch.Tensor]  # greedy, beam: the tokens `generate` made on a cache; without those that it cannot make
+    generated: Trial | None  # greedily, with a cache against without; None where it does not generate
     gradients: Gradients | None  # None where it cannot be trained
     trail: Trail  # a sample of what each module handed on
     loose: frozenset[str]  # tensors that are plain attributes, and not saved
@@ -82,6 +83,7 @@ class Reference:
             moved = attempt(leaks, model, inputs)
             tried = BEAMS if generates(model, inputs) else {}
             decoded = {name: attempt(decode, model, inputs, beams, True) for name, beams in tried.items()}
+            generated = attempt(generating, model, inputs) if tried else None
             captured = program or attempt(capture, model, inputs)
         return Reference(
             inputs=inputs,
@@ -92,6 +94,7 @@ class Reference:
             padding={side: trial for side, trial in padded.items() if trial is not None},
             stepping={way: trial for way, trial in steps.items() if trial is not None},
             decoded={name: made.tokens.cpu() for name, made in decoded.items() if made is not None},
+            generated=generated,
             gradients=learned,
             trail=trail,
             loose=frozenset(loose_tensors(model)),
