@@ -224,7 +224,12 @@ class Application:
 
             return hook
 
-        handles = []
+        def begin(module: nn.Module, args: Any) -> None:
+            """What an attempt at the capture saw that came to nothing is forgotten."""
+            for table in (shapes, objects, counts):
+                table.clear()
+
+        handles = [self.model.register_forward_pre_hook(begin)]
         for path in paths:
             module = self.model.get_submodule(path)
             handles.append(module.register_forward_pre_hook(note(path, names_of(module)), with_kwargs=True))

@@ -14,6 +14,7 @@ Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.2. The layers are i
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -342,16 +343,21 @@ class Application:
         strides = {letter: self.stride(site, letter, count, whole, modules) for letter, count in widths.items()}
         self.check_past(site)
 
-        def made(width: int, projections: Iterable[Projection], mult: Multiplicative | None = None) -> ModularProjection:
-            mine = {letter: strides[letter] for one in projections for letter in one.letters}
-            return self.projection(site, options.variant, width, modules, whole // modules, mine, mult)
+        def made(
+            width: int, projections: Iterable[Projection], stride: int = 1, mult: Multiplicative | None = None
+        ) -> ModularProjection:
+            mine = {letter: strides[letter] // stride for one in projections for letter in one.letters}
+            return self.projection(site, options.variant, width, modules // stride, whole // modules, mine, mult)
 
         own = None if site.entwined else made(site.width, site.reading(False))
         other: dict[str, ModularProjection] = {}
         for reading in apart(site):
-            mult = None
+            mult, stride = (
+                None,
+                math.gcd(*(strides[letter] for one in reading for letter in one.letters)),
+            )  # modules that none reads
             for one in reading:
-                other[one.matrix.module] = made(one.stream_width, [one], mult)
+                other[one.matrix.module] = made(one.stream_width, [one], stride, mult)
                 mult = other[one.matrix.module].mult if options.variant == "mult-conv" else None
         return Plan(site, own, other, self.output(site, modules))
 

@@ -417,7 +417,8 @@ def follow(node: fx.Node, moved: dict[fx.Node, Any]) -> Any:
     if op(node) in CAST:
         return moved[node.args[0]]  # type: ignore[index]
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda part: moved.get(part, part))
-    return node.target(*args, **kwargs)  # type: ignore[operator]
+    change = torch.ops.aten.reshape.default if op(node) == "view" else node.target  # numbers may lie in memory otherwise
+    return change(*args, **kwargs)  # type: ignore[operator]
 
 
 # ── Masks ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
