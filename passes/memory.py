@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +36,6 @@ from retrofit.depths import depths
 from retrofit.edit import Edit
 from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.feedforward import FeedForward, put, taken_apart
-from retrofit.inputs import named_inputs
 from retrofit.inspection import is_token_id, owner_of
 from retrofit.ops import is_float, shape
 from retrofit.passes.experts import BalancedForward
@@ -339,7 +338,8 @@ class Application:
                 remedy=self.remedy(),
             )
         channels = [(plan.source, self.layers_of(plan)) for plan in plans if plan.source is not None]
-        handed = dict(zip((source for source, _ in channels), handed_down(self.model, channels, self.example), strict=True))
+        arrives = handed_down(self.model, channels, self.anatomy.program.examples)
+        handed = dict(zip((source for source, _ in channels), arrives, strict=True))
         for plan in plans:
             for places in plan.places.values():
                 for place in places:
@@ -558,20 +558,12 @@ class Application:
         else:
             self.edit.set_attribute(around, "inner", forward)
 
-    def example(self) -> dict[str, Any]:
-        """Inputs like those that the model was captured with."""
-        values = {name: node.meta["val"] for node, name in self.anatomy.program.inputs.items()}
-        made = {name: torch.ones(value.shape, dtype=value.dtype) for name, value in values.items() if isinstance(value, Tensor)}
-        return named_inputs(self.model, made)
-
 
 def width_of(node: fx.Node) -> int:
     return (shape(node) or (0,))[-1]
 
 
-def handed_down(
-    model: nn.Module, channels: list[tuple[Source, list[nn.Module]]], inputs: Callable[[], dict[str, Any]]
-) -> list[bool]:
+def handed_down(model: nn.Module, channels: list[tuple[Source, list[nn.Module]]], inputs: Mapping[str, Any]) -> list[bool]:
     """For each source of ids, whether the keyword that its module is handed arrives at every call of the layers: by trying."""
     if not channels:
         return []
@@ -590,7 +582,7 @@ def handed_down(
         handles.append(model.get_submodule(source.path).register_forward_pre_hook(before, with_kwargs=True))
         handles += [layer.register_forward_pre_hook(noting(layer), with_kwargs=True) for layer in layers]
     try:
-        capture(model, inputs())
+        capture(model, inputs)
     except CaptureError:  # a forward takes no other keyword, or hands it to one that does not
         return [False] if len(channels) == 1 else [handed_down(model, [one], inputs)[0] for one in channels]
     finally:

@@ -21,7 +21,7 @@ from retrofit.dataflow import Dataflow
 from retrofit.depths import depths
 from retrofit.edit import Edit
 from retrofit.errors import CaptureError, DoesNotFitError
-from retrofit.inputs import forward_parameters, named_inputs
+from retrofit.inputs import forward_parameters
 from retrofit.ops import shape
 from retrofit.passes.beside import (
     Crossing,
@@ -35,8 +35,9 @@ from retrofit.passes.beside import (
 )
 from retrofit.passes.handed import Follows, Path, learn, name_arguments, names_of, path_of, tensors_in, unknown_on_a_cache
 from retrofit.passes.numbering import is_numbering, is_same_of_anchors, tables_of
+from retrofit.passes.resizing import larger, length_of
 from retrofit.passes.strided_layers import METHODS, StridedLayer
-from retrofit.probes import accepts
+from retrofit.probes import accepts, is_per_token
 from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
 
 
@@ -90,7 +91,7 @@ class Application:
         chosen = list(self.chosen())
         if chosen:
             paths = [layer.name for _, layer in chosen]
-            one, other = self.observe(paths, 0), self.observe(paths, 1)
+            one, other = self.observe(paths, dict(self.anatomy.program.examples)), self.observe_larger(paths)
             lost = self.lost_when_decoding(other)
             known = [(layer, lost.get(layer.name) or self.follows(stack, layer, one, other)) for stack, layer in chosen]
             for layer, found in self.agreed(known, other):
@@ -162,31 +163,28 @@ class Application:
 
     # How what they are handed follows the tokens.
 
-    def observe(self, paths: list[str], number: int) -> Observation:
-        """What the layers are handed in a capture: the first of its length, the second of another batch and length."""
-        plain = self.inputs(number)
-        masked = self.with_masks(plain)
+    def observe(self, paths: list[str], inputs: dict[str, Any]) -> Observation:
+        """What the layers are handed in a capture, with masks and positions where the model takes any."""
+        masked = self.with_masks(inputs)
         masks = frozenset(name for name in masked if name.endswith("attention_mask"))
-        for inputs, known in ((self.with_positions(masked), masks), (masked, masks)):
+        for given, known in ((self.with_positions(masked), masks), (masked, masks)):
             with contextlib.suppress(CaptureError):
-                return self.observed(inputs, known, paths)
-        return self.observed(plain, frozenset(), paths)
+                return self.observed(given, known, paths)
+        return self.observed(inputs, frozenset(), paths)
 
-    def inputs(self, number: int) -> dict[str, Any]:
-        """Inputs like those the model was captured with; with `number` 1, of another batch and length."""
-        values = {name: node.meta["val"] for node, name in self.anatomy.program.inputs.items()}
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-        rows = next(int(value.shape[0]) for value in tensors.values() if value.dim())
-        length = max((int(value.shape[1]) for value in tensors.values() if is_per_token(value)), default=0)
-        made: dict[str, Any] = {}
-        for name, value in tensors.items():
-            size = list(map(int, value.shape))
-            if number and size and size[0] % rows == 0:
-                size[0] *= 2
-            if number and len(size) > 1 and (is_per_token(value) or (length and size[1] == length)):
-                size[1] += 8
-            made[name] = torch.ones(size, dtype=value.dtype)
-        return named_inputs(self.model, made)
+    def observe_larger(self, paths: list[str]) -> Observation:
+        """The same of another batch and length; raises `DoesNotFitError` where the model runs on no other."""
+        why = ""
+        for inputs in larger(self.anatomy.program.examples):
+            try:
+                return self.observe(paths, inputs)
+            except CaptureError as error:
+                why = error.why or error.what
+        raise DoesNotFitError(
+            f"{self.how.name}: the model does not run on a larger batch of longer inputs",
+            why=f"how what layers are handed follows the tokens is learnt from that, and it fails with {why}",
+            remedy="pass example_inputs= in which every extent that follows the number of tokens is that number",
+        )
 
     def with_masks(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The inputs, and masks beside the token ids where the model takes any and none is given."""
@@ -240,12 +238,11 @@ class Application:
                 handle.remove()
         tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
         batch = next(int(value.shape[0]) for value in tensors if value.dim())
-        length = max((int(value.shape[1]) for value in tensors if is_per_token(value)), default=0)
-        return Observation(program, Dataflow(program), batch, length, masks, shapes, objects)
+        return Observation(program, Dataflow(program), batch, length_of(inputs), masks, shapes, objects)
 
     def lost_when_decoding(self, seen: Observation) -> dict[str, str]:
         """By layer why it could not decode: what it remembers from token to token is handed to it as tensors, not in a cache."""
-        inputs = self.inputs(0)
+        inputs = self.anatomy.program.examples
         without_values = any(parameter.is_meta for parameter in self.model.parameters())
         if without_values or not accepts(self.model, "use_cache"):
             return {}
@@ -426,11 +423,6 @@ class Application:
             )
         stacks = self.how.stacks if len(strided) == len(found) else next(iter(strided))
         return dataclasses.replace(self.how, layers="+".join(map(str, *which)), stacks=stacks)
-
-
-def is_per_token(value: Tensor) -> bool:
-    """Whether an input holds one integer a token: (batch, length)."""
-    return value.dim() == 2 and not value.is_floating_point()
 
 
 def call_of(seen: Observation, layer: Layer) -> Call:

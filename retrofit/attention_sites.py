@@ -24,7 +24,6 @@ from retrofit.constants import with_constants
 from retrofit.dataflow import Dataflow
 from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.feedforward import Matrix, final, light, matrix_of, sources_of
-from retrofit.inputs import named_inputs
 from retrofit.inspection import owner_of
 from retrofit.ops import CAST, DROPOUT, LAYOUT, SELECTION, op, shape
 from retrofit.protocol import NearMiss
@@ -431,16 +430,9 @@ def with_masks(sites: list[AttentionSite], anatomy: Anatomy) -> list[AttentionSi
     """
     known = masks_in(sites, anatomy.program)
     model = anatomy.model
-    given = {name: node.meta["val"] for node, name in anatomy.program.inputs.items()}
-    if len(known) < len(sites):
-        with torch.device("cpu"):
-            inputs = {
-                name: torch.ones(value.shape, dtype=value.dtype) for name, value in given.items() if isinstance(value, Tensor)
-            }
-            masks = missing_masks(model, inputs)
-        if masks:
-            with contextlib.suppress(CaptureError):
-                known = masks_in(sites, capture(model, named_inputs(model, inputs | masks))) | known
+    if len(known) < len(sites) and (masks := missing_masks(model, anatomy.program.examples)):
+        with contextlib.suppress(CaptureError):
+            known = masks_in(sites, capture(model, anatomy.program.examples | masks)) | known
     return [dataclasses.replace(site, mask=known.get(site.name)) for site in sites]
 
 

@@ -76,6 +76,7 @@ class Program:
     calls: list[Call]  # the root call, of the model itself, first
     owner: dict[fx.Node, Call]  # the innermost call a node was computed in
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of the constants and buffers
+    examples: dict[str, Any] = dataclasses.field(default_factory=dict)  # the arguments it was captured with, by name
     returns: Any = None  # the class that the model's outputs come in
     branches: bool = False  # whether the model's code branches on values, and the program is that of the branches these inputs take
 
@@ -175,15 +176,17 @@ def without_lines() -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Within this context the tracer's warnings and the graphs it prints when it fails are not shown."""
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    before = log.level
-    log.setLevel(logging.ERROR)
+    logs = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.setLevel(before)
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
 
 
 def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: bool = False, training: bool = False) -> Program:
@@ -207,7 +210,7 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
     finally:
         for module, mode in modes.items():
             module.training = mode
-    return dataclasses.replace(read_program(exported, calls), branches=branches)
+    return dataclasses.replace(read_program(exported, calls), branches=branches, examples=dict(example_inputs))
 
 
 def attempted(model: nn.Module, inputs: dict[str, Any], dynamic: bool) -> tuple[torch.export.ExportedProgram, list[Call], bool]:
@@ -327,7 +330,8 @@ def read_program(exported: torch.export.ExportedProgram, calls: list[Call]) -> P
     calls[0].outputs = {name: node for name, node in named.items()}  # noqa: C416
     held = {**exported.state_dict, **exported.constants}
     values = {name: held[name] for name in (*constants.values(), *buffers.values()) if isinstance(held.get(name), torch.Tensor)}
-    return Program(graph, parameters, buffers, constants, inputs, named, calls, owner, values, exported.call_spec.out_spec.type)
+    kind = exported.call_spec.out_spec.type
+    return Program(graph, parameters, buffers, constants, inputs, named, calls, owner, values, returns=kind)
 
 
 def calls_of(exported: torch.export.ExportedProgram) -> list[Call]:
