@@ -41,28 +41,47 @@ HIDDEN = -1e4  # an additive mask below this hides
 # ── The modules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Vacated(nn.Module):
-    """Stands where a dense projection stood: hands on what it is handed, plus the dense bias.
+class Emptied(nn.Module):
+    """Stands where a dense projection stood, without its weight.
 
-    The code by which a model's author sets up fresh weights reads that of every projection by name: it finds an empty one.
+    The code by which a model's author sets up fresh weights reads those of every projection by name: it finds an empty one.
     """
-
-    def __init__(self, bias: nn.Parameter | None = None) -> None:
-        super().__init__()
-        self.register_parameter("bias", bias)
-
-    bias: nn.Parameter | None
 
     @property
     def weight(self) -> Tensor:
-        like = next(self.parameters(), None)
-        return torch.empty(0) if like is None else like.detach().new_empty(0)
+        like = next(self.parameters(), torch.empty(()))
+        return like.detach().new_empty(0, 1)  # of no output features and one input feature: rules for fresh weights divide by these
+
+
+class Vacated(Emptied):
+    """In place of a dense projection that is gone: hands on what it is handed. The bias, where there was one, is empty too."""
+
+    def __init__(self, biased: bool) -> None:
+        super().__init__()
+        self.biased = biased
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.weight.flatten() if self.biased else None
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y
+
+
+class Biased(Emptied):
+    """In place of a dense projection: adds the dense bias to what it is handed."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.register_parameter("bias", bias)
 
     def forward(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class Columns(Vacated):
+class Columns(Biased):
     """In place of a dense projection: its columns of what the module around it computed, plus the dense bias.
 
     They are `width` columns from `start` on; column c of the result is the `order[c]`-th of them, where the model's code wants them
@@ -93,7 +112,7 @@ class Columns(Vacated):
         return f"{self.width} columns from {self.start}" if self.sparse is None else f"{self.width} columns"
 
 
-class SparseOutput(Vacated):
+class SparseOutput(Biased):
     """In place of a dense output layer: a multiplicative one, and the dense bias."""
 
     def __init__(self, sparse: ModularProjection, bias: nn.Parameter | None) -> None:
@@ -171,7 +190,7 @@ class SparseAttention(Wrapper):
             return result
         y = result if self.returned is None else result[self.returned]
         z = look_back(self.output.sparse, y, seen, memories, f"{self.name}.output")
-        return replaced(result, self.returned, Vacated.forward(self.output, z))
+        return replaced(result, self.returned, Biased.forward(self.output, z))
 
     def hide(self, mask: Tensor, tokens: int, arguments: list[Any], keywords: dict[str, Any]) -> None:
         """What no query sees of the other stream is zero there, and so it is in what the convolutions read of it."""
@@ -477,7 +496,7 @@ class Application:
         behind: SparseOutput | None = None
         weight, bias = parameters_of(out, self.model)
         if plan.output is None:
-            self.edit.replace_module(out.module, Vacated())
+            self.edit.replace_module(out.module, Vacated(bias is not None))
             why = "the method has no output layer"
             if bias is not None:
                 self.edit.drop_parameter(bias, why)
@@ -486,7 +505,7 @@ class Application:
             made = SparseOutput(plan.output, bias)
             if plan.output.kernel > 1:
                 behind = made
-                self.edit.replace_module(out.module, Vacated())
+                self.edit.replace_module(out.module, Vacated(bias is not None))
             else:
                 self.edit.replace_module(out.module, made)
         self.edit.drop_parameter(weight, why)

@@ -20,7 +20,7 @@ from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import SparseQKV
 from retrofit.passes.alternating import best_d, best_e, best_taps, matrices, start, together
 from retrofit.passes.modular import FEW, ModularConvolution, ModularProjection, neighbours
-from retrofit.passes.sparse_qkv import SparseAttention
+from retrofit.passes.sparse_qkv import Columns, SparseAttention, Vacated
 from retrofit.rewriting import apply_reported
 
 small = st.integers(1, 3)
@@ -252,7 +252,14 @@ AGAINST_DENSE = ["gpt2", "gpt_neox", "gpt_bigcode", "gemma2", "falcon", "qwen3_n
 
 @pytest.mark.parametrize(
     "name",
-    [*(f"causal/{one}" for one in AGAINST_DENSE), "seq2seq/bart", "masked/albert", "masked/mobilebert", "causal/gemma3n_text"],
+    [
+        *(f"causal/{one}" for one in AGAINST_DENSE),
+        "seq2seq/bart",
+        "seq2seq/t5gemma",
+        "masked/albert",
+        "masked/mobilebert",
+        "causal/gemma3n_text",
+    ],
 )
 def test_the_rewritten_model_is_the_dense_one_with_the_matrices_it_stands_for(name: str) -> None:
     """At the start no filter looks back: then everything about the attention is what the model's own code makes of q, k and v."""
@@ -276,6 +283,20 @@ def test_the_rewritten_model_is_the_dense_one_with_the_matrices_it_stands_for(na
                 for letter, places in projection.columns:
                     weight[:, list(places)] = found[letter].flatten(1)
         torch.testing.assert_close(zoo.logits(model(**given_inputs)), zoo.logits(dense(**given_inputs)), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "rule", ["xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "normal_", "trunc_normal_", "orthogonal_"]
+)
+def test_code_that_sets_up_fresh_weights_finds_some(rule: str) -> None:
+    """A model's `_init_weights` may read the weight and bias of every projection by name."""
+    for biased in (True, False):
+        gone = Vacated(biased)
+        getattr(nn.init, rule)(gone.weight)
+        assert (gone.bias is not None) == biased
+        if gone.bias is not None:
+            nn.init.zeros_(gone.bias)
+    getattr(nn.init, rule)(Columns(0, 2, [0, 1], nn.Parameter(torch.ones(2)), None, torch.device("cpu")).weight)
 
 
 def test_without_weights_the_projections_come_apart_alike() -> None:
