@@ -329,6 +329,7 @@ class AnchorLayer(AnchorKeys):
             self.__dict__.update((name, value) for name, value in vars(layer).items() if name in shared)
         elif hasattr(layer, "update_indexer"):
             self.__class__ = IndexedAnchorLayer
+            self.indexer_position_ids = getattr(layer, "indexer_position_ids", None)
 
     def make_room(self, layer: Any) -> AnchorKeys:
         """What takes the place of `layer`, which an attention inside is about to write to: this layer, or a new fellow."""
@@ -423,7 +424,26 @@ class AnchorLayer(AnchorKeys):
 
 
 class IndexedAnchorLayer(AnchorLayer):
-    """The same for a layer whose attention also keeps what it chooses among the keys by."""
+    """The same for a layer whose attention also keeps what it chooses among the keys by.
+
+    The model may keep the positions of all tokens there, which no layer's stride concerns.
+    """
+
+    indexer_position_ids: Tensor | None = None  # (numberings, batch, tokens)
+
+    def forget(self) -> None:
+        super().forget()
+        self.indexer_position_ids = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., : -abs(tokens_to_remove)]
+        super().crop(tokens_to_remove)
+
+    def each_row(self, change: Any) -> None:
+        super().each_row(change)
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = change(self.indexer_position_ids.transpose(0, 1)).transpose(0, 1)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """What is held with the new states, (batch, anchors, width), behind it."""

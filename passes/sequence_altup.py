@@ -1,6 +1,7 @@
 """The sequence-altup pass: which layers can see every k-th token only, and how what they are handed follows the tokens.
 
-What the layers then compute is in `strided_layers`, what stands in the way of a layer in `beside` and `numbering`.
+What the layers then compute is in `strided_layers`, what they are handed is seen in `observing`, what stands in the way of a layer
+in `beside` and `numbering`.
 
 Alternating Updates for Efficient Transformers (NeurIPS 2023), §4.2, §5.4 and supplement E, Alg. 2.
 """
@@ -10,18 +11,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Collection, Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from retrofit.anatomy import Anatomy, Layer, Stack
-from retrofit.capture import Call, Program, capture
-from retrofit.dataflow import Dataflow
+from retrofit.capture import Call
 from retrofit.depths import depths
 from retrofit.edit import Edit
-from retrofit.errors import CaptureError, DoesNotFitError
-from retrofit.inputs import forward_parameters
+from retrofit.errors import DoesNotFitError
 from retrofit.ops import shape
 from retrofit.passes.beside import (
     Crossing,
@@ -33,11 +31,11 @@ from retrofit.passes.beside import (
     reads_some_only,
     tells_padding,
 )
-from retrofit.passes.handed import Follows, Path, learn, name_arguments, names_of, path_of, tensors_in, unknown_on_a_cache
+from retrofit.passes.handed import Follows, Path, learn, path_of, unknown_on_a_cache
 from retrofit.passes.numbering import is_numbering, is_same_of_anchors, tables_of
-from retrofit.passes.resizing import larger, length_of
+from retrofit.passes.observing import Observation, Watch
 from retrofit.passes.strided_layers import METHODS, StridedLayer
-from retrofit.probes import accepts, is_per_token
+from retrofit.probes import accepts
 from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
 
 
@@ -64,19 +62,6 @@ class SequenceAltUp(Pass):
         return Application(self, anatomy, edit).run()
 
 
-@dataclasses.dataclass(frozen=True)
-class Observation:
-    """What the layers were handed in one capture."""
-
-    program: Program
-    flow: Dataflow
-    batch: int
-    length: int  # of the token ids, 0 where there are none
-    masks: frozenset[str]  # the inputs that say which tokens are real
-    shapes: dict[tuple[str, int], dict[Path, torch.Size]]  # by layer and call
-    objects: dict[str, dict[int | str, str]]  # by layer: arguments that are neither tensors nor plain, and their types
-
-
 class Application:
     """One rewrite of one model."""
 
@@ -91,9 +76,10 @@ class Application:
         chosen = list(self.chosen())
         if chosen:
             paths = [layer.name for _, layer in chosen]
-            one, other = self.observe(paths, dict(self.anatomy.program.examples)), self.observe_larger(paths)
+            watch = Watch(self.model, self.anatomy.program.examples, paths)
+            other = watch.larger
             lost = self.lost_when_decoding(other)
-            known = [(layer, lost.get(layer.name) or self.follows(stack, layer, one, other)) for stack, layer in chosen]
+            known = [(layer, lost.get(layer.name) or self.follows(stack, layer, watch)) for stack, layer in chosen]
             for layer, found in self.agreed(known, other):
                 self.stride(layer, found, other)
         if not self.sites:
@@ -163,83 +149,6 @@ class Application:
 
     # How what they are handed follows the tokens.
 
-    def observe(self, paths: list[str], inputs: dict[str, Any]) -> Observation:
-        """What the layers are handed in a capture, with masks and positions where the model takes any."""
-        masked = self.with_masks(inputs)
-        masks = frozenset(name for name in masked if name.endswith("attention_mask"))
-        for given, known in ((self.with_positions(masked), masks), (masked, masks)):
-            with contextlib.suppress(CaptureError):
-                return self.observed(given, known, paths)
-        return self.observed(inputs, frozenset(), paths)
-
-    def observe_larger(self, paths: list[str]) -> Observation:
-        """The same of another batch and length; raises `DoesNotFitError` where the model runs on no other."""
-        why = ""
-        for inputs in larger(self.anatomy.program.examples):
-            try:
-                return self.observe(paths, inputs)
-            except CaptureError as error:
-                why = error.why or error.what
-        raise DoesNotFitError(
-            f"{self.how.name}: the model does not run on a larger batch of longer inputs",
-            why=f"how what layers are handed follows the tokens is learnt from that, and it fails with {why}",
-            remedy="pass example_inputs= in which every extent that follows the number of tokens is that number",
-        )
-
-    def with_masks(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs, and masks beside the token ids where the model takes any and none is given."""
-        known, made = forward_parameters(self.model), dict(inputs)
-        for name, value in inputs.items():
-            if isinstance(value, Tensor) and is_per_token(value) and name.endswith("input_ids"):
-                mask = name.replace("input_ids", "attention_mask")
-                if mask in known:
-                    made.setdefault(mask, torch.ones(value.shape, dtype=torch.long, device=value.device))
-        return made
-
-    def with_positions(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs, and positions where the model takes any and none are given."""
-        ids = inputs.get("input_ids")
-        if ids is None or ids.dim() != 2 or not accepts(self.model, "position_ids"):
-            return inputs
-        return {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand(ids.shape), **inputs}
-
-    def observed(self, inputs: dict[str, Any], masks: frozenset[str], paths: list[str]) -> Observation:
-        shapes: dict[tuple[str, int], dict[Path, torch.Size]] = {}
-        objects: dict[str, dict[int | str, str]] = {}
-        counts: dict[str, int] = {}
-
-        def note(path: str, names: tuple[str, ...]) -> Any:
-            def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-                call = counts.get(path, 0)
-                counts[path] = call + 1
-                found: dict[Path, torch.Size] = {}
-                for name, value in name_arguments(args, kwargs, names):
-                    try:
-                        found.update((where, tensor.shape) for where, tensor in tensors_in(value, (name,)))
-                    except DoesNotFitError:
-                        objects.setdefault(path, {})[name] = type(value).__name__
-                shapes[path, call] = found
-
-            return hook
-
-        def begin(module: nn.Module, args: Any) -> None:
-            """What an attempt at the capture saw that came to nothing is forgotten."""
-            for table in (shapes, objects, counts):
-                table.clear()
-
-        handles = [self.model.register_forward_pre_hook(begin)]
-        for path in paths:
-            module = self.model.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(note(path, names_of(module)), with_kwargs=True))
-        try:
-            program = capture(self.model, inputs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
-        batch = next(int(value.shape[0]) for value in tensors if value.dim())
-        return Observation(program, Dataflow(program), batch, length_of(inputs), masks, shapes, objects)
-
     def lost_when_decoding(self, seen: Observation) -> dict[str, str]:
         """By layer why it could not decode: what it remembers from token to token is handed to it as tensors, not in a cache."""
         inputs = self.anatomy.program.examples
@@ -248,7 +157,7 @@ class Application:
             return {}
         found: dict[str, str] = {}
         with contextlib.suppress(Exception):  # a model that does not run on a cache
-            known = {path: shapes for (path, call), shapes in seen.shapes.items() if not call}
+            known = {path: tensors for (path, call), tensors in seen.tensors.items() if not call}
             found = unknown_on_a_cache(self.model, inputs, known)
         self.hangs_on_values |= bool(found)
         return {
@@ -271,7 +180,7 @@ class Application:
             if layer.name not in left:
                 continue
             found = dict(left[layer.name])
-            for key, maker in handed_over(seen.flow, call_of(seen, layer), calls).items():
+            for key, maker in handed_over(seen.flow, seen.call_of(layer), calls).items():
                 path = path_of(self.model.get_submodule(layer.name), key) if key is not None else ()
                 if maker.path in left and path in found:  # it is of the anchors already
                     found[path] = dataclasses.replace(found[path], positions=(), tells=False)
@@ -300,7 +209,7 @@ class Application:
     def stride(self, layer: Layer, found: dict[Path, Follows], other: Observation) -> None:
         """The layer's module is strided."""
         module = self.model.get_submodule(layer.name)
-        call = call_of(other, layer)
+        call = other.call_of(layer)
         wrapper = METHODS[self.how.method](
             module,
             self.how.k,
@@ -314,11 +223,12 @@ class Application:
         self.edit.replace_module(layer.name, wrapper)
         self.sites.append(Site(layer.name, f"computes one token in {self.how.k} ({self.how.method})"))
 
-    def follows(self, stack: Stack, layer: Layer, one: Observation, other: Observation) -> dict[Path, Follows] | str:
+    def follows(self, stack: Stack, layer: Layer, watch: Watch) -> dict[Path, Follows] | str:
         """How the layer's arguments follow the tokens, or why it cannot be strided."""
-        module, key = self.model.get_submodule(layer.name), (layer.name, layer.call)
+        one, other = watch.first, watch.larger
+        module = self.model.get_submodule(layer.name)
         stream = path_of(module, layer.stream_in if layer.stream_in is not None else 0)
-        first, second = one.shapes.get(key, {}), other.shapes.get(key, {})
+        first, second = one.shapes(layer), other.shapes(layer)
         if stream not in first or stream not in second:
             return "it is not handed the stream by the same argument every time"
         if len(first[stream]) != 3 or first[stream][0] * other.batch != second[stream][0] * one.batch:
@@ -327,7 +237,7 @@ class Application:
             return "with the example inputs it is handed one token only: give larger example_inputs="
         if other.length - one.length < second[stream][1] - first[stream][1] and other.length:
             return "its stream has several positions a token, and which of them are anchors is not defined"
-        call = call_of(other, layer)
+        call = other.call_of(layer)
         entry, exit_ = call.inputs.get(layer.stream_in), call.outputs.get(layer.stream_out)
         if entry is None or exit_ is None or shape(entry) != shape(exit_):
             return "it hands on a stream of another shape"
@@ -347,7 +257,7 @@ class Application:
                 return f"{path[0]} follows the tokens along {len(how.positions)} dimensions"
             node = nodes.get(path)
             if node is None:  # inside a container, where the graph has no name for it
-                tells = len(how.positions) == 2 and how.rank == 4
+                tells = watch.is_mask(layer, path, how)
             else:
                 tells = tells_padding(flow, node, masks) or (len(how.positions) == 2 and is_made_of_ids(flow, node))
             found[path] = dataclasses.replace(how, tells=tells)
@@ -363,7 +273,7 @@ class Application:
         for other in stack.layers:
             if other.name in ("", layer.name):
                 continue
-            call = call_of(seen, other)
+            call = seen.call_of(other)
             if other.stream_in in call.inputs and hears_of_padding(seen.flow, call, call.inputs[other.stream_in], masks):
                 return True
         return False
@@ -423,10 +333,6 @@ class Application:
             )
         stacks = self.how.stacks if len(strided) == len(found) else next(iter(strided))
         return dataclasses.replace(self.how, layers="+".join(map(str, *which)), stacks=stacks)
-
-
-def call_of(seen: Observation, layer: Layer) -> Call:
-    return next(call for call in seen.program.calls if (call.path, call.index) == (layer.name, layer.call))
 
 
 def handed_back(call: Call, module: nn.Module, layer: Layer) -> dict[int | str, Path]:
