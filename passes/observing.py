@@ -9,16 +9,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from retrofit.anatomy import Layer
 from retrofit.capture import Call, Program, capture
 from retrofit.dataflow import Dataflow
 from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.inputs import forward_parameters
-from retrofit.passes.handed import Follows, Path, name_arguments, names_of, tensors_in
+from retrofit.passes.handed import Follows, Path, name_arguments, names_of, tensors_in, told
 from retrofit.passes.resizing import larger, length_of
 from retrofit.probes import accepts, is_per_token
+from retrofit.roles import mask_value
 
 Layout = tuple[torch.Size, torch.dtype]
 NARROW = torch.int32  # of masks that are to be told from other integers, which are of 64 bits
@@ -48,6 +49,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, examples: Mapping[str, Any], paths: list[str]) -> None:
         self.model, self.examples, self.paths = model, dict(examples), paths
+        self.said: dict[tuple[fx.Node, Follows], bool] = {}
 
     @functools.cached_property
     def first(self) -> Observation:
@@ -86,6 +88,20 @@ class Watch:
             return False
         handed = self.narrow.tensors.get((layer.name, layer.call), {}).get(path)
         return handed is not None and handed[1] in (torch.bool, NARROW)
+
+    def says_real(self, node: fx.Node | None, how: Follows) -> bool:
+        """Whether a value of the larger capture says of tokens without padding that they are real, in the way that masks do."""
+        if node is None:
+            return True
+        if (node, how) not in self.said:
+            with torch.device("cpu"):
+                value = mask_value(node, self.larger.flow)
+            if value is None or value.dim() != how.rank:
+                self.said[node, how] = True
+            else:
+                length = value.shape[how.positions[-1]]
+                self.said[node, how] = bool(told(value, how, value.shape[how.batch or 0], 0, length).any())
+        return self.said[node, how]
 
     def observe(self, inputs: dict[str, Any]) -> Observation:
         """With masks and positions where the model takes any."""
