@@ -80,6 +80,16 @@ class Watch:
             return self.observed(narrow, frozenset())
         return None
 
+    def tokens_first(self, layer: Layer, stream: Path) -> bool | None:
+        """Whether the layer's stream is (tokens, batch, width) and not (batch, tokens, width); None where it is neither."""
+        first, second = self.first.shapes(layer)[stream], self.larger.shapes(layer)[stream]
+        if len(first) != 3:
+            return None
+        rows = [dim for dim in (0, 1) if first[dim] * self.larger.batch == second[dim] * self.first.batch]
+        if len(rows) == 2:  # tokens and batch grew alike
+            rows = [dim for dim in rows if first[dim] == self.first.batch] or rows
+        return bool(rows[0]) if rows else None
+
     def is_mask(self, layer: Layer, path: Path, how: Follows) -> bool:
         """Whether what is in a container, where the graph has no name for it, says which tokens are real."""
         if len(how.positions) == 2:

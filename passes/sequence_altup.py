@@ -81,7 +81,7 @@ class Application:
             lost = self.lost_when_decoding(other)
             known = [(layer, lost.get(layer.name) or self.follows(stack, layer, watch)) for stack, layer in chosen]
             for layer, found in self.agreed(known, other):
-                self.stride(layer, found, other)
+                self.stride(layer, found, watch)
         if not self.sites:
             raise DoesNotFitError(
                 f"{self.how.name}: no layer of the model can be strided",
@@ -206,10 +206,10 @@ class Application:
                 return name, f"what it hands on beside the stream is read by {crossing.reader.path}, which needs it of every token"
         return None
 
-    def stride(self, layer: Layer, found: dict[Path, Follows], other: Observation) -> None:
+    def stride(self, layer: Layer, found: dict[Path, Follows], watch: Watch) -> None:
         """The layer's module is strided."""
         module = self.model.get_submodule(layer.name)
-        call = other.call_of(layer)
+        call = watch.larger.call_of(layer)
         wrapper = METHODS[self.how.method](
             module,
             self.how.k,
@@ -218,7 +218,8 @@ class Application:
             stream_out=layer.stream_out,
             follows=found,
             returns=handed_back(call, module, layer),
-            unread=tuple(other.objects.get(layer.name, ())),
+            unread=tuple(watch.larger.objects.get(layer.name, ())),
+            tokens_first=watch.tokens_first(layer, stream_of(module, layer)) is True,
         )
         self.edit.replace_module(layer.name, wrapper)
         self.sites.append(Site(layer.name, f"computes one token in {self.how.k} ({self.how.method})"))
@@ -227,15 +228,17 @@ class Application:
         """How the layer's arguments follow the tokens, or why it cannot be strided."""
         one, other = watch.first, watch.larger
         module = self.model.get_submodule(layer.name)
-        stream = path_of(module, layer.stream_in if layer.stream_in is not None else 0)
+        stream = stream_of(module, layer)
         first, second = one.shapes(layer), other.shapes(layer)
         if stream not in first or stream not in second:
             return "it is not handed the stream by the same argument every time"
-        if len(first[stream]) != 3 or first[stream][0] * other.batch != second[stream][0] * one.batch:
+        tokens_first = watch.tokens_first(layer, stream)
+        if tokens_first is None:
             return f"its stream {tuple(first[stream])} is not laid out as (batch, tokens, width)"
-        if self.how.k > 1 and second[stream][1] == 1:
+        before, length = (size[0 if tokens_first else 1] for size in (first[stream], second[stream]))
+        if self.how.k > 1 and length == 1:
             return "with the example inputs it is handed one token only: give larger example_inputs="
-        if other.length - one.length < second[stream][1] - first[stream][1] and other.length:
+        if other.length - one.length < length - before and other.length:
             return "its stream has several positions a token, and which of them are anchors is not defined"
         call = other.call_of(layer)
         entry, exit_ = call.inputs.get(layer.stream_in), call.outputs.get(layer.stream_out)
@@ -244,9 +247,9 @@ class Application:
         for name, kind in other.objects.get(layer.name, {}).items():
             if reads_by_another_way(other.flow, call, {tuple(size) for size in second.values()}):
                 return f"it is handed {name}, a {kind}, and what that holds of each token is unknown"
-        if why := self.obstacle_in(stack, layer, call, other, second[stream][1]):
+        if why := self.obstacle_in(stack, layer, call, other, length):
             return why
-        found = learn(first, second, stream)
+        found = learn(first, second, stream, tokens_first)
         found.pop(stream)
         nodes = {path_of(module, name): node for name, node in call.inputs.items() if name is not None}
         flow, masks = other.flow, [node for node, name in other.program.inputs.items() if name in other.masks]
@@ -335,6 +338,11 @@ class Application:
             )
         stacks = self.how.stacks if len(strided) == len(found) else next(iter(strided))
         return dataclasses.replace(self.how, layers="+".join(map(str, *which)), stacks=stacks)
+
+
+def stream_of(module: nn.Module, layer: Layer) -> Path:
+    """The argument by which the layer's module is handed the stream."""
+    return path_of(module, layer.stream_in if layer.stream_in is not None else 0)
 
 
 def handed_back(call: Call, module: nn.Module, layer: Layer) -> dict[int | str, Path]:

@@ -33,7 +33,7 @@ from retrofit.passes.alternating import Moments, start, together
 from retrofit.passes.modular import ModularProjection
 from retrofit.passes.multiplicative import Multiplicative
 from retrofit.protocol import NearMiss, Pass, Rewrite, Site, option
-from retrofit.wrapping import Place, Wrapper, find, place_of, replaced
+from retrofit.wrapping import Place, Wrapper, find, place_of, replaced, turned
 
 VARIANTS = ("mult-conv", "mult", "conv")
 HIDDEN = -1e4  # an additive mask below this hides
@@ -85,7 +85,8 @@ class Columns(Biased):
     """In place of a dense projection: its columns of what the module around it computed, plus the dense bias.
 
     They are `width` columns from `start` on; column c of the result is the `order[c]`-th of them, where the model's code wants them
-    in another order. Where `sparse` is given they are computed here, from the stream this module is handed.
+    in another order. Where `sparse` is given they are computed here, from the stream this module is handed, (T, batch, d) where
+    `tokens_first`.
     """
 
     order: Tensor | None
@@ -98,14 +99,18 @@ class Columns(Biased):
         bias: nn.Parameter | None,
         sparse: ModularProjection | None,
         device: torch.device,
+        tokens_first: bool = False,
     ) -> None:
         super().__init__(bias)
-        self.start, self.width, self.sparse = start, width, sparse
+        self.start, self.width, self.sparse, self.tokens_first = start, width, sparse, tokens_first
         moved = order != list(range(width))
         self.register_buffer("order", torch.tensor(order, device="cpu").to(device) if moved else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x.narrow(-1, self.start, self.width) if self.sparse is None else self.sparse(x)
+        if self.sparse is None:
+            y = x.narrow(-1, self.start, self.width)
+        else:
+            y = turned(self.sparse(turned(x, self.tokens_first)), self.tokens_first)
         return super().forward(y if self.order is None else y.index_select(-1, self.order))
 
     def extra_repr(self) -> str:
@@ -162,7 +167,7 @@ class SparseAttention(Wrapper):
 
     def __init__(self, layer: nn.Module, site: AttentionSite, sparse: ModularProjection | None) -> None:
         super().__init__(layer)
-        self.name, self.cross, self.beside = site.name, site.cross, bool(site.readers)
+        self.name, self.cross, self.beside, self.tokens_first = site.name, site.cross, bool(site.readers), site.tokens_first
         self.sparse = sparse
         self.output: SparseOutput | None = None
         self.returned = site.returned
@@ -175,22 +180,23 @@ class SparseAttention(Wrapper):
         arguments, keywords = list(args), dict(kwargs)
         container, key = find(self.stream_in, arguments, keywords)
         x, mask = container[key], given(self.mask, arguments, keywords)
+        stream = turned(x, self.tokens_first)  # (batch, T, d)
         cache = cache_among(arguments, keywords)
         memories = None if cache is None else memories_of(cache)
-        seen = None if self.cross or mask is None else visible(mask, x.shape[1], self.hides)
+        seen = None if self.cross or mask is None else visible(mask, stream.shape[1], self.hides)
         if self.cross and mask is not None and (memories is None or self.name not in memories):
-            self.hide(mask, x.shape[1], arguments, keywords)
+            self.hide(mask, stream.shape[1], arguments, keywords)
         if self.sparse is not None:
-            packed = look_back(self.sparse, x, seen, memories, self.name)
-            packed = torch.cat([packed, x.to(packed.dtype)], -1) if self.beside else packed
+            packed = look_back(self.sparse, stream, seen, memories, self.name)
+            packed = turned(torch.cat([packed, stream.to(packed.dtype)], -1) if self.beside else packed, self.tokens_first)
             arguments = [packed if value is x else value for value in arguments]
             keywords = {name: packed if value is x else value for name, value in keywords.items()}
         result = self.layer(*arguments, **keywords)
         if self.output is None:
             return result
         y = result if self.returned is None else result[self.returned]
-        z = look_back(self.output.sparse, y, seen, memories, f"{self.name}.output")
-        return replaced(result, self.returned, Biased.forward(self.output, z))
+        z = look_back(self.output.sparse, turned(y, self.tokens_first), seen, memories, f"{self.name}.output")
+        return replaced(result, self.returned, turned(Biased.forward(self.output, z), self.tokens_first))
 
     def hide(self, mask: Tensor, tokens: int, arguments: list[Any], keywords: dict[str, Any]) -> None:
         """What no query sees of the other stream is zero there, and so it is in what the convolutions read of it."""
@@ -199,8 +205,9 @@ class SparseAttention(Wrapper):
         container, key = find(self.source_in, arguments, keywords)
         source = container[key]
         seen = visible(mask, tokens, self.hides)
-        if source is not None and seen is not None and seen.shape[-1] == source.shape[1]:
-            container[key] = source * seen.any(1).unsqueeze(-1).to(source.dtype)
+        if source is not None and seen is not None and seen.shape[-1] == source.shape[0 if self.tokens_first else 1]:
+            kept = seen.any(1).unsqueeze(-1).to(source.dtype)  # (batch or 1, keys, 1)
+            container[key] = source * (kept.transpose(0, 1) if self.tokens_first else kept)
 
 
 def argument(key: Key) -> int | str:
@@ -238,10 +245,11 @@ def look_back(
 def visible(mask: Tensor, tokens: int, hides: bool) -> Tensor | None:
     """Which keys each query may see, (batch or 1, tokens, keys): None for a mask that is not about single keys and queries.
 
-    `mask` is (batch, keys), 0 or False for padding, or (batch, heads, queries, keys), a bias or booleans.
+    `mask` is (batch, keys), 0 or False for padding, for all else where it `hides`; or (batch, heads, queries, keys), a bias or
+    booleans.
     """
     if mask.dim() == 2:
-        return mask.bool().unsqueeze(1).expand(-1, tokens, -1)
+        return (mask.bool() ^ hides).unsqueeze(1).expand(-1, tokens, -1)
     if mask.dim() != 4:
         return None
     one = mask[:, 0]
@@ -478,7 +486,8 @@ class Application:
         for one in site.projections:
             weight, bias = parameters_of(one.matrix, self.model)
             other = plan.other.get(one.matrix.module)
-            columns = Columns(0 if other is not None else begin, one.width, order_of(one), bias, other, device)
+            start = 0 if other is not None else begin
+            columns = Columns(start, one.width, order_of(one), bias, other, device, site.tokens_first)
             begin += one.width if other is None else 0
             edit.replace_module(one.matrix.module, columns)
             edit.drop_parameter(weight, "sparse layers fitted to it stand in its place")

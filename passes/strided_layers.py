@@ -29,16 +29,16 @@ from retrofit.errors import DoesNotFitError
 from retrofit.passes.anchor_cache import AnchorLayer, copied, give_back, keep, moved_on, recalled, seen_through
 from retrofit.passes.handed import Anchors, Follows, Handed, Path, as_mask, names_of, path_of
 from retrofit.passes.striding import CountedAnchors, EvenAnchors
-from retrofit.wrapping import Wrapper, replaced
+from retrofit.wrapping import Wrapper, replaced, turned
 
 
 class StridedLayer(Wrapper):
     """`layer` sees every `k`-th token of the stream, its anchors; a subclass says what becomes of the tokens between.
 
-    The stream, (batch, T, d), enters by the argument `stream_in` and leaves by `stream_out`, an index or key of what the layer
-    returns (None: the value itself). `follows` says how other arguments follow the tokens; `returns` which of them the layer
-    hands back, by its output's index; `unread` which it passes on without looking into them. `name` is what the layer's memories
-    go by in a cache.
+    The stream, (batch, T, d), or (T, batch, d) where `tokens_first`, enters by the argument `stream_in`, leaves by `stream_out`, an
+    index or key of what the layer returns (None: the value itself). `follows` says how other arguments follow the tokens; `returns`
+    which of them the layer hands back, by its output's index; `unread` which it passes on without looking into them. `name` is what
+    the layer's memories go by in a cache.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class StridedLayer(Wrapper):
         follows: Mapping[Path, Follows] | None = None,
         returns: Mapping[int | str, Path] | None = None,
         unread: Collection[int | str] = (),
+        tokens_first: bool = False,
     ) -> None:
         super().__init__(layer)
-        self.k, self.name, self.stream_out = k, name, stream_out
+        self.k, self.name, self.stream_out, self.tokens_first = k, name, stream_out, tokens_first
         self.names = names_of(layer)
         self.stream: Path = path_of(layer, stream_in)
         self.follows, self.returns, self.unread = dict(follows or {}), dict(returns or {}), frozenset(unread)
@@ -63,17 +64,18 @@ class StridedLayer(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         handed = Handed.of(args, kwargs, self.names, self.stream, self.follows, self.unread)
+        handed.x = self.turned(handed.x)
         cache = cache_among(args, kwargs)
         if cache is not None:
             return self.decode(handed, cache)
         real = handed.real(0, 0)
         anchors = EvenAnchors(0, handed.x.shape[1], self.k) if real is None else CountedAnchors(real, self.k)
         x = self.seen(handed.x, anchors)
-        given, keywords = handed.strided(x, anchors, None, 0)
+        given, keywords = handed.strided(self.turned(x), anchors, None, 0)
         output = self.layer(*given, **keywords)
         out = None if isinstance(output, Tensor) else self.stream_out
-        made = self.correction(x, output if out is None else output[out])
-        return replaced(handed.restored(output, self.returns), out, self.update(handed.x, made, anchors, None))
+        made = self.correction(x, self.turned(output if out is None else output[out]))
+        return replaced(handed.restored(output, self.returns), out, self.turned(self.update(handed.x, made, anchors, None)))
 
     @torch.compiler.disable
     def decode(self, handed: Handed, cache: Cache) -> Any:
@@ -91,14 +93,14 @@ class StridedLayer(Wrapper):
         y = self.update(x, x.new_zeros(x.shape[0], 0, x.shape[2]) if corrections is None else corrections, anchors, earlier)
         held.advance(anchors, real, x.shape[1], corrections)
         keep(cache, held)
-        return replaced(output, out, y)
+        return replaced(output, out, self.turned(y))
 
     def run(
         self, handed: Handed, cache: Cache, held: AnchorLayer, anchors: Anchors, offset: int
     ) -> tuple[Any, Tensor, int | str | None]:
         """What the layer returns for the anchors, their corrections, and the stream's place in what it returned."""
         x = self.seen(handed.x, anchors)
-        args, kwargs = handed.strided(x, anchors, held, offset)
+        args, kwargs = handed.strided(self.turned(x), anchors, held, offset)
         view = seen_through(cache, held)
         args = [view if value is cache else value for value in args]
         kwargs = {key: view if value is cache else value for key, value in kwargs.items()}
@@ -128,8 +130,12 @@ class StridedLayer(Wrapper):
         if held.recurrent is None:
             held.recurrent = moved_on(before, cache)
         out = None if isinstance(output, Tensor) else self.stream_out
-        corrections = self.correction(x, output if out is None else output[out])
+        corrections = self.correction(x, self.turned(output if out is None else output[out]))
         return handed.restored(output, self.returns), corrections, out
+
+    def turned(self, stream: Tensor) -> Tensor:
+        """The stream with the batch first as the layer has it, and back."""
+        return turned(stream, self.tokens_first)
 
     def template(self, output: Any, out: int | str | None) -> Any:
         """What is needed to make an output like this one without running the layer."""

@@ -94,6 +94,7 @@ class AttentionSite:
     readers: tuple[Reader, ...] = ()
     entwined: str = ""  # why nothing can be handed in in place of x: its own code reads it, or the projections read several streams
     mask: Mask | None = None
+    tokens_first: bool = False  # whether x is (length, batch, width) and not (batch, length, width)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -168,9 +169,10 @@ class Reading:
         x, stream_in, several = self.stream_of(readers[False], owner)
         source, source_in, _ = self.stream_of(readers[True], owner) if cross else (x, stream_in, several)
         size, source_size, query = shape(x) or (), shape(source) or (), shape(core.query) or ()
-        if len(size) != 3 or len(source_size) != 3 or not is_laid_out(size, query):
+        tokens_first = len(size) == 3 and not is_laid_out(size, query)
+        if len(size) != 3 or len(source_size) != 3 or (tokens_first and not is_laid_out((size[1], size[0], size[2]), query)):
             raise self.unfit(f"what it projects is {size}, and not laid out (batch, length, width)")
-        if source_size[1] == 1:
+        if source_size[0 if tokens_first else 1] == 1:
             raise self.unfit("with the example inputs it attends to one token only: give larger example_inputs=")
         beside, entwined = ((), several or again) if several or again else self.uses_beside(x, owner, readers[False])
         out, out_shape, no_out = self.out(core)
@@ -195,6 +197,7 @@ class Reading:
             returns=bool(returned),
             readers=beside,
             entwined=entwined,
+            tokens_first=tokens_first,
         )
 
     def products(self, core: Attention) -> list[WeightProduct]:
@@ -466,12 +469,14 @@ def mask_argument(call: Call, mask: fx.Node, site: AttentionSite, flow: Dataflow
 
 
 def hides(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether True means hidden in the mask at `node`: so it is where every position would be hidden from itself."""
+    """Whether True means hidden in the mask at `node`: so it is where, without padding, nothing or no position of its own is True."""
     with torch.device("cpu"):
         value = mask_value(node, flow)
-    if value is None or value.dtype != torch.bool or value.dim() < 2 or value.shape[-1] != value.shape[-2]:
+    if value is None or value.dim() < 2:
         return False
-    return not bool(value.diagonal(dim1=-2, dim2=-1).any())
+    if value.shape[-1] == value.shape[-2]:
+        return value.dtype == torch.bool and not bool(value.diagonal(dim1=-2, dim2=-1).any())
+    return value.dim() == 2 and not bool(value.any())
 
 
 # ── The weights ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -77,3 +77,8 @@ class Wrapper(nn.Module):
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         self._buffers[name] = tensor
         (self._non_persistent_buffers_set.discard if persistent else self._non_persistent_buffers_set.add)(name)
+
+
+def turned(stream: Tensor, tokens_first: bool) -> Tensor:
+    """The stream (batch, T, d) as code has it that lays tokens first, (T, batch, d), and back."""
+    return stream.transpose(0, 1).contiguous() if tokens_first else stream

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,19 +32,22 @@ class Seq2Seq(nn.Module):
 
 
 class PreNormEncoder(nn.Module):
-    """torch's encoder with the norms before the branches and learned positions."""
+    """torch's encoder with the norms before the branches and learned positions, on (batch, T, d) or on (T, batch, d)."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self, layers: int = 2, batch_first: bool = True) -> None:
         super().__init__()
+        self.batch_first = batch_first
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(64, WIDTH)
-        one = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, dropout=0.1, batch_first=True, activation="gelu", norm_first=True)
+        one = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, 0.1, F.gelu, batch_first=batch_first, norm_first=True)
         self.encoder = nn.TransformerEncoder(one, layers, norm=nn.LayerNorm(WIDTH), enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device)
-        logits: Tensor = self.head(self.encoder(self.embedding(ids) + self.positions(positions)))
+        x = self.embedding(ids) + self.positions(positions)
+        states = self.encoder(x) if self.batch_first else self.encoder(x.transpose(0, 1)).transpose(0, 1)
+        logits: Tensor = self.head(states)
         return logits
 
 
@@ -215,13 +220,14 @@ class VisionTransformer(nn.Module):
         return logits
 
 
-MODELS: dict[str, type[nn.Module]] = {
+MODELS: dict[str, Callable[[], nn.Module]] = {
     "functional": Functional,
     "functional layers": Blocks,
     "looped": Looped,
     "recurrent": Recurrent,
     "nn.TransformerEncoder": Encoder,
     "nn.TransformerEncoder, norm first": PreNormEncoder,
+    "nn.TransformerEncoder, tokens first": functools.partial(PreNormEncoder, batch_first=False),
     "nn.TransformerDecoder": Decoder,
     "nn.Transformer": Seq2Seq,
     "one-file GPT": Gpt,

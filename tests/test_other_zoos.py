@@ -56,6 +56,21 @@ def test_every_pass_on_every_model(kind: str, one: str) -> None:
     check(kind, one)
 
 
+@pytest.mark.parametrize("spec", ["sparse-qkv(kernel=2)", "sparse-qkv(output=mult-conv)", "sequence-altup(k=3, layers=all)"])
+def test_tokens_may_come_before_the_batch(spec: str) -> None:
+    """torch's own default: the same weights, changed alike, give the same as where the batch comes first."""
+    made = []
+    for kind in ("nn.TransformerEncoder, norm first", "nn.TransformerEncoder, tokens first"):
+        model, given = other_zoos.built(kind), other_zoos.examples(kind)
+        graph = retrofit.apply(model, spec, example_inputs=given, emit="graph", verify=False)
+        generator = torch.Generator().manual_seed(1)
+        for _, parameter in sorted(graph.named_parameters()):
+            parameter.data.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        with torch.no_grad():
+            made.append(first(graph(**other_zoos.examples(kind, batch=3, length=8, seed=1))))
+    torch.testing.assert_close(*made, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", ["looped", "nn.TransformerEncoder"])
 def test_a_part_takes_its_sizes_from_what_it_is_handed(kind: str) -> None:
     """A layer of the graph module is run on fewer tokens than the model is, as Sequence-AltUp does."""
