@@ -92,8 +92,9 @@ Shapes = Mapping[Path, torch.Size]  # of the tensors in a call
 
 def learn(one: Shapes, other: Shapes, stream: Path, tokens_first: bool = False) -> dict[Path, Follows]:
     """How the tensors of two calls follow the tokens of the `stream` (batch, tokens, width), or (tokens, batch, width)."""
-    rows, tokens = (1, 0) if tokens_first else (0, 1)
-    batch, length, other_batch, other_length = one[stream][rows], one[stream][tokens], other[stream][rows], other[stream][tokens]
+    (batch, length), (other_batch, other_length) = (
+        (size[1], size[0]) if tokens_first else size[:2] for size in (one[stream], other[stream])
+    )
     found: dict[Path, Follows] = {}
     for path in one.keys() & other.keys():
         pairs = list(zip(one[path], other[path], strict=False))

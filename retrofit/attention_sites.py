@@ -469,7 +469,7 @@ def mask_argument(call: Call, mask: fx.Node, site: AttentionSite, flow: Dataflow
 
 
 def hides(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether True means hidden in the mask at `node`: so it is where, without padding, nothing or no position of its own is True."""
+    """Whether True means hidden in the mask at `node`: where, without padding, nothing is True, or no token of itself."""
     with torch.device("cpu"):
         value = mask_value(node, flow)
     if value is None or value.dim() < 2:
