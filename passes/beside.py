@@ -137,6 +137,22 @@ def is_made_of_ids(flow: Dataflow, node: fx.Node) -> bool:
 # ── Who reads the stream in the end ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def learns(flow: Dataflow, exit_: fx.Node) -> bool:
+    """Whether an output hangs on the value by more than choices: only through numbers of which each can be moved a little."""
+    outputs, pending, seen = set(flow.program.outputs.values()), [exit_], {exit_}
+    while pending:
+        value = pending.pop()
+        if value in outputs:
+            return True
+        for user in flow.uses[value]:
+            example = user.meta.get("val")
+            parts = example if isinstance(example, (tuple, list)) else (example,)
+            if user not in seen and any(isinstance(part, torch.Tensor) and part.is_floating_point() for part in parts):
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
 def reads_some_only(flow: Dataflow, exit_: fx.Node) -> bool:
     """Whether all that is read of the stream (batch, tokens, width) is tokens at fixed places, before anything joins the tokens."""
     length = (shape(exit_) or (0, 0))[1]

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import ClassVar
 
+import torch
 from torch import fx, nn
 
 from retrofit.anatomy import Anatomy, Layer, Stack
@@ -27,6 +28,7 @@ from retrofit.passes.beside import (
     handed_over,
     hears_of_padding,
     is_made_of_ids,
+    learns,
     reads_by_another_way,
     reads_some_only,
     tells_padding,
@@ -232,6 +234,8 @@ class Application:
         first, second = one.shapes(layer), other.shapes(layer)
         if stream not in first or stream not in second:
             return "it is not handed the stream by the same argument every time"
+        if any(isinstance(size, torch.SymInt) for size in (*first[stream], *second[stream])):
+            return "how many tokens it is handed hangs on the values of tensors"
         tokens_first = watch.tokens_first(layer, stream)
         if tokens_first is None:
             return f"its stream {tuple(first[stream])} is not laid out as (batch, tokens, width)"
@@ -285,9 +289,11 @@ class Application:
 
     def obstacle_in(self, stack: Stack, layer: Layer, call: Call, seen: Observation, length: int) -> str:
         """Why the layer cannot be strided, as far as its code and what reads it say; "" where it can."""
+        exit_ = call.outputs[layer.stream_out]
+        if not learns(seen.flow, exit_):
+            return "the outputs hang on it by choices only, so that nothing would be learnt"
         if self.how.k == 1:
             return ""
-        exit_ = call.outputs[layer.stream_out]
         if layer.exit == stack.layers[-1].exit and reads_some_only(seen.flow, exit_):
             return "some of its tokens only are read in the end, and those between anchors would be read by nothing"
         return self.counts_itself(layer, call, seen, length)

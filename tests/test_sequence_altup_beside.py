@@ -249,6 +249,27 @@ def test_depths_that_differ_from_stack_to_stack_cannot_be_saved_in_one_recipe() 
         retrofit.apply(Two().eval(), SequenceAltUp(k=3, layers="all"), example_inputs={"ids": tokens, "others": tokens})
 
 
+class Routed(Model):
+    """Two layers decide where the two behind them read on, by a threshold: nothing they compute can be learnt."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, first = self.embed(input_ids), None
+        y = x
+        for layer in self.layers[:2]:
+            y, first = layer(y, first)
+        x, first = torch.where((y.sum(-1, keepdim=True) > 0).cummax(1).values, x, -x), None
+        for layer in self.layers[2:]:
+            x, first = layer(x, first)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_layers_that_only_choose_are_left_alone() -> None:
+    model: Any = retrofit.apply(Routed().eval(), SequenceAltUp(k=3, layers="all"), verify=False)
+    assert [getattr(layer, "k", 1) for layer in model.layers] == [1, 1, 3, 3]
+    (rewrite,) = rewrites(model) or ()
+    assert {miss.why for miss in rewrite.skipped} == {"the outputs hang on it by choices only, so that nothing would be learnt"}
+
+
 @given(size=st.integers(2, 40), k=st.integers(1, 7), window=st.integers(1, 40), shift=st.integers(-3, 3))
 def test_tables_that_are_the_same_of_anchors(size: int, k: int, window: int, shift: int) -> None:
     """By a plain loop over the anchors; a mask that only asks which of two is earlier always is."""
