@@ -98,6 +98,34 @@ def test_weights_of_mat_mul_n_bits_are_parameters(tmp_path: Path, bits: int, zer
     assert all(one.grad is not None for one in model.parameters())
 
 
+FOUR = {"bits": 4}
+
+
+@pytest.mark.parametrize(
+    ("q", "zero", "how"),
+    [
+        (whole(0, 256, "uint8", 11, WIDE // 2), None, FOUR),
+        (whole(0, 256, "uint8", 11, WIDE // 2), whole(0, 256, "uint8", 11, 1), FOUR),
+        (whole(0, 256, "uint8", 11, WIDE), None, {"bits": 8}),
+        (helper.make_tensor("table_Q4", TensorProto.INT4, (11, WIDE), whole(-8, 8, "int8", 11 * WIDE)), None, FOUR),
+        (helper.make_tensor("table_Q4", TensorProto.UINT4, (11, WIDE), whole(0, 16, "uint8", 11 * WIDE)), None, FOUR),
+    ],
+    ids=["bytes of two", "with zero points", "bytes", "int4", "uint4"],
+)
+def test_tables_of_gather_block_quantized_are_parameters(tmp_path: Path, q: Any, zero: Any, how: Any) -> None:
+    """Read twice, they are one."""
+    held = {"table_Q4": q, "scale": scales(11, WIDE // 16)} | ({} if zero is None else {"zero": zero})
+    how = {"domain": MICROSOFT, "gather_axis": 0, "quantize_axis": 1, "block_size": 16, **how}
+    nodes = [helper.make_node("Cast", ["x"], ["ids"], to=TensorProto.INT64)]
+    for name in ("first", "second"):
+        nodes.append(helper.make_node("GatherBlockQuantized", ["table_Q4", "ids", *[*held][1:]], [name], **how))
+    nodes.append(helper.make_node("Add", ["first", "second"], ["y"]))
+    path = written(tmp_path / "m.onnx", nodes, held)
+    model, x = from_onnx(path), torch.randint(11, (3, WIDE)).float()
+    torch.testing.assert_close(model(x=x)["y"].detach(), Running(path, optimize=False)({"x": x})["y"], atol=1e-5, rtol=1e-5)
+    assert {name: tuple(one.shape) for name, one in model.named_parameters()} == {"table": (11, WIDE)}
+
+
 def test_what_is_quantised_as_the_model_runs_is_refused_with_its_node(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"], name="the_quantiser"),

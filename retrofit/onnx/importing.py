@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -23,8 +23,8 @@ from retrofit.errors import CaptureError, RetrofitError
 from retrofit.inputs import BATCH, LENGTH, TARGET_LENGTH
 from retrofit.onnx import fused, layers
 from retrofit.onnx.branches import Choice, settle
-from retrofit.onnx.ops import MAKERS, OPERATORS, REFUSALS, Operator
-from retrofit.onnx.quantised import DEQUANTIZE, QUANTISING, dequantised, from_blocks, is_blocks
+from retrofit.onnx.ops import MAKERS, OPERATORS, REFUSALS, Operator, gather
+from retrofit.onnx.quantised import DEQUANTIZE, QUANTISING, dequantised, from_blocks, from_table, is_blocks, is_table
 from retrofit.onnx.reading import argument, attributes_of, domain_of, every_node, read, word
 from retrofit.onnx.values import DTYPES, is_number
 from retrofit.onnx.weights import Weights, values_of
@@ -90,13 +90,21 @@ class Importing:
     def dequantise(self) -> None:
         """Weights that lie quantised in the file are there as the numbers they stand for."""
         for node in every_node(self.model.graph):
-            if node.op_type == DEQUANTIZE and all(name in self.weights for name in node.input if name):
-                held = [self.weights.raw(name) if name else None for name in node.input]
+            if node.op_type == DEQUANTIZE and self.holds(node.input):
                 how = {name: value for name, value in attributes_of(node).items() if name in ("axis", "block_size")}
-                self.weights.add(node.output[0], node.input[0], dequantised(*held, *(() if len(held) > 2 else (None,)), **how))  # type: ignore[arg-type]
-            elif is_blocks(node) and all(name in self.weights for name in node.input[1:4] if name) and not any(node.input[4:5]):
-                packed, scales, zeros = (self.weights.raw(name) if name else None for name in (*node.input[1:4], "")[:3])
-                self.weights.add(node.input[1], node.input[1], from_blocks(attributes_of(node), packed, scales, zeros))  # type: ignore[arg-type]
+                self.weights.add(node.output[0], node.input[0], dequantised(*self.raw(node.input), **how))
+            elif is_blocks(node) and self.holds(node.input[1:4]) and not any(node.input[4:5]):
+                self.weights.add(node.input[1], node.input[1], from_blocks(attributes_of(node), *self.raw(node.input[1:4])))
+            elif is_table(node) and self.holds([node.input[0], *node.input[2:]]) and node.input[0] not in self.weights.made:
+                table = from_table(attributes_of(node), *self.raw([node.input[0], *node.input[2:]]))
+                self.weights.add(node.input[0], node.input[0], table)
+
+    def holds(self, names: Iterable[str]) -> bool:
+        """Whether the file has these values as constants, as far as they are not left out."""
+        return all(name in self.weights for name in names if name)
+
+    def raw(self, names: Iterable[str]) -> list[Any]:
+        return [self.weights.raw(name) if name else None for name in names]
 
     def unknown(self) -> None:
         """Raises `CaptureError` with the operators that no function is for."""
@@ -122,6 +130,8 @@ class Importing:
             return node.output[0] in self.weights
         if is_blocks(node):
             return self.weights.is_matrix(node.input[1])
+        if is_table(node):
+            return node.input[0] in self.weights.made
         return node.op_type in ("Constant", "If") or (domain_of(node), node.op_type) in OPERATORS
 
     def graph_module(self) -> fx.GraphModule:
@@ -173,6 +183,9 @@ class Importing:
             return [self.constant(node)]
         if (merged := self.as_linear(node)) is not None:
             return [merged]
+        if is_table(node):
+            found = (self.value(node.input[0]), self.value(node.input[1]))
+            return [self.scope.graph.call_function(gather, found, {"axis": attributes_of(node).get("gather_axis", 0)})]
         function = OPERATORS[domain_of(node), node.op_type]
         attributes = attributes_of(node)
         if "axes" in attributes:  # of a reduction: an input since operator set 18

@@ -2,6 +2,7 @@
 
     DequantizeLinear            w = (q − z) · s, one scale for all, for a row or column, or for a block of one
     com.microsoft.MatMulNBits   the same for each row's blocks, two or more numbers packed into a byte
+    com.microsoft.GatherBlockQuantized   the same for a table of which entries are looked up
 
 Only what is quantised in the file and nowhere else is read: a graph that quantises as it runs has no gradient.
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import onnx
 
 BLOCKS = (MICROSOFT, "MatMulNBits")
+TABLE = (MICROSOFT, "GatherBlockQuantized")
 DEQUANTIZE = "DequantizeLinear"
 QUANTISING = frozenset(
     "QuantizeLinear DynamicQuantizeLinear MatMulInteger ConvInteger QLinearMatMul QLinearConv DynamicQuantizeMatMul QAttention "
@@ -32,7 +34,11 @@ def is_blocks(node: onnx.NodeProto) -> bool:
     return (node.domain, node.op_type) == BLOCKS
 
 
-def dequantised(q: Tensor, scale: Tensor, zero: Tensor | None, axis: int = 1, block_size: int = 0) -> Tensor:
+def is_table(node: onnx.NodeProto) -> bool:
+    return (node.domain, node.op_type) == TABLE
+
+
+def dequantised(q: Tensor, scale: Tensor, zero: Tensor | None = None, axis: int = 1, block_size: int = 0) -> Tensor:
     """What DequantizeLinear makes of constants."""
     if scale.dim() == 1 and scale.numel() > 1:  # one for each place along the axis
         shape = [1] * q.dim()
@@ -63,3 +69,14 @@ def from_blocks(attributes: dict[str, Any], packed: Tensor, scales: Tensor, zero
     else:
         centre = unpacked(zeros.reshape(rows, -1), bits)[:, :blocks, None]
     return ((q - centre) * scales.reshape(rows, blocks, 1)).reshape(rows, -1)[:, :columns].to(scales.dtype).contiguous()
+
+
+def from_table(attributes: dict[str, Any], packed: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """The table of a GatherBlockQuantized node: bytes hold one number each, or several along the last axis, and are centred."""
+    bits, block, axis = attributes.get("bits", 4), attributes.get("block_size", 128), attributes.get("quantize_axis", 1)
+    q: Tensor = packed
+    if packed.dtype == torch.uint8:
+        q = unpacked(packed, bits)
+        zeros = scales.new_full((), 2 ** (bits - 1)) if zeros is None else unpacked(zeros, bits).narrow(-1, 0, scales.shape[-1])
+    zeros = None if zeros is None else zeros.expand(scales.shape)
+    return dequantised(q, scales, zeros, axis, block or q.shape[axis])
