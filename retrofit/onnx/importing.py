@@ -391,7 +391,9 @@ class Importing:
             free = [dim for dim in dims if not dim.dim_value]
             shape = {id(dim): each if at else batch for at, dim in enumerate(free)}
             for dim in free[1:] if states else ():
-                shape[id(dim)] = symbols.setdefault(dim.dim_param, each) if dim.dim_param else each
+                part = re.search(r"_per_(\d+)$", dim.dim_param)  # a part of another extent, rounded up
+                own = -(-each // int(part[1])) if part else each
+                shape[id(dim)] = symbols.setdefault(dim.dim_param, own) if dim.dim_param else own
             found[one.name] = tuple(dim.dim_value or shape[id(dim)] for dim in dims)
         return found
 

@@ -23,7 +23,7 @@ from retrofit.capture import no_cache
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.finding import first_line
 from retrofit.inputs import device_of, token_ids
-from retrofit.onnx.state import cache_of, emptied, is_of, states_of
+from retrofit.onnx.state import cache_of, emptied, is_of, states_of, strides_of
 from retrofit.probes import (
     accepts,
     distance,
@@ -50,6 +50,7 @@ BATCH, LENGTH, PAST, TOTAL, SOURCE = (
     "encoder_sequence_length",
 )
 PAST_KEY_VALUES, PRESENT = "past_key_values.", "present."
+PER = "_per_"  # in the name of an extent that is a part of another, rounded up
 TRACED = {BATCH: 2, LENGTH: 5, PAST: 7, SOURCE: 11}  # extents to trace with, no two alike
 
 
@@ -63,6 +64,7 @@ class Part(nn.Module):
         self.model = model
         self.sizes: dict[str, int] = {}
         self.outputs: list[str] = []
+        self.template: Any = None  # a cache like those it goes on from; None where it goes on from none
 
     def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
         """Inputs of these sizes, drawn with `seed`; with another than 0 the first row is padded."""
@@ -81,8 +83,13 @@ class Part(nn.Module):
             for name, value in first.items():
                 for axis, (extent, grown) in enumerate(zip(value.shape, other[name].shape, strict=True)):
                     if extent != grown:
-                        found[name][axis] = TOTAL if axis in found[name] else size
+                        found[name][axis] = TOTAL if axis in found[name] else self.size_of(name, size)
         return found
+
+    def size_of(self, name: str, size: str) -> str:
+        """What the extent of the input `name` is called that grows with `size`: `{size}_per_4` where it is a fourth, rounded up."""
+        every = strides_of(self.template).get(name.removeprefix(PAST_KEY_VALUES), 1) if size == PAST else 1
+        return f"{size}{PER}{every}" if every > 1 else size
 
 
 class Whole(Part):
@@ -123,7 +130,7 @@ class Decoder(Part):
         alone = {ids: tokens, "use_cache": False}
         self.extras = tuple(extras(model, alone, ("attention_mask", "position_ids")))
         output = model(**{ids: tokens, "use_cache": True})
-        self.template: Any = getattr(output, "past_key_values", None)
+        self.template = getattr(output, "past_key_values", None)
         self.states = list(states_of(self.template))
         if not self.states:
             raise CaptureError("the model keeps no cache", why="what it returned as its cache is empty")
@@ -196,7 +203,7 @@ class FirstStep(Part):
         self.sizes = {size: TRACED[size] for size in (BATCH, LENGTH, SOURCE)}
         self.masked = "attention_mask" in encoder.given and accepts(model, "attention_mask")
         output = self.output(self.start(self.sizes, 0))
-        self.template: Any = getattr(output, "past_key_values", None) if keeps else None
+        self.template = getattr(output, "past_key_values", None) if keeps else None
         self.states = list(states_of(self.template)) if keeps else []
         self.outputs = ["logits", *(PRESENT + name for name in self.states)]
 

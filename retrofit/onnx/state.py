@@ -27,7 +27,9 @@ States = dict[str, Tensor]
 
 @runtime_checkable
 class Carrier(Protocol):
-    """A cache layer that can be taken apart into tensors by name and put together from them."""
+    """A cache layer that can be taken apart into tensors by name and put together from them; it keeps every `k`-th token."""
+
+    k: int
 
     def carried(self) -> States: ...
 
@@ -55,6 +57,14 @@ def states_of(cache: Any) -> States:
             )
         found |= {f"{index}.{word}": held[name] for name, word in KEY_AND_VALUE.items() if name in held}
     return found | memories(cache)
+
+
+def strides_of(cache: Any) -> dict[str, int]:
+    """How many tokens an entry of a state stands for, by the state's name: of the keys and values of which it is several."""
+    if isinstance(cache, EncoderDecoderCache):
+        return {sided(name, "decoder"): every for name, every in strides_of(cache.self_attention_cache).items()}
+    carriers = ((index, layer) for index, layer in enumerate(cache.layers) if isinstance(layer, Carrier))
+    return {f"{index}.{word}": layer.k for index, layer in carriers for word in KEY_AND_VALUE.values() if layer.k > 1}
 
 
 def memories(cache: Cache) -> States:
