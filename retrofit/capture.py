@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.asking import told, written_down
 from retrofit.errors import CaptureError
-from retrofit.functional import made_functional
+from retrofit.functional import made_differentiable, made_functional
 
 LIBRARY = torch.library.Library("retrofit", "DEF")
 LIBRARY.define("mark(Tensor x, int call, bool leaves, str key) -> Tensor")
@@ -275,6 +275,7 @@ def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> t
         exported = torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes, strict=False)
         if not made_functional(exported.graph):
             exported = exported.run_decompositions({})  # functional form, no operation taken apart
+            made_differentiable(exported.graph)
     return exported, calls
 
 

@@ -47,6 +47,24 @@ def made_functional(graph: fx.Graph) -> bool:
     return True
 
 
+def made_differentiable(graph: fx.Graph) -> None:
+    """What was written over whole is what it was written over with: `aten.copy`, its functional form, has no derivative."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target is not aten.copy.default or not isinstance(node.args[1], fx.Node):
+            continue
+        source, made = node.args[1], node.meta["val"]
+        value = source.meta["val"]
+        if (value.dtype, value.device) != (made.dtype, made.device):
+            with graph.inserting_before(node):
+                source = graph.call_function(aten._to_copy.default, (source,), {"dtype": made.dtype, "device": made.device})
+            source.meta["val"] = value.to(device=made.device, dtype=made.dtype)
+        if [*map(str, value.shape)] == [*map(str, made.shape)]:
+            node.target, node.args, node.kwargs = aten.clone.default, (source,), {}
+        else:
+            node.target, node.args, node.kwargs = aten.expand_as.default, (source, node.args[0]), {}
+
+
 def origin(node: fx.Node) -> fx.Node:
     """What was made, before any operation wrote into it."""
     while mutates(node) and isinstance(node.args[0], fx.Node):

@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from retrofit.functional import made_functional, mutates
+from retrofit.graph_module import graph_module
 
 STEPS: dict[str, Any] = {
     "new": lambda x, y: x * 2 + y,
@@ -106,3 +107,34 @@ def test_an_input_that_is_written_into_is_left_alone() -> None:
             return (x.add_(1) * 2,)
 
     assert not checked(Into(), torch.randn(3, 4))
+
+
+class WrittenOver(nn.Module):
+    """Parts of a tensor are written over with values of its shape and type, and of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.row = nn.Linear(4, 4), nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = x.new_zeros(*x.shape[:-1], 9)
+        made[..., :4].copy_(self.one(x))
+        made[..., 4:7].copy_(self.row)
+        return made * made
+
+
+def test_what_is_written_over_learns() -> None:
+    """The graph module's outputs and gradients are the module's own, on another batch and length than captured."""
+    model, x = WrittenOver(), torch.randn(2, 5, 4)
+    graph = graph_module(model, {"x": x})
+    other = torch.randn(3, 7, 4)
+    gradients = []
+    for one in (model, graph):
+        one.zero_grad()
+        out = one(x=other)
+        out.sum().backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in one.named_parameters()})
+        assert torch.equal(out, model(x=other))
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], value)
