@@ -70,8 +70,13 @@ class Told(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
-        n.meta["val"] = tree_map_only(Tensor, self.mode.from_tensor, value)
+        n.meta["val"] = tree_map_only(Tensor, self.without_contents, value)
         return value
+
+    def without_contents(self, value: Tensor) -> Tensor:
+        """A tensor laid out like this one; whose view that is, is not asked."""
+        with self.mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def owners(model: fx.GraphModule) -> Iterator[Owner]:

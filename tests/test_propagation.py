@@ -68,3 +68,28 @@ def test_the_graph_still_runs_as_compiled() -> None:
         if isinstance(part, (fx.GraphModule, GraphPart)):
             assert type(part).forward.__qualname__ == "forward" and "forward" not in vars(part)
     assert model(ids).shape == (2, 7, 99)
+
+
+class Turned(nn.Module):
+    """Rotary positions as complex numbers: views that no others can be made from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        angles = torch.arange(ids.shape[1])[:, None] * torch.arange(1, 5)
+        turns = torch.polar(torch.ones_like(angles, dtype=torch.float32), angles.float())
+        x = torch.view_as_real(torch.view_as_complex(x.view(*x.shape[:-1], -1, 2)) * turns).flatten(-2)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_complex_numbers_are_told_too() -> None:
+    ids = torch.randint(11, (2, 5))
+    model: Any = retrofit.apply(Turned().eval(), "sparse-ffn(sparsity=4)", example_inputs={"ids": ids}, emit="graph", verify=False)
+    found = [node.meta["val"].dtype for node in model.graph.nodes if isinstance(node.meta.get("val"), Tensor)]
+    assert torch.complex64 in found and model(ids).shape == (2, 5, 11)
