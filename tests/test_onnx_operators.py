@@ -91,7 +91,8 @@ def kind_of(value: np.ndarray) -> int:
 X, W = real(2, 5, 8), real(8, 6)
 HEADS = real(2, 4, 5, 6)
 ANGLES = real(7, 3)
-UNARY = "Neg Abs Floor Ceil Round Exp Sin Cos Erf Tanh Sigmoid Relu Softplus Softsign HardSwish Mish Sign Identity".split()
+UNARY = """Neg Abs Floor Ceil Round Exp Sin Cos Tan Atan Sinh Cosh Asinh Erf Tanh Sigmoid Relu Softplus Softsign HardSwish Mish Sign
+    Identity""".split()
 BINARY = "Add Sub Mul Div Max Min".split()
 COMPARED = "Equal Greater GreaterOrEqual Less LessOrEqual".split()
 REDUCED = "ReduceMean ReduceSum ReduceMax ReduceMin ReduceProd ReduceL1 ReduceL2 ReduceSumSquare ReduceLogSumExp".split()
@@ -99,6 +100,8 @@ REDUCED = "ReduceMean ReduceSum ReduceMax ReduceMin ReduceProd ReduceL1 ReduceL2
 CASES = [
     *(Case(kind, X) for kind in UNARY),
     *(Case(kind, above(3, 4)) for kind in ("Sqrt", "Reciprocal", "Log")),
+    *(Case(kind, real(3, 4).clip(-0.9, 0.9)) for kind in ("Asin", "Acos", "Atanh")),
+    Case("Acosh", above(3, 4) + 0.6),
     *(Case(kind, X, real(8)) for kind in BINARY),
     *(Case(kind, X, single(0.5), fixed=(1,)) for kind in BINARY),
     *(Case(kind, single(0.5), X, fixed=(0,)) for kind in BINARY),
