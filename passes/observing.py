@@ -100,8 +100,11 @@ class Watch:
         return handed is not None and handed[1] in (torch.bool, NARROW)
 
     def says_real(self, node: fx.Node | None, how: Follows) -> bool:
-        """Whether a value of the larger capture says of tokens without padding that they are real, in the way that masks do."""
-        if node is None:
+        """Whether a value of the larger capture says of tokens without padding that they are real, in the way that masks do.
+
+        One that is made of tables which have no values, as those of a model that is being loaded, is believed to.
+        """
+        if node is None or any(table is None or table.is_meta for table in self.tables(node)):
             return True
         if (node, how) not in self.said:
             with torch.device("cpu"):
@@ -112,6 +115,14 @@ class Watch:
                 length = value.shape[how.positions[-1]]
                 self.said[node, how] = bool(told(value, how, value.shape[how.batch or 0], 0, length).any())
         return self.said[node, how]
+
+    def tables(self, node: fx.Node | None) -> list[Tensor | None]:
+        """The buffers and constants that a value of the larger capture is made of."""
+        if node is None:
+            return []
+        program, flow = self.larger.program, self.larger.flow
+        named = {**program.buffers, **program.constants}
+        return [program.values.get(name) for one, name in named.items() if one in flow.position and flow.reaches(one, node)]
 
     def observe(self, inputs: dict[str, Any]) -> Observation:
         """With masks and positions where the model takes any."""

@@ -271,8 +271,9 @@ class Application:
         if any(how.tells and len(how.positions) == 2 for how in found.values()):  # what is said of queries alone is not of keys
             silent = [path for path, how in found.items() if how.rank == 4 and how.positions == (2,)]
             found |= {path: dataclasses.replace(found[path], tells=False) for path in silent}
-        if unclear := [path[0] for path, how in found.items() if how.tells and not watch.says_real(nodes.get(path), how)]:
-            return f"what it is handed as {unclear[0]} says which tokens are padding in a way of its own"
+        if unclear := [path for path, how in found.items() if how.tells and not watch.says_real(nodes.get(path), how)]:
+            self.hangs_on_values |= any(watch.tables(nodes.get(path)) for path in unclear)
+            return f"what it is handed as {unclear[0][0]} says which tokens are padding in a way of its own"
         if self.how.k > 1 and not any(how.tells for how in found.values()) and self.others_hear(stack, layer, other, masks):
             return "it is handed no mask, and would count padding among the tokens where other layers do not"
         return found

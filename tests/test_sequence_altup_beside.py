@@ -270,6 +270,35 @@ def test_layers_that_only_choose_are_left_alone() -> None:
     assert {miss.why for miss in rewrite.skipped} == {"the outputs hang on it by choices only, so that nothing would be learnt"}
 
 
+class OwnWay(Masked):
+    """Layers are handed a mask in which True means hidden, made of a table and of the model's mask."""
+
+    class Layer(Masked.Layer):
+        def forward(self, x: Tensor, hidden: Tensor) -> Tensor:  # type: ignore[override]
+            blind = torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+            return super().forward(x, torch.zeros(1).masked_fill(hidden, torch.finfo(x.dtype).min), blind)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OwnWay.Layer() for _ in range(4))
+        self.register_buffer("later", torch.ones(1, 1, 32, 32, dtype=torch.bool).triu(1))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        x, length = self.embed(input_ids), input_ids.shape[1]
+        hidden = self.later[:, :, :length, :length] | ~attention_mask.bool()[:, None, None, :]
+        for layer in self.layers:
+            x = layer(x, hidden)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_a_mask_in_a_way_of_its_own_leaves_the_layer_alone() -> None:
+    """Taken for one in which True means seen, it would make every token padding."""
+    tokens = torch.arange(22).view(2, 11) * 5 % WORDS
+    given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    with pytest.raises(DoesNotFitError, match="in a way of its own"):
+        retrofit.apply(OwnWay().eval(), SequenceAltUp(k=3, layers="all"), example_inputs=given, verify=False)
+
+
 @given(size=st.integers(2, 40), k=st.integers(1, 7), window=st.integers(1, 40), shift=st.integers(-3, 3))
 def test_tables_that_are_the_same_of_anchors(size: int, k: int, window: int, shift: int) -> None:
     """By a plain loop over the anchors; a mask that only asks which of two is earlier always is."""
