@@ -379,10 +379,10 @@ class Application:
         own = None if site.entwined else made(site.width, site.reading(False))
         other: dict[str, ModularProjection] = {}
         for reading in apart(site):
-            mult, stride = (
-                None,
-                math.gcd(*(strides[letter] for one in reading for letter in one.letters)),
-            )  # modules that none reads
+            mult = None
+            stride = math.gcd(
+                *(strides[letter] for one in reading for letter in one.letters)
+            )  # what lies between would not be read
             for one in reading:
                 other[one.matrix.module] = made(one.stream_width, [one], stride, mult)
                 mult = other[one.matrix.module].mult if options.variant == "mult-conv" else None
