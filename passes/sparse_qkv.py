@@ -380,9 +380,7 @@ class Application:
         other: dict[str, ModularProjection] = {}
         for reading in apart(site):
             mult = None
-            stride = math.gcd(
-                *(strides[letter] for one in reading for letter in one.letters)
-            )  # what lies between would not be read
+            stride = math.gcd(*(strides[letter] for one in reading for letter in one.letters))  # others would not be read
             for one in reading:
                 other[one.matrix.module] = made(one.stream_width, [one], stride, mult)
                 mult = other[one.matrix.module].mult if options.variant == "mult-conv" else None
