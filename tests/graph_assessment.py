@@ -74,10 +74,14 @@ def assess(name: str) -> Row:
 
 
 def assess_pass(kind: str, spec: str) -> str:
-    """How a pass fares on a model of another library as a graph module: `yes` where the result comes through every check."""
-    model, given = other_zoos.built(kind), other_zoos.examples(kind)
+    """How a pass fares on a model of another library as a graph module."""
+    return verdict(other_zoos.built(kind), spec, example_inputs=other_zoos.examples(kind), emit="graph")
+
+
+def verdict(model: nn.Module, spec: str, **how: Any) -> str:
+    """What becomes of a model under a pass: `yes` where the result comes through every check."""
     try:
-        applied = apply_reported(model, spec, example_inputs=given, emit="graph", count_flops=False)
+        applied = apply_reported(model, spec, count_flops=False, **how)
     except VerificationError as error:
         return f"no: {'; '.join(f'{check.name}: {check.why or check.measured}' for check in error.report.failed)}"
     except RetrofitError as error:

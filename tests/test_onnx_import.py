@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import torch
 import transformers
 import zoo
 from onnx import helper, numpy_helper
+from onnx_files import file_of
 from torch import fx, nn
 
 import retrofit
@@ -30,95 +28,7 @@ from retrofit.passes.sparse_ffn import SparseFeedForward
 from retrofit.probes import distance, resized
 from retrofit.rewriting import apply_reported
 
-FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")
 PARITY = 1e-4
-FREE = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
-
-
-class Plain(nn.Module):
-    """A transformers model from tensors to logits, as people wrap it to export it."""
-
-    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
-        super().__init__()
-        self.model, self.names = model, names
-
-    def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        return self.model(**dict(zip(self.names, given, strict=True))).logits
-
-
-def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    entry = zoo.entry(name)
-    model = zoo.build(entry).eval()
-    if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False
-    return model, {key: value for key, value in zoo.inputs(entry, model).items() if isinstance(value, torch.Tensor)}
-
-
-def by_tracing(name: str, path: Path) -> None:
-    """torch's older exporter, operator set 17."""
-    model, inputs = built(name)
-    names = tuple(inputs)
-    axes = {key: {0: "batch", 1: "length"} if value.dim() == 2 else {0: "batch"} for key, value in inputs.items()}
-    torch.onnx.export(
-        Plain(model, names),
-        tuple(inputs.values()),
-        str(path),
-        input_names=list(names),
-        output_names=["logits"],
-        dynamic_axes=axes,
-        opset_version=17,
-        dynamo=False,
-    )
-
-
-def by_exporting(version: int) -> Callable[[str, Path], None]:
-    """torch's newer exporter."""
-
-    def exporter(name: str, path: Path) -> None:
-        model, inputs = built(name)
-        sizes = tuple(FREE if value.dim() == 2 else {0: torch.export.Dim.AUTO} for value in inputs.values())
-        torch.onnx.export(
-            Plain(model, tuple(inputs)),
-            tuple(inputs.values()),
-            str(path),
-            input_names=list(inputs),
-            output_names=["logits"],
-            dynamic_shapes=(sizes,),
-            opset_version=version,
-            dynamo=True,
-            verbose=False,
-        )
-
-    return exporter
-
-
-def fused_by_runtime(name: str, path: Path) -> None:
-    """ONNX Runtime's own fusions, SkipLayerNormalization and BiasGelu among them."""
-    optimizer = pytest.importorskip("onnxruntime.transformers.optimizer")
-    by_tracing(name, path)
-    kind = name.partition("/")[2]
-    optimizer.optimize_model(str(path), model_type=kind, num_heads=4, hidden_size=64, opt_level=0).save_model_to_file(str(path))
-
-
-def with_cache(name: str, path: Path) -> None:
-    """This project's exporter: fused operators, the cache as inputs and outputs."""
-    entry = zoo.entry(name)
-    model = zoo.build(entry).eval()
-    retrofit.export_onnx(model, path, example_inputs=zoo.inputs(entry, model), force=True)
-
-
-def unfused(name: str, path: Path) -> None:
-    retrofit.export_onnx(zoo.build(zoo.entry(name)).eval(), path, fuse=False, force=True)
-
-
-SOURCES: dict[str, Callable[[str, Path], None]] = {
-    "traced": by_tracing,
-    "exported, set 18": by_exporting(18),
-    "exported, set 23": by_exporting(23),
-    "fused by ONNX Runtime": fused_by_runtime,
-    "with its cache": with_cache,
-    "with its cache, not fused": unfused,
-}
 FILES = [
     *(("traced", name) for name in ("masked/bert", "image/vit", "masked/deberta-v2")),
     *(("exported, set 18", name) for name in ("causal/llama", "causal/gpt2", "causal/opt", "masked/roberta")),
@@ -131,14 +41,6 @@ DEAR = (
     *(("exported, set 18", name) for name in ("causal/gpt2", "causal/opt", "masked/roberta")),
     ("exported, set 23", "causal/gpt2"),
 )
-
-
-@functools.cache
-def file_of(source: str, name: str) -> Path:
-    path = Path(FOLDER.name) / f"{source}-{name}.onnx".replace("/", "-").replace(" ", "-")
-    with torch.no_grad():
-        SOURCES[source](name, path)
-    return path
 
 
 def other_inputs(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
