@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from retrofit.alike import alike
 from retrofit.anatomy import Anatomy
 from retrofit.capture import Program, calls_of, capture, read_program
 from retrofit.dataflow import Dataflow, computed_from
@@ -219,6 +221,12 @@ def keeps_width(node: fx.Node, width: int) -> bool:
     return len(before) > 1 and type(written) is int and written == before[-1] == width
 
 
+def leading(node: fx.Node, extents: dict[fx.Node, tuple[Any, ...]]) -> int:
+    """How many of the first extents a change of layout leaves as they are, the last apart: fewer tokens may be handed over."""
+    pairs = zip(extents[node.args[0]][:-1], extents[node][:-1], strict=False)  # type: ignore[index]
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
 def known(node: fx.Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in KEPT if key in node.meta}
 
@@ -264,6 +272,7 @@ class Part:
         self.root = nn.Module()
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
+        self.parts: dict[str, GraphPart] = {}  # inside this one that hold parameters
         names = emission.program.inputs
         for node in arguments:
             self.env[node] = self.graph.placeholder(names.get(node, node.name))
@@ -341,10 +350,19 @@ class Part:
         target: Any = node.target
         if target is torch.ops.aten.view.default:  # how attention lays its result out depends on device and gradients
             target = torch.ops.aten.reshape.default
-        if name in ("view", "reshape", "_unsafe_view") and keeps_width(node, self.emission.width):
-            width = self.graph.call_function(torch.ops.aten.sym_size.int, (args[0], -1))
-            args = args[0], [*list(args[1])[:-1], width]  # type: ignore[arg-type]
+        if name in ("view", "reshape", "_unsafe_view"):
+            args = args[0], self.layout(node, args)  # type: ignore[arg-type]
         return self.graph.call_function(target, args, kwargs)
+
+    def layout(self, node: fx.Node, args: Any) -> list[Any]:
+        """The extents that a change of layout writes out, those that it leaves as they are taken from what it is handed."""
+        sizes = list(args[1])
+        places = [dim for dim in range(leading(node, self.emission.extents)) if type(sizes[dim]) is int]
+        if keeps_width(node, self.emission.width):
+            places.append(-1)
+        for dim in places:
+            sizes[dim] = self.graph.call_function(torch.ops.aten.sym_size.int, (args[0], dim))
+        return sizes
 
     def tensor_here(self) -> fx.Node | None:
         """A tensor that was computed from the inputs or is one."""
@@ -391,13 +409,22 @@ class Part:
             return
         values = [part.value(node) for node in left]
         part.graph.output(values[0] if len(values) == 1 else tuple(values))
-        attach(self.root, region.name, GraphPart.of(part.finished("Part")))
+        name = self.held(region.name, GraphPart.of(part.finished("Part")))
         given = tuple(self.value(node) for node in entered)
         leaf = region.name.rpartition(".")[2]
-        result = self.graph.create_node("call_module", region.name, given, {}, name=f"from_{leaf}")  # never `self`
+        result = self.graph.create_node("call_module", name, given, {}, name=f"from_{leaf}")  # never `self`
         for index, node in enumerate(left):
             self.env[node] = result if len(left) == 1 else self.graph.call_function(getitem, (result, index))
             self.env[node].meta |= known(node)
+
+    def held(self, name: str, part: GraphPart) -> str:
+        """The name of the part here: of one that computes the same on the same parameters, a layer called again, else its own."""
+        again = (one for one, earlier in self.parts.items() if alike(part, earlier))
+        found = next(again, None) if any(True for _ in part.parameters()) else None
+        if found is None:
+            attach(self.root, name, part)
+            self.parts[name] = part
+        return found or name
 
 
 def attach(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -136,7 +136,7 @@ def let_go(owner: Owner, targets: Iterable[str]) -> None:
     """The owner no longer holds what it handed over and does not use itself, nor modules that held nothing else."""
     used = {str(node.target) for node in owner.graph.nodes if node.op in ("get_attr", "call_module")}
     for target in targets:
-        if any(f"{one}.".startswith(f"{target}.") for one in used):
+        if any(f"{one}.".startswith(f"{target}.") or f"{target}.".startswith(f"{one}.") for one in used):
             continue
         while target:
             path, _, leaf = target.rpartition(".")
@@ -174,6 +174,12 @@ def inline(owner: Owner, call: fx.Node) -> None:
 
     What it shares with its owner since it was outlined is the owner's again.
     """
+    dissolve(owner, call)
+    finish(owner)
+
+
+def dissolve(owner: Owner, call: fx.Node) -> None:
+    """`inline`, but for the finish."""
     name = str(call.target)
     part = held_at(owner, name) if call.op == "call_module" else None
     if not isinstance(part, GraphPart):
@@ -190,17 +196,17 @@ def inline(owner: Owner, call: fx.Node) -> None:
                     own = node.meta.get(SHARED, False) and held_too(owner, name, str(node.target))
                     values[node].target = node.target if own else f"{name}.{node.target}"
     owner.graph.erase_node(call)
-    if not any(node.op == "call_module" and node.target == name for node in owner.graph.nodes):
+    if not any(node.op == "call_module" and f"{name}.".startswith(f"{node.target}.") for node in owner.graph.nodes):
         path, _, leaf = name.rpartition(".")
         owner.get_submodule(path)._modules[leaf] = holding(part)
         let_go(owner, [f"{name}.{node.target}" for node in part.graph.nodes if node.meta.get(SHARED, False)])
-    finish(owner)
 
 
 def inline_all(owner: Owner) -> None:
     """No part of the graph module is a graph module: it is one graph, with the weights under the names they had."""
     while call := next((node for node in owner.graph.nodes if calls_a_part(owner, node)), None):
-        inline(owner, call)
+        dissolve(owner, call)
+    finish(owner)
 
 
 def calls_a_part(owner: Owner, node: fx.Node) -> bool:

@@ -53,6 +53,20 @@ class Functional(nn.Module):
         return F.layer_norm(x, (WIDTH,), self.norm) @ self.out.t()
 
 
+class Recurrent(Functional):
+    """One layer's weights at every depth."""
+
+    def __init__(self, depths: int = 3) -> None:
+        super().__init__(layers=1)
+        self.depths = depths
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, self.emb) + self.pos[: ids.shape[1]]
+        for _ in range(self.depths):
+            x = layer(x, list(self.w), self.p, self.training)
+        return F.layer_norm(x, (WIDTH,), self.norm) @ self.out.t()
+
+
 class Flattened(Functional):
     """The same with the tokens laid one after another wherever they are multiplied by a matrix, as exporters write it."""
 

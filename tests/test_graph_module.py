@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from functional_models import VOCABULARY, Blocks, Encoder, Flattened, Functional
+from functional_models import VOCABULARY, Blocks, Encoder, Flattened, Functional, Recurrent
 from torch import fx, nn
 
 import retrofit
@@ -48,6 +48,18 @@ def test_parts_that_were_no_modules_are_and_parameters_keep_their_names() -> Non
     assert all(any(name.endswith(old) and names[name] is value for name in names) for old, value in model.named_parameters())
     assert [type(graph.get_submodule(f"layers.{depth}.ffn")).__name__ for depth in range(3)] == ["GraphPart"] * 3
     assert retrofit.inspect(graph, ids()).stacks[0].layers[1].name == "layers.1"
+
+
+@pytest.mark.parametrize("spec", ["altup(k=2)", "sparse-ffn(sparsity=8)"])
+def test_layers_that_share_their_weights_are_one_part_called_at_every_depth(spec: str) -> None:
+    model = Recurrent().eval()
+    graph = graph_module(model, ids())
+    called = [node.target for node in graph.graph.nodes if node.op == "call_module" and "layers" in node.target]
+    assert called == ["layers.0"] * 3
+    assert torch.equal(graph(ids(3, 5)), model(ids(3, 5)))
+    assert len(list(graph.parameters())) == len(graph.state_dict())
+    applied = apply_reported(graph, spec, example_inputs=ids())
+    assert applied.report is not None and applied.report.ok and applied.rewrites[0].sites
 
 
 def test_gradients_arrive_at_the_models_own_parameters() -> None:
@@ -151,7 +163,7 @@ def test_a_library_model_and_its_graph_agree(name: str) -> None:
     assert set(model.state_dict()) <= set(graph.state_dict())
 
 
-@pytest.mark.parametrize("name", ["causal/llama", "masked/bert"])
+@pytest.mark.parametrize("name", ["causal/llama", "masked/bert", "masked/albert"])
 @pytest.mark.parametrize("spec", ["altup(k=2)", "sparse-ffn(sparsity=8)"])
 @pytest.mark.long
 def test_a_rewrite_of_the_graph_and_of_the_modules_agree(name: str, spec: str) -> None:
