@@ -10,9 +10,10 @@ from torch import Tensor, fx, nn
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
     """Whether two modules compute one function of what they are handed, on one set of parameters, graph by graph or as dropouts."""
-    if not (hasattr(one, "graph") and hasattr(other, "graph")):
+    graph, its_graph = getattr(one, "graph", None), getattr(other, "graph", None)
+    if not (isinstance(graph, fx.Graph) and isinstance(its_graph, fx.Graph)):
         return type(one) is type(other) and not one.state_dict() and getattr(one, "p", None) == getattr(other, "p", None)
-    ours, theirs = (list(module.graph.nodes) for module in (one, other))  # type: ignore[union-attr]
+    ours, theirs = list(graph.nodes), list(its_graph.nodes)
     places = {node: number for nodes in (ours, theirs) for number, node in enumerate(nodes)}
     pairs = list(zip(ours, theirs, strict=False))
     return len(ours) == len(theirs) and all(
