@@ -522,7 +522,7 @@ class Application:
                 combine=combine if depth == last and not ends_wide else None,
                 rotate=rotate,
             )
-            following = 0 if depth == last and not shared else self.active(depth + 1)
+            following = self.active(1) if shared else 0 if depth == last else self.active(depth + 1)
             wrapper.start(altup.init, following)
             self.late.extend(f"{layer.name}.{name}" for name in wrapper.second_step)
             if altup.init == "hop" and following == wrapper.active:  # the stream stays, so p acts on the other blocks only

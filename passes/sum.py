@@ -42,6 +42,11 @@ class SummedEmbedding(Wrapper):
         return F.embedding(ids.clamp(max=rows - 1), self.extra.weight) * (ids < rows).unsqueeze(-1)
 
 
+def owns(module: nn.Module, weight: nn.Parameter) -> bool:
+    """Whether the weight is the module's own parameter, or all the parameters it has, under whatever names."""
+    return any(one is weight for one in module.parameters(recurse=False)) or {*map(id, module.parameters())} == {id(weight)}
+
+
 @dataclasses.dataclass(frozen=True)
 class SumEmbedding(Pass):
     """Add a second, zero-initialised embedding to the token representation: V·d parameters."""
@@ -71,7 +76,7 @@ class SumEmbedding(Pass):
         sites = []
         for path in dict.fromkeys(part.name for part in parts):
             module = model.get_submodule(path) if path else model
-            if not any(parameter is weight for parameter in module.parameters(recurse=False)):
+            if not owns(module, weight):
                 raise DoesNotFitError(
                     f"sum: the table {table} is looked up in the code of {path or 'the model'} itself",
                     why="no module stands there whose output the extra embedding could be added to",

@@ -20,6 +20,7 @@ from retrofit.feedforward import products_of
 from retrofit.ops import CAST, DROPOUT, LAYOUT, NORM, is_heavy, op, shape
 from retrofit.roles import Attention, attentions, nearest_products, weight_product
 
+MEANS = frozenset(("mean", "var", "var_mean", "std"))
 CHILD_NAMES = {
     "self-attention": "attention",
     "cross-attention": "cross_attention",
@@ -104,27 +105,44 @@ def nameless(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
             node = nodes[part.node]
             last = max((flow.position[user] for user in flow.uses[node] if is_bias(user, node, flow)), default=flow.position[node])
             yield Region(name, flow.call_of(node).path, flow.position[node], last)
-    for name, node in stem_steps(anatomy, flow, nodes):
-        yield Region(name, "", flow.position[node], flow.position[node])
+    yield from stem_steps(anatomy, flow, nodes)
 
 
-def stem_steps(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Iterator[tuple[str, fx.Node]]:
+def stem_steps(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Iterator[Region]:
     """What the model's own code does between a look-up of tokens and the layers that is tied to the width of the stream.
 
-    Norms, and what is added to the tokens and was looked up or sliced by their positions.
+    Norms, written out or not, a product with a weight, and what is added to the tokens and was looked up by their positions.
     """
     looked_up = [nodes[part.node] for part in anatomy.embeddings]
-    found: dict[fx.Node, str] = {}
+    found: dict[tuple[fx.Node, fx.Node], str] = {}  # by the first node and the last
     for stack in anatomy.stacks:
         for look_up in looked_up:
-            for node in flow.between(look_up, nodes[stack.entry]):
+            steps = flow.between(look_up, nodes[stack.entry])
+            for node in steps:
                 if op(node) in NORM:
-                    found[node] = "norm"
+                    found[node, node] = "norm"
                 elif op(node) == "add" and not flow.heavily_reaches(look_up, node):
-                    found |= {part: "addend" for part in node.all_input_nodes if not flow.reaches(look_up, part)}
-    for node, name in found.items():
-        if node.op == "call_function" and node not in looked_up and shape(node) and not flow.call_of(node).path:
-            yield name, node
+                    found |= {(part, part): "addend" for part in node.all_input_nodes if not flow.reaches(look_up, part)}
+            for stretch in stretches(look_up, steps):
+                if op(stretch[-1]) == "linear" and weight_product(stretch[-1], flow) is not None:
+                    found[stretch[-1], stretch[-1]] = "projection"
+                elif any(op(node) in MEANS for node in stretch) and not any(map(is_heavy, stretch)):
+                    found[stretch[0], stretch[-1]] = "norm"
+    for (first, last), name in found.items():
+        if last.op == "call_function" and last not in looked_up and shape(last) and not flow.call_of(last).path:
+            yield Region(name, "", flow.position[first], flow.position[last])
+
+
+def stretches(early: fx.Node, steps: list[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The steps from `early` to the last, cut wherever a single value of every token is all that is read from then on."""
+    place = {node: at for at, node in enumerate(steps)}
+    tokens = (shape(early) or ())[:-1]
+    first, reach = 0, max((place[user] for user in early.users if user in place), default=0)  # where what came so far is last read
+    for at, node in enumerate(steps):
+        if at >= reach and (shape(node) or ())[:-1] == tokens:
+            yield steps[first : at + 1]
+            first = at + 1
+        reach = max([reach, *(place[user] for user in node.users if user in place)])
 
 
 def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region | None:
@@ -158,7 +176,7 @@ def is_bias(user: fx.Node, node: fx.Node, flow: Dataflow) -> bool:
     """Whether `user` adds a parameter to `node` and nothing else reads it, right after it."""
     others = [part for part in user.all_input_nodes if part is not node]
     alone = len(flow.uses[node]) == 1 and flow.position.get(user) == flow.position[node] + 1
-    return alone and len(others) == 1 and others[0] in flow.program.parameters
+    return op(user) == "add" and alone and len(others) == 1 and others[0] in flow.program.parameters
 
 
 def layer_region(name: str, stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region:

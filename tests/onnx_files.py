@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -42,10 +40,12 @@ def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def by_tracing(version: int, fused_attention: bool = True) -> Exporter:
-    """torch's older exporter."""
+    """torch's older exporter; a decoder is handed a mask, for without one its code looks for packed sequences."""
 
     def exporter(name: str, path: Path) -> None:
         model, inputs = built(name)
+        if name.startswith("causal/"):
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         if not fused_attention:
             model.set_attn_implementation("eager")  # type: ignore[operator]
         names = tuple(inputs)
@@ -130,8 +130,8 @@ SOURCES: dict[str, Exporter] = {
 
 @functools.cache
 def file_of(source: str, name: str) -> Path:
-    """The file of the architecture `name` as `source` writes it, with what its exporter prints left out."""
+    """The file of the architecture `name` as `source` writes it."""
     path = Path(FOLDER.name) / f"{source}-{name}.onnx".replace("/", "-").replace(" ", "-")
-    with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+    with torch.no_grad():
         SOURCES[source](name, path)
     return path

@@ -176,7 +176,7 @@ def allowed(mask: Tensor | None, value: float, like: Tensor) -> Tensor | None:
         return None
     if mask.is_floating_point():
         return mask.to(like.dtype)
-    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(mask == 0, value)
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask == 0, value)
 
 
 def joined(*masks: Tensor | None) -> Tensor | None:
