@@ -126,7 +126,8 @@ class SparseLoss(Pass):
         work = [one for one in inside if one not in (node, *added) and op(one) not in LAYOUT | CAST]
         read = {name for one in inside for part in one.all_input_nodes if (name := program.parameters.get(part)) is not None}
         others = [anatomy.model.get_parameter(name) for name in sorted(read - {anatomy.head.parameter})]
-        alone = not others or (len(others) == 1 and others[0].shape == (self.columns_of(anatomy),))
+        columns = self.columns_of(anatomy)
+        alone = not others or (len(others) == 1 and others[0].numel() == others[0].shape[-1] == columns)  # (V,) or (1, V)
         if not call.path or work or not alone:
             raise DoesNotFitError(
                 f"sparse-loss: the head {anatomy.head.parameter} is applied in the code of {call.path or 'the model'}",
