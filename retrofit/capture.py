@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from retrofit.asking import told, written_down
 from retrofit.errors import CaptureError
 from retrofit.functional import made_differentiable, made_functional
+from retrofit.noting import noted
 
 LIBRARY = torch.library.Library("retrofit", "DEF")
 LIBRARY.define("mark(Tensor x, int call, bool leaves, str key) -> Tensor")
@@ -271,8 +272,10 @@ def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> t
         inputs = {name: value for name, value in inputs.items() if name in named or isinstance(value, torch.Tensor)}
     sizes = sizes_by_argument(model, inputs) if dynamic else None
     lines = contextlib.nullcontext() if dynamic else without_lines()  # what becomes a graph module keeps them
+    notes = noted() if dynamic else contextlib.nullcontext()
     with marked_calls(model) as calls, torch.no_grad(), quiet(), no_cache(model), lines:
-        exported = torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes, strict=False)
+        with notes:
+            exported = torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes, strict=False)
         if not made_functional(exported.graph):
             exported = exported.run_decompositions({})  # functional form, no operation taken apart
             made_differentiable(exported.graph)

@@ -20,6 +20,7 @@ from retrofit.alike import alike
 from retrofit.anatomy import Anatomy
 from retrofit.capture import Program, calls_of, capture, read_program
 from retrofit.dataflow import Dataflow, computed_from
+from retrofit.dropouts import AttentionWithDropout, attention_dropouts
 from retrofit.errors import CaptureError, DoesNotFitError, NoTransformerError
 from retrofit.flattened import unflatten
 from retrofit.functional import mutates
@@ -28,6 +29,7 @@ from retrofit.inspection import read_anatomy
 from retrofit.ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shape
 from retrofit.regions import Region, regions
 from retrofit.slices import PICKING, Slices, as_parameters, weight_slices
+from retrofit.stopped import own_backwards, same_gradients, stopped
 
 QUIET = ("_assert", "sym_constrain", "_guards")
 KEPT = ("val", "stack_trace")  # of what is known of a node: its value's shape and dtype, and the line of the model's code
@@ -36,7 +38,22 @@ KEPT = ("val", "stack_trace")  # of what is known of a node: its value's shape a
 def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule:
     """`model` as a graph module on the same parameters; raises `CaptureError` where it cannot be captured."""
     inputs = named_inputs(model, example_inputs)
-    made = emitted(model, captured(model, inputs))
+    program = captured(model, inputs)
+    holder = next((user for node in program.graph.nodes if node.op == "get_attr" for user in node.users), None)
+    if holder is not None:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be made a graph module",
+            why=f"{op(holder)} runs a part of its code as a graph of its own",
+            remedy="rewrite its modules (emit='module')",
+        )
+    made = emitted(model, program)
+    own = own_backwards(program)
+    if own and not same_gradients(model, made, inputs):
+        raise CaptureError(
+            f"{type(model).__name__} cannot be made a graph that learns as it does",
+            why=f"{own[0]} has a backward of its own, and that is not the derivative of its operations",
+            remedy="rewrite its modules (emit='module')",
+        )
     made.__dict__["retrofit_examples"] = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     return made
 
@@ -161,6 +178,7 @@ class Emission:
         self.results = {node for name, node in program.outputs.items() if not name.startswith("mutation ")}
         self.live = computed_from(self.results)
         self.dropouts = attention_dropouts(model, program)
+        self.stopped = stopped(program)
         self.weights: dict[fx.Node, bool] = {}
         self.names: dict[int, list[str]] = {}  # of each parameter and buffer, by identity
         for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
@@ -168,8 +186,15 @@ class Emission:
 
     def whole(self, region: Region) -> fx.GraphModule:
         """The root: it takes the model's arguments by name and returns what the model returns."""
-        part = Part(self, region, [node for node in self.flow.nodes if node in self.program.inputs])
+        inputs = [node for node in self.flow.nodes if node in self.program.inputs]
+        inputs.sort(key=self.is_added)  # what need not be given comes last
+        part = Part(self, region, inputs)
+        ids = {name: part.env[node] for node, name in self.program.inputs.items()}
         for node in part.arguments:
+            if self.is_added(node):
+                told = ids[self.program.inputs[node].replace("attention_mask", "input_ids")]
+                part.env[node] = part.graph.call_function(mask_or_ones, (part.env[node], told))
+                part.env[node].meta |= known(node)
             part.env[node] = part.sized(node)
         part.run()
         part.graph.output(self.returned(part))
@@ -186,6 +211,11 @@ class Emission:
         if kind is dict:
             return values
         return part.graph.call_function(kind, (), {name: value for name, value in values.items() if "." not in name})
+
+    def is_added(self, node: fx.Node) -> bool:
+        """Whether the node is a mask that the model was captured with and was not given: it is asked for, but need not be there."""
+        examples, name = self.program.examples, self.program.inputs.get(node)
+        return bool(examples) and name is not None and name not in examples
 
     def is_weight(self, node: fx.Node) -> bool:
         """Whether the node is a parameter, buffer or constant, or made of nothing else: it is had anew wherever it is read."""
@@ -236,34 +266,6 @@ def is_size(node: fx.Node) -> bool:
     return not isinstance(node.meta.get("val"), (Tensor, list, tuple))
 
 
-def attention_dropouts(model: nn.Module, program: Program) -> dict[fx.Node, float]:
-    """The dropout of each fused attention in training, which the program of the evaluation does not show.
-
-    It is read off a program captured in training, where that is the same program but for the dropouts; else there is none.
-    """
-    fused = [node for node in program.graph.nodes if op(node) == "scaled_dot_product_attention"]
-    if not fused:
-        return {}
-    inputs = {name: node.meta["val"] for node, name in program.inputs.items()}
-    plain = {name: torch.empty([int(size) for size in value.shape], dtype=value.dtype) for name, value in inputs.items()}
-    try:
-        named = named_inputs(
-            model, {name: value.zero_() if not value.is_floating_point() else value for name, value in plain.items()}
-        )
-        training = capture(model, named, training=True)
-    except CaptureError:
-        return {}
-    same = [node for node in training.graph.nodes if op(node) == "scaled_dot_product_attention"]
-    if len(same) != len(fused):
-        return {}
-    found = {one: probability(other) for one, other in zip(fused, same, strict=True)}
-    return {node: p for node, p in found.items() if p}
-
-
-def probability(attention: fx.Node) -> float:
-    return float(attention.args[4] if len(attention.args) > 4 else attention.kwargs.get("dropout_p", 0.0))  # type: ignore[arg-type]
-
-
 class Part:
     """One graph module in the making."""
 
@@ -275,7 +277,8 @@ class Part:
         self.parts: dict[str, GraphPart] = {}  # inside this one that hold parameters
         names = emission.program.inputs
         for node in arguments:
-            self.env[node] = self.graph.placeholder(names.get(node, node.name))
+            default = {"default_value": None} if emission.is_added(node) else {}
+            self.env[node] = self.graph.placeholder(names.get(node, node.name), **default)
             self.env[node].meta |= known(node)
 
     def sized(self, node: fx.Node) -> fx.Node:
@@ -300,8 +303,20 @@ class Part:
             node = flow.nodes[position]
             computes = node.op == "call_function" and not is_size(node)  # sizes are had where they are read
             if computes and not self.emission.is_weight(node) and not op(node).startswith(QUIET):
-                self.env[node] = self.copied(node)
+                self.env[node] = self.cut(node, self.copied(node))
             position += 1
+
+    def cut(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        """What stands for a node here: without gradients where the model's code stops them between it and who reads it here."""
+        emission, region = self.emission, self.region
+        if node not in emission.stopped:
+            return made
+        here = (user for user in node.users if region.first <= emission.flow.position.get(user, -1) <= region.last)
+        if all(user in emission.stopped for user in here):
+            return made
+        detached = self.graph.call_function(torch.ops.aten.detach.default, (made,))
+        detached.meta |= known(node)
+        return detached
 
     def finished(self, name: str) -> fx.GraphModule:
         made = fx.GraphModule(self.root, self.graph, name)
@@ -414,8 +429,9 @@ class Part:
         leaf = region.name.rpartition(".")[2]
         result = self.graph.create_node("call_module", name, given, {}, name=f"from_{leaf}")  # never `self`
         for index, node in enumerate(left):
-            self.env[node] = result if len(left) == 1 else self.graph.call_function(getitem, (result, index))
-            self.env[node].meta |= known(node)
+            made = result if len(left) == 1 else self.graph.call_function(getitem, (result, index))
+            made.meta |= known(node)
+            self.env[node] = self.cut(node, made)
 
     def held(self, name: str, part: GraphPart) -> str:
         """The name of the part here: of one that computes the same on the same parameters, a layer called again, else its own."""
@@ -559,22 +575,11 @@ def of_size(value: Tensor, name: str, sizes: tuple[int | None, ...]) -> Tensor:
     return value
 
 
+def mask_or_ones(mask: Tensor | None, ids: Tensor) -> Tensor:
+    """The mask, or where there is none one that hides nothing."""
+    return torch.ones_like(ids) if mask is None else mask
+
+
 def getitem(values: Any, index: int) -> Any:
     """`values[index]`."""
     return values[index]
-
-
-class AttentionWithDropout(nn.Module):
-    """Scaled dot-product attention whose weights are dropped with probability p in training."""
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, p: float = 0.0, causal: bool = False, **how: Any
-    ) -> Tensor:
-        how.pop("attn_mask", None), how.pop("dropout_p", None)
-        return nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=self.p if self.training else 0.0, is_causal=how.pop("is_causal", causal), **how
-        )
