@@ -13,17 +13,19 @@ whose forward takes its inputs as one mapping and returns its outputs as a tuple
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from retrofit.capture import no_cache
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.finding import first_line
-from retrofit.inputs import device_of, token_ids
-from retrofit.onnx.state import cache_of, emptied, is_of, states_of, strides_of
+from retrofit.inputs import device_of, forward_parameters, token_ids
+from retrofit.onnx.state import beside, cache_of, emptied, growth, is_of, states_of, strides_of
 from retrofit.probes import (
     accepts,
     distance,
@@ -51,6 +53,8 @@ BATCH, LENGTH, PAST, TOTAL, SOURCE = (
 )
 PAST_KEY_VALUES, PRESENT = "past_key_values.", "present."
 PER = "_per_"  # in the name of an extent that is a part of another, rounded up
+CACHE = "past_key_values"  # as most models call it
+LENGTHS = (6, 7, 12)  # numbers of tokens behind which states are compared, to see which grow
 TRACED = {BATCH: 2, LENGTH: 5, PAST: 7, SOURCE: 11}  # extents to trace with, no two alike
 
 
@@ -88,6 +92,8 @@ class Part(nn.Module):
 
     def size_of(self, name: str, size: str) -> str:
         """What the extent of the input `name` is called that grows with `size`: `{size}_per_4` where it is a fourth, rounded up."""
+        if size == PAST and not name.startswith(PAST_KEY_VALUES):
+            return TOTAL  # of what is there, the one token that is new with it
         every = strides_of(self.template).get(name.removeprefix(PAST_KEY_VALUES), 1) if size == PAST else 1
         return f"{size}{PER}{every}" if every > 1 else size
 
@@ -117,30 +123,37 @@ class Whole(Part):
 
 
 class Decoder(Part):
-    """A decoder by itself, on the tokens that follow `past_key_values`; it hands on `present`. Nothing need come before."""
+    """A decoder by itself, on the tokens that follow `past_key_values`; it hands on `present`. Nothing need come before.
+
+    Where a layer keeps a state of a fixed size (the window of a convolution, the sum of a recurrence), what it makes of several
+    tokens hangs on how they fall into pieces: then a step is one token, and one that is padding leaves such a state as it was.
+    """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         super().__init__(model)
-        ids = ids_name(inputs)
-        if ids is None or not accepts(model, "past_key_values"):
-            raise CaptureError("the model keeps no cache", why="its forward takes no past_key_values")
-        self.ids = ids
-        self.sizes = {size: TRACED[size] for size in (BATCH, LENGTH, PAST)}
-        tokens = self.tokens(2, 6, 0)
-        alone = {ids: tokens, "use_cache": False}
+        ids, cache = ids_name(inputs), cache_name(model, inputs)
+        if ids is None or cache is None:
+            raise CaptureError("the model keeps no cache", why="its forward takes none of those that it returns")
+        self.ids, self.cache = ids, cache
+        tokens = self.tokens(2, max(LENGTHS), 0)
+        alone = {ids: tokens[:, :6], "use_cache": False}
         self.extras = tuple(extras(model, alone, ("attention_mask", "position_ids")))
-        output = model(**{ids: tokens, "use_cache": True})
-        self.template = getattr(output, "past_key_values", None)
+        self.template = getattr(model(**{ids: tokens[:, :6], "use_cache": True}), cache)
         self.states = list(states_of(self.template))
         if not self.states:
             raise CaptureError("the model keeps no cache", why="what it returned as its cache is empty")
+        self.growing = growth({length: self.behind(tokens[:, :length]) for length in LENGTHS})
+        self.fixed = [name for name in beside(self.template) if name not in self.growing]
+        free = (BATCH, PAST) if self.fixed else (BATCH, LENGTH, PAST)
+        self.sizes = {size: TRACED[size] for size in free}
+        self.recent = False  # whether the model wants a mask of the step's tokens and not of all
         self.outputs = ["logits", *(PRESENT + name for name in self.states)]
 
     def tokens(self, batch: int, length: int, seed: int) -> Tensor:
         return token_ids(self.model, batch, length, seed).to(device_of(self.model))
 
     def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
-        batch, length, past = sizes[BATCH], sizes[LENGTH], sizes[PAST]
+        batch, length, past = sizes[BATCH], sizes.get(LENGTH, 1), sizes[PAST]
         tokens = self.tokens(batch, past + length, seed)
         step = self.step(tokens, past)
         if seed and "attention_mask" in step:
@@ -156,20 +169,39 @@ class Decoder(Part):
 
     def past(self, tokens: Tensor) -> Tensors:
         """The states behind these tokens, which may be none."""
-        some = tokens if tokens.shape[1] else self.tokens(len(tokens), 1, 0)
-        with torch.no_grad():
-            begun = self.model(**{self.ids: some}, past_key_values=cache_of(self.template, {}), use_cache=True)
-        states = states_of(begun.past_key_values)
+        states = self.behind(tokens if tokens.shape[1] else self.tokens(len(tokens), 1, 0))
         if not tokens.shape[1]:
-            states = {name: emptied(name, value) for name, value in states.items()}
+            states = {name: emptied(name, value, self.growing) for name, value in states.items()}
         return {PAST_KEY_VALUES + name: value.contiguous() for name, value in states.items()}
+
+    def behind(self, tokens: Tensor) -> Tensors:
+        """What the model itself keeps behind these tokens, all of it."""
+        with torch.no_grad():
+            begun = self.model(**{self.ids: tokens, self.cache: cache_of(self.template, {}), "use_cache": True})
+        return states_of(getattr(begun, self.cache))
 
     def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
         states, others = parted(inputs)
         others[self.ids] = others.pop("input_ids")
-        output = self.model(**others, past_key_values=cache_of(self.template, states), use_cache=True)
-        present = states_of(output.past_key_values)
+        mask = others.get("attention_mask")
+        if mask is not None and self.recent:
+            others["attention_mask"] = mask[:, mask.shape[1] - others[self.ids].shape[1] :]
+        output = self.model(**others, **{self.cache: cache_of(self.template, states), "use_cache": True})
+        present = states_of(getattr(output, self.cache))
+        if mask is not None:
+            real = mask[:, -1] != 0
+            for name in self.fixed:
+                of_rows = real.reshape(-1, *(1 for _ in present[name].shape[1:]))
+                present[name] = torch.where(of_rows, present[name], states[name])
         return (logits_of(output), *(present[name] for name in self.states))
+
+
+def cache_name(model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
+    """The argument of the model's forward that takes what it returns under the same name as its cache; None where there is none."""
+    if accepts(model, CACHE):
+        return CACHE
+    output = model(**{**inputs, "use_cache": True}) if accepts(model, "use_cache") else None
+    return next((name for name in forward_parameters(model) if isinstance(getattr(output, name, None), Cache)), None)
 
 
 class Encoder(Part):
@@ -367,14 +399,25 @@ def faithful(parts: tuple[Part, ...]) -> tuple[Part, ...]:
 
 
 def gap_of_steps(part: Decoder) -> float:
-    """How far two steps on the states come from one forward of everything."""
+    """How far steps on the states come from one forward of all; where that is far, with a mask of the step's tokens alone."""
     tokens = part.tokens(2, 12, 1)
     whole = logits_of(part.model(**{part.ids: tokens, "use_cache": False}))
-    empty = {**part.step(tokens[:, :7], 0), **part.past(tokens[:, :0])}
-    first, *states = part(empty)
-    past = {PAST_KEY_VALUES + name: value for name, value in zip(part.states, states, strict=True)}
-    second, *_ = part({**part.step(tokens, 7), **past})
-    return distance(torch.cat([first, second], 1), whole)
+    gap = distance(in_steps(part, tokens), whole)
+    if gap > 10 * tolerance_of(whole) and "attention_mask" in part.extras:
+        part.recent = True
+        gap = distance(in_steps(part, tokens), whole)
+    return gap
+
+
+def in_steps(part: Decoder, tokens: Tensor) -> Tensor:
+    """The logits of the tokens, 12 of them, taken step by step on the states."""
+    states, made = part.past(tokens[:, :0]), []
+    ends = (7, 12) if LENGTH in part.sizes else range(1, 13)
+    for start, end in itertools.pairwise((0, *ends)):
+        logits, *after = part({**part.step(tokens[:, :end], start), **states})
+        states = {PAST_KEY_VALUES + name: value for name, value in zip(part.states, after, strict=True)}
+        made.append(logits)
+    return torch.cat(made, 1)
 
 
 def gap_of_next(part: NextStep) -> float:

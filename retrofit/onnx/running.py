@@ -75,6 +75,12 @@ class Running:
             raise RetrofitError("ONNX Runtime cannot run the model", why=first_line(error)) from error
         return {name: torch.from_numpy(value) for name, value in zip(self.outputs, made, strict=True)}
 
+    @property
+    def step(self) -> int | None:
+        """How many tokens a step takes; None where it may be any number."""
+        extent = self.inputs["input_ids"].shape[1]
+        return extent if isinstance(extent, int) else None
+
     def empty(self, batch: int) -> dict[str, Tensor]:
         """The states before any token: keys and values of none, memories of zeros."""
         made = {}
@@ -94,12 +100,15 @@ def handed_on(outputs: Tensors) -> dict[str, Tensor]:
 def decode(model: Running, ids: Tensor, steps: int, mask: Tensor | None = None) -> Tensor:
     """The prompt (batch, length) and `steps` greedy tokens behind it; rows may be padded on the left, as `mask` says."""
     mask = torch.ones_like(ids) if mask is None else mask
-    tokens, states = ids, model.empty(len(ids))
-    new = ids
+    tokens, states, done = ids, model.empty(len(ids)), 0
     for _ in range(steps):
-        numbers = (mask.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        outputs = model({"input_ids": new, "attention_mask": mask, "position_ids": numbers, **states})
-        new, states = chosen(outputs), handed_on(outputs)
+        numbers = (mask.cumsum(-1) - 1).clamp(min=0)
+        for start in range(done, tokens.shape[1], model.step or tokens.shape[1]):
+            done = min(start + (model.step or tokens.shape[1]), tokens.shape[1])
+            given = {"input_ids": tokens[:, start:done], "position_ids": numbers[:, start:done]}
+            outputs = model({**given, "attention_mask": mask[:, :done], **states})
+            states = handed_on(outputs)
+        new = chosen(outputs)
         tokens, mask = torch.cat([tokens, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
     return tokens
 

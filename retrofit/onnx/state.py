@@ -1,25 +1,32 @@
 """What a decoder remembers between two steps, as tensors by name: a cache taken apart into them and put together from them.
 
 `{layer}.key`, `{layer}.value`: (batch, heads, past, head width), with `decoder.` and `encoder.` before the last word where there is
-a cross attention, as the ecosystem's ONNX decoders name them. `memory.{module}`: what a rewritten module remembers beside them
-(`retrofit.caching`), zeros where nothing came before. A cache layer of a rewritten module's own says itself what it carries
-(`Carrier`): `{layer}.{name}`, of which keys, values and what is `real` grow with the tokens, and others are zeros before the first.
+a cross attention, as the ecosystem's ONNX decoders name them. What a layer holds beside them (the window of a convolution, the sum
+of a recurrence, the keys of an index) is called after its attribute, `{layer}.conv`, `{layer}.recurrent`, `{layer}.indexer_keys`.
+`memory.{module}`: what a rewritten module remembers beside them (`retrofit.caching`). A cache layer of a rewritten module's own
+says itself what it carries (`Carrier`): `{layer}.{name}`. States that grow with the tokens are empty before the first, others
+zeros.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from retrofit.caching import SLACK, Memory, Remembering, memories_of
 from retrofit.errors import CaptureError
 
 KEY_AND_VALUE = {"keys": "key", "values": "value"}  # a cache layer's attributes, and what they are called outside
+HYBRID = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)  # keys and values, and states of a fixed size
 GROWING = ("key", "value", "real")  # last words of the names of states that are empty before any token
 MEMORY = "memory."
 States = dict[str, Tensor]
@@ -37,7 +44,7 @@ class Carrier(Protocol):
 
 
 def states_of(cache: Any) -> States:
-    """The tensors that the cache holds, layer by layer; raises `CaptureError` where it holds others than keys and values."""
+    """The tensors that the cache holds, layer by layer; raises `CaptureError` where it is no list of layers."""
     if isinstance(cache, EncoderDecoderCache):
         sides = {"decoder": states_of(cache.self_attention_cache), "encoder": states_of(cache.cross_attention_cache)}
         named = [(sided(name, side), value) for side, states in sides.items() for name, value in states.items()]
@@ -49,14 +56,63 @@ def states_of(cache: Any) -> States:
         if isinstance(layer, Carrier):
             found |= {f"{index}.{word}": value for word, value in layer.carried().items()}
             continue
-        held = {name: value for name, value in vars(layer).items() if any(map(is_state, leaves(value)))}
-        if others := [name for name in held if name not in KEY_AND_VALUE]:
-            raise CaptureError(
-                "the model's cache is no list of keys and values",
-                why=f"layer {index} also keeps {', '.join(others)}, and takes another path through its code when it holds them",
-            )
-        found |= {f"{index}.{word}": held[name] for name, word in KEY_AND_VALUE.items() if name in held}
+        for name, word in KEY_AND_VALUE.items():
+            if is_state(held := getattr(layer, name, None)):
+                found[f"{index}.{word}"] = held
+        found |= {f"{index}.{place.word}": place.held(layer) for place in places(layer)}
     return found | memories(cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a cache layer holds a tensor beside its keys and values: an attribute, or an entry of one."""
+
+    attribute: str
+    entry: Any = None
+    alone: bool = True  # in its attribute
+
+    @property
+    def word(self) -> str:
+        """What the state is called."""
+        name = self.attribute.removesuffix("_states")
+        return name if self.alone else f"{name}.{self.entry}"
+
+    def held(self, layer: Any) -> Tensor:
+        value = getattr(layer, self.attribute)
+        found: Tensor = value if self.entry is None else value[self.entry]
+        return found
+
+    def put(self, layer: Any, state: Tensor) -> None:
+        """The layer holds the state there; its container is a copy."""
+        if self.entry is None:
+            setattr(layer, self.attribute, state)
+        else:
+            container = copy.copy(getattr(layer, self.attribute))
+            container[self.entry] = state
+            setattr(layer, self.attribute, container)
+
+
+def places(layer: Any) -> list[Place]:
+    """Where the layer holds tensors beside its keys and values."""
+    found = []
+    for name, value in vars(layer).items():
+        if name in KEY_AND_VALUE:
+            continue
+        if is_state(value):
+            found.append(Place(name))
+        elif isinstance(value, (Mapping, list)):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            entries = [key for key, one in items if is_state(one)]
+            found += [Place(name, key, len(entries) == 1) for key in entries]
+    return found
+
+
+def beside(cache: Any) -> list[str]:
+    """The names of the states that the cache holds beside keys and values, but for memories and what carriers say themselves."""
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+        return []
+    layers = ((index, layer) for index, layer in enumerate(cache.layers) if not isinstance(layer, Carrier))
+    return [f"{index}.{place.word}" for index, layer in layers for place in places(layer)]
 
 
 def strides_of(cache: Any) -> dict[str, int]:
@@ -74,14 +130,7 @@ def memories(cache: Cache) -> States:
     return {f"{MEMORY}{name}": memory.last() for name, memory in held.items()}
 
 
-def leaves(value: Any) -> Iterator[Any]:
-    """The value, or where it is a container what it contains."""
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
-    for item in items:
-        yield from leaves(item) if isinstance(item, (Mapping, list, tuple)) else (item,)
-
-
-def is_state(value: Any) -> bool:
+def is_state(value: Any) -> TypeGuard[Tensor]:
     """Whether a value is about sequences, and no number that the layer knows from its config."""
     return isinstance(value, Tensor) and value.dim() > 1
 
@@ -97,10 +146,39 @@ def is_of(name: str, side: str) -> bool:
     return not name.startswith(MEMORY) and f".{side}." in name
 
 
-def emptied(name: str, state: Tensor) -> Tensor:
-    """The state before any token: keys and values of none, a memory of zeros."""
-    grows = not name.startswith(MEMORY) and name.rpartition(".")[2] in GROWING
-    return state[:, :, :0] if grows else torch.zeros_like(state)
+def emptied(name: str, state: Tensor, growing: Mapping[str, int] = MappingProxyType({})) -> Tensor:
+    """The state before any token: keys and values of none, as what grows along an axis that `growing` gives; a memory of zeros."""
+    axis = growing.get(name, 2) if grows(name, growing) else None
+    return torch.zeros_like(state) if axis is None else state.narrow(axis, 0, 0)
+
+
+def grows(name: str, growing: Mapping[str, int]) -> bool:
+    """Whether a state has an entry for each token, or every few of them."""
+    return name in growing or (not name.startswith(MEMORY) and name.rpartition(".")[2] in GROWING)
+
+
+def growth(after: Mapping[int, States]) -> dict[str, int]:
+    """The axis of every state that gains an entry with each token, of states by the number of tokens they stand behind.
+
+    Raises `CaptureError` for one beside keys, values and memories that neither gains an entry with each token nor keeps its size.
+    """
+    (first, states), *others = after.items()
+    found = {}
+    for name, state in states.items():
+        axes = {
+            (axis, (other[name].shape[axis] - extent) / (count - first))
+            for count, other in others
+            for axis, extent in enumerate(state.shape)
+            if other[name].shape[axis] != extent
+        }
+        if len(axes) == 1 and (axis := next(iter(axes)))[1] == 1:
+            found[name] = axis[0]
+        elif axes and name.rpartition(".")[2] not in GROWING:
+            raise CaptureError(
+                "the model's cache holds more than states of a fixed size and states that grow with each token",
+                why=f"the size of {name} hangs otherwise on the number of tokens",
+            )
+    return found
 
 
 def layer_number(name: str) -> float:
@@ -129,14 +207,39 @@ def cache_of(template: Cache, states: Mapping[str, Tensor]) -> Cache:
 
 def layer_of(template: Any, index: int, states: Mapping[str, Tensor]) -> Any:
     """A cache layer that grows with each token and holds its states already; one that never holds any stays as it is."""
+    own = {name.partition(".")[2]: value for name, value in states.items() if layer_number(name) == index}
     if isinstance(template, Carrier):
-        return template.carrying({name.partition(".")[2]: value for name, value in states.items() if layer_number(name) == index})
+        return template.carrying(own)
+    if places(template):
+        return holding(template, own) if own else made_like(template)
     if getattr(template, "keys", None) is None:
         return copy.copy(template)
     made = DynamicLayer()
-    if f"{index}.key" in states:
-        made.keys, made.values = states[f"{index}.key"], states[f"{index}.value"]
+    if "key" in own:
+        made.keys, made.values = own["key"], own["value"]
         made.dtype, made.device, made.is_initialized = made.keys.dtype, made.keys.device, True
+    return made
+
+
+def made_like(template: Any) -> Any:
+    """A cache layer like the template before any token; with a window and other states, one that holds all keys and values."""
+    kind: Any = type(template)
+    if HYBRID is not None and isinstance(template, DynamicSlidingWindowLayer) and isinstance(template, HYBRID.__bases__[0]):
+        kind = HYBRID
+    wanted = {name: getattr(template, name) for name in inspect.signature(kind).parameters if hasattr(template, name)}
+    return kind(**wanted)
+
+
+def holding(template: Any, states: States) -> Any:
+    """A cache layer like the template that holds these states and is past its first token; it may write into what it is given."""
+    made = made_like(template)
+    for name, value in vars(template).items():
+        if name in vars(made) and not isinstance(value, Tensor):
+            setattr(made, name, copy.copy(value))
+    for place in places(template):
+        place.put(made, states[place.word].clone())
+    if "key" in states:
+        made.keys, made.values = states["key"], states["value"]
     return made
 
 

@@ -18,7 +18,8 @@ from retrofit.branching import both_kept
 from retrofit.capture import quiet
 from retrofit.errors import CaptureError
 from retrofit.finding import first_line
-from retrofit.onnx.parts import Part
+from retrofit.onnx.bounds import holds_at_every_size
+from retrofit.onnx.parts import PAST, Part
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -35,6 +36,7 @@ def traced(part: Part) -> onnx_ir.Model:
         with patched(), quiet(), silent(), torch.no_grad():
             exported = exported_program(part, example, wanted)
             symbols = names_of_sizes(exported, example, wanted)
+            holds_at_every_size(exported, part, example, wanted)
             model = translated(exported)
     except CaptureError:
         raise
@@ -50,8 +52,22 @@ def traced(part: Part) -> onnx_ir.Model:
 
 def exported_program(part: Part, example: Mapping[str, Any], axes: Mapping[str, Mapping[int, str]]) -> torch.export.ExportedProgram:
     shapes = {name: dict.fromkeys(axes[name], torch.export.Dim.AUTO) for name in example}
-    with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # sizes of 0 and 1 are sizes
-        return torch.export.export(part, (dict(example),), dynamic_shapes=(shapes,), strict=False)
+    bounds = part.register_forward_pre_hook(lambda _, given: bounded(given[0], axes))
+    try:
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # 0 and 1 are sizes
+            return torch.export.export(part, (dict(example),), dynamic_shapes=(shapes,), strict=False)
+    finally:
+        bounds.remove()
+
+
+def bounded(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]) -> None:
+    """The tracer knows of each free size, but of what came before, that it is 1 or more."""
+    from torch.fx.experimental.symbolic_shapes import constrain_range
+
+    for name, value in inputs.items():
+        for axis, size in axes[name].items():
+            if not size.startswith(PAST):
+                constrain_range(value.shape[axis], min=1)  # type: ignore[arg-type] # sizes are symbols here
 
 
 def names_of_sizes(
