@@ -9,10 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.branching import both_kept
 from retrofit.capture import quiet
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     import onnx_ir
 
 WRAPPED = "model"  # the attribute of a part that holds the model
+NOT_THE_MODEL = (
+    r"[/\\](torch|onnxscript|onnx_ir|retrofit[/\\]onnx|transformers[/\\](utils|exporters))[/\\]|contextlib"  # files of other code
+)
 SCOPES = "pkg.torch.onnx.name_scopes"  # where torch writes down the modules that a node comes from
 
 
@@ -43,11 +49,22 @@ def traced(part: Part) -> onnx_ir.Model:
     except Exception as error:
         raise CaptureError(
             f"{type(part.model).__name__} could not be exported to ONNX as {part.name}",
-            why=first_line(error.__cause__ or error),
+            why=reason(error),
             remedy="code that branches on the values of tensors, or an operation that ONNX lacks, cannot be exported",
         ) from error
     named(model, list(example), part.outputs, symbols)
     return model
+
+
+def reason(error: Exception) -> str:
+    """Why the model's code cannot be traced or said in ONNX, and at which of its lines."""
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if not re.search(NOT_THE_MODEL, frame.filename)]
+    line = f", at {Path(ours[-1].filename).name}, line {ours[-1].lineno}: {ours[-1].line}" if ours else ""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return f"its code takes a way that hangs on the values of tensors{line}"
+    return first_line(error) + line
 
 
 def exported_program(part: Part, example: Mapping[str, Any], axes: Mapping[str, Mapping[int, str]]) -> torch.export.ExportedProgram:
@@ -96,12 +113,30 @@ def translated(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
     """The ONNX model of an exported program, before any cleaning."""
     from transformers.exporters import exporter_onnx, utils
 
+    complex_in_pairs(exported.graph_module)
     utils.apply_fx_node_fixes("onnx", exported.graph_module)
     table = {**exporter_onnx._ONNX_TRANSLATION_TABLE, **translations()}
     program = torch.onnx.export(exported, args=(), custom_translation_table=table, optimize=False, verbose=False)
     assert program is not None
     exporter_onnx.apply_onnx_ir_fixes(program)
     return program.model
+
+
+def complex_in_pairs(module: torch.fx.GraphModule) -> None:
+    """Complex values get a new axis as pairs of reals, which is what they are in ONNX: torch's translation knows no other way."""
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.unsqueeze.default):
+        value, axis = node.args
+        if not value.meta["val"].is_complex():
+            continue
+        axis = axis if axis >= 0 else axis + value.meta["val"].dim() + 1
+        with module.graph.inserting_before(node):
+            pairs = module.graph.call_function(aten.view_as_real.default, (value,))
+            pairs.meta["val"] = torch.view_as_real(value.meta["val"])
+            longer = module.graph.call_function(aten.unsqueeze.default, (pairs, axis))
+            longer.meta["val"] = pairs.meta["val"].unsqueeze(axis)
+        node.target, node.args = aten.view_as_complex.default, (longer,)
+    module.recompile()
 
 
 def translations() -> dict[Any, Callable[..., Any]]:
