@@ -201,6 +201,8 @@ CASES = [
     Case("AveragePool", real(2, 3, 9, 8), kernel_shape=[3, 3], strides=[2, 2], pads=[1, 1, 1, 1]),
     Case("GlobalAveragePool", real(2, 3, 9, 8)),
     Case("GlobalMaxPool", real(2, 3, 9, 8)),
+    Case("Col2Im", real(2, 12, 12), ints(5, 6), ints(2, 3), fixed=(1, 2), dilations=[2, 1], pads=[0, 0, 0, 0]),
+    Case("Col2Im", real(2, 12, 12), ints(3, 6), ints(2, 3), fixed=(1, 2), pads=[1, 1, 1, 1], strides=[2, 1]),
     Case("DepthToSpace", real(2, 8, 3, 4), blocksize=2),
     Case("DepthToSpace", real(2, 8, 3, 4), blocksize=2, mode="CRD"),
     Case("SpaceToDepth", real(2, 2, 6, 4), blocksize=2),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from retrofit.onnx.ops import operator
-from retrofit.onnx.values import Value
+from retrofit.onnx.values import Value, numbers
 
 
 @operator("MatMul")
@@ -144,6 +144,24 @@ def max_pool(
         before = (0,) * rank
     function: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
     return function(x, kernel_shape, steps, before, spread, bool(ceil_mode))
+
+
+def uneven_pads(attributes: dict[str, Any]) -> str:
+    pads = tuple(attributes.get("pads", ()))
+    return "" if pads[: len(pads) // 2] == pads[len(pads) // 2 :] else "padding that differs before and after"
+
+
+@operator("Col2Im", refuses=uneven_pads)
+def col2im(
+    x: Tensor,
+    image_shape: Value,
+    block_shape: Value,
+    dilations: tuple[int, ...] = (),
+    pads: tuple[int, ...] = (),
+    strides: tuple[int, ...] = (),
+) -> Tensor:
+    image, block = numbers(image_shape), numbers(block_shape)
+    return F.fold(x, image, block, dilations or 1, pads[: len(block)] or 0, strides or 1)
 
 
 def uneven(attributes: dict[str, Any]) -> str:

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
 WRAPPED = "model"  # the attribute of a part that holds the model
-NOT_THE_MODEL = (
-    r"[/\\](torch|onnxscript|onnx_ir|retrofit[/\\]onnx|transformers[/\\](utils|exporters))[/\\]|contextlib"  # files of other code
-)
+OTHER_CODE = r"[/\\](torch|onnxscript|onnx_ir|retrofit[/\\]onnx|transformers[/\\](utils|exporters))[/\\]|contextlib"  # its files
 SCOPES = "pkg.torch.onnx.name_scopes"  # where torch writes down the modules that a node comes from
 
 
@@ -60,7 +58,7 @@ def reason(error: Exception) -> str:
     """Why the model's code cannot be traced or said in ONNX, and at which of its lines."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if not re.search(NOT_THE_MODEL, frame.filename)]
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if not re.search(OTHER_CODE, frame.filename)]
     line = f", at {Path(ours[-1].filename).name}, line {ours[-1].lineno}: {ours[-1].line}" if ours else ""
     if isinstance(error, GuardOnDataDependentSymNode):
         return f"its code takes a way that hangs on the values of tensors{line}"
