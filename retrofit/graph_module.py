@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from retrofit.alike import alike
 from retrofit.anatomy import Anatomy
 from retrofit.capture import Program, calls_of, capture, read_program
-from retrofit.dataflow import Dataflow, computed_from
+from retrofit.dataflow import Dataflow, computed_from, hangs_on
 from retrofit.dropouts import AttentionWithDropout, attention_dropouts
 from retrofit.errors import CaptureError, DoesNotFitError, NoTransformerError
 from retrofit.flattened import unflatten
@@ -177,6 +177,7 @@ class Emission:
         self.slices, self.extents, self.width = slices, extents, width
         self.results = {node for name, node in program.outputs.items() if not name.startswith("mutation ")}
         self.live = computed_from(self.results)
+        self.learnt = hangs_on(program.parameters, flow.nodes)
         self.dropouts = attention_dropouts(model, program)
         self.stopped = stopped(program)
         self.weights: dict[fx.Node, bool] = {}
@@ -192,6 +193,7 @@ class Emission:
         ids = {name: part.env[node] for node, name in self.program.inputs.items()}
         for node in part.arguments:
             if self.is_added(node):
+                part.env[node].args = (None,)  # its default
                 told = ids[self.program.inputs[node].replace("attention_mask", "input_ids")]
                 part.env[node] = part.graph.call_function(mask_or_ones, (part.env[node], told))
                 part.env[node].meta |= known(node)
@@ -225,6 +227,13 @@ class Emission:
             made = light and all(map(self.is_weight, sources))
             self.weights[node] = node not in self.program.inputs if node.op == "placeholder" else made
         return self.weights[node]
+
+    def common(self, own: list[fx.Node]) -> set[fx.Node]:
+        """Of the nodes of a part those that others read too and no parameter has entered, masks say: they are made before it."""
+        inside = set(own)
+        handed_on = (node for node in own if any(user not in inside and user in self.live for user in node.users))
+        found = computed_from(node for node in handed_on if node not in self.learnt) & inside
+        return found if not any(op(node) in DROPOUT for node in found) else set()
 
     def tensor(self, node: fx.Node, prefix: str) -> tuple[str, Tensor, bool]:
         """The name and value of a placeholder that is no input, and whether it is saved; of several names one with the prefix."""
@@ -274,11 +283,10 @@ class Part:
         self.root = nn.Module()
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
-        self.parts: dict[str, GraphPart] = {}  # inside this one that hold parameters
+        self.parts: dict[str, tuple[str, nn.Module]] = {}  # inside this one, with the path of the module whose call each is
         names = emission.program.inputs
         for node in arguments:
-            default = {"default_value": None} if emission.is_added(node) else {}
-            self.env[node] = self.graph.placeholder(names.get(node, node.name), **default)
+            self.env[node] = self.graph.placeholder(names.get(node, node.name))
             self.env[node].meta |= known(node)
 
     def sized(self, node: fx.Node) -> fx.Node:
@@ -302,7 +310,7 @@ class Part:
                 continue
             node = flow.nodes[position]
             computes = node.op == "call_function" and not is_size(node)  # sizes are had where they are read
-            if computes and not self.emission.is_weight(node) and not op(node).startswith(QUIET):
+            if computes and node not in self.env and not self.emission.is_weight(node) and not op(node).startswith(QUIET):
                 self.env[node] = self.cut(node, self.copied(node))
             position += 1
 
@@ -406,9 +414,11 @@ class Part:
             for node in flow.nodes[region.first : region.last + 1]
             if not emission.is_weight(node) and node.op == "call_function"
         ]
+        common = emission.common(own) if region.in_code else set()
+        own = [node for node in own if node not in common]
         if len(own) == 1 and op(own[0]) in DROPOUT:  # a module that is nothing but dropout stays one
-            attach(self.root, region.name, nn.Dropout(float(own[0].args[1])))  # type: ignore[arg-type]
-            self.env[own[0]] = self.graph.call_module(region.name, (self.value(own[0].args[0]),))  # type: ignore[arg-type]
+            name = self.held(region, nn.Dropout(float(own[0].args[1])))  # type: ignore[arg-type]
+            self.env[own[0]] = self.graph.call_module(name, (self.value(own[0].args[0]),))  # type: ignore[arg-type]
             return
         entered, own = handed(own, emission)
         within = set(own)
@@ -424,7 +434,7 @@ class Part:
             return
         values = [part.value(node) for node in left]
         part.graph.output(values[0] if len(values) == 1 else tuple(values))
-        name = self.held(region.name, GraphPart.of(part.finished("Part")))
+        name = self.held(region, GraphPart.of(part.finished("Part")))
         given = tuple(self.value(node) for node in entered)
         leaf = region.name.rpartition(".")[2]
         result = self.graph.create_node("call_module", name, given, {}, name=f"from_{leaf}")  # never `self`
@@ -433,14 +443,15 @@ class Part:
             made.meta |= known(node)
             self.env[node] = self.cut(node, made)
 
-    def held(self, name: str, part: GraphPart) -> str:
-        """The name of the part here: of one that computes the same on the same parameters, a layer called again, else its own."""
-        again = (one for one, earlier in self.parts.items() if alike(part, earlier))
-        found = next(again, None) if any(True for _ in part.parameters()) else None
-        if found is None:
-            attach(self.root, name, part)
-            self.parts[name] = part
-        return found or name
+    def held(self, region: Region, part: nn.Module) -> str:
+        """The name of the part here: of one that is called again, computing the same on the same parameters, or else its own."""
+        learns = any(True for _ in part.parameters())
+        for name, (path, earlier) in self.parts.items():
+            if (learns or path == region.path) and alike(part, earlier):
+                return name
+        attach(self.root, region.name, part)
+        self.parts[region.name] = region.path, part
+        return region.name
 
 
 def attach(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -33,6 +33,7 @@ PASSES = {  # on the models without modules, with sizes that fit them
     "sparse-loss": "sparse-loss(modules=2)",
 }
 CALL = re.compile(r"_\d+$")  # at the end of a name: which call of the module it is
+PLACE = re.compile(r"\.\d+$")  # at the end of a name: which part of a weight it is, where only parts are read
 TOLERANCE = 1e-4  # of the largest value
 Values = dict[str, Tensor]
 
@@ -189,7 +190,7 @@ def outcome(model: nn.Module, inputs: dict[str, Any]) -> Values:
 def named_alike(ours: Values, theirs: Values) -> Values:
     """Our values under their names: a part of the graph that is no module may stand in a name, and the number of a call.
 
-    What the module tree has once for all calls of a module the graph has for each of them: there the gradients add up.
+    What the module tree has once for all calls of a module the graph may have for each of them: there the gradients add up.
     """
     pieces = {name: [CALL.sub("", piece) for piece in name.split(".")] for name in ours}
     found = {}
@@ -198,7 +199,17 @@ def named_alike(ours: Values, theirs: Values) -> Values:
         once = {id(ours[one]): ours[one] for one in alike if len(pieces[one]) == min(len(pieces[other]) for other in alike)}
         if once:
             found[name] = torch.stack(list(once.values())).sum(0)
+        elif (parts := [ours[one] for one in ours if PLACE.sub("", one) == name]) and sum(
+            map(Tensor.numel, parts)
+        ) == value.numel():
+            found[name] = together(parts, value)
     return found
+
+
+def together(parts: list[Tensor], whole: Tensor) -> Tensor:
+    """The values of the parts of a weight, each where the whole has the value of its rank: nobody says which part is which."""
+    values = torch.cat([part.flatten() for part in parts]).sort().values
+    return torch.empty_like(values).index_copy(0, whole.flatten().argsort(), values).view_as(whole)
 
 
 def is_within(some: list[str], every: list[str]) -> bool:
