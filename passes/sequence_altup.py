@@ -21,6 +21,7 @@ from retrofit.capture import Call
 from retrofit.depths import depths
 from retrofit.edit import Edit
 from retrofit.errors import DoesNotFitError
+from retrofit.handed_on import refuse_states
 from retrofit.ops import shape
 from retrofit.passes.beside import (
     Crossing,
@@ -75,6 +76,8 @@ class Application:
         self.hangs_on_values = False  # whether which layers are strided hangs on what a model without values cannot tell
 
     def run(self) -> Rewrite:
+        if self.how.k > 1:
+            refuse_states(self.anatomy.program, self.how.name)
         chosen = list(self.chosen())
         if chosen:
             paths = [layer.name for _, layer in chosen]

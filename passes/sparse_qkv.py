@@ -29,6 +29,7 @@ from retrofit.depths import depths
 from retrofit.edit import Edit
 from retrofit.errors import DoesNotFitError
 from retrofit.feedforward import Matrix, as_read, parameters_of
+from retrofit.handed_on import refuse_states
 from retrofit.passes.alternating import Moments, start, together
 from retrofit.passes.modular import ModularProjection
 from retrofit.passes.multiplicative import Multiplicative
@@ -338,6 +339,8 @@ class Application:
                 why="; ".join(dict.fromkeys(f"{miss.name}: {miss.why}" for miss in skipped[:4])) or "the chosen layers hold none",
                 remedy="see retrofit inspect; modules=, output=keep and layers= choose what is asked of it",
             )
+        if self.options.kernel > 1:
+            refuse_states(self.anatomy.program, self.options.name)
         moments = self.observed(plans)
         for plan in plans:
             self.begin(plan, moments)

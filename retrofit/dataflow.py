@@ -111,3 +111,12 @@ def computed_from(results: Iterable[fx.Node]) -> set[fx.Node]:
             found.add(node)
             waiting.extend(node.all_input_nodes)
     return found
+
+
+def hangs_on(sources: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The sources, and those of the nodes, which come in order, that are computed from one of them."""
+    found = set(sources)
+    for node in nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found

@@ -283,6 +283,7 @@ class Part:
         self.root = nn.Module()
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
+        self.elsewhere: set[fx.Node] = set()  # the nodes among the region's that are made before it
         self.parts: dict[str, tuple[str, nn.Module]] = {}  # inside this one, with the path of the module whose call each is
         names = emission.program.inputs
         for node in arguments:
@@ -310,7 +311,7 @@ class Part:
                 continue
             node = flow.nodes[position]
             computes = node.op == "call_function" and not is_size(node)  # sizes are had where they are read
-            if computes and node not in self.env and not self.emission.is_weight(node) and not op(node).startswith(QUIET):
+            if computes and node not in self.elsewhere and not self.emission.is_weight(node) and not op(node).startswith(QUIET):
                 self.env[node] = self.cut(node, self.copied(node))
             position += 1
 
@@ -423,6 +424,7 @@ class Part:
         entered, own = handed(own, emission)
         within = set(own)
         part = Part(emission, region, entered)
+        part.elsewhere = self.elsewhere | common
         part.run()
         left = [
             node

@@ -39,6 +39,7 @@ class Region:
     first: int
     last: int
     inside: list[Region] = dataclasses.field(default_factory=list)
+    in_code: bool = True  # of a larger module, and no module's own call
 
     def holds(self, other: Region) -> bool:
         return self.first <= other.first and other.last <= self.last
@@ -79,7 +80,7 @@ def called(flow: Dataflow) -> Iterator[Region]:
             spans[call] = min(first, position), max(last, position)
     for call, (first, last) in sorted(spans.items(), key=lambda item: item[0].number):
         if call.path:
-            yield Region(call.path + (f"_{call.index}" if call.index else ""), call.path, first, last)
+            yield Region(call.path + (f"_{call.index}" if call.index else ""), call.path, first, last, in_code=False)
 
 
 def nameless(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
