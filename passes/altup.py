@@ -326,17 +326,17 @@ class Application:
         )
 
     def chosen_stacks(self) -> list[Stack]:
-        """The stacks to widen: of several streams that run through the same layers, the first."""
+        """The stacks to widen: of several streams that run through the same layers, the one through most of them."""
         chosen: list[Stack] = []
-        for stack in self.anatomy.stacks:
+        for stack in sorted(self.anatomy.stacks, key=lambda one: -len(one.layers)):
             taken = {(layer.name, layer.call) for other in chosen for layer in other.layers if layer.name}
             if self.altup.stacks not in ("all", stack.kind):
                 self.skipped.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.altup.stacks}"))
             elif any((layer.name, layer.call) in taken for layer in stack.layers):
-                self.skipped.append(NearMiss(stack.name, "a second stream through layers whose first stream is widened"))
+                self.skipped.append(NearMiss(stack.name, "a second stream through layers of which another stream is widened"))
             else:
                 chosen.append(stack)
-        return chosen
+        return [stack for stack in self.anatomy.stacks if stack in chosen]
 
     def check(self) -> None:
         if not self.stacks:

@@ -18,7 +18,8 @@ def stopped(program: Program) -> set[fx.Node]:
     """The operations through which the model's code lets no gradients, of those that have any to let through."""
     trained: set[fx.Node] = set()
     for node in program.graph.nodes:
-        if node in program.parameters or any(part in trained for part in node.all_input_nodes):
+        number = not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple))
+        if node in program.parameters or (not number and any(part in trained for part in node.all_input_nodes)):
             trained.add(node)
     return {node for node in trained if node.op == "call_function" and note_of(node, STOPPED)}
 
