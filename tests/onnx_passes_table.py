@@ -48,7 +48,7 @@ def main() -> int:
     waiting = [task for task in chosen if options.again or key(task) not in results]
     started = time.monotonic()
     for count, (task, found) in enumerate(assessed(waiting, options.jobs, options.limit, serve), start=1):
-        results[key(task)] = found
+        results[key(task)] = {"cell": found.get("cell", found.get("captured")), "seconds": found["seconds"]}
         write_whole(options.results, json.dumps(results, indent=1, ensure_ascii=False))
         write_whole(options.output, page(results))
         print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {key(task)} {found}", flush=True)
