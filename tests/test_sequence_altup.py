@@ -168,8 +168,11 @@ def decoded(model: Any, tokens: Tensor, mask: Tensor, **how: Any) -> Tensor:
 RECURRENT = ("causal/jamba", "causal/falcon_h1", "causal/minimax")  # which go on token by token
 
 
-@pytest.mark.parametrize("name", [*CAUSAL, "causal/falcon_h1"])
-@pytest.mark.parametrize("pads", [(0, 0), (4, 1), (0, 5)])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("name", ["causal/llama", "causal/gemma2", "causal/falcon_h1", pytest.param("causal/jamba", marks=LONG)])
+@pytest.mark.parametrize("pads", [pytest.param((0, 0), marks=LONG), (4, 1), (0, 5)])
 def test_cached_decoding_is_the_full_forward(name: str, pads: tuple[int, int]) -> None:
     agrees_in_chunks(original(name), name, pads)
 

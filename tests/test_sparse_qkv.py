@@ -258,7 +258,7 @@ AGAINST_DENSE = ["gpt2", "gpt_neox", "gpt_bigcode", "gemma2", "falcon", "qwen3_n
         "seq2seq/t5gemma",
         "masked/albert",
         "masked/mobilebert",
-        "causal/gemma3n_text",
+        pytest.param("causal/gemma3n_text", marks=pytest.mark.long),
     ],
 )
 def test_the_rewritten_model_is_the_dense_one_with_the_matrices_it_stands_for(name: str) -> None:
