@@ -459,13 +459,13 @@ def masks_in(sites: list[AttentionSite], program: Program) -> dict[str, Mask]:
 def mask_argument(call: Call, mask: fx.Node, site: AttentionSite, flow: Dataflow) -> Key:
     """The argument of a call that `mask` is computed from, by no weight of the model: None where there is none."""
     weights = [node for node in flow.program.parameters if node in flow.position]
-    stream = shape(call.inputs.get(site.stream_in)) or (0, 0)
+    stream = shape(call.inputs.get(site.stream_in))
     for key, node in call.inputs.items():
         size = shape(node) or ()
         if key in (None, site.stream_in, site.source_in) or len(size) not in (2, 4):
             continue
-        if len(size) == 2 and size[0] not in (1, stream[site.tokens_first]):  # by queries and keys, of every row alike
-            continue
+        if len(size) == 2 and stream is not None and size[0] not in (1, stream[site.tokens_first]):
+            continue  # it is by queries and keys, of every row alike
         learned = any(flow.reaches(weight, node) for weight in weights)
         if flow.reaches(node, mask) and not learned:
             return key

@@ -84,10 +84,9 @@ def test_what_scales_a_product_is_no_part_of_it(spec: str, sites: int) -> None:
 
 def test_layers_of_as_many_tokens_as_the_code_was_captured_with_see_fewer() -> None:
     """A picture has as many patches as it has, so its layers' code is captured with that number written out."""
-    model = tiny_models.vit(num_hidden_layers=3)
+    model, spec = tiny_models.vit(num_hidden_layers=2), "sequence-altup(k=2, layers=0)"
     images = {"pixel_values": torch.randn(2, 3, 8, 8)}
-    strided = retrofit.apply(model, "sequence-altup(k=1, layers=all)", example_inputs=images, emit="graph", verify=False)
+    strided = retrofit.apply(model, spec, example_inputs=images, emit="graph", verify=False)
+    tree = retrofit.apply(model, spec, example_inputs=images, verify=False)
     with torch.no_grad():
-        assert distance(strided(**images).logits, model(**images).logits) < 1e-5
-    applied = apply_reported(model, "sequence-altup(k=2)", example_inputs=images, emit="graph", verify=False, count_flops=False)
-    assert len(applied.rewrites[0].sites) == 1
+        assert distance(strided(**images).logits, tree(**images).logits) < 1e-5
