@@ -174,11 +174,14 @@ def same_inlined(graph: fx.GraphModule, given: dict[str, Any]) -> str:
 def derived_twice(model: nn.Module, graph: fx.GraphModule, spec: str, given: dict[str, Any]) -> str:
     """Whether a recipe on the graph module and on the module tree gives one function, with one gradient for every parameter."""
     tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
-    found: list[Values | str] = []
+    found: list[Outcome | str] = []
     for one, inputs in ((model, given), (graph, tensors)):
         torch.manual_seed(0)
+        twin = copy.deepcopy(one)
+        both = zip(twin.parameters(), one.parameters(), strict=True)
+        origin = {id(copied): id(parameter) for copied, parameter in both}  # which is the model's own on both sides
         try:
-            found.append(outcome(retrofit.apply(copy.deepcopy(one), spec, example_inputs=inputs, verify=False), inputs))
+            found.append(outcome(retrofit.apply(twin, spec, example_inputs=inputs, verify=False), inputs, origin))
         except RetrofitError as error:
             found.append(told(error))
     tree, ours = found
@@ -186,34 +189,52 @@ def derived_twice(model: nn.Module, graph: fx.GraphModule, spec: str, given: dic
         return f"refused on both: {tree}" if isinstance(ours, str) else f"no: refused on the tree only: {tree}"
     if isinstance(ours, str):
         return f"no: refused on the graph only: {ours}"
-    return compared(named_alike(ours, tree), tree, TOLERANCE)
+    return compared(named_alike(ours, tree), tree.values, TOLERANCE)
 
 
-def outcome(model: nn.Module, inputs: dict[str, Any]) -> Values:
-    """The logits, and the gradients of a function of them by parameter, under every name of each."""
+@dataclasses.dataclass
+class Outcome:
+    """The logits of a rewritten model, and the gradients of a function of them, under every name of each parameter."""
+
+    values: Values
+    origins: dict[str, int]  # of the parameters that the dense model had, by name
+
+
+def outcome(model: nn.Module, inputs: dict[str, Any], origin: dict[int, int]) -> Outcome:
     logits = zoo.logits(model.eval()(**inputs))
     logits.float().logsumexp(-1).sum().backward()
-    grads = {name: one.grad for name, one in model.named_parameters(remove_duplicate=False) if one.grad is not None}
-    return {**grads, "logits": logits.detach()}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    grads = {name: one.grad for name, one in named.items() if one.grad is not None}
+    origins = {name: origin[id(named[name])] for name in grads if id(named[name]) in origin}
+    return Outcome({**grads, "logits": logits.detach()}, origins)
 
 
-def named_alike(ours: Values, theirs: Values) -> Values:
-    """Our values under their names: a part of the graph that is no module may stand in a name, and the number of a call.
+def named_alike(ours: Outcome, theirs: Outcome) -> Values:
+    """Our values under their names: for a parameter that the dense model had, what is that parameter here.
 
-    What the module tree has once for all calls of a module the graph may have for each of them: there the gradients add up.
+    Of others a part of the graph that is no module may stand in a name, and the number of a call. What the module tree has once
+    for all calls of a module the graph may have for each of them: there the gradients add up.
     """
-    pieces = {name: [CALL.sub("", piece) for piece in name.split(".")] for name in ours}
+    pieces = {name: [CALL.sub("", piece) for piece in name.split(".")] for name in ours.values if name not in ours.origins}
     found = {}
-    for name, value in theirs.items():
-        alike = [one for one in ours if one == name or (ours[one].shape == value.shape and is_within(name.split("."), pieces[one]))]
-        once = {id(ours[one]): ours[one] for one in alike if len(pieces[one]) == min(len(pieces[other]) for other in alike)}
+    for name, value in theirs.values.items():
+        alike = [one for one, origin in ours.origins.items() if origin == theirs.origins.get(name)]
+        if not alike:
+            alike = [
+                one for one in pieces if one == name or (is_within(name.split("."), pieces[one]) and is_shaped(ours, one, value))
+            ]
+            alike = [one for one in alike if len(pieces[one]) == min(len(pieces[other]) for other in alike)]
+        once = {id(ours.values[one]): ours.values[one] for one in alike}
+        parts = [ours.values[one] for one in ours.values if PLACE.sub("", one) == name]
         if once:
             found[name] = torch.stack(list(once.values())).sum(0)
-        elif (parts := [ours[one] for one in ours if PLACE.sub("", one) == name]) and sum(
-            map(Tensor.numel, parts)
-        ) == value.numel():
+        elif parts and sum(map(Tensor.numel, parts)) == value.numel():
             found[name] = together(parts, value)
     return found
+
+
+def is_shaped(ours: Outcome, name: str, value: Tensor) -> bool:
+    return ours.values[name].shape == value.shape
 
 
 def together(parts: list[Tensor], whole: Tensor) -> Tensor:
