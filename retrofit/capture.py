@@ -230,7 +230,7 @@ def attempted(model: nn.Module, inputs: dict[str, Any], dynamic: bool) -> tuple[
             able, given = with_values(model, inputs | masks)
             with torch.no_grad(), quiet(), no_cache(able), written_down() as answers:
                 able(**given)
-            with told(answers), cast_modules_stay():
+            with told(answers):
                 return *export(able, given), bool(answers)
     raise first
 
@@ -273,7 +273,7 @@ def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> t
     sizes = sizes_by_argument(model, inputs) if dynamic else None
     lines = contextlib.nullcontext() if dynamic else without_lines()  # what becomes a graph module keeps them
     notes = noted() if dynamic else contextlib.nullcontext()
-    with marked_calls(model) as calls, torch.no_grad(), quiet(), no_cache(model), lines:
+    with marked_calls(model) as calls, torch.no_grad(), quiet(), no_cache(model), cast_modules_stay(), lines:
         with notes:
             exported = torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes, strict=False)
         if not made_functional(exported.graph):
