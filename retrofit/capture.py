@@ -215,24 +215,26 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
 
 
 def attempted(model: nn.Module, inputs: dict[str, Any], dynamic: bool) -> tuple[torch.export.ExportedProgram, list[Call], bool]:
-    """`export`, and where that fails with a mask of ones, or with values, and whether it was that; raises what it raised first."""
+    """`export`, and where that fails with a mask of ones, or with values, and whether it was that; raises what it raised before."""
     without_values = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     try:
         return *export(model, inputs, dynamic), False
     except Exception as error:
-        first = error
+        why = error
     masks = missing_masks(model, inputs)
     if masks:
-        with contextlib.suppress(Exception):
+        try:
             return *export(model, inputs | masks, dynamic), False
-    if not dynamic and (without_values or isinstance(first, (GuardOnDataDependentSymNode, RuntimeError, TypeError))):
+        except Exception as error:
+            why = error
+    if not dynamic and (without_values or isinstance(why, (GuardOnDataDependentSymNode, RuntimeError, TypeError))):
         with contextlib.suppress(Exception):
             able, given = with_values(model, inputs | masks)
             with torch.no_grad(), quiet(), no_cache(able), written_down() as answers:
                 able(**given)
             with told(answers):
                 return *export(able, given), bool(answers)
-    raise first
+    raise why
 
 
 def with_values(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
