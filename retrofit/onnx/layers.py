@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from retrofit.onnx.ops import operator
-from retrofit.onnx.values import Value, numbers
+from retrofit.onnx.values import Value, number, numbers, tensor
 
 
 @operator("MatMul")
@@ -34,6 +34,21 @@ def gemm(
     return product if offset is None else product + (offset if beta == 1.0 else beta * offset)
 
 
+def of_other_length(attributes: dict[str, Any]) -> str:
+    return "the half of an inverse transform" if attributes.get("onesided") and attributes.get("inverse") else ""
+
+
+@operator("DFT", refuses=of_other_length)
+def dft(x: Tensor, dft_length: Value = None, axis: Value = -2, inverse: int = 0, onesided: int = 0) -> Tensor:
+    """Along an axis of numbers whose last axis is their real and imaginary part, or their real part alone."""
+    values = torch.view_as_complex(x.contiguous()) if x.shape[-1] == 2 else x.squeeze(-1)
+    length = None if dft_length is None else number(dft_length)
+    along = number(axis) % x.dim()
+    if onesided:
+        return torch.view_as_real(torch.fft.rfft(x[..., 0], length, along))
+    return torch.view_as_real((torch.fft.ifft if inverse else torch.fft.fft)(values, length, along))
+
+
 @operator("Einsum")
 def einsum(*values: Tensor, equation: str) -> Tensor:
     return torch.einsum(equation.replace(" ", ""), *values)
@@ -51,14 +66,21 @@ def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
 
 @operator("LayerNormalization")
 def layer_normalization(
-    x: Tensor, scale: Tensor, bias: Tensor | None = None, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+    x: Tensor, scale: Value, bias: Value = None, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Tensor:
-    return F.layer_norm(x, x.shape[axis:], scale, bias, epsilon)
+    return F.layer_norm(x, x.shape[axis:], spread(scale, x, axis), spread(bias, x, axis), epsilon)
 
 
 @operator("RMSNormalization", "SimplifiedLayerNormalization")
-def rms_normalization(x: Tensor, scale: Tensor, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> Tensor:
-    return F.rms_norm(x, x.shape[axis:], scale, epsilon)
+def rms_normalization(x: Tensor, scale: Value, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> Tensor:
+    return F.rms_norm(x, x.shape[axis:], spread(scale, x, axis), epsilon)
+
+
+def spread(gain: Value, x: Tensor, axis: int) -> Tensor | None:
+    """The gain with an element for each that is normalised together, as torch wants it."""
+    if gain is None or (isinstance(gain, Tensor) and gain.shape == x.shape[axis:]):
+        return gain
+    return tensor(gain, x, x.dtype).expand(x.shape[axis:])
 
 
 @operator("InstanceNormalization")

@@ -187,7 +187,8 @@ def clip(x: Value, low: Value = None, high: Value = None) -> Value:
         return x if high is None else min_(x, high)
     if isinstance(low, Tensor) or isinstance(high, Tensor):
         low, high = (None if bound is None else tensor(bound, x, x.dtype) for bound in (low, high))
-    return torch.clamp(x, low, high)
+        return torch.clamp(x, low, high)
+    return torch.clamp(x, *(None if bound is None else number(bound) for bound in (low, high)))
 
 
 @operator("Gelu")

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
 
 from retrofit.capture import no_cache
 from retrofit.errors import CaptureError, RetrofitError
@@ -215,6 +216,8 @@ class Encoder(Part):
         self.given = given | extras(self.model, given, ("attention_mask",))
         self.sizes = {BATCH: TRACED[BATCH], LENGTH: TRACED[SOURCE]}
         self.outputs = ["last_hidden_state"]
+        made = self.model(**self.given)
+        self.kind: Any = type(made) if dataclasses.is_dataclass(made) else BaseModelOutput  # of what the model's decoder is handed
 
     def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
         return padded(resized(self.model, self.given, sizes[BATCH], sizes[LENGTH], seed), seed)
@@ -253,11 +256,10 @@ class FirstStep(Part):
         return self.start(sizes, seed)
 
     def output(self, inputs: Tensors, **more: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutput
-
+        (encoder,) = self.encoder
         names = {"input_ids": "decoder_input_ids", "encoder_attention_mask": "attention_mask"}
         given = {names[name]: value for name, value in inputs.items() if name in names}
-        encoded = BaseModelOutput(last_hidden_state=inputs["encoder_hidden_states"])  # type: ignore[arg-type]
+        encoded = encoder.kind(last_hidden_state=inputs["encoder_hidden_states"])
         return self.model(**given, encoder_outputs=encoded, use_cache=self.keeps, **more)
 
     def begun(self, inputs: Tensors) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.branching import both_kept
-from retrofit.capture import quiet
+from retrofit.capture import quiet, without_lines
 from retrofit.errors import CaptureError
 from retrofit.finding import first_line
 from retrofit.onnx.bounds import holds_at_every_size
@@ -37,7 +37,7 @@ def traced(part: Part) -> onnx_ir.Model:
     wanted = part.axes()
     example = part.example(part.sizes)
     try:
-        with patched(), quiet(), silent(), torch.no_grad():
+        with patched(), quiet(), silent(), without_lines(), torch.no_grad():
             exported = exported_program(part, example, wanted)
             symbols = names_of_sizes(exported, example, wanted)
             holds_at_every_size(exported, part, example, wanted)
