@@ -108,6 +108,19 @@ def test_a_state_grows_with_each_token_or_keeps_its_size():
     assert "0.odd" in raised.value.why
 
 
+def test_what_an_encoder_returns_is_of_its_own_kind():
+    heads = {"num_heads": 2, "d_kv": 8, "d_model": 16, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2, "num_experts": 2}
+    config = transformers.SwitchTransformersConfig(vocab_size=tiny_models.VOCABULARY, decoder_start_token_id=0, **heads)
+    model = tiny_models.built(config, transformers.SwitchTransformersForConditionalGeneration)
+    ids, _ = prompt()
+    encoder, first, _ = plan(model, {"input_ids": ids, "decoder_input_ids": ids}, "past").parts
+    given, source = first.example(first.sizes), encoder.example(encoder.sizes)
+    with torch.no_grad():
+        logits, *_ = first(given)
+        whole = model(**source, decoder_input_ids=given["input_ids"]).logits
+    assert distance(logits, whole) <= 1e-5
+
+
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
