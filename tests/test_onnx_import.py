@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import tiny_models
 import torch
 import transformers
 import zoo
@@ -20,7 +21,8 @@ from torch import fx, nn
 
 import retrofit
 from retrofit.cli import main
-from retrofit.errors import CaptureError, CheckpointError, RetrofitError
+from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, RetrofitError
+from retrofit.graph_module import graph_module
 from retrofit.onnx.importing import from_onnx
 from retrofit.onnx.reading import argument
 from retrofit.onnx.running import Running, handed_on
@@ -198,6 +200,28 @@ def test_states_stay_inputs_and_outputs_where_they_are_asked_for(name: str) -> N
         states, done = handed_on(expected), done + step
 
 
+def test_what_is_rewritten_goes_on_from_its_states(tmp_path: Path) -> None:
+    """Passes that work token by token leave the states as they are: steps compute what the whole sequence does."""
+    retrofit.export_onnx(tiny_models.llama(num_hidden_layers=1), tmp_path / "m.onnx", fuse=False)
+    model, running = from_onnx(tmp_path / "m.onnx", cache="past"), Running(tmp_path / "m.onnx")
+    for spec in ("sequence-altup(k=2, layers=all)", "sparse-qkv(kernel=2)"):
+        with pytest.raises(DoesNotFitError, match="states of earlier tokens") as caught:
+            retrofit.apply(model, spec, verify=False)
+        assert "cache='none'" in caught.value.remedy
+    rewritten = retrofit.apply(model, "altup(k=2)", verify=False)
+    states = {argument(key): value for key, value in running.empty(2).items()}
+    given = {"input_ids": torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(0))}
+    given |= {"attention_mask": torch.ones(2, 6, dtype=torch.long), "position_ids": torch.arange(6).expand(2, -1)}
+    with torch.no_grad():
+        whole, found = rewritten(**given, **states)["logits"], []
+        for step in range(6):
+            part = {key: value[:, : step + 1] if key == "attention_mask" else value[:, [step]] for key, value in given.items()}
+            made = rewritten(**part, **states)
+            found.append(made.pop("logits"))
+            states = {name.replace("present", "past_key_values"): value for name, value in made.items()}
+    assert distance(torch.cat(found, 1), whole) < 1e-5
+
+
 def test_states_that_are_not_handed_on_are_not_empty_at_the_start(tmp_path: Path) -> None:
     state = helper.make_tensor_value_info("past_key_values.0.encoder.key", onnx.TensorProto.FLOAT, ["batch", "length", 4])
     path = written(tmp_path / "m.onnx", [helper.make_node("Add", ["x", "seen"], ["y"])])
@@ -227,6 +251,27 @@ def written(path: Path, nodes: list[Any], *, version: int = 20, held: dict[str, 
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", version)], ir_version=10), str(path))
     return path
+
+
+def test_margins_that_a_file_computes_leave_sizes_free(tmp_path: Path) -> None:
+    """torch's older exporter turns the order of its margins round by a matrix of them."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["sizes"], start=0, end=1),
+        helper.make_node("Concat", ["zero", "sizes", "one", "zero"], ["each"], axis=0),
+        helper.make_node("Reshape", ["each", "pairs"], ["rows"]),
+        helper.make_node("Slice", ["rows", "last", "first", "zero", "back"], ["turned"]),
+        helper.make_node("Transpose", ["turned"], ["columns"], perm=[1, 0]),
+        helper.make_node("Reshape", ["columns", "back"], ["margins"]),
+        helper.make_node("Cast", ["margins"], ["whole"], to=7),
+        helper.make_node("Pad", ["x", "whole"], ["y"], mode="constant"),
+    ]
+    held = {"zero": [0], "one": [1], "pairs": [-1, 2], "last": [-1], "first": [-(2**63) + 1], "back": [-1]}
+    path = written(tmp_path / "m.onnx", nodes, held={name: np.array(value) for name, value in held.items()})
+    model, running = from_onnx(path), Running(path)
+    for batch in (2, 5):
+        x = torch.randn(batch, 4)
+        assert torch.equal(model(x=x)["y"], running({"x": x})["y"])
+    assert graph_module(model, {"x": torch.randn(3, 4)})(x=x)["y"].shape == (6, 9)
 
 
 def test_unknown_operators_are_named_with_their_node(tmp_path: Path) -> None:

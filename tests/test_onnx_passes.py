@@ -1,7 +1,11 @@
-"""Every pass goes out to ONNX, from a decoder with its cache, an encoder and an encoder-decoder, decodes alike, and comes back."""
+"""Every pass goes out to ONNX, from a decoder with its cache, an encoder and an encoder-decoder, decodes alike, and comes back.
+
+What comes in from a file is rewritten, learns, and goes out again.
+"""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ import retrofit
 from retrofit.onnx.importing import from_onnx
 from retrofit.onnx.reading import argument
 from retrofit.onnx.running import Running, decode, translate
-from retrofit.probes import distance
+from retrofit.probes import distance, resized
 from retrofit.protocol import parse_recipe
 
 NEW = 8  # tokens decoded
@@ -89,3 +93,54 @@ def comes_back(path: Path, running: Running) -> None:
             expected = running({names[name]: value for name, value in given.items()})
             found = back(**given)
             assert max(distance(found[argument(name)], value) for name, value in expected.items()) < PARITY
+
+
+# ── In, rewritten, trained, out ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+FORMS = {
+    "decoder": (lambda: tiny_models.llama(), "model.onnx"),
+    "encoder": (lambda: tiny_models.bert(), "model.onnx"),
+    "image model": (lambda: tiny_models.vit(num_hidden_layers=2), "model.onnx"),
+    "encoder of an encoder-decoder": (lambda: tiny_models.t5(num_layers=2), "encoder_model.onnx"),
+    "decoder of an encoder-decoder": (lambda: tiny_models.t5(num_layers=2), "decoder_model.onnx"),
+}
+TRAINED = ["altup(k=2)", "sparse-ffn(sparsity=8)", "memory(lookup=softmax,buckets=8,rank=2)", "shared-moe(experts=2, k=1)"]
+FAST = ("encoder", "sparse-ffn(sparsity=8)")
+STEPS = 4
+
+
+@pytest.mark.parametrize(
+    ("form", "spec"), [pytest.param(*one, marks=[pytest.mark.long] * (one != FAST)) for one in itertools.product(FORMS, TRAINED)]
+)
+def test_a_file_comes_in_is_rewritten_learns_and_goes_out(form: str, spec: str, tmp_path: Path) -> None:
+    build, file = FORMS[form]
+    retrofit.export_onnx(build(), tmp_path / "model.onnx")
+    model = retrofit.apply(from_onnx(tmp_path / file), spec, verify=False)
+    examples = model.__dict__["retrofit_examples"]
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    losses = learnt(model, examples)
+    assert losses[-1] < losses[0]
+    assert sum(not torch.equal(value, before[name]) for name, value in model.named_parameters()) > len(before) / 2
+    made = retrofit.export_onnx(model.eval(), tmp_path / "out.onnx")
+    running = Running(made.files[0].path, 1)
+    other = resized(model, examples, 3, 5, seed=1)
+    with torch.no_grad():
+        expected = model(**other)
+    found = running({name: value for name, value in other.items() if name in running.inputs})
+    assert found.keys() == expected.keys()
+    assert max(distance(found[name], expected[name]) for name in found) < PARITY
+
+
+def learnt(model: Any, inputs: dict[str, torch.Tensor]) -> list[float]:
+    """The losses of a few steps towards outputs drawn at random."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    target, losses = None, []
+    for _ in range(STEPS):
+        output = next(iter(model.train()(**inputs).values()))
+        target = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)) if target is None else target
+        loss = (output - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

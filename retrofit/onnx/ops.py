@@ -261,15 +261,24 @@ def size(x: Value) -> Value:
 def reshape(x: Value, shape: Value, allowzero: int = 0) -> Value:
     wanted = numbers(shape)
     if is_number(x) and len(wanted) <= 1:
-        return numbers(x) if wanted else number(x)
+        return in_a_row(x) if wanted else number(x)
+    if isinstance(x, tuple) and wanted == (-1, 2):  # of every axis what is put before it and after: numbers in pairs
+        return tuple(zip(x[::2], x[1::2], strict=True))
     x = tensor(x)
     if not allowzero:
         wanted = tuple(x.shape[at] if isinstance(one, int) and one == 0 else one for at, one in enumerate(wanted))
     return x.reshape(wanted)
 
 
+def in_a_row(x: Value) -> tuple[Any, ...]:
+    """Numbers, or rows of numbers, as one row."""
+    return tuple(one for part in numbers(x) for one in numbers(part))
+
+
 @operator("Transpose")
-def transpose(x: Tensor, perm: tuple[int, ...] | None = None) -> Tensor:
+def transpose(x: Value, perm: tuple[int, ...] | None = None) -> Value:
+    if isinstance(x, tuple):  # rows of numbers
+        return tuple(zip(*x, strict=True))
     return x.permute(perm if perm is not None else tuple(reversed(range(x.dim()))))
 
 
