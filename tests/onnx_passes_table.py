@@ -121,6 +121,8 @@ def page(results: dict[str, Row]) -> str:
             f"write them, each read by `from_onnx` and rewritten ({', '.join(f'`{spec}`' for spec in PASSES.values())}):",
             "yes where the result comes through every check of `retrofit.verify`.",
             "",
+            f"Tried: {sum(text != '—' for row in rows.values() for text in row.values())} of {len(tasks())}.",
+            "",
             line(["", *KINDS]),
             line(["---", *["---:"] * len(KINDS)]),
             *(line([one, *(str(sum(row[one].startswith(kind) for row in rows.values())) for kind in KINDS)]) for one in PASSES),

@@ -203,7 +203,7 @@ def test_states_stay_inputs_and_outputs_where_they_are_asked_for(name: str) -> N
 def test_what_is_rewritten_goes_on_from_its_states(tmp_path: Path) -> None:
     """Passes that work token by token leave the states as they are: steps compute what the whole sequence does."""
     retrofit.export_onnx(tiny_models.llama(num_hidden_layers=1), tmp_path / "m.onnx", fuse=False)
-    model, running = from_onnx(tmp_path / "m.onnx", cache="past"), Running(tmp_path / "m.onnx")
+    model, running = graph_module(from_onnx(tmp_path / "m.onnx", cache="past")), Running(tmp_path / "m.onnx")
     for spec in ("sequence-altup(k=2, layers=all)", "sparse-qkv(kernel=2)"):
         with pytest.raises(DoesNotFitError, match="states of earlier tokens") as caught:
             retrofit.apply(model, spec, verify=False)
