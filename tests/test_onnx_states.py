@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import retrofit
-from retrofit.errors import CaptureError
+from retrofit.errors import CaptureError, RetrofitError
 from retrofit.onnx.parts import PAST_KEY_VALUES, Decoder, plan
 from retrofit.onnx.running import Running, decode
 from retrofit.onnx.state import growth
@@ -177,6 +177,40 @@ def test_what_torch_alone_stumbles_over_goes_out(kind, tmp_path):
         tokens = torch.randint(19, (3, length))
         with torch.no_grad():
             assert distance(running({"tokens": tokens})["output"], model(tokens)) <= 1e-4
+
+
+def test_a_model_that_takes_rows_in_groups_is_refused_before_it_is_traced(tmp_path):
+    class Grouped(Plain):
+        def forward(self, tokens):
+            return self.mix(self.table(tokens.reshape(-1, 2, tokens.shape[1])).sum(1))
+
+    with pytest.raises(CaptureError, match="does not run at batch_size 3"):
+        retrofit.export_onnx(Grouped(), tmp_path / "model.onnx")
+
+
+class Growing(Plain):
+    """Makes a longer table where one is asked for: in a file it has an end, which ONNX Runtime says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Buffer(torch.arange(32.0), persistent=False)
+
+    def forward(self, tokens):
+        if tokens.shape[1] > self.places.shape[0]:
+            self.places = torch.arange(2.0 * tokens.shape[1])
+        places = self.places.index_select(0, torch.arange(tokens.shape[1]))
+        return self.mix(self.table(tokens) + places[:, None])
+
+
+def test_a_table_that_would_grow_goes_out_as_long_as_it_is(tmp_path):
+    model = Growing()
+    retrofit.export_onnx(model, tmp_path / "model.onnx", fuse=False)
+    running = Running(tmp_path / "model.onnx", 1)
+    tokens = torch.randint(19, (2, 32))
+    with torch.no_grad():
+        assert distance(running({"tokens": tokens})["output"], model(tokens)) <= 1e-4
+    with pytest.raises(RetrofitError, match="cannot run"):
+        running({"tokens": torch.randint(19, (2, 33))})
 
 
 def test_what_hangs_on_values_is_refused_with_its_line(tmp_path):

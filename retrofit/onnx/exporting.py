@@ -17,6 +17,7 @@ from torch import nn
 from retrofit import hub
 from retrofit.atomic import whole_files
 from retrofit.errors import CaptureError, RetrofitError
+from retrofit.finding import first_line
 from retrofit.inputs import named_inputs
 from retrofit.onnx.cleaning import Step, count, fused, gap_of, optimized, trimmed, weight
 from retrofit.onnx.parts import CacheMode, Part, Plan, plan
@@ -111,6 +112,7 @@ def file_name(part: Part, path: Path) -> str:
 def write(part: Part, path: Path, model: nn.Module, fuse: bool, progress: Callable[[str], None]) -> File:
     """The part is in the file at `path`, and agrees with torch there."""
     progress(f"tracing {path.name}")
+    runs_at_other_sizes(part)
     graph = traced(part)
     progress(f"cleaning {path.name}")
     graph = optimized(graph)
@@ -133,6 +135,20 @@ def write(part: Part, path: Path, model: nn.Module, fuse: bool, progress: Callab
         )
     inputs, outputs = ([str(value.name) for value in values] for values in (graph.graph.inputs, graph.graph.outputs))
     return File(path, tuple(inputs), tuple(outputs), count(graph), tuple(steps), gap)
+
+
+def runs_at_other_sizes(part: Part) -> None:
+    """Raises `CaptureError` where the model itself does not run at the sizes that a file is compared with it at."""
+    for seed, sizes in enumerate(other_sizes(part), start=7):
+        try:
+            with torch.no_grad():
+                part(part.example(sizes, seed))
+        except Exception as error:  # whatever the model's own code raises
+            raise CaptureError(
+                f"{type(part.model).__name__} does not run at {', '.join(f'{size} {extent}' for size, extent in sizes.items())}",
+                why=first_line(error),
+                remedy="a file has these sizes free: a model that takes rows in groups, or some lengths only, cannot go out",
+            ) from error
 
 
 def store(graph: onnx_ir.Model, path: Path) -> None:
