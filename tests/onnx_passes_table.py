@@ -125,11 +125,11 @@ def page(results: dict[str, Row]) -> str:
             "",
             line(["", *KINDS]),
             line(["---", *["---:"] * len(KINDS)]),
-            *(line([one, *(str(sum(row[one].startswith(kind) for row in rows.values())) for kind in KINDS)]) for one in PASSES),
+            *(line([one, *(str(sum(kind_of(row[one]) == kind for row in rows.values())) for kind in KINDS)]) for one in PASSES),
             "",
             line(["", *PASSES]),
             line(["---"] * (1 + len(PASSES))),
-            *(line([file, *(text.partition(":")[0] for text in row.values())]) for file, row in rows.items()),
+            *(line([file, *map(kind_of, row.values())]) for file, row in rows.items()),
             "",
             "Why a pass was refused or failed:",
             "",
@@ -137,6 +137,11 @@ def page(results: dict[str, Row]) -> str:
             "",
         ]
     )
+
+
+def kind_of(text: str) -> str:
+    """What a cell begins with."""
+    return text.partition(":")[0]
 
 
 def reasons(rows: dict[str, dict[str, str]]) -> dict[str, list[str]]:
