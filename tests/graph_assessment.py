@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 import retrofit
 from retrofit.errors import CaptureError, RetrofitError, VerificationError
 from retrofit.graph_module import graph_module
+from retrofit.inputs import named_inputs
 from retrofit.outlining import inline_all
 from retrofit.rewriting import apply_reported
 
@@ -54,7 +55,7 @@ def assess(name: str) -> Row:
         row.graph = f"dense cannot: {reason}"
         return row
     model = zoo.build(entry)
-    given = zoo.inputs(entry, model)
+    given = named_inputs(model, zoo.inputs(entry, model))  # without a cache, as everything is captured
     try:
         retrofit.inspect(model, given)
     except CaptureError as error:
@@ -149,7 +150,7 @@ def attempt(check: Callable[[], str]) -> str:
 @torch.no_grad()
 def same_function(entry: zoo.Entry, model: nn.Module, graph: nn.Module) -> str:
     """Whether the graph module computes the model's function of inputs of another batch and length than it was made with."""
-    other = zoo.inputs(entry, model, batch=3, length=9, seed=5)
+    other = named_inputs(model, zoo.inputs(entry, model, batch=3, length=9, seed=5))
     try:
         expected = zoo.logits(model(**other))
     except Exception as error:
