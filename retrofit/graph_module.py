@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from retrofit.alike import alike
 from retrofit.anatomy import Anatomy
-from retrofit.capture import Program, calls_of, capture, read_program
+from retrofit.capture import Program, calls_of, capture, missing_masks, read_program
 from retrofit.dataflow import Dataflow, computed_from, hangs_on
 from retrofit.dropouts import AttentionWithDropout, attention_dropouts
 from retrofit.errors import CaptureError, DoesNotFitError, NoTransformerError
@@ -30,6 +30,7 @@ from retrofit.ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shape
 from retrofit.regions import Region, regions
 from retrofit.slices import PICKING, Slices, as_parameters, weight_slices
 from retrofit.stopped import own_backwards, same_gradients, stopped
+from retrofit.unmasked import same_unmasked
 
 QUIET = ("_assert", "sym_constrain", "_guards")
 KEPT = ("val", "stack_trace")  # of what is known of a node: its value's shape and dtype, and the line of the model's code
@@ -47,6 +48,9 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
             remedy="rewrite its modules (emit='module')",
         )
     made = emitted(model, program)
+    masks = {name: mask for name, mask in missing_masks(model, inputs).items() if name in program.inputs.values()}
+    if masks and not same_unmasked(model, made, inputs):
+        return graph_module(model, inputs | masks)  # which asks for them
     own = own_backwards(program)
     if own and not same_gradients(model, made, inputs):
         raise CaptureError(

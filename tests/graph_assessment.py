@@ -17,6 +17,7 @@ from assessment import told
 from torch import Tensor, fx, nn
 
 import retrofit
+from retrofit.capture import missing_masks
 from retrofit.errors import CaptureError, RetrofitError, VerificationError
 from retrofit.graph_module import graph_module
 from retrofit.inputs import named_inputs
@@ -68,6 +69,7 @@ def assess(name: str) -> Row:
     except CaptureError as error:
         row.graph = f"refused: {told(error)}"
         return row
+    given = graph.__dict__["retrofit_examples"] | given  # the masks that it asks for
     row.graph = attempt(lambda: same_function(entry, model, graph))
     row.cells["inlined"] = attempt(lambda: same_inlined(graph, given))
     for one, spec in BOTH.items():
@@ -151,6 +153,8 @@ def attempt(check: Callable[[], str]) -> str:
 def same_function(entry: zoo.Entry, model: nn.Module, graph: nn.Module) -> str:
     """Whether the graph module computes the model's function of inputs of another batch and length than it was made with."""
     other = named_inputs(model, zoo.inputs(entry, model, batch=3, length=9, seed=5))
+    asked = graph.__dict__["retrofit_examples"]
+    other |= {name: mask for name, mask in missing_masks(model, other).items() if name in asked}
     try:
         expected = zoo.logits(model(**other))
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,3 +225,37 @@ def test_verified_layers_that_share_a_module_still_learn() -> None:
     """The round trip gives every weight back to its place, once where one module stands in several layers."""
     model = retrofit.apply(Functional(), "shared-moe(experts=2)", example_inputs=ids())
     assert all(isinstance(one, nn.Parameter) for _, one in model.named_parameters(remove_duplicate=False))
+
+
+class Masked(nn.Module):
+    """A model that cannot be traced without a mask, and that hides padding where it is given none, or nothing."""
+
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        self.hides, self.config = hides, SimpleNamespace(pad_token_id=0)
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        if attention_mask is None:
+            padded = input_ids == 0
+            attention_mask = (~padded).long() if self.hides and bool(padded.any()) else (padded | True).long()
+            assert bool(attention_mask.any()), "only padding"
+        seen = attention_mask[..., None]
+        return self.head((self.embedding(input_ids) * seen).cumsum(1) / seen.cumsum(1).clamp(min=1))
+
+
+def test_a_mask_that_was_needed_to_capture_need_not_be_given_where_that_hides_nothing() -> None:
+    model = Masked(hides=False)
+    graph = graph_module(model, {"input_ids": ids()})
+    padded = {"input_ids": torch.cat([ids(3, 5), torch.zeros(3, 2, dtype=torch.long)], 1)}
+    torch.testing.assert_close(graph(**padded), model(**padded))
+
+
+def test_a_mask_is_asked_for_where_the_model_would_hide_padding_without_one() -> None:
+    model = Masked(hides=True)
+    graph = graph_module(model, {"input_ids": ids()})
+    assert set(graph.__dict__["retrofit_examples"]) == {"input_ids", "attention_mask"}
+    with pytest.raises(TypeError, match="attention_mask"):
+        graph(ids(3, 5))
+    padded = torch.cat([ids(3, 5), torch.zeros(3, 2, dtype=torch.long)], 1)
+    torch.testing.assert_close(graph(padded, (padded != 0).long()), model(padded))
