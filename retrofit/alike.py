@@ -15,10 +15,9 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
         return type(one) is type(other) and not one.state_dict() and getattr(one, "p", None) == getattr(other, "p", None)
     ours, theirs = list(graph.nodes), list(its_graph.nodes)
     places = {node: number for nodes in (ours, theirs) for number, node in enumerate(nodes)}
-    pairs = list(zip(ours, theirs, strict=False))
     return len(ours) == len(theirs) and all(
         mine.op == its.op and given(mine, places) == given(its, places) and same_target(one, mine, other, its)
-        for mine, its in pairs
+        for mine, its in zip(ours, theirs, strict=True)
     )
 
 

@@ -218,17 +218,19 @@ def outcome(model: nn.Module, inputs: dict[str, Any], origin: dict[int, int]) ->
 def named_alike(ours: Outcome, theirs: Outcome) -> Values:
     """Our values under their names: for a parameter that the dense model had, what is that parameter here.
 
-    Of others a part of the graph that is no module may stand in a name, and the number of a call. What the module tree has once
-    for all calls of a module the graph may have for each of them: there the gradients add up.
+    Of others a part of the graph that is no module may stand in a name, and the number of a call; or in theirs a module that wraps
+    what is a part of the graph. What the module tree has once for all calls of a module the graph may have for each of them: there
+    the gradients add up.
     """
     pieces = {name: [CALL.sub("", piece) for piece in name.split(".")] for name in ours.values if name not in ours.origins}
     found = {}
     for name, value in theirs.values.items():
         alike = [one for one, origin in ours.origins.items() if origin == theirs.origins.get(name)]
         if not alike:
-            alike = [
-                one for one in pieces if one == name or (is_within(name.split("."), pieces[one]) and is_shaped(ours, one, value))
-            ]
+            its = name.split(".")
+            shaped = [one for one in pieces if one == name or is_shaped(ours, one, value)]
+            alike = [one for one in shaped if one == name or is_within(its, pieces[one])]
+            alike = alike or [one for one in shaped if is_within(pieces[one], its)]
             alike = [one for one in alike if len(pieces[one]) == min(len(pieces[other]) for other in alike)]
             alike = [one for one in alike if one in ours.held and torch.equal(ours.held[one], theirs.held[name])] or alike
         once = {id(ours.values[one]): ours.values[one] for one in alike}
