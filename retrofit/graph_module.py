@@ -124,6 +124,7 @@ def emitted(model: nn.Module, program: Program) -> fx.GraphModule:
     flow = Dataflow(program)
     slices = as_parameters(program, weight_slices(model, flow, anatomy))
     if slices:
+        extents |= {part: extents_of(part) for part in slices}
         flow, anatomy = Dataflow(program), anatomy_of(model, program)
     whole = Region("", "", 0, len(flow.nodes) - 1) if anatomy is None else regions(anatomy, flow)
     emission = Emission(model, program, flow, slices, extents, 0 if anatomy is None else anatomy.width)

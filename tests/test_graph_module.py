@@ -259,3 +259,22 @@ def test_a_mask_is_asked_for_where_the_model_would_hide_padding_without_one() ->
         graph(ids(3, 5))
     padded = torch.cat([ids(3, 5), torch.zeros(3, 2, dtype=torch.long)], 1)
     torch.testing.assert_close(graph(padded, (padded != 0).long()), model(padded))
+
+
+class Positions(nn.Module):
+    """Positions of a first token and of four in a square, in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.mix = nn.Parameter(torch.randn(5, 8)), nn.Linear(8, 8)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        first, square = self.positions[:1], self.positions[1:].reshape(2, 2, -1).transpose(0, 1)
+        return torch.cat([features.mean(1, keepdim=True) + first, self.mix(features + square.flatten(0, 1))], 1)
+
+
+def test_a_part_of_a_parameter_changes_its_layout_like_any_weight() -> None:
+    model, given = Positions(), torch.randn(3, 4, 8)
+    graph = graph_module(model, {"features": torch.randn(2, 4, 8)})
+    assert sorted(name for name, _ in graph.named_parameters() if "positions" in name) == ["positions.0", "positions.1"]
+    torch.testing.assert_close(graph(given), model(given))
