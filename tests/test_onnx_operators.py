@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
@@ -224,6 +224,7 @@ CASES = [
     Case("ms:FastGelu", X, real(8)),
     Case("ms:QuickGelu", X, alpha=1.5),
     Case("ms:FusedMatMul", X, real(6, 8), transB=1, alpha=0.25),
+    Case("ms:FusedMatMul", real(5, 2, 3, 4), real(2, 3, 4, 6), transBatchA=1, alpha=0.5),
     Case("ms:RotaryEmbedding", HEADS, whole(0, 7, 2, 5), ANGLES, real(7, 3)),
     Case("ms:RotaryEmbedding", X, ints(2), real(7, 2), real(7, 2)),
     Case("ms:Attention", X, real(8, 24), real(24), fixed=(1, 2), num_heads=2),
@@ -280,6 +281,26 @@ def test_operators_compute_what_onnx_runtime_does(case: Case, tmp_path: Path) ->
         got = torch.as_tensor(found[name])
         assert got.dtype == value.dtype and got.shape == value.shape
         torch.testing.assert_close(got, value, atol=1e-5, rtol=1e-4, equal_nan=True)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), *[st.integers(1, 5)] * 3, *[st.booleans()] * 4)
+@settings(max_examples=60, deadline=None)
+def test_products_of_transposed_batches_are_onnx_runtimes(
+    batch: list[int], rows: int, shared: int, columns: int, turn_a: bool, turn_b: bool, rows_a: bool, rows_b: bool
+) -> None:
+    one, other = held_as(batch, rows, shared, turn_a, rows_a), held_as(batch, shared, columns, turn_b, rows_b)
+    how = {"transA": turn_a, "transB": turn_b, "transBatchA": rows_a, "transBatchB": rows_b}
+    case = Case("ms:FusedMatMul", one, other, **{name: int(value) for name, value in how.items()})
+    (expected,) = Running(case.model().SerializeToString())(case.feed()).values()
+    found = OPERATORS[MICROSOFT, "FusedMatMul"](*case.feed().values(), **case.attributes)
+    assert found.shape == expected.shape == (*batch, rows, columns)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def held_as(batch: list[int], rows: int, columns: int, turned: bool, rows_first: bool) -> np.ndarray:
+    """Matrices of this shape as a node holds them that transposes each, or whose axis of rows stands before those of the batch."""
+    *batch, first, last = (*batch, columns, rows) if turned else (*batch, rows, columns)
+    return real(first, *batch, last) if rows_first else real(*batch, first, last)
 
 
 def made_from_numbers(case: Case) -> torch.Tensor:

@@ -86,12 +86,18 @@ def set_among(*names: str) -> Callable[[dict[str, Any]], str]:
     return lambda attributes: ", ".join(name for name in names if attributes.get(name, 0) not in (0, -1))
 
 
-@operator("FusedMatMul", domain=MICROSOFT, refuses=set_among("transBatchA", "transBatchB"))
+@operator("FusedMatMul", domain=MICROSOFT)
 def fused_mat_mul(
     one: Tensor, other: Tensor, alpha: float = 1.0, transA: int = 0, transB: int = 0, transBatchA: int = 0, transBatchB: int = 0
 ) -> Tensor:
-    product = torch.matmul(one.mT if transA else one, other.mT if transB else other)
+    product = torch.matmul(factor(one, transA, transBatchA), factor(other, transB, transBatchB))
     return product if alpha == 1.0 else alpha * product
+
+
+def factor(x: Tensor, turned: int, rows_first: int) -> Tensor:
+    """The matrices that x holds, whose axis of rows stands before those of the batch if `rows_first`, then each transposed."""
+    x = x.movedim(0, -2) if rows_first else x
+    return x.mT if turned else x
 
 
 operator("Trilu", domain=MICROSOFT)(trilu)
