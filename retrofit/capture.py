@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.asking import told, written_down
 from retrofit.errors import CaptureError
+from retrofit.free_sizes import with_free_sizes
 from retrofit.functional import made_differentiable, made_functional
 from retrofit.noting import noted
 
@@ -269,13 +270,21 @@ def cast_modules_stay() -> Iterator[None]:
 
 def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> tuple[torch.export.ExportedProgram, list[Call]]:
     """The model as an exported program in functional form, with markers, and the calls they belong to."""
-    if dynamic:  # of what a forward gathers, torch.export wants the rest back that the code may have taken out: only tensors
-        named = inspect.signature(model.forward).parameters
-        inputs = {name: value for name, value in inputs.items() if name in named or isinstance(value, torch.Tensor)}
-    sizes = sizes_by_argument(model, inputs) if dynamic else None
-    lines = contextlib.nullcontext() if dynamic else without_lines()  # what becomes a graph module keeps them
-    notes = noted() if dynamic else contextlib.nullcontext()
-    with marked_calls(model) as calls, torch.no_grad(), quiet(), no_cache(model), cast_modules_stay(), lines:
+    if not dynamic:
+        with without_lines():  # what becomes a graph module keeps them
+            return traced(model, inputs, None)
+    # of what a forward gathers, torch.export wants the rest back that the code may have taken out: only tensors
+    named = inspect.signature(model.forward).parameters
+    inputs = {name: value for name, value in inputs.items() if name in named or isinstance(value, torch.Tensor)}
+    return with_free_sizes(model, inputs, lambda sizes: traced(model, inputs, sizes))
+
+
+def traced(
+    model: nn.Module, inputs: dict[str, Any], sizes: dict[str, Any] | None
+) -> tuple[torch.export.ExportedProgram, list[Call]]:
+    """`export`, for extents that are free as `sizes` tell."""
+    notes = contextlib.nullcontext() if sizes is None else noted()
+    with marked_calls(model) as calls, torch.no_grad(), quiet(), no_cache(model), cast_modules_stay():
         with notes:
             exported = torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes, strict=False)
         if not made_functional(exported.graph):
@@ -295,21 +304,6 @@ def as_called(model: nn.Module) -> nn.Module:
     called: nn.Module = object.__new__(type("Graph", (nn.Module,), {"forward": type(model).forward}))
     called.__dict__ = model.__dict__  # the same modules, parameters and hooks
     return called
-
-
-def sizes_by_argument(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What `torch.export` is told of the extents of the inputs, those that the forward gathers under the name it gathers by."""
-    parameters = inspect.signature(model.forward).parameters
-    gathered = next((name for name, one in parameters.items() if one.kind is one.VAR_KEYWORD), "")
-    sizes: dict[str, Any] = {name: free_sizes(inputs[name]) for name in parameters if name in inputs}
-    if others := {name: free_sizes(value) for name, value in inputs.items() if name not in parameters}:
-        sizes[gathered] = others
-    return sizes
-
-
-def free_sizes(value: Any) -> dict[int, Any] | None:
-    """Every extent of a tensor may be another, as far as the code allows."""
-    return dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO) if isinstance(value, torch.Tensor) else None
 
 
 def missing_masks(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 
 from retrofit import hub
 from retrofit.atomic import whole_file
-from retrofit.capture import as_called, no_cache, quiet, sizes_by_argument
+from retrofit.capture import as_called, no_cache, quiet
 from retrofit.errors import CheckpointError
+from retrofit.free_sizes import with_free_sizes
 from retrofit.graph_module import from_exported
 from retrofit.inputs import named_inputs
 from retrofit.replaying import replayed_inputs
@@ -31,10 +32,11 @@ def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_
     inputs = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     training = model.training
     model.eval()
-    sizes = sizes_by_argument(model, inputs)
     try:
         with torch.no_grad(), quiet(), no_cache(model):
-            exported = torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes, strict=False)
+            exported = with_free_sizes(
+                model, inputs, lambda sizes: torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes, strict=False)
+            )
     except Exception as error:  # whatever the model's own code raises
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{type(model).__name__} cannot be exported", why=first, remedy="save it as a .pt file") from error
