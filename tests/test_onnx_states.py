@@ -13,7 +13,7 @@ import retrofit
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.onnx.parts import PAST_KEY_VALUES, Decoder, plan
 from retrofit.onnx.running import Running, decode
-from retrofit.onnx.state import growth
+from retrofit.onnx.state import growth, made_like
 from retrofit.probes import distance
 
 NEW = 4  # tokens decoded
@@ -108,6 +108,16 @@ def test_a_state_grows_with_each_token_or_keeps_its_size():
     assert "0.odd" in raised.value.why
 
 
+def test_a_cache_layer_that_forgets_what_it_is_made_of_is_refused():
+    class Layer:
+        def __init__(self, config, **more):
+            self.window = config
+
+    with pytest.raises(CaptureError, match="Layer, cannot be made anew") as raised:
+        made_like(Layer(3))
+    assert "config" in raised.value.why
+
+
 def test_what_an_encoder_returns_is_of_its_own_kind():
     heads = {"num_heads": 2, "d_kv": 8, "d_model": 16, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2, "num_experts": 2}
     config = transformers.SwitchTransformersConfig(vocab_size=tiny_models.VOCABULARY, decoder_start_token_id=0, **heads)
@@ -151,6 +161,16 @@ class Bent(Plain):
         return self.mix(self.table(tokens)) + bias[..., None]
 
 
+class Choosy(Plain):
+    """Keeps the six largest numbers of a row where there are more."""
+
+    def forward(self, tokens):
+        x = self.mix(self.table(tokens)) + 0.01 * torch.arange(tokens.shape[1])[:, None]
+        if tokens.shape[1] > 6:
+            x = x * torch.zeros_like(x).scatter(1, torch.topk(x, 6, dim=1).indices, 1.0)
+        return x
+
+
 class Turned(Plain):
     """Turns pairs of numbers as complex ones, by an angle for each place and pair."""
 
@@ -168,7 +188,7 @@ def test_what_runs_over_pieces_is_refused_with_the_length_that_it_would_fail_at(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", [Bent, pytest.param(Turned, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [Bent, Choosy, pytest.param(Turned, marks=pytest.mark.long)])
 def test_what_torch_alone_stumbles_over_goes_out(kind, tmp_path):
     model = kind()
     retrofit.export_onnx(model, tmp_path / "model.onnx", fuse=False)

@@ -29,6 +29,7 @@ KEY_AND_VALUE = {"keys": "key", "values": "value"}  # a cache layer's attributes
 HYBRID = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)  # keys and values, and states of a fixed size
 GROWING = ("key", "value", "real")  # last words of the names of states that are empty before any token
 MEMORY = "memory."
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # kinds of arguments that may be none
 States = dict[str, Tensor]
 
 
@@ -226,8 +227,12 @@ def made_like(template: Any) -> Any:
     kind: Any = type(template)
     if HYBRID is not None and isinstance(template, DynamicSlidingWindowLayer) and isinstance(template, HYBRID.__bases__[0]):
         kind = HYBRID
-    wanted = {name: getattr(template, name) for name in inspect.signature(kind).parameters if hasattr(template, name)}
-    return kind(**wanted)
+    wanted = inspect.signature(kind).parameters
+    known = {name: getattr(template, name) for name in wanted if hasattr(template, name)}
+    needed = [name for name, one in wanted.items() if one.default is one.empty and one.kind not in VARIABLE]
+    if lacking := [name for name in needed if name not in known]:
+        raise CaptureError(f"a cache layer, {kind.__name__}, cannot be made anew", why=f"it does not keep its {lacking[0]}")
+    return kind(**known)
 
 
 def holding(template: Any, states: States) -> Any:

@@ -117,7 +117,26 @@ def translated(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
     program = torch.onnx.export(exported, args=(), custom_translation_table=table, optimize=False, verbose=False)
     assert program is not None
     exporter_onnx.apply_onnx_ir_fixes(program)
+    free_what_is_picked(program.model)
     return program.model
+
+
+def free_what_is_picked(model: onnx_ir.Model) -> None:
+    """Where the k largest are picked of what may be fewer, k is no fixed extent in what is made of them."""
+    import onnx_ir
+
+    for node in [node for node in model.graph.all_nodes() if node.op_type == "TopK"]:
+        few, made = node.inputs[1], node.outputs[0].shape
+        extent = None if made is None else made[node.attributes["axis"].as_int()]
+        if few is None or onnx_ir.convenience.get_const_tensor(few) is not None or not isinstance(extent, int):
+            continue
+        reached, met = list(node.outputs), set(node.outputs)
+        for value in reached:
+            after = [output for user in value.consumers() for output in user.outputs if output not in met]
+            reached.extend(after)
+            met.update(after)
+            if value.shape is not None:
+                value.shape = onnx_ir.Shape([None if one == extent else one for one in value.shape])
 
 
 def complex_in_pairs(module: torch.fx.GraphModule) -> None:
@@ -138,7 +157,11 @@ def complex_in_pairs(module: torch.fx.GraphModule) -> None:
 
 
 def translations() -> dict[Any, Callable[..., Any]]:
-    """Operations that torch's own translation leaves out: a maximum or minimum over all axes."""
+    """Operations that torch's own translation leaves out, or knows at some sizes only.
+
+    A maximum or minimum over all axes; the k largest where fewer than k are: a model asks for them only where there are more, so a
+    program of more tokens does, and all that there are is what the model takes of fewer.
+    """
     from onnxscript.onnx_opset import opset18 as op
 
     def reduced(reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,7 +171,17 @@ def translations() -> dict[Any, Callable[..., Any]]:
 
         return translate
 
-    return {torch.ops.aten.amax.default: reduced(op.ReduceMax), torch.ops.aten.amin.default: reduced(op.ReduceMin)}
+    def largest_few(self: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+        there = None if self.shape is None else self.shape[dim]
+        if isinstance(there, int) or not isinstance(k, int):
+            return op.TopK(self, [k], axis=dim, largest=largest, sorted=sorted)
+        extent = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
+        few = op.Min(op.Constant(value_ints=[k]), extent)
+        return op.TopK(self, few, axis=dim, largest=largest, sorted=sorted)
+
+    aten = torch.ops.aten
+    reductions = {aten.amax.default: reduced(op.ReduceMax), aten.amin.default: reduced(op.ReduceMin)}
+    return {**reductions, aten.topk.default: largest_few}
 
 
 def named(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
