@@ -289,7 +289,7 @@ def traced(
             exported = torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes, strict=False)
         if not made_functional(exported.graph):
             exported = exported.run_decompositions({})  # functional form, no operation taken apart
-            made_differentiable(exported.graph)
+        made_differentiable(exported.graph)
     return exported, calls
 
 

@@ -20,6 +20,15 @@ STEPS: dict[str, Any] = {
     "view": lambda x, y: x.view(-1).view(3, 4),
     "turned": lambda x, y: x.reshape(4, 3).t(),
     "row": lambda x, y: x[1:2].expand(3, 4),
+    "slice": lambda x, y: x[:, 1:4],
+    "strided": lambda x, y: x[..., ::2],
+    "select": lambda x, y: x[1],
+    "column": lambda x, y: x.select(-1, 0),
+    "transposed": lambda x, y: x.transpose(0, -1),
+    "permuted": lambda x, y: x.permute(*range(1, x.dim()), 0),
+    "unsqueezed": lambda x, y: x.unsqueeze(-1),
+    "squeezed": lambda x, y: x.squeeze(-1),
+    "diagonal": lambda x, y: x.diagonal(),
     "same": lambda x, y: x.to(torch.float32),
     "dropped": lambda x, y: nn.functional.dropout(x, 0.5, False),
     "like": lambda x, y: x.type_as(y),
@@ -27,9 +36,11 @@ STEPS: dict[str, Any] = {
     "parts": lambda x, y: torch.cat(x.chunk(2, 1)[::-1], 1),
     "add_": lambda x, y: x.add_(y),
     "mul_": lambda x, y: x.mul_(1.5),
-    "fill_": lambda x, y: x.masked_fill_(y > 0, -1.0),
-    "put_": lambda x, y: x.index_put_((torch.tensor([0, 2]),), y[:2]),
+    "fill_": lambda x, y: x.masked_fill_(x > 0, -1.0),
+    "put_": lambda x, y: x.index_put_((torch.tensor([0, 1]),), y[:2]),
     "copy_": lambda x, y: x.copy_(y),
+    "part_": lambda x, y: x[..., 1:].mul_(y.mean()),
+    "row_": lambda x, y: x[0].copy_(y[1]),
 }
 
 
@@ -60,13 +71,13 @@ def checked(module: nn.Module, x: Tensor) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(list(STEPS)), st.integers(0, 9), st.integers(0, 9)), max_size=7))
 def test_any_code_computes_what_it_did_or_is_left_alone(steps: list[tuple[str, int, int]]) -> None:
     module, x = Code(steps), torch.randn(3, 4)
     try:
         module(x.clone())
-    except RuntimeError:  # torch refuses some views, and to write where several values lie in one place
+    except (RuntimeError, IndexError):  # torch refuses some views, and to write where several values lie in one place
         assume(False)
     checked(module, x)
 
@@ -78,11 +89,13 @@ def test_any_code_computes_what_it_did_or_is_left_alone(steps: list[tuple[str, i
         ([("add_", 0, 1), ("mul_", 2, 0), ("fill_", 0, 1)], True),
         ([("put_", 0, 1), ("new", 0, 2)], True),
         ([("add_", 0, 1), ("view", 0, 0), ("new", 3, 0)], True),
-        ([("view", 0, 0), ("add_", 0, 1)], False),  # the view, read in the end, sees what was written
-        ([("view", 0, 0), ("add_", 2, 1)], False),
+        ([("view", 0, 0), ("add_", 0, 1)], True),  # the view, read in the end, sees what was written
+        ([("view", 0, 0), ("add_", 2, 1)], False),  # what it is a view of is read in the end too
+        ([("slice", 0, 0), ("select", 2, 0), ("mul_", 3, 0), ("transposed", 0, 0), ("mul_", 4, 0)], True),
+        ([("turned", 0, 0), ("mul_", 0, 0)], False),  # a reshape may be a view or not
         ([("dropped", 0, 0), ("add_", 2, 1)], False),  # in evaluation dropout hands back what it was handed
         ([("parts", 0, 0), ("add_", 0, 1)], True),
-        ([("like", 0, 1), ("add_", 2, 1)], False),  # of the same type already, and no schema says so
+        ([("like", 0, 1), ("add_", 2, 1)], True),  # of the same type already: the tracer knows it for the same value
         ([("product", 0, 1), ("add_", 2, 1)], True),
     ],
 )
