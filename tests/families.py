@@ -7,7 +7,11 @@ from typing import Any
 HYBRID = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 VIBEVOICE = {"num_filters": 4, "downsampling_ratios": [2, 2, 2], "depths": [1, 1, 1, 1]}
+INDEX = {"index_n_heads": 32}  # of few, each cut off at zero, several scores are exactly zero: a choice among equals
+    "index_n_heads": 32
+}  # few heads of an index, each cut off at zero, score several tokens exactly zero: a choice among equals
 DOTS3_NOTE = {
+    **INDEX,
     "qk_nope_head_dim": 8,
     "head_dim": 16,
     "swa_num_attention_heads": 4,
@@ -21,6 +25,7 @@ DOTS3_NOTE = {
 
 # By model type or by entry id; a nested dictionary amends a nested config.
 CORRECTIONS: dict[str, dict[str, Any]] = {
+    "axk2": INDEX,
     "bamba": {"attn_layer_indices": [1, 3]},
     "bit": {"num_groups": 4},
     "blenderbot": {"encoder_layers": 4},
@@ -32,6 +37,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "moe_top_k": 2},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v32": INDEX,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "donut-swin": {"window_size": 2},
     "dots3_note_text": DOTS3_NOTE,
@@ -70,6 +76,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         }
     },
+    "glm_moe_dsa": INDEX,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": HYBRID},
     "hgnet_v2": {
