@@ -8,8 +8,6 @@ HYBRID = ["linear_attention", "full_attention", "linear_attention", "full_attent
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 VIBEVOICE = {"num_filters": 4, "downsampling_ratios": [2, 2, 2], "depths": [1, 1, 1, 1]}
 INDEX = {"index_n_heads": 32}  # of few, each cut off at zero, several scores are exactly zero: a choice among equals
-    "index_n_heads": 32
-}  # few heads of an index, each cut off at zero, score several tokens exactly zero: a choice among equals
 DOTS3_NOTE = {
     **INDEX,
     "qk_nope_head_dim": 8,
