@@ -171,6 +171,14 @@ class Choosy(Plain):
         return x
 
 
+class Pooled(Plain):
+    """Takes the largest of neighbouring tokens, zeros before the first and behind the last."""
+
+    def forward(self, tokens):
+        padded = F.pad(self.mix(self.table(tokens))[:, None] - 5.0, (0, 0, 1, 1), value=0.0)
+        return F.max_pool2d(padded, (3, 1), stride=1)[:, 0]
+
+
 class Turned(Plain):
     """Turns pairs of numbers as complex ones, by an angle for each place and pair."""
 
@@ -188,7 +196,7 @@ def test_what_runs_over_pieces_is_refused_with_the_length_that_it_would_fail_at(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", [Bent, Choosy, pytest.param(Turned, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", [Bent, Choosy, Pooled, pytest.param(Turned, marks=pytest.mark.long)])
 def test_what_torch_alone_stumbles_over_goes_out(kind, tmp_path):
     model = kind()
     retrofit.export_onnx(model, tmp_path / "model.onnx", fuse=False)

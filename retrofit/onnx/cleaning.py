@@ -8,6 +8,7 @@ each is tried on a copy and asked: does it load, does it agree on inputs of two 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -42,6 +43,26 @@ def optimized(model: onnx_ir.Model) -> onnx_ir.Model:
 
     onnxscript.optimizer.optimize_ir(model)
     return model
+
+
+def padding_kept(model: onnx_ir.Model) -> None:
+    """What is padded with a number before its largest are taken stays so.
+
+    ONNX Runtime's optimiser hands the padding to the pooling (`Pad_Fusion`), which pads with less than anything. A maximum with
+    that in between changes nothing, and the two are no neighbours.
+    """
+    import onnx_ir
+
+    for node in [node for node in model.graph.all_nodes() if node.op_type == "MaxPool"]:
+        value = node.inputs[0]
+        padding = None if value is None else value.producer()
+        if padding is None or padding.op_type != "Pad" or value is None or value.dtype is None or node.graph is None:
+            continue
+        lowest = onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(-math.inf, dtype=value.dtype)})
+        same = onnx_ir.node("Max", [value, lowest.outputs[0]])
+        same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
+        node.graph.insert_before(node, (lowest, same))
+        node.replace_input_with(0, same.outputs[0])
 
 
 def fusions() -> dict[str, Callable[[onnx_ir.Model], object]]:

@@ -19,7 +19,7 @@ from retrofit.atomic import whole_files
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.finding import first_line
 from retrofit.inputs import named_inputs
-from retrofit.onnx.cleaning import Step, count, fused, gap_of, optimized, trimmed, weight
+from retrofit.onnx.cleaning import Step, count, fused, gap_of, optimized, padding_kept, trimmed, weight
 from retrofit.onnx.parts import CacheMode, Part, Plan, plan
 from retrofit.onnx.running import Running, installed
 from retrofit.onnx.tracing import traced
@@ -117,6 +117,7 @@ def write(part: Part, path: Path, model: nn.Module, fuse: bool, progress: Callab
     progress(f"cleaning {path.name}")
     graph = optimized(graph)
     trimmed(graph)
+    padding_kept(graph)
     steps: list[Step] = []
     if fuse:
         graph, steps = fused(graph, [part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part)[:2], start=1)])
