@@ -28,6 +28,12 @@ CARRYING = frozenset(
     "Cast Expand Unsqueeze Squeeze Reshape Transpose Mul MatMul Einsum Concat Identity Tile Gather Slice Shape Neg".split()
 )
 ANGLES = frozenset(("Sin", "Cos"))
+CACHED_ANGLES = {  # which inputs are cosines and sines
+    ("ai.onnx", "RotaryEmbedding"): slice(1, 3),
+    ("com.microsoft", "RotaryEmbedding"): slice(2, 4),
+    ("com.microsoft", "GroupQueryAttention"): slice(7, 9),
+}
+NOWHERE = slice(0, 0)
 BFLOAT16 = 16  # numpy knows none
 QUANTISED = r"_(quantized|[qQ]\d|DequantizeLinear_Output)$"  # what quantisers put behind the name of a weight
 
@@ -129,7 +135,7 @@ class Weights:
             for node in self.uses.get(one, []):
                 if node.op_type in CARRYING:
                     reached.extend(made for made in node.output if made not in reached)
-                elif node.op_type == "RotaryEmbedding" or (node.op_type == "GroupQueryAttention" and one in node.input[7:9]):
+                elif one in node.input[CACHED_ANGLES.get((node.domain or "ai.onnx", node.op_type), NOWHERE)]:
                     ends.add("Cos")
                 else:
                     ends.add(node.op_type)
