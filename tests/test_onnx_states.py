@@ -33,7 +33,16 @@ def recurrence():
     return tiny_models.built(config, transformers.MambaForCausalLM)
 
 
-MADE = {"windows": windows, "recurrence": recurrence}
+def sums():
+    """A layer with a sum that the cache itself holds, beside its list of layers, and one with keys and values."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24, "max_position_embeddings": 32}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 4}
+    config = transformers.MiniMaxConfig(**SIZES, **heads, **experts, layer_types=["linear_attention", "full_attention"])
+    return tiny_models.built(config, transformers.MiniMaxForCausalLM)
+
+
+MADE = {"windows": windows, "recurrence": recurrence, "sums": sums}
+FIXED = {"windows": "0.conv", "recurrence": "0.conv", "sums": "0.linear_cache"}  # a state of a fixed size
 
 
 def prompt() -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +87,7 @@ def stepped(part: Decoder) -> torch.Tensor:
 def test_one_token_a_step_gives_the_tokens_of_generate(form):
     model = MADE[form]()
     part = part_of(model)
-    assert "sequence_length" not in part.sizes and any(name.endswith(".conv") for name in part.states)
+    assert "sequence_length" not in part.sizes and FIXED[form] in part.states
     assert torch.equal(stepped(part), generated(model))
 
 
@@ -88,7 +97,7 @@ def test_one_token_a_step_goes_out_and_comes_back(form, tmp_path):
     model = MADE[form]()
     made = retrofit.export_onnx(model, tmp_path / "model.onnx", "past")
     running = Running(made.files[0].path, 1)
-    assert running.step == 1 and running.inputs["past_key_values.0.conv"].shape[0] == "batch_size"
+    assert running.step == 1 and running.inputs[f"past_key_values.{FIXED[form]}"].shape[0] == "batch_size"
     ids, mask = prompt()
     assert torch.equal(decode(running, ids, NEW, mask), generated(model))
     imported = retrofit.from_onnx(made.files[0].path)
@@ -113,7 +122,7 @@ def test_a_cache_layer_that_forgets_what_it_is_made_of_is_refused():
         def __init__(self, config, **more):
             self.window = config
 
-    with pytest.raises(CaptureError, match="Layer, cannot be made anew") as raised:
+    with pytest.raises(CaptureError, match="Layer of the model's cache cannot be made anew") as raised:
         made_like(Layer(3))
     assert "config" in raised.value.why
 

@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -61,12 +61,13 @@ def states_of(cache: Any) -> States:
             if is_state(held := getattr(layer, name, None)):
                 found[f"{index}.{word}"] = held
         found |= {f"{index}.{place.word}": place.held(layer) for place in places(layer)}
-    return found | memories(cache)
+    found |= {f"{index}.{place.word}": place.held(cache) for index, place in own_places(cache)}
+    return dict(sorted(found.items(), key=lambda item: layer_number(item[0]))) | memories(cache)
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a cache layer holds a tensor beside its keys and values: an attribute, or an entry of one."""
+    """Where a cache layer, or the cache itself, holds a tensor beside keys and values: an attribute, or an entry of one."""
 
     attribute: str
     entry: Any = None
@@ -108,12 +109,19 @@ def places(layer: Any) -> list[Place]:
     return found
 
 
+def own_places(cache: Cache) -> list[tuple[int, Place]]:
+    """Where the cache itself holds a tensor for each layer, beside its list of layers, with the number of the layer."""
+    lists = [(name, value) for name, value in vars(cache).items() if isinstance(value, list)]
+    return [(index, Place(name, index)) for name, value in lists for index, one in enumerate(value) if is_state(one)]
+
+
 def beside(cache: Any) -> list[str]:
     """The names of the states that the cache holds beside keys and values, but for memories and what carriers say themselves."""
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         return []
     layers = ((index, layer) for index, layer in enumerate(cache.layers) if not isinstance(layer, Carrier))
-    return [f"{index}.{place.word}" for index, layer in layers for place in places(layer)]
+    of_layers = [(index, place) for index, layer in layers for place in places(layer)]
+    return [f"{index}.{place.word}" for index, place in (*of_layers, *own_places(cache))]
 
 
 def strides_of(cache: Any) -> dict[str, int]:
@@ -189,11 +197,16 @@ def layer_number(name: str) -> float:
 
 def cache_of(template: Cache, states: Mapping[str, Tensor]) -> Cache:
     """A cache like the template that holds these states; sliding layers hold everything, and the masks still apply the window."""
+    own = own_places(template)
+    if own and not states:
+        return cast(Cache, made_like(template))
     made = copy.copy(template)
+    for index, place in own:
+        place.put(made, states[f"{index}.{place.word}"].clone())
     if isinstance(made, EncoderDecoderCache):
         for side, part in (("decoder", "self_attention_cache"), ("encoder", "cross_attention_cache")):
-            own = {name.replace(f".{side}.", "."): value for name, value in states.items() if is_of(name, side)}
-            setattr(made, part, cache_of(getattr(template, part), own))
+            of_side = {name.replace(f".{side}.", "."): value for name, value in states.items() if is_of(name, side)}
+            setattr(made, part, cache_of(getattr(template, part), of_side))
         cross = made.cross_attention_cache
         made.is_updated = {index: f"{index}.encoder.key" in states for index in range(len(cross.layers))}
     else:
@@ -223,7 +236,10 @@ def layer_of(template: Any, index: int, states: Mapping[str, Tensor]) -> Any:
 
 
 def made_like(template: Any) -> Any:
-    """A cache layer like the template before any token; with a window and other states, one that holds all keys and values."""
+    """A cache layer, or a cache, like the template before any token.
+
+    A layer with a window and other states becomes one that holds all keys and values.
+    """
     kind: Any = type(template)
     if HYBRID is not None and isinstance(template, DynamicSlidingWindowLayer) and isinstance(template, HYBRID.__bases__[0]):
         kind = HYBRID
@@ -231,7 +247,7 @@ def made_like(template: Any) -> Any:
     known = {name: getattr(template, name) for name in wanted if hasattr(template, name)}
     needed = [name for name, one in wanted.items() if one.default is one.empty and one.kind not in VARIABLE]
     if lacking := [name for name in needed if name not in known]:
-        raise CaptureError(f"a cache layer, {kind.__name__}, cannot be made anew", why=f"it does not keep its {lacking[0]}")
+        raise CaptureError(f"a {kind.__name__} of the model's cache cannot be made anew", why=f"it does not keep its {lacking[0]}")
     return kind(**known)
 
 

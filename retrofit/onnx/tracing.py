@@ -162,7 +162,9 @@ def translations() -> dict[Any, Callable[..., Any]]:
     A maximum or minimum over all axes; the k largest where fewer than k are: a model asks for them only where there are more, so a
     program of more tokens does, and all that there are is what the model takes of fewer.
     """
-    from onnxscript.onnx_opset import opset18 as op
+    from onnxscript import onnx_opset
+
+    op: Any = onnx_opset.opset18
 
     def reduced(reduce: Callable[..., Any]) -> Callable[..., Any]:
         def translate(self: Any, dim: Any = (), keepdim: bool = False) -> Any:
