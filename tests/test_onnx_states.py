@@ -225,6 +225,22 @@ def test_a_model_that_takes_rows_in_groups_is_refused_before_it_is_traced(tmp_pa
         retrofit.export_onnx(Grouped(), tmp_path / "model.onnx")
 
 
+def test_a_model_that_wants_some_tokens_goes_out_for_these_and_more(tmp_path):
+    class Neighbours(Plain):
+        def forward(self, tokens):
+            x = self.mix(self.table(tokens))
+            assert x.shape[1] > 2
+            return x[:, 2:] - x[:, :-2]
+
+    model = Neighbours()
+    retrofit.export_onnx(model, tmp_path / "model.onnx", fuse=False)
+    running = Running(tmp_path / "model.onnx", 1)
+    for length in (3, 40):
+        tokens = torch.randint(19, (3, length))
+        with torch.no_grad():
+            assert distance(running({"tokens": tokens})["output"], model(tokens)) <= 1e-4
+
+
 class Growing(Plain):
     """Makes a longer table where one is asked for: in a file it has an end, which ONNX Runtime says."""
 

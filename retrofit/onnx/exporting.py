@@ -20,7 +20,7 @@ from retrofit.errors import CaptureError, RetrofitError
 from retrofit.finding import first_line
 from retrofit.inputs import named_inputs
 from retrofit.onnx.cleaning import Step, count, fused, gap_of, optimized, padding_kept, trimmed, weight
-from retrofit.onnx.parts import CacheMode, Part, Plan, plan
+from retrofit.onnx.parts import LENGTH, CacheMode, Part, Plan, plan
 from retrofit.onnx.running import Running, installed
 from retrofit.onnx.tracing import traced
 from retrofit.undisturbed import undisturbed
@@ -164,10 +164,10 @@ def dtype_of(part: Part) -> torch.dtype:
 
 
 def other_sizes(part: Part) -> list[dict[str, int]]:
-    """Sizes that the part was not traced with: larger and smaller ones, one of each, and none before."""
+    """Sizes that the part was not traced with: larger and smaller ones, the least that it runs at, and none before."""
     nothing = {size: 0 if size.startswith("past") else extent + 3 for size, extent in part.sizes.items()}
     larger = {size: extent + 1 + place for place, (size, extent) in enumerate(part.sizes.items())}
-    least = dict.fromkeys(part.sizes, 1)
+    least = {size: part.least if size == LENGTH else 1 for size in part.sizes}
     return [larger, nothing, least] if any(size.startswith("past") for size in part.sizes) else [larger, least]
 
 

@@ -13,6 +13,7 @@ whose forward takes its inputs as one mapping and returns its outputs as a tuple
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
@@ -74,6 +75,22 @@ class Part(nn.Module):
     def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
         """Inputs of these sizes, drawn with `seed`; with another than 0 the first row is padded."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def least(self) -> int:
+        """The fewest tokens, of 1, 2, 4, …, that the model runs with; as many as it is traced with where no fewer do."""
+        most = self.sizes.get(LENGTH, 1)
+        tried = (2**step for step in range(most.bit_length()) if 2**step < most)
+        return next((length for length in tried if self.runs({**dict.fromkeys(self.sizes, 1), LENGTH: length})), most)
+
+    def runs(self, sizes: Sizes) -> bool:
+        """Whether the model's code runs at these sizes."""
+        try:
+            with torch.no_grad():
+                self(self.example(sizes, 1))
+        except Exception:  # whatever it raises
+            return False
+        return True
 
     def axes(self) -> dict[str, dict[int, str]]:
         """For every input the axes that are free, and the size each is: an axis is what grows when that size grows.
