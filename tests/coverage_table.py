@@ -9,20 +9,14 @@ a run that was interrupted goes on where it stopped; `--again` assesses anew wha
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import multiprocessing
 import os
 import re
 import sys
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any
+
+from sweeping import Row, Task, all_ids, assessed, cell, line, parser_of, write_whole
 
 HEADINGS = ("architecture", "captured", "anatomy", "AltUp exact", "generates", "trains", "saved and loaded")
 CELLS = ("captured", "anatomy", "exact", "generates", "trains", "saved")
@@ -36,8 +30,6 @@ OTHERS = {  # beside AltUp, with sizes that fit the tiny models
     "sparse-loss": "sparse-loss(modules=2)",
 }
 SPEC = "altup(k=2)"
-Row = dict[str, Any]
-Task = tuple[str, str]  # architecture, pass
 
 
 def main() -> int:
@@ -49,11 +41,13 @@ def main() -> int:
     tasks = [(name, one) for name in selected for one in passes]
     waiting = [task for task in tasks if options.again or task[1] not in results.get(task[0], {})]
     started = time.monotonic()
-    for count, ((name, one), found) in enumerate(assessed(waiting, options.jobs, options.limit), start=1):
+    for count, ((name, one), found) in enumerate(assessed(waiting, options.jobs, options.limit, find, failed), start=1):
         results.setdefault(name, {})[one] = found
         write_whole(options.results, json.dumps(results, indent=1, ensure_ascii=False))
         told = "  ".join(f"{cell}: {found[cell][:40]}" for cell in CELLS) if one == "altup" else found["cell"][:160]
         print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {name} {one}  {told}", flush=True)
+        if time.monotonic() - started > 60 * options.minutes:
+            break
     rows = [results[name]["altup"] for name in everything if "altup" in results.get(name, {})]
     cells = {
         name: {one: results[name][one]["cell"] for one in OTHERS if one in results[name]} for name in everything if name in results
@@ -64,69 +58,10 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="PATTERN", help="architectures whose id (causal/llama) the pattern matches")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="worker processes")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="time limit of one architecture")
+    parser = parser_of(__doc__, "coverage")
+    parser.set_defaults(jobs=os.cpu_count() or 1)
     parser.add_argument("--passes", default="", metavar="PATTERN", help="passes whose name the pattern matches")
-    parser.add_argument("--again", action="store_true", help="assess anew what has a result already")
-    parser.add_argument("--results", type=Path, default=Path("build/coverage.json"), help="where results are kept between runs")
-    parser.add_argument("-o", "--output", type=Path, default=Path("docs/coverage.md"))
     return parser.parse_args()
-
-
-def all_ids() -> list[str]:
-    import zoo
-
-    return [entry.id for entry in zoo.entries()]
-
-
-@dataclasses.dataclass
-class Worker:
-    """A process that assesses one architecture after another."""
-
-    process: multiprocessing.process.BaseProcess
-    pipe: Connection
-    task: Task | None = None
-    since: float = 0.0
-
-    @classmethod
-    def start(cls, serve: Callable[[Connection], None]) -> Worker:
-        here, there = multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
-        process.start()
-        there.close()
-        return cls(process, here)
-
-    def give(self, task: Task) -> None:
-        self.task, self.since = task, time.monotonic()
-        self.pipe.send(task)
-
-    def stop(self) -> None:
-        """The process is gone: asked to end where it waits for work, killed where it does not."""
-        with contextlib.suppress(OSError):
-            self.pipe.send(None)
-        self.process.join(0 if self.task else 5)
-        self.process.kill()
-        self.process.join()
-        self.pipe.close()
-
-
-def serve(pipe: Connection) -> None:
-    """Tasks come in by `pipe`, what was found goes out; None ends it."""
-    answer(pipe, find)
-
-
-def answer(pipe: Connection, find: Callable[[Task], Row]) -> None:
-    """To every task that comes in by `pipe` goes out what `find` makes of it; None ends it."""
-    warnings.filterwarnings("ignore")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    with contextlib.suppress(EOFError, OSError):  # nobody is left to answer to
-        while task := pipe.recv():
-            pipe.send(find(task))
 
 
 def find(task: Task) -> Row:
@@ -142,61 +77,12 @@ def find(task: Task) -> Row:
         return dataclasses.asdict(Assessed(name, captured=problem)) if one == "altup" else {"cell": problem}
 
 
-def assessed(tasks: list[Task], jobs: int, limit: float, serve: Callable[[Connection], None] = serve) -> Iterator[tuple[Task, Row]]:
-    """Each task with what was found, as they are done; a worker that dies or takes too long costs its own task only."""
-    queue = list(reversed(tasks))
-    workers: list[Worker] = []
-    try:
-        while queue or workers:
-            while queue and len(workers) < jobs:
-                workers.append(Worker.start(serve))
-                workers[-1].give(queue.pop())
-            ready = wait([worker.pipe for worker in workers], timeout=1.0)
-            for worker in list(workers):
-                elapsed = time.monotonic() - worker.since
-                assert worker.task is not None
-                if worker.pipe in ready:
-                    row = received(worker)
-                elif elapsed > limit:
-                    row = failed(worker.task, f"took more than {limit:.0f} s")
-                else:
-                    continue
-                alive = row.pop("alive", False)
-                row["seconds"] = round(elapsed, 1)
-                yield worker.task, row
-                worker.task = None
-                if alive and queue:
-                    worker.give(queue.pop())
-                else:
-                    worker.stop()
-                    workers.remove(worker)
-    finally:
-        for worker in workers:
-            worker.stop()
-
-
-def received(worker: Worker) -> Row:
-    try:
-        return {**worker.pipe.recv(), "alive": True}
-    except EOFError:
-        worker.process.join()
-        assert worker.task is not None
-        return failed(worker.task, f"the process ended with exit code {worker.process.exitcode}")
-
-
 def failed(task: Task, why: str) -> Row:
+    """The row of a task whose worker died or took too long."""
     name, one = task
     if one != "altup":
         return {"cell": f"no: {why}"}
     return {"id": name, "transformer": False, "dense": "", **dict.fromkeys(CELLS, "—"), "captured": f"no: {why}"}
-
-
-def write_whole(path: Path, text: str) -> None:
-    """`path` holds `text`, never a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".partial")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
 
 
 def table(rows: list[Row], cells: dict[str, dict[str, str]]) -> str:
@@ -245,10 +131,6 @@ def others(cells: dict[str, dict[str, str]]) -> list[str]:
     return [*lines, ""]
 
 
-def line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def summary(rows: list[Row]) -> list[str]:
     """Counts a column: of the architectures that could show it, how many do."""
     runnable = [row for row in rows if not row["captured"].startswith("dense cannot")]
@@ -280,13 +162,6 @@ def legend() -> list[str]:
         "- saved and loaded: through `save_pretrained` and the stock auto class, the logits are the same bits.",
         "- —: does not apply, or was not reached; dense cannot: the unmodified model fails the same check.",
     ]
-
-
-def cell(text: str) -> str:
-    """`text` on one line of a table, not too long."""
-    flat = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
-    flat = re.sub(re.escape(tempfile.gettempdir()) + r"/[^\s:]*", "the saved model", flat)
-    return flat if len(flat) <= 220 else flat[:219] + "…"
 
 
 if __name__ == "__main__":

@@ -9,19 +9,13 @@ interrupted goes on where it stopped, and `--again` assesses anew what `--only` 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import re
 import sys
-import time
 import zlib
-from multiprocessing.connection import Connection
-from pathlib import Path
 
-from coverage_table import Row, Task, all_ids, answer, assessed, cell, line, write_whole
 from graph_assessment import BOTH, PASSES
 from other_zoos import MODELS
+from sweeping import Row, Task, all_ids, cell, key, line, parser_of, sweep
 
 COLUMNS = ("graph", ".pt2", *PASSES)
 ZOO_COLUMNS = ("inlined", *BOTH)
@@ -29,48 +23,13 @@ KINDS = ("yes", "refused", "no", "dense cannot")  # what a cell begins with
 
 
 def main() -> int:
-    options = parse()
-    results: dict[str, Row] = json.loads(options.results.read_text()) if options.results.exists() else {}
-    chosen = [task for task in tasks() if re.search(options.only, f"{task[0]} {task[1]}")]
-    waiting = [task for task in chosen if options.again or key(task) not in results]
-    started = time.monotonic()
-    for count, (task, found) in enumerate(assessed(waiting, options.jobs, options.limit, serve), start=1):
-        results[key(task)] = found
-        write_whole(options.results, json.dumps(results, indent=1, ensure_ascii=False))
-        write_whole(options.output, page(results))
-        print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {key(task)} {found}", flush=True)
-        if time.monotonic() - started > 60 * options.minutes:
-            break
-    write_whole(options.output, page(results))
-    return 0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--only", default="", metavar="PATTERN", help="tasks that the pattern matches: 'causal/llama', 'nn.Transformer'"
-    )
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="worker processes")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="time limit of one architecture")
-    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no further one after so long")
-    parser.add_argument("--again", action="store_true", help="assess anew what has a result already")
-    parser.add_argument("--results", type=Path, default=Path("build/graph_coverage.json"), help="where results are kept")
-    parser.add_argument("-o", "--output", type=Path, default=Path("docs/graph_coverage.md"))
-    return parser.parse_args()
+    return sweep(tasks(), find, page, parser_of(__doc__, "graph_coverage").parse_args())
 
 
 def tasks() -> list[Task]:
     """What there is to assess: (model, column), the column empty for an architecture of the zoo."""
     names = sorted(all_ids(), key=lambda name: zlib.crc32(name.encode()))
     return [(kind, column) for kind in MODELS for column in COLUMNS] + [(name, "") for name in names]
-
-
-def key(task: Task) -> str:
-    return " | ".join(filter(None, task))
-
-
-def serve(pipe: Connection) -> None:
-    answer(pipe, find)
 
 
 def find(task: Task) -> Row:

@@ -9,16 +9,10 @@ selects.
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import sys
-import time
-from multiprocessing.connection import Connection
-from pathlib import Path
 
-from coverage_table import Row, Task, answer, assessed, cell, line, write_whole
 from graph_assessment import PASSES
+from sweeping import Row, Task, cell, key, line, parser_of, sweep
 
 FILES = {
     "traced, set 13": ("masked/bert", "causal/gpt2"),
@@ -42,45 +36,12 @@ LATE = "refused: the rewritten model does not run"  # only after the edit was ma
 
 
 def main() -> int:
-    options = parse()
-    results: dict[str, Row] = json.loads(options.results.read_text()) if options.results.exists() else {}
-    chosen = [task for task in tasks() if re.search(options.only, key(task))]
-    waiting = [task for task in chosen if options.again or key(task) not in results]
-    started = time.monotonic()
-    for count, (task, found) in enumerate(assessed(waiting, options.jobs, options.limit, serve), start=1):
-        results[key(task)] = {"cell": found.get("cell", found.get("captured")), "seconds": found["seconds"]}
-        write_whole(options.results, json.dumps(results, indent=1, ensure_ascii=False))
-        write_whole(options.output, page(results))
-        print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {key(task)} {found}", flush=True)
-        if time.monotonic() - started > 60 * options.minutes:
-            break
-    write_whole(options.output, page(results))
-    return 0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="PATTERN", help="tasks that the pattern matches: 'traced.*bert.*altup'")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="worker processes")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="time limit of one file under one pass")
-    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no further one after so long")
-    parser.add_argument("--again", action="store_true", help="assess anew what has a result already")
-    parser.add_argument("--results", type=Path, default=Path("build/onnx_passes.json"), help="where results are kept")
-    parser.add_argument("-o", "--output", type=Path, default=Path("docs/onnx_passes.md"))
-    return parser.parse_args()
+    return sweep(tasks(), find, page, parser_of(__doc__, "onnx_passes").parse_args())
 
 
 def tasks() -> list[Task]:
     """What there is to assess: (file, pass), the passes of a file one after another."""
     return [(f"{source}: {name}", one) for source, names in FILES.items() for name in names for one in PASSES]
-
-
-def key(task: Task) -> str:
-    return " | ".join(task)
-
-
-def serve(pipe: Connection) -> None:
-    answer(pipe, find)
 
 
 def find(task: Task) -> Row:

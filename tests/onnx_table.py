@@ -9,18 +9,13 @@ what `--only` selects. ONNX Runtime's decoding is compared with `generate`, gree
 
 from __future__ import annotations
 
-import argparse
-import json
-import multiprocessing
-import re
 import tempfile
-import time
-import warnings
 import zlib
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from sweeping import Row, Task, all_ids, parser_of, sweep
 
 STEPS = 6
 LIMIT = 1e-4  # how far an imported file may lie from ONNX Runtime
@@ -28,86 +23,27 @@ HEADINGS = ("architecture", "files", "cache", "from torch", "tokens", "read back
 
 
 def main() -> int:
-    options = parse()
-    results: dict[str, dict[str, Any]] = json.loads(options.results.read_text()) if options.results.exists() else {}
-    import zoo
-
-    names = sorted((entry.id for entry in zoo.entries()), key=lambda name: zlib.crc32(name.encode()))
-    waiting = [name for name in names if re.search(options.only, name) and (options.again or name not in results)]
-    started = time.monotonic()
-    worker = Worker()
-    for number, name in enumerate(waiting, start=1):
-        if time.monotonic() - started > 60 * options.minutes:
-            break
-        results[name] = worker.ask(name, options.limit)
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        options.results.write_text(json.dumps(results, indent=1))
-        print(f"[{number}/{len(waiting)} {time.monotonic() - started:.0f} s] {name} {results[name]}", flush=True)
-        options.output.write_text(table(results, len(names)))
-    worker.end()
-    options.output.write_text(table(results, len(names)))
-    return 0
+    return sweep(tasks(), find, page, parser_of(__doc__, "onnx_coverage").parse_args(), failed)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", metavar="PATTERN", help="architectures whose id (causal/llama) the pattern matches")
-    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="time limit of one architecture")
-    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no further one after so long")
-    parser.add_argument("--again", action="store_true", help="do anew what has a result already")
-    parser.add_argument("--results", type=Path, default=Path("build/onnx_coverage.json"), help="where results are kept")
-    parser.add_argument("-o", "--output", type=Path, default=Path("docs/onnx_coverage.md"))
-    return parser.parse_args()
+def tasks() -> list[Task]:
+    return [(name, "") for name in sorted(all_ids(), key=lambda name: zlib.crc32(name.encode()))]
 
 
-class Worker:
-    """A process that exports one architecture after another; one that takes too long or dies is replaced."""
-
-    def __init__(self) -> None:
-        self.start()
-
-    def start(self) -> None:
-        self.pipe, there = multiprocessing.Pipe()
-        self.process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
-        self.process.start()
-        there.close()
-
-    def ask(self, name: str, limit: float) -> dict[str, Any]:
-        self.pipe.send(name)
-        if self.pipe.poll(limit):
-            try:
-                return self.pipe.recv()  # type: ignore[no-any-return]
-            except EOFError:
-                why = "the process died"
-        else:
-            why = f"took more than {limit:.0f} s"
-        self.end()
-        self.start()
-        return {"why": why}
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
+def find(task: Task) -> Row:
+    """What became of one architecture, or what was raised."""
+    try:
+        return attempt(task[0])
+    except Exception as error:
+        return {"why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]}
 
 
-def serve(pipe: Connection) -> None:
-    warnings.filterwarnings("ignore")
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    while True:
-        try:
-            name = pipe.recv()
-        except EOFError:  # nobody is left to answer to
-            return
-        try:
-            pipe.send(attempt(name))
-        except Exception as error:
-            pipe.send({"why": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]})
+def failed(task: Task, why: str) -> Row:
+    """The row of an architecture whose worker died or took too long."""
+    return {"why": why}
 
 
-def attempt(name: str) -> dict[str, Any]:
+def attempt(name: str) -> Row:
     """What became of one architecture."""
     import zoo
 
@@ -229,8 +165,8 @@ def of_forwards(model: Any, ids: Any, mask: Any) -> Any:
     return ids
 
 
-def table(results: dict[str, dict[str, Any]], total: int) -> str:
-    """The page."""
+def page(results: dict[str, Row]) -> str:
+    """The Markdown page: counts, a line an architecture, then what was not exported and why."""
     done = {name: row for name, row in sorted(results.items()) if not row.get("why", "").startswith("not built")}
     exported = {name: row for name, row in done.items() if "gap" in row}
     cached = [row for row in exported.values() if row["cached"]]
@@ -245,10 +181,10 @@ def table(results: dict[str, dict[str, Any]], total: int) -> str:
         "with their states, lies from ONNX Runtime on fresh inputs of other shapes. `layers found`: whether `inspect` finds as",
         "many layers in the file as in the model.",
         "",
-        f"Tried: {len(results)} of {total}. Exported: {len(exported)} of {len(done)} that can be built; {len(cached)} with their",
-        f"cache, of which {sum(row['tokens'] is True for row in cached)} decode `generate`'s tokens. Read back within {LIMIT:g}:",
-        f"{sum(map(close, read))} of {len(read)} tried; {sum(map(same_layers, found))} of {len(found)} files of whole models show",
-        "the model's layers.",
+        f"Tried: {len(results)} of {len(tasks())}. Exported: {len(exported)} of {len(done)} that can be built; {len(cached)} with",
+        f"their cache, of which {sum(row['tokens'] is True for row in cached)} decode `generate`'s tokens. Read back within",
+        f"{LIMIT:g}: {sum(map(close, read))} of {len(read)} tried; {sum(map(same_layers, found))} of {len(found)} files of whole",
+        "models show the model's layers.",
         "",
         f"| {' | '.join(HEADINGS)} |",
         f"| {' | '.join('---' for _ in HEADINGS)} |",

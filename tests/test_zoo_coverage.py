@@ -7,7 +7,8 @@ import coverage_table
 import pytest
 import torch
 import zoo
-from coverage_table import CELLS, Row, Task, assessed, cell, summary, table
+from coverage_table import CELLS, failed, find, summary, table
+from sweeping import Row, Task, assessed, cell
 
 
 def row(name: str, **cells: str) -> Row:
@@ -53,13 +54,13 @@ def test_a_cell_is_one_short_line() -> None:
 
 def test_a_worker_that_takes_too_long_costs_its_own_architecture_only() -> None:
     tasks = [("image/timm_wrapper", "altup"), ("image/dinat", "memory")]
-    found = dict(assessed(tasks, jobs=1, limit=0.0))
+    found = dict(assessed(tasks, 1, 0.0, find, failed))
     assert found[tasks[0]]["captured"] == "no: took more than 0 s"
     assert found[tasks[1]]["cell"] == "no: took more than 0 s"
 
 
 def test_rows_come_out_of_workers() -> None:
-    found = dict(assessed([("image/timm_wrapper", "altup"), ("image/timm_wrapper", "memory")], jobs=2, limit=300.0))
+    found = dict(assessed([("image/timm_wrapper", "altup"), ("image/timm_wrapper", "memory")], 2, 300.0, find, failed))
     reason = f"dense cannot: {zoo.skip_reason(zoo.entry('image/timm_wrapper'))}"
     assert found["image/timm_wrapper", "altup"]["captured"] == found["image/timm_wrapper", "memory"]["cell"] == reason
 
