@@ -511,6 +511,11 @@ def spread_place(
             raise unfit(branch, f"the matrix {product.parameter} is applied by the code of {call.path or 'the model'} itself")
     key = next((key for key, node in single[-1].inputs.items() if node in flow.depends), 0)
     outermost = [call for call in passing if not any(other.encloses(call) for other in passing if other is not call)]
+    for call in outermost:
+        if list(call.inputs) != [0] or list(call.outputs) != [None]:
+            raise unfit(branch, f"it is spread over several modules, and {call.path} hands on more than one tensor")
+    if list(single[-1].outputs) != [None]:
+        raise unfit(branch, f"it is spread over several modules, and {single[-1].path} returns more than one tensor")
     return {"stream_in": key, "path": single[-1].path, "passing": tuple(dict.fromkeys(call.path for call in outermost))}
 
 

@@ -196,6 +196,40 @@ def test_code_of_the_layer_itself_is_not() -> None:
     assert len(missed) == 2 and all("code between them: tanh" in miss.why for miss in missed)
 
 
+class Scaled(nn.Module):
+    """A projection that hands on a scale beside its result, as quantised ones do."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(*sizes) / 8), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x @ self.weight, self.scale * 2
+
+
+class Handing(Spread):
+    """A layer whose projections hand on scales."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout, lambda h: h)
+        self.reading, self.writing = Scaled(8, 64), Scaled(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(self.m(x)).chunk(3, -1))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+        h, scale = self.reading(self.n(x))
+        y, _ = self.writing(F.relu(h))
+        return x + y / scale
+
+
+def test_modules_that_hand_on_more_than_one_tensor_stay() -> None:
+    model = Model(8, nn.Identity(), nn.Identity())
+    model.layers = nn.ModuleList(Handing(0.0) for _ in range(2))
+    sites, missed = feed_forwards(retrofit.inspect(model.eval(), {"ids": IDS}))
+    assert not sites and len(missed) == 2
+    assert all("reading hands on more than one tensor" in miss.why for miss in missed)
+
+
 @torch.no_grad()
 def test_numbers_that_the_code_makes_go_along() -> None:
     """As importers write GELU: ½ is a tensor that the graph makes."""
