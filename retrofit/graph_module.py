@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ KEPT = ("val", "stack_trace")  # of what is known of a node: its value's shape a
 def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule:
     """`model` as a graph module on the same parameters; raises `CaptureError` where it cannot be captured."""
     inputs = named_inputs(model, example_inputs)
+    nested = next((name for name, value in inputs.items() if isinstance(value, (Mapping, list, tuple))), None)
+    if nested is not None:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be made a graph module",
+            why=f"its argument {nested} is no tensor, but a {type(inputs[nested]).__name__}",
+            remedy="rewrite its modules (emit='module'), or wrap it in a module that takes tensors",
+        )
     program = captured(model, inputs)
     holder = next((user for node in program.graph.nodes if node.op == "get_attr" for user in node.users), None)
     if holder is not None:

@@ -199,12 +199,12 @@ def test_code_of_the_layer_itself_is_not() -> None:
 class Scaled(nn.Module):
     """A projection that hands on a scale beside its result, as quantised ones do."""
 
-    def __init__(self, width: int, columns: int, act: nn.Module) -> None:
+    def __init__(self, width: int, columns: int) -> None:
         super().__init__()
-        self.weight, self.scale, self.act = nn.Parameter(torch.randn(width, columns) / 8), nn.Parameter(torch.ones(1)), act
+        self.weight, self.scale = nn.Parameter(torch.randn(width, columns) / 8), nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.act(x @ self.weight), self.scale * 2
+        return x @ self.weight, self.scale * 2
 
 
 class Handing(Spread):
@@ -212,13 +212,13 @@ class Handing(Spread):
 
     def __init__(self, dropout: float) -> None:
         super().__init__(dropout, lambda h: h)
-        self.reading, self.writing = Scaled(8, 64, nn.ReLU()), Scaled(64, 8, nn.Identity())
+        self.reading, self.act, self.writing = Scaled(8, 64), nn.ReLU(), Scaled(64, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unsqueeze(1) for part in self.qkv(self.m(x)).chunk(3, -1))
         x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
         h, scale = self.reading(self.n(x))
-        y, _ = self.writing(h)
+        y, _ = self.writing(self.act(h))
         return x + y / scale
 
 

@@ -14,7 +14,7 @@ from functional_models import VOCABULARY, Blocks, Encoder, Flattened, Functional
 from torch import fx, nn
 
 import retrofit
-from retrofit.errors import CheckpointError, SpecError
+from retrofit.errors import CaptureError, CheckpointError, SpecError
 from retrofit.graph_module import GraphPart, graph_module
 from retrofit.rewriting import apply_reported
 
@@ -278,3 +278,19 @@ def test_a_part_of_a_parameter_changes_its_layout_like_any_weight() -> None:
     graph = graph_module(model, {"features": torch.randn(2, 4, 8)})
     assert sorted(name for name, _ in graph.named_parameters() if "positions" in name) == ["positions.0", "positions.1"]
     torch.testing.assert_close(graph(given), model(given))
+
+
+class Pair(nn.Module):
+    """A model that takes two features in one argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, features: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.mix(features["one"]) + features["other"]
+
+
+def test_an_argument_that_is_no_tensor_is_named() -> None:
+    with pytest.raises(CaptureError, match="its argument features is no tensor, but a dict"):
+        graph_module(Pair(), {"features": {"one": torch.randn(2, 8), "other": torch.randn(2, 8)}})
