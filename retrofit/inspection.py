@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from typing import Any
 
 from torch import fx, nn
@@ -195,7 +196,10 @@ def layer_groups(
     if call.path and len(set(roles)) == len(roles):  # each role once: the call is itself the only layer
         return call.parent or call, [Group(call, remaining)]
     if not any(group.call for group in groups):
-        return call, [Group(None, part) for part in by_cycle(remaining, table)]
+        numbered = by_number(remaining, table)
+        if numbered and (left := [one.add.name for one in remaining if not any(one in part for part in numbered)]):
+            notes.append(f"{len(left)} residual addition(s) outside the layers of a list: {', '.join(left)}")
+        return call, [Group(None, part) for part in numbered or by_cycle(remaining, table)]
     stray = [one for group in groups if group.call is None for one in group.residuals]
     if stray and len(stray) * 2 >= len(remaining):
         return call, [Group(None, part) for part in by_cycle(remaining, table)]
@@ -216,6 +220,50 @@ def grouped(call: Call, residuals: list[Residual], flow: Dataflow) -> list[Group
         else:
             groups.append(Group(inner, [one]))
     return groups
+
+
+def by_number(residuals: list[Residual], table: dict[Residual, list[Branch]]) -> list[list[Residual]]:
+    """Layers of a stack whose code holds them all, as the names of their weights number them; none where they do not.
+
+    The first part in which the names differ is a layer's number, where it is one: `….{number}.…`; where more than two thirds agree,
+    the first in which those differ, and what comes before them or behind is in no layer. Weights of several additions name none.
+    """
+    roles = [branch.role for one in residuals for branch in table[one]]
+    paths = dict(zip(residuals, paths_of_weights([table[one] for one in residuals]), strict=True))
+    if len(set(roles)) == len(roles) or not all(paths.values()):
+        return []
+    inner = residuals
+    while True:
+        depth = len(common([paths[one] for one in inner]))
+        keys = {one: paths[one][depth] if len(paths[one]) > depth else "" for one in inner}
+        counts = Counter(keys.values())
+        most, count = counts.most_common(1)[0]
+        if len(counts) == 1 or 3 * count <= 2 * len(inner):
+            break
+        inner = [one for one in inner if keys[one] == most]
+    together = inner == residuals[residuals.index(inner[0]) :][: len(inner)]
+    if not together or not all(key.isdigit() for key in counts):
+        return []
+    layers: list[list[Residual]] = []
+    for one in inner:
+        if not layers or keys[one] != keys[layers[-1][-1]]:
+            layers.append([])
+        layers[-1].append(one)
+    return layers
+
+
+def paths_of_weights(branches: list[list[Branch]]) -> list[list[str]]:
+    """For each addition what the names of its own weights, but for their last words, begin with; nothing where it has none."""
+    names = [[item.name for branch in own for item in branch.projections if item.name] for own in branches]
+    uses = Counter(name for own in names for name in set(own))
+    return [common([name.split(".")[:-1] for name in own if uses[name] == 1]) for own in names]
+
+
+def common(paths: list[list[str]]) -> list[str]:
+    """What the paths begin with, all of them."""
+    shortest = min(paths, key=len, default=[])
+    differing = (at for at, part in enumerate(shortest) if any(path[at] != part for path in paths))
+    return shortest[: next(differing, len(shortest))]
 
 
 def by_cycle(residuals: list[Residual], table: dict[Residual, list[Branch]]) -> list[list[Residual]]:

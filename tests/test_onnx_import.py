@@ -20,9 +20,11 @@ from onnx_files import file_of
 from torch import fx, nn
 
 import retrofit
+from retrofit.anatomy import Branch, Projection, Role
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, RetrofitError
 from retrofit.graph_module import graph_module
+from retrofit.inspection import by_number
 from retrofit.onnx.importing import from_onnx
 from retrofit.onnx.reading import argument
 from retrofit.onnx.running import Running, handed_on
@@ -339,3 +341,25 @@ def test_a_graph_saved_as_a_checkpoint_is_told_where_to_go(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"save it as a \.pt2 file"):
         retrofit.save(from_onnx(file_of("with its cache", "causal/llama")), tmp_path / "m.pt")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("names", "layers"),
+    [
+        (["m.0.mix.in", "m.1.up", "m.2.attn.q", "m.3.up"], [[0], [1], [2], [3]]),
+        (["m.0.attn.q", "m.0.ffn.up", "m.1.attn.q", "m.1.ffn.up"], [[0, 1], [2, 3]]),
+        (["m.0.up", "s.1.0.attn.q", "s.1.0.up", "s.1.1.attn.q", "s.1.1.up"], [[1, 2], [3, 4]]),  # one before the layers
+        (["attn.0.q", "ffn.0.up", "attn.1.q", "ffn.1.up"], []),  # lists by kind
+        (["m.0.attn.q", "m.0.ffn.up", "m.0.attn.q", "m.0.ffn.up"], []),  # one layer twice
+        (["m.attn.q", "m.ffn.up"], []),
+    ],
+)
+def test_the_numbers_of_weights_tell_layers_apart(names: list[str], layers: list[list[int]]) -> None:
+    table = {at: [branch_of(f"{name}.weight")] for at, name in enumerate(names)}
+    assert by_number(list(table), table) == layers  # type: ignore[arg-type] # numbers stand for residual additions
+
+
+def branch_of(name: str) -> Branch:
+    """A branch with this one weight."""
+    role: Role = "self-attention" if name.endswith("q.weight") else "ffn" if "up" in name else "other mixer"
+    return Branch(role, "", (Projection(name, "projection", 4, 4),), 16, "source", "output", "add")
