@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 Made = TypeVar("Made")
 LONGEST = 24  # operations in one extent; windows have 29 after one layer and 81 after two, everything else at most 13
@@ -25,7 +26,7 @@ class TangledSizesError(Exception):
 def with_free_sizes(model: nn.Module, inputs: dict[str, Any], trace: Callable[[dict[str, Any]], Made]) -> Made:
     """What `trace` makes where every extent is free, in the terms of `torch.export`; of pictures only the batch if it must be."""
     try:
-        with untangled(model):
+        with Untangled() if any(map(is_picture, inputs.values())) else contextlib.nullcontext():
             return trace(sizes_by_argument(model, inputs, every_extent))
     except TangledSizesError:
         return trace(sizes_by_argument(model, inputs, every_extent_but_of_pictures))
@@ -47,26 +48,23 @@ def every_extent(value: Any) -> dict[int, Any] | None:
 
 
 def every_extent_but_of_pictures(value: Any) -> dict[int, Any] | None:
-    """`every_extent`, but of pictures, (batch, channels, height, width), only the batch."""
-    is_picture = isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point()
-    return {0: torch.export.Dim.AUTO} if is_picture else every_extent(value)
+    """`every_extent`, but of pictures only the batch."""
+    return {0: torch.export.Dim.AUTO} if is_picture(value) else every_extent(value)
 
 
-@contextlib.contextmanager
-def untangled(model: nn.Module) -> Iterator[None]:
-    """Within this context a trace of `model` ends with `TangledSizesError` as soon as a module returns what has such an extent."""
+def is_picture(value: Any) -> bool:
+    """Whether the value is pictures, (batch, channels, height, width)."""
+    return isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point()
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        for value in output if isinstance(output, (tuple, list)) else (output,):
-            if isinstance(value, torch.Tensor) and any(operations(extent) > LONGEST for extent in value.shape):
-                raise TangledSizesError
 
-    handles = [module.register_forward_hook(after) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+class Untangled(TorchFunctionMode):
+    """Within this context a trace ends with `TangledSizesError` as soon as an operation gives what has such an extent."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and any(operations(extent) > LONGEST for extent in made.shape):
+            raise TangledSizesError
+        return made
 
 
 def operations(extent: int | torch.SymInt) -> int:
