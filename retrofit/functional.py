@@ -28,6 +28,7 @@ PUT_BACK: dict[Any, PutBack] = {
     aten.permute.default: lambda base, part, order: (aten.permute.default, (part, back_from(order))),
     aten.unsqueeze.default: lambda base, part, dim: (aten.squeeze.dim, (part, dim)),
 }
+VMAP = "torch._functorch.predispatch"  # where the operations are that begin a vmap and end it
 VIEWS = {*PUT_BACK, aten.view.default, aten.expand.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 
 
@@ -44,8 +45,10 @@ def made_functional(graph: fx.Graph) -> bool:
     """Whether no operation of the graph writes into an operand, now.
 
     Where one writes into an input or a weight, or into memory that a value read later may or may not share, the graph is left as
-    it is.
+    it is. So is one with a `vmap` in it, which hangs on the order of its operations.
     """
+    if any(getattr(node.target, "__module__", "") == VMAP for node in graph.nodes):
+        return False
     trial = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

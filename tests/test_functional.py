@@ -122,6 +122,28 @@ def test_an_input_that_is_written_into_is_left_alone() -> None:
     assert not checked(Into(), torch.randn(3, 4))
 
 
+class Mapped(nn.Module):
+    """Masks by a function of two positions, as libraries make them, and something written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        seen = torch.vmap(torch.vmap(lambda one, other: one - other >= 0, in_dims=(None, 0)), in_dims=(0, None))(places, places)
+        made = self.mix(x)
+        made[:, 0] += 1
+        return seen.to(x) @ made
+
+
+def test_functions_that_are_mapped_are_taken_apart() -> None:
+    model = Mapped()
+    graph = graph_module(model, {"x": torch.randn(2, 5, 4)})
+    other = torch.randn(3, 7, 4)
+    torch.testing.assert_close(graph(x=other), model(other))
+
+
 class WrittenOver(nn.Module):
     """Parts of a tensor are written over with values of its shape and type, and of others."""
 
