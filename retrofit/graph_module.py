@@ -341,7 +341,7 @@ class Part:
         return detached
 
     def finished(self, name: str) -> fx.GraphModule:
-        made = fx.GraphModule(self.root, self.graph, name)
+        made = Graph(self.root, self.graph, name)
         made.graph.eliminate_dead_code()
         made.graph.lint()
         made.recompile()
@@ -493,6 +493,15 @@ def merge(held: nn.Module, module: nn.Module) -> None:
             merge(child, module.get_submodule(name))
         else:
             module.add_module(name, child)
+
+
+class Graph(fx.GraphModule):
+    """A graph module whose copies have all that it has: its config, its examples, what was rewritten."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+        new: Graph = super().__deepcopy__(memo)  # type: ignore[assignment]
+        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items() if key not in new.__dict__})
+        return new
 
 
 class GraphPart(nn.Module):

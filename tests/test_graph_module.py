@@ -16,6 +16,7 @@ from torch import fx, nn
 import retrofit
 from retrofit.errors import CaptureError, CheckpointError, SpecError
 from retrofit.graph_module import GraphPart, graph_module
+from retrofit.replaying import rewrites
 from retrofit.rewriting import apply_reported
 
 MODELS = {"functional": Functional, "blocks": Blocks, "encoder": Encoder}
@@ -114,6 +115,15 @@ def test_it_is_copied_saved_and_cast_like_any_module(tmp_path: Path) -> None:
     assert graph.double()(ids()).dtype == torch.float64
     torch.save(twin, tmp_path / "whole.pt")
     assert torch.equal(torch.load(tmp_path / "whole.pt", weights_only=False)(ids()), twin(ids()))
+
+
+def test_a_copy_knows_what_it_is() -> None:
+    """What it was captured with, its config and its recipe: a copy is rewritten, verified and saved as the original is."""
+    graph = graph_module(zoo.build(zoo.entry("causal/gpt2")))
+    widened = copy.deepcopy(retrofit.apply(copy.deepcopy(graph), "sparse-loss(modules=4)", verify=False))
+    assert widened.config.model_type == graph.config.model_type == "gpt2"
+    (rewrite,) = rewrites(widened)
+    assert rewrite.spec.startswith("sparse-loss") and retrofit.verify(widened, graph).ok
 
 
 @pytest.mark.parametrize("spec", SPECS)

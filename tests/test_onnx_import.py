@@ -210,18 +210,20 @@ def test_what_is_rewritten_goes_on_from_its_states(tmp_path: Path) -> None:
         with pytest.raises(DoesNotFitError, match="states of earlier tokens") as caught:
             retrofit.apply(model, spec, verify=False)
         assert "cache='none'" in caught.value.remedy
-    rewritten = retrofit.apply(model, "altup(k=2)", verify=False)
-    states = {argument(key): value for key, value in running.empty(2).items()}
+    empty = {argument(key): value for key, value in running.empty(2).items()}
     given = {"input_ids": torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(0))}
     given |= {"attention_mask": torch.ones(2, 6, dtype=torch.long), "position_ids": torch.arange(6).expand(2, -1)}
-    with torch.no_grad():
-        whole, found = rewritten(**given, **states)["logits"], []
-        for step in range(6):
-            part = {key: value[:, : step + 1] if key == "attention_mask" else value[:, [step]] for key, value in given.items()}
-            made = rewritten(**part, **states)
-            found.append(made.pop("logits"))
-            states = {name.replace("present", "past_key_values"): value for name, value in made.items()}
-    assert distance(torch.cat(found, 1), whole) < 1e-5
+    for spec in ("altup(k=2)", "sparse-ffn(sparsity=8)", "shared-moe(experts=2, k=1)", "memory(lookup=token-id)", "sum"):
+        rewritten = retrofit.apply(copy.deepcopy(model), spec, verify=False)
+        states, found = empty, []
+        with torch.no_grad():
+            whole = rewritten(**given, **empty)["logits"]
+            for step in range(6):
+                part = {key: value[:, : step + 1] if key == "attention_mask" else value[:, [step]] for key, value in given.items()}
+                made = rewritten(**part, **states)
+                found.append(made.pop("logits"))
+                states = {name.replace("present", "past_key_values"): value for name, value in made.items()}
+        assert distance(torch.cat(found, 1), whole) < 1e-5, spec
 
 
 def test_states_that_are_not_handed_on_are_not_empty_at_the_start(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from retrofit import hub
 from retrofit.errors import CaptureError, RetrofitError
+from retrofit.graph_module import Graph
 from retrofit.inputs import BATCH, LENGTH, TARGET_LENGTH
 from retrofit.onnx import fused, layers
 from retrofit.onnx.branches import Choice, settle
@@ -152,7 +153,7 @@ class Importing:
         results = [one.name for one in graph.output if self.keeps or not one.name.startswith(HANDED_ON)]
         self.scope.graph.output({argument(name): self.value(name) for name in results})
         self.scope.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-        made = fx.GraphModule(self.scope.root, self.scope.graph, "Imported")
+        made = Graph(self.scope.root, self.scope.graph, "Imported")
         made.graph.lint()
         settle(made, (self.examples(given, *sizes) for sizes in TRIED))
         made.__dict__["retrofit_examples"] = self.examples(given)
