@@ -139,7 +139,8 @@ def assessed(tasks: Sequence[Task], jobs: int, limit: float, find: Find, failed:
                 alive = row.pop("alive", False)
                 row["seconds"] = round(elapsed, 1)
                 yield worker.task, row
-                worker.task = None
+                if alive:
+                    worker.task = None
                 if alive and queue:
                     worker.give(queue.pop())
                 else:
