@@ -28,7 +28,8 @@ SPECS = {
 
 
 STATELESS = ("altup", "memory", "shared-moe", "sparse-loss")  # nothing of theirs is remembered between the steps
-CASES = [pytest.param(specs, id=name, marks=[pytest.mark.long] * (name in STATELESS)) for name, specs in SPECS.items()]
+DEAR = (*STATELESS, "three passes")
+CASES = [pytest.param(specs, id=name, marks=[pytest.mark.long] * (name in DEAR)) for name, specs in SPECS.items()]
 
 
 @pytest.mark.parametrize("specs", CASES)

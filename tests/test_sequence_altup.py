@@ -171,7 +171,9 @@ RECURRENT = ("causal/jamba", "causal/falcon_h1", "causal/minimax")  # which go o
 LONG = pytest.mark.long
 
 
-@pytest.mark.parametrize("name", ["causal/llama", "causal/gemma2", "causal/falcon_h1", pytest.param("causal/jamba", marks=LONG)])
+@pytest.mark.parametrize(
+    "name", ["causal/llama", "causal/gemma2", *(pytest.param(f"causal/{one}", marks=LONG) for one in ("falcon_h1", "jamba"))]
+)
 @pytest.mark.parametrize("pads", [pytest.param((0, 0), marks=LONG), (4, 1), (0, 5)])
 def test_cached_decoding_is_the_full_forward(name: str, pads: tuple[int, int]) -> None:
     agrees_in_chunks(original(name), name, pads)

@@ -255,7 +255,7 @@ AGAINST_DENSE = ["gpt2", "gpt_neox", "gpt_bigcode", "gemma2", "falcon", "qwen3_n
     [
         *(f"causal/{one}" for one in AGAINST_DENSE),
         "seq2seq/bart",
-        "seq2seq/t5gemma",
+        pytest.param("seq2seq/t5gemma", marks=pytest.mark.long),
         "masked/albert",
         "masked/mobilebert",
         pytest.param("causal/gemma3n_text", marks=pytest.mark.long),
