@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 Made = TypeVar("Made")
 LONGEST = 24  # operations in one extent; windows have 29 after one layer and 81 after two, everything else at most 13
@@ -42,12 +43,14 @@ def sizes_by_argument(model: nn.Module, inputs: dict[str, Any], free: Callable[[
     return sizes
 
 
-def every_extent(value: Any) -> dict[int, Any] | None:
-    """Every extent of a tensor may be another, as far as the code allows."""
-    return dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO) if isinstance(value, torch.Tensor) else None
+def every_extent(value: Any) -> Any:
+    """Every extent of a tensor may be another, as far as the code allows; nothing in what is no tensor."""
+    if isinstance(value, torch.Tensor):
+        return dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO)
+    return tree_map(lambda leaf: None, value)
 
 
-def every_extent_but_of_pictures(value: Any) -> dict[int, Any] | None:
+def every_extent_but_of_pictures(value: Any) -> Any:
     """`every_extent`, but of pictures only the batch."""
     return {0: torch.export.Dim.AUTO} if is_picture(value) else every_extent(value)
 

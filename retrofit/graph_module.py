@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from retrofit.alike import alike
 from retrofit.anatomy import Anatomy
@@ -40,7 +40,7 @@ KEPT = ("val", "stack_trace")  # of what is known of a node: its value's shape a
 def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule:
     """`model` as a graph module on the same parameters; raises `CaptureError` where it cannot be captured."""
     inputs = named_inputs(model, example_inputs)
-    nested = next((name for name, value in inputs.items() if isinstance(value, (Mapping, list, tuple))), None)
+    nested = next((name for name, value in inputs.items() if not isinstance(value, Tensor) and holds_a_tensor(value)), None)
     if nested is not None:
         raise CaptureError(
             f"{type(model).__name__} cannot be made a graph module",
@@ -68,6 +68,11 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
         )
     made.__dict__["retrofit_examples"] = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     return made
+
+
+def holds_a_tensor(value: Any) -> bool:
+    """Whether the value is a tensor, or a mapping or sequence with one in it."""
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def captured(model: nn.Module, inputs: dict[str, Any]) -> Program:

@@ -304,3 +304,13 @@ class Pair(nn.Module):
 def test_an_argument_that_is_no_tensor_is_named() -> None:
     with pytest.raises(CaptureError, match="its argument features is no tensor, but a dict"):
         graph_module(Pair(), {"features": {"one": torch.randn(2, 8), "other": torch.randn(2, 8)}})
+
+
+def test_an_argument_that_is_a_list_of_numbers_is_what_the_graph_was_captured_with() -> None:
+    class Sized(Pair):
+        def forward(self, features: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+            return self.mix(features) * sizes[0]
+
+    model, given = Sized(), torch.randn(3, 8)
+    graph = graph_module(model, {"features": torch.randn(2, 8), "sizes": [3, 4]})
+    torch.testing.assert_close(graph(given), model(given, [3, 4]))
