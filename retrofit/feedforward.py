@@ -512,8 +512,10 @@ def spread_place(
     key = next((key for key, node in single[-1].inputs.items() if node in flow.depends), 0)
     outermost = [call for call in passing if not any(other.encloses(call) for other in passing if other is not call)]
     for call in outermost:
-        if list(call.inputs) != [0] or list(call.outputs) != [None]:
+        if list(call.outputs) != [None]:
             raise unfit(branch, f"it is spread over several modules, and {call.path} hands on more than one tensor")
+        if list(call.inputs) != [0]:
+            raise unfit(branch, f"it is spread over several modules, and {call.path} takes more than one tensor, or one by name")
     if list(single[-1].outputs) != [None]:
         raise unfit(branch, f"it is spread over several modules, and {single[-1].path} returns more than one tensor")
     return {"stream_in": key, "path": single[-1].path, "passing": tuple(dict.fromkeys(call.path for call in outermost))}
