@@ -205,15 +205,19 @@ def test_what_runs_over_pieces_is_refused_with_the_length_that_it_would_fail_at(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", [Bent, Choosy, Pooled, pytest.param(Turned, marks=pytest.mark.long)])
-def test_what_torch_alone_stumbles_over_goes_out(kind, tmp_path):
-    model = kind()
-    retrofit.export_onnx(model, tmp_path / "model.onnx", fuse=False)
-    running = Running(tmp_path / "model.onnx", 1)
-    for length in (1, 40):
+def goes_out(model, path, lengths):
+    """The model is a file that computes what it does at these lengths."""
+    retrofit.export_onnx(model, path, fuse=False)
+    running = Running(path, 1)
+    for length in lengths:
         tokens = torch.randint(19, (3, length))
         with torch.no_grad():
             assert distance(running({"tokens": tokens})["output"], model(tokens)) <= 1e-4
+
+
+@pytest.mark.parametrize("kind", [Bent, Choosy, Pooled, pytest.param(Turned, marks=pytest.mark.long)])
+def test_what_torch_alone_stumbles_over_goes_out(kind, tmp_path):
+    goes_out(kind(), tmp_path / "model.onnx", (1, 40))
 
 
 def test_a_model_that_takes_rows_in_groups_is_refused_before_it_is_traced(tmp_path):
@@ -232,13 +236,7 @@ def test_a_model_that_wants_some_tokens_goes_out_for_these_and_more(tmp_path):
             assert x.shape[1] > 2
             return x[:, 2:] - x[:, :-2]
 
-    model = Neighbours()
-    retrofit.export_onnx(model, tmp_path / "model.onnx", fuse=False)
-    running = Running(tmp_path / "model.onnx", 1)
-    for length in (3, 40):
-        tokens = torch.randint(19, (3, length))
-        with torch.no_grad():
-            assert distance(running({"tokens": tokens})["output"], model(tokens)) <= 1e-4
+    goes_out(Neighbours(), tmp_path / "model.onnx", (3, 40))
 
 
 class Growing(Plain):
