@@ -34,7 +34,7 @@ types: $(READY)
 
 # What is achieved on every architecture of the installed transformers; takes long, and goes on where it stopped.
 coverage: $(READY)
-	$(ALONE) $(BIN)/python tests/coverage_table.py -o docs/coverage.md
+	$(ALONE) PYTHONPATH=tests $(BIN)/python benchmarks/coverage/coverage_table.py -o docs/coverage.md
 
 bench: $(READY)
 	for one in benchmarks/*.py; do echo "$$one"; $(BIN)/python "$$one" || exit 1; done

@@ -26,7 +26,7 @@ from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAltUp
 
 import retrofit
-from retrofit.passes.altup import AltUp
+from retrofit.passes.altup.altup import AltUp
 
 VOCABULARY = 32128
 SIZES = {"t5-base": (768, 2048, 12), "t5-large": (1024, 2816, 16), "smoke": (32, 64, 2)}  # d, d_ff, heads

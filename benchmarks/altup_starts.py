@@ -16,8 +16,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
-from retrofit.settings import Settings
-from retrofit.training import continue_pretraining
+from retrofit.training.continued_pretraining import continue_pretraining
+from retrofit.training.settings import Settings
 
 STARTS = (
     "dense",

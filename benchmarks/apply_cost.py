@@ -67,7 +67,7 @@ def timed(options: argparse.Namespace) -> dict[str, float]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from retrofit.protocol import parse_spec
+    from retrofit.pipeline.registry import parse_spec
     from retrofit.rewriting import apply_reported
 
     logging.disable_progress_bar()

@@ -23,7 +23,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import retrofit
 from retrofit.passes import AltUp, Memory
-from retrofit.passes.memory import ExternalMemory, LshMemory, MemoryLayer, SoftmaxMemory, TokenIdMemory
+from retrofit.passes.memory.memory import ExternalMemory, LshMemory, MemoryLayer, SoftmaxMemory, TokenIdMemory
 
 RECIPES: dict[str, tuple[Any, ...]] = {
     "token-id": (Memory(),),

@@ -23,8 +23,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
-from retrofit.onnx.running import Running, handed_on
-from retrofit.protocol import parse_recipe
+from retrofit.onnx.exporter.sessions import Running, handed_on
+from retrofit.pipeline.registry import parse_recipe
 
 SIZES = {"t5-base": (768, 3072, 12), "t5-large": (1024, 4096, 16), "smoke": (32, 64, 2)}  # d, d_ff, heads
 RECIPES = {

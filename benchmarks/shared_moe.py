@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, GPT2Config, LlamaConfig
 
 import retrofit
-from retrofit.passes.expert_load import expert_load
-from retrofit.passes.shared_moe import SharedMoE
+from retrofit.passes.shared_moe.expert_load import expert_load
+from retrofit.passes.shared_moe.shared_moe import SharedMoE
 
 VOCABULARY = 1000
 SIZES = {"base": (768, 12), "large": (1024, 16), "smoke": (64, 4)}  # d, heads

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from retrofit.feedforward import FeedForward, Matrix, Port, RowMajor, linear
+from retrofit.anatomy.feed_forwards import FeedForward, Matrix, Port, RowMajor, linear
 from retrofit.passes import SparseFFN
-from retrofit.passes.sparse_ffn import SparseFeedForward
+from retrofit.passes.sparse_ffn.sparse_ffn import SparseFeedForward
 
 SIZES = ((1024, 4096, 64), (4096, 16384, 128), (9216, 36864, 256))  # d, d_ff, N
 BYTES = 400e6  # of weights, many times the caches

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from retrofit.corpus import codec_for, hold_out, windows_of
-from retrofit.passes import SparseFFN, sparse_ffn
-from retrofit.passes.sparse_ffn import SparseFeedForward
+from retrofit.passes import SparseFFN
+from retrofit.passes.sparse_ffn import sparse_ffn
+from retrofit.passes.sparse_ffn.sparse_ffn import SparseFeedForward
+from retrofit.pipeline.text import codec_for, windows_of
 from retrofit.rewriting import apply_reported
-from retrofit.settings import Settings
-from retrofit.training import continue_pretraining
+from retrofit.training.continued_pretraining import continue_pretraining
+from retrofit.training.settings import Settings
+from retrofit.training.windows import hold_out
 
 
 def main() -> None:

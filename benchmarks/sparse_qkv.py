@@ -29,9 +29,9 @@ from transformers import (
 )
 
 import retrofit
-from retrofit.caching import Memory
-from retrofit.passes.modular import ModularProjection
-from retrofit.passes.sparse_qkv import look_back
+from retrofit.passes.sparse_qkv.modular import ModularProjection
+from retrofit.passes.sparse_qkv.sparse_qkv import look_back
+from retrofit.surgery.cache_memory import TokenHistory
 
 SHAPES = {1024: (16, 64), 4096: (32, 128), 9216: (96, 256)}  # width: heads, sparsity of the FFN
 ROOTS = {1024: 32, 4096: 64, 9216: 96}  # √d, the S that the paper finds best
@@ -102,7 +102,7 @@ def projections(width: int, modules: int, count: int) -> tuple[list[Step], list[
     strides, like = dict.fromkeys("qkv", 1), torch.empty(0)
     dense = copies(lambda: nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count)))
     sparse = copies(lambda: ModularProjection("mult-conv", width, modules, width // modules, strides, 3, like))
-    memories = {str(index): Memory(2, one.in_modules(x)) for index, one in enumerate(sparse)}
+    memories = {str(index): TokenHistory(2, one.in_modules(x)) for index, one in enumerate(sparse)}
     return (
         [lambda one=one: [layer(x) for layer in one] for one in dense],  # type: ignore[misc]
         [lambda one=one, name=str(index): look_back(one, x, None, memories, name) for index, one in enumerate(sparse)],  # type: ignore[misc]

@@ -19,11 +19,11 @@ import torch
 from altup_starts import byte_llama, settings
 from transformers import LlamaForCausalLM
 
-from retrofit.corpus import codec_for, windows_of
-from retrofit.passes.modular import ModularConvolution
 from retrofit.passes.multiplicative import Multiplicative
+from retrofit.passes.sparse_qkv.modular import ModularConvolution
+from retrofit.pipeline.text import codec_for, windows_of
 from retrofit.rewriting import apply_reported
-from retrofit.training import continue_pretraining
+from retrofit.training.continued_pretraining import continue_pretraining
 
 STARTS = ("weights", "calibrated", "random")
 

@@ -54,9 +54,9 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
     from transformers import PreTrainedModel
 
-    from retrofit.checkpoint import FILES, load, save
-    from retrofit.protocol import make_pass
+    from retrofit.pipeline.registry import make_pass
     from retrofit.rewriting import apply_reported
+    from retrofit.storage.checkpoint import FILES, load, save
 
     passes = [make_pass(name, options) for name, options in arguments.passes]
     with Progress() as progress, quiet(arguments.debug):
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.Tensor:
     """The text to fit on, as windows of the model's token ids: (windows, length)."""
-    from retrofit.corpus import codec_for, read_texts, read_tokenizer, windows_of
+    from retrofit.pipeline.text import codec_for, read_texts, read_tokenizer, windows_of
 
     codec = codec_for(model, read_tokenizer(arguments.config or arguments.model))
     return windows_of(read_texts([arguments.calibrate]), codec, WINDOW)

@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"{model.resolve().stem if model.is_file() else model.resolve().name}.onnx"
     )
 
-    from retrofit.checkpoint import load
-    from retrofit.onnx.exporting import export_onnx
+    from retrofit.onnx.exporter.exporting import export_onnx
+    from retrofit.storage.checkpoint import load
 
     with Progress() as progress, quiet(arguments.debug):
         progress(f"reading {model}")

@@ -6,10 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
-from retrofit.atomic import whole_file
 from retrofit.cli.parser import Subparsers, add_model_arguments, existing
 from retrofit.cli.progress import Progress, quiet
 from retrofit.cli.writing import free
+from retrofit.runtime.atomic_writes import whole_file
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -27,9 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.svg is not None:
         free(arguments.svg, arguments.force)
 
-    from retrofit.checkpoint import load
-    from retrofit.drawing.draw import svg
-    from retrofit.inspection import inspect
+    from retrofit.anatomy.inspection import inspect
+    from retrofit.drawing.picture import svg
+    from retrofit.storage.checkpoint import load
 
     with Progress() as progress, quiet(arguments.debug):
         progress(f"reading {arguments.model}")

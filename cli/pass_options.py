@@ -7,7 +7,9 @@ from typing import Any
 
 from retrofit.cli.failures import UsageError
 from retrofit.cli.parser import suggest
-from retrofit.protocol import Pass, load_pass, options_of, pass_names
+from retrofit.pipeline.options import options_of
+from retrofit.pipeline.protocol import Pass
+from retrofit.pipeline.registry import load_pass, pass_names
 
 Declared = Callable[[str], Mapping[str, bool]]  # pass name → its options, and whether one may stand alone as a yes
 Requested = list[tuple[str, dict[str, str]]]  # (pass name, option → text), in the order given

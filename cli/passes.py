@@ -7,7 +7,8 @@ import argparse
 from retrofit.cli.parser import Subparsers
 from retrofit.cli.pass_options import known_pass
 from retrofit.cli.tables import columns
-from retrofit.protocol import format_value, load_pass, options_of, pass_names
+from retrofit.pipeline.options import format_value, options_of
+from retrofit.pipeline.registry import load_pass, pass_names
 
 
 def add_parser(subparsers: Subparsers) -> None:

@@ -12,7 +12,7 @@ from retrofit.cli.failures import exit_code
 from retrofit.cli.parser import Subparsers, add_model_arguments, existing
 from retrofit.cli.progress import Progress, quiet
 from retrofit.cli.writing import beside, free, naming
-from retrofit.settings import Settings, flag
+from retrofit.training.settings import Settings, flag
 
 EXAMPLES = """\
 The objective is the model's own: span corruption where it has an encoder and a decoder, the next token where its outputs never
@@ -74,13 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
     existing(arguments.model)
     output = free(arguments.output or beside(arguments.model, ["trained"]), arguments.force)
 
-    from retrofit.runs import refuse_to_overwrite
+    from retrofit.training.runs import refuse_to_overwrite
 
     refuse_to_overwrite(output, resume=arguments.resume, force=arguments.force)
 
-    from retrofit.checkpoint import load
-    from retrofit.corpus import read_texts, read_tokenizer
-    from retrofit.training import continue_pretraining
+    from retrofit.pipeline.text import read_texts, read_tokenizer
+    from retrofit.storage.checkpoint import load
+    from retrofit.training.continued_pretraining import continue_pretraining
 
     texts = read_texts(arguments.data)
     try:
@@ -106,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def interrupted(output: Path, interruption: KeyboardInterrupt) -> int:
     """The exit code of an interrupted run, after a word on how to go on."""
-    from retrofit.runs import folder_of, last_checkpoint
+    from retrofit.training.runs import folder_of, last_checkpoint
 
     checkpoint = last_checkpoint(folder_of(output))
     left = "nothing was written" if checkpoint is None else f"{checkpoint} is whole, the same command with --resume goes on from it"

@@ -33,8 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
             "an ONNX file is verified against a model", why="it makes no promises itself", remedy="name the model with --against"
         )
 
-    from retrofit.checkpoint import load
-    from retrofit.verification import CHECKS, verify, verify_onnx
+    from retrofit.checks.verification import CHECKS, verify, verify_onnx
+    from retrofit.storage.checkpoint import load
 
     loading = {"config": arguments.config, "allow_pickle": arguments.allow_pickle}
     with Progress() as progress, quiet(arguments.debug):

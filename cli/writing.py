@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrofit.atomic import final_name, whole_directory
+from retrofit.runtime.atomic_writes import final_name, whole_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,12 +25,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrofit
 from retrofit.cli import main as retrofit_command
 from retrofit.cli.progress import Progress, quiet
-from retrofit.corpus import codec_for, read_texts
-from retrofit.cost import flops_per_token
-from retrofit.drawing.curves import draw_curves
-from retrofit.runs import TrainingRun
-from retrofit.settings import Settings
-from retrofit.training import continue_pretraining
+from retrofit.pipeline.text import codec_for, read_texts
+from retrofit.program.cost import flops_per_token
+from retrofit.training.continued_pretraining import continue_pretraining
+from retrofit.training.curves import draw_curves
+from retrofit.training.runs import TrainingRun
+from retrofit.training.settings import Settings
 
 LENGTH, BATCH, HELD_OUT, EVALUATIONS = 256, 4, 0.03, 6
 PROMPT = 'The "with" statement'

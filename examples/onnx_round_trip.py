@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
-from retrofit.onnx.running import Running
+from retrofit.onnx.exporter.sessions import Running
 from retrofit.passes import AltUp
 
 STEPS = 60

@@ -6,23 +6,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retrofit.passes.altup import AltUp as AltUp
-    from retrofit.passes.memory import Memory as Memory
-    from retrofit.passes.sequence_altup import SequenceAltUp as SequenceAltUp
-    from retrofit.passes.shared_moe import SharedMoE as SharedMoE
-    from retrofit.passes.sparse_ffn import SparseFFN as SparseFFN
+    from retrofit.passes.altup.altup import AltUp as AltUp
+    from retrofit.passes.memory.memory import Memory as Memory
+    from retrofit.passes.sequence_altup.sequence_altup import SequenceAltUp as SequenceAltUp
+    from retrofit.passes.shared_moe.shared_moe import SharedMoE as SharedMoE
+    from retrofit.passes.sparse_ffn.sparse_ffn import SparseFFN as SparseFFN
     from retrofit.passes.sparse_loss import SparseLoss as SparseLoss
-    from retrofit.passes.sparse_qkv import SparseQKV as SparseQKV
+    from retrofit.passes.sparse_qkv.sparse_qkv import SparseQKV as SparseQKV
     from retrofit.passes.sum import SumEmbedding as SumEmbedding
 
 HOMES = {
-    "AltUp": "retrofit.passes.altup",
-    "Memory": "retrofit.passes.memory",
-    "SequenceAltUp": "retrofit.passes.sequence_altup",
-    "SharedMoE": "retrofit.passes.shared_moe",
-    "SparseFFN": "retrofit.passes.sparse_ffn",
+    "AltUp": "retrofit.passes.altup.altup",
+    "Memory": "retrofit.passes.memory.memory",
+    "SequenceAltUp": "retrofit.passes.sequence_altup.sequence_altup",
+    "SharedMoE": "retrofit.passes.shared_moe.shared_moe",
+    "SparseFFN": "retrofit.passes.sparse_ffn.sparse_ffn",
     "SparseLoss": "retrofit.passes.sparse_loss",
-    "SparseQKV": "retrofit.passes.sparse_qkv",
+    "SparseQKV": "retrofit.passes.sparse_qkv.sparse_qkv",
     "SumEmbedding": "retrofit.passes.sum",
 }
 __all__ = sorted(HOMES)

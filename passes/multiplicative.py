@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from retrofit.branching import either
+from retrofit.sdk import cond
 
 ITERATIONS = 12  # of the power method, far more than a useful start needs
 
@@ -44,7 +44,7 @@ class Multiplicative(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         modules, size = self.modules_and_size
         fewer = x.numel() * (modules + size) <= modules * size * len(self.d)  # what is spread does not outgrow the dense matrix
-        return either(fewer, self.spread, self.product, x)
+        return cond(fewer, self.spread, self.product, x)
 
     def spread(self, x: Tensor) -> Tensor:
         modules = x.unsqueeze(-2) * self.d.t().to(x.dtype)  # (…, S, d)

@@ -12,14 +12,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from retrofit.anatomy import Anatomy
-from retrofit.dataflow import Dataflow
-from retrofit.edit import Edit
-from retrofit.errors import DoesNotFitError
-from retrofit.ops import CAST, LAYOUT, op
 from retrofit.passes.multiplicative import Multiplicative
-from retrofit.protocol import Pass, Rewrite, Site, option
-from retrofit.roles import weight_product
+from retrofit.sdk import CAST, LAYOUT, Anatomy, DoesNotFitError, Edit, Pass, Rewrite, Site, op, option, weight_product
 
 
 class MultiplicativeHead(nn.Module):
@@ -102,7 +96,7 @@ class SparseLoss(Pass):
     @staticmethod
     def product(anatomy: Anatomy) -> Any:
         assert anatomy.head is not None
-        nodes = {node.name: node for node in anatomy.program.graph.nodes}
+        nodes = anatomy.flow.named
         return nodes[anatomy.head.node]
 
     def is_out_first(self, anatomy: Anatomy) -> bool:
@@ -112,14 +106,14 @@ class SparseLoss(Pass):
 
     def columns_of(self, anatomy: Anatomy) -> int:
         """V."""
-        found = weight_product(self.product(anatomy), Dataflow(anatomy.program))
+        found = weight_product(self.product(anatomy), anatomy.flow)
         assert found is not None
         return found.out_features
 
     def bias_of(self, anatomy: Anatomy) -> nn.Parameter | None:
         """The head's bias; raises `DoesNotFitError` where the head is no module of its own."""
         assert anatomy.head is not None
-        node, program, flow = self.product(anatomy), anatomy.program, Dataflow(anatomy.program)
+        node, program, flow = self.product(anatomy), anatomy.program, anatomy.flow
         call = program.owner.get(node, program.root)
         inside = [one for one, owner in program.owner.items() if call.encloses(owner) and one in flow.depends]
         added = [one for one in inside if op(one) == "add" and any(part in program.parameters for part in one.all_input_nodes)]

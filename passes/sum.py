@@ -15,11 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.anatomy import Anatomy
-from retrofit.edit import Edit
-from retrofit.errors import DoesNotFitError
-from retrofit.protocol import Pass, Rewrite, Site
-from retrofit.wrapping import Wrapper, find, map_first, place_of
+from retrofit.sdk import Anatomy, DoesNotFitError, Edit, Pass, Rewrite, Site, Wrapper, argument_place, find_argument, map_first
 
 
 class SummedEmbedding(Wrapper):
@@ -28,10 +24,10 @@ class SummedEmbedding(Wrapper):
     def __init__(self, layer: nn.Module, extra: nn.Embedding) -> None:
         super().__init__(layer)
         self.extra = extra
-        self.place = place_of(layer, 0)
+        self.place = argument_place(layer, 0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        container, key = find(self.place, list(args), dict(kwargs))
+        container, key = find_argument(self.place, list(args), dict(kwargs))
         ids = container[key]
         return map_first(self.layer(*args, **kwargs), lambda y: y + self.look_up(ids).to(y.dtype))
 
@@ -67,7 +63,7 @@ class SumEmbedding(Pass):
                 remedy="apply it to a model of text; altup(embedding=recycled) widens any stream",
             )
         model, table = anatomy.model, anatomy.embedding.parameter
-        nodes = {node.name: node for node in anatomy.program.graph.nodes}
+        nodes = anatomy.flow.named
         parts = [part for part in anatomy.embeddings if part.parameter == table]
         width = nodes[parts[0].node].meta["val"].shape[-1]
         weight = model.get_parameter(table)

@@ -5,38 +5,38 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from retrofit import hub
+from retrofit.storage import transformers_hook
 
 if TYPE_CHECKING:
-    from retrofit.anatomy import Anatomy as Anatomy
-    from retrofit.checkpoint import load as load
-    from retrofit.checkpoint import save as save
+    from retrofit.anatomy.anatomy import Anatomy as Anatomy
+    from retrofit.anatomy.inspection import inspect as inspect
+    from retrofit.checks.verification import verify as verify
     from retrofit.errors import RetrofitError as RetrofitError
-    from retrofit.inspection import inspect as inspect
-    from retrofit.onnx.exporting import export_onnx as export_onnx
-    from retrofit.onnx.importing import from_onnx as from_onnx
-    from retrofit.replaying import recipe as recipe
+    from retrofit.onnx.exporter.exporting import export_onnx as export_onnx
+    from retrofit.onnx.importer.importing import from_onnx as from_onnx
+    from retrofit.pipeline.replaying import recipe as recipe
     from retrofit.rewriting import apply as apply
-    from retrofit.verification import verify as verify
+    from retrofit.storage.checkpoint import load as load
+    from retrofit.storage.checkpoint import save as save
 
 __version__ = "0.1.0"
 
 # Names are imported on first use, so that `retrofit --help` never waits for torch.
 HOMES = {
-    "Anatomy": "retrofit.anatomy",
+    "Anatomy": "retrofit.anatomy.anatomy",
     "RetrofitError": "retrofit.errors",
     "apply": "retrofit.rewriting",
-    "export_onnx": "retrofit.onnx.exporting",
-    "from_onnx": "retrofit.onnx.importing",
-    "inspect": "retrofit.inspection",
-    "load": "retrofit.checkpoint",
-    "recipe": "retrofit.replaying",
-    "save": "retrofit.checkpoint",
-    "verify": "retrofit.verification",
+    "export_onnx": "retrofit.onnx.exporter.exporting",
+    "from_onnx": "retrofit.onnx.importer.importing",
+    "inspect": "retrofit.anatomy.inspection",
+    "load": "retrofit.storage.checkpoint",
+    "recipe": "retrofit.pipeline.replaying",
+    "save": "retrofit.storage.checkpoint",
+    "verify": "retrofit.checks.verification",
 }
 __all__ = sorted(HOMES)
 
-hub.install()  # stock from_pretrained loads what save_pretrained wrote, whenever transformers is imported
+transformers_hook.install()  # stock from_pretrained loads what save_pretrained wrote, whenever transformers is imported
 
 
 def __getattr__(name: str) -> Any:

@@ -41,9 +41,19 @@ class CheckpointError(RetrofitError):
     """A file is not what it should be, or cannot be written."""
 
 
+class TrainingError(RetrofitError):
+    """A model cannot be trained as the settings say."""
+
+
 class VerificationError(RetrofitError):
     """A rewritten model failed a check; `report` says which."""
 
     def __init__(self, what: str, *, report: Any = None, why: str = "", remedy: str = "") -> None:
         super().__init__(what, why=why, remedy=remedy)
         self.report = report
+
+
+def first_line(error: BaseException) -> str:
+    """The kind of an error and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

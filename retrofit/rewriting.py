@@ -7,22 +7,25 @@ from typing import Any, TypeVar
 
 from torch import fx, nn
 
-from retrofit import hub
-from retrofit.calibration import Calibration
-from retrofit.capture import Program, capture
-from retrofit.cost import flops_per_token
-from retrofit.edit import Edit
-from retrofit.errors import CaptureError, DoesNotFitError, SpecError, VerificationError
-from retrofit.finding import first_line
-from retrofit.graph_module import graph_module
-from retrofit.inputs import device_of, named_inputs
-from retrofit.inspection import read_anatomy
-from retrofit.probes import run
-from retrofit.propagation import propagate
-from retrofit.protocol import Pass, Rewrite, as_pass
-from retrofit.replaying import Progress, called_now, rearranged, recipe, rewrites, run_passes
-from retrofit.undisturbed import undisturbed
-from retrofit.verification import Reference, Report, check_rewrite
+from retrofit.anatomy.inspection import read_anatomy
+from retrofit.checks.reference import Reference
+from retrofit.checks.verification import Report, check_rewrite
+from retrofit.errors import CaptureError, DoesNotFitError, SpecError, VerificationError, first_line
+from retrofit.graphs.graph_module import graph_module
+from retrofit.graphs.shape_prop import propagate_shapes
+from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.calibration import calibration_from
+from retrofit.pipeline.protocol import Pass, Rewrite
+from retrofit.pipeline.registry import as_pass
+from retrofit.pipeline.replaying import rearranged, recipe, rewrites
+from retrofit.pipeline.running import Progress, called_now, run_passes
+from retrofit.program.capture import Program, capture
+from retrofit.program.cost import flops_per_token
+from retrofit.runtime.example_inputs import device_of, named_inputs
+from retrofit.runtime.probes import run
+from retrofit.runtime.state_preservation import preserve_state
+from retrofit.surgery import transformers_bookkeeping
+from retrofit.surgery.edit import Edit
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -86,7 +89,7 @@ def apply_reported(
     inputs = named_inputs(model, example_inputs)
     say("capturing the dense model")
     dense = capture(model, inputs)
-    if emit == "graph" or (not hub.is_transformers(model) and stands_in_code(model, dense)):
+    if emit == "graph" or (not transformers_bookkeeping.is_transformers(model) and stands_in_code(model, dense)):
         say("making a graph module of it")
         model = graph_module(model, inputs)
         inputs = named_inputs(model)
@@ -95,13 +98,13 @@ def apply_reported(
     if verify:
         say("remembering the dense model")
         reference = Reference.of(model, inputs, dense)
-    edit = Edit(model, None if calibration is None else Calibration.of(model, calibration))
-    earlier = hub.recalled(model)
+    edit = Edit(model, None if calibration is None else calibration_from(model, calibration))
+    earlier = recipe_storage.stored_recipe(model)
     if example_inputs is not None:
-        edit.set_attribute(model, "retrofit_inputs", hub.input_notes(inputs))
+        edit.set_attribute(model, "retrofit_inputs", recipe_storage.describe_inputs(inputs))
     try:
         made, dense_flops = run_passes(model, chosen, inputs, edit, say, dense)
-        hub.remember(model, (*earlier, *(one.spec for one in made)))
+        recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in made)))
         edit.set_attribute(model, "retrofit_rewrites", (*called_now(rewrites(model) or (), edit.dense, edit), *made))
         edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))
         say("running the result")
@@ -122,10 +125,10 @@ def apply_reported(
                     remedy="the model was left as it was; this is a defect of retrofit if the dense model passes the same checks",
                 )
         if isinstance(model, fx.GraphModule):
-            propagate(model, inputs)
+            propagate_shapes(model, inputs)
     except BaseException:
         edit.undo()
-        hub.remember(model, earlier)
+        recipe_storage.store_recipe(model, earlier)
         raise
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
@@ -148,7 +151,7 @@ def captured_again(model: nn.Module, inputs: dict[str, Any]) -> Program:
 def run_once(model: nn.Module, inputs: dict[str, Any]) -> None:
     """The rewritten model runs, else `DoesNotFitError`: one short pass, where nobody needs the program."""
     try:
-        with undisturbed(model):
+        with preserve_state(model):
             run(model, inputs)
     except Exception as error:  # whatever the model's own code raises
         raise does_not_run(first_line(error)) from error

@@ -1,1 +1,1 @@
-"""What a rewritten model is checked for, a file a check, and what is remembered of the dense one to check it against."""
+"""One check a file: what it measures, and how it judges that against the dense model."""

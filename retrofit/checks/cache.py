@@ -11,8 +11,8 @@ from torch import nn
 from retrofit.checks.departure import Departure, at, first_departure, recorded
 from retrofit.checks.padding import padded, takes_padding
 from retrofit.checks.trial import Trial, judged
-from retrofit.finding import Finding, attempted, failed, merged, passed, skipped
-from retrofit.probes import (
+from retrofit.runtime.outcomes import Finding, attempted, failed, merged, passed, skipped
+from retrofit.runtime.probes import (
     Inputs,
     accepts,
     distance,

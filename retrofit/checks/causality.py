@@ -10,9 +10,9 @@ from torch import nn
 
 from retrofit.checks.cache import keeps_cache
 from retrofit.checks.departure import Departure, at, first_departure, recorded
-from retrofit.finding import Finding, failed, passed, skipped
-from retrofit.inputs import special_ids
-from retrofit.probes import Inputs, is_token_ids, logits_of, ordinary_ids, resized_like, run, scale_of, tolerance_of
+from retrofit.runtime.example_inputs import special_ids
+from retrofit.runtime.outcomes import Finding, failed, passed, skipped
+from retrofit.runtime.probes import Inputs, is_token_ids, logits_of, ordinary_ids, resized_like, run, scale_of, tolerance_of
 
 if TYPE_CHECKING:
     from retrofit.checks.subject import Subject

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from retrofit.checks.departure import still_whole
-from retrofit.cost import Cost
-from retrofit.finding import Finding, failed, listed, passed
+from retrofit.program.cost import Cost
+from retrofit.runtime.outcomes import Finding, failed, listed, passed
 
 if TYPE_CHECKING:
     from retrofit.checks.subject import Subject

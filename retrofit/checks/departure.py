@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from retrofit.checks.fingerprint import sample
-from retrofit.edit import Fate
-from retrofit.probes import Inputs, distance, run
+from retrofit.runtime.probes import Inputs, distance, run
+from retrofit.surgery.edit import Fate
 
 Trail = dict[str, list[torch.Tensor]]  # module → what each of its calls handed on; modules in the order they first did
 SAMPLE = 64

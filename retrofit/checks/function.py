@@ -9,8 +9,8 @@ from torch import nn
 
 from retrofit.checks.departure import departure_from_dense
 from retrofit.checks.reference import Reference
-from retrofit.finding import Finding, failed, passed
-from retrofit.probes import describe, distance, logits_of, run, tolerance_of
+from retrofit.runtime.outcomes import Finding, failed, passed
+from retrofit.runtime.probes import describe, distance, logits_of, run, tolerance_of
 
 if TYPE_CHECKING:
     from retrofit.checks.subject import Subject

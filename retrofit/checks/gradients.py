@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from retrofit.finding import Finding, failed, listed, passed, skipped
-from retrofit.inputs import device_of
-from retrofit.probes import Inputs, accepts, named_outputs, resized_like
+from retrofit.runtime.example_inputs import device_of
+from retrofit.runtime.outcomes import Finding, failed, listed, passed, skipped
+from retrofit.runtime.probes import Inputs, accepts, named_outputs, resized_like
 
 if TYPE_CHECKING:
     from retrofit.checks.subject import Subject

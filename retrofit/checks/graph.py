@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from retrofit.checks.reference import Layout, Probe, other_shapes
 from retrofit.checks.untouched import graphs_of, touched
-from retrofit.finding import Finding, failed, first_line, layout, listed, passed
-from retrofit.probes import describe, is_per_token
+from retrofit.errors import first_line
+from retrofit.runtime.outcomes import Finding, failed, layout, listed, passed
+from retrofit.runtime.probes import describe, is_per_token
 
 if TYPE_CHECKING:
     from retrofit.checks.subject import Subject

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from retrofit.errors import CaptureError, RetrofitError
-from retrofit.finding import Finding, failed, passed, skipped
-from retrofit.onnx.cleaning import gap_of
-from retrofit.onnx.exporting import PARITY, Exported, dtype_of, export_onnx, other_sizes
-from retrofit.onnx.parts import PAST_KEY_VALUES, Part, plan
-from retrofit.onnx.running import Running, installed
-from retrofit.replaying import recipe
+from retrofit.onnx.exporter.cleaning import gap_of
+from retrofit.onnx.exporter.exporting import PARITY, Exported, dtype_of, export_onnx, other_sizes
+from retrofit.onnx.exporter.parts import PAST_KEY_VALUES, ExportPart, plan
+from retrofit.onnx.exporter.sessions import Running, installed
+from retrofit.pipeline.replaying import recipe
+from retrofit.runtime.outcomes import Finding, failed, passed, skipped
 
 if TYPE_CHECKING:
     from retrofit.checks.subject import Subject
@@ -92,7 +92,7 @@ def check_file(path: Path, subject: Subject) -> Finding:
     )
 
 
-def part_like(running: Running, subject: Subject) -> Part:
+def part_like(running: Running, subject: Subject) -> ExportPart:
     """The part of the model with the file's inputs and states; raises `RetrofitError` where it has none."""
     found = []
     for mode in ("auto", "none"):

@@ -9,8 +9,8 @@ from torch import nn
 
 from retrofit.checks.departure import Departure, Trail, first_departure, recorded
 from retrofit.checks.trial import Trial, judged
-from retrofit.finding import Finding, attempted, merged, skipped
-from retrofit.probes import (
+from retrofit.runtime.outcomes import Finding, attempted, merged, skipped
+from retrofit.runtime.probes import (
     Inputs,
     accepts,
     filler_id,

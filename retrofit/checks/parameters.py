@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from retrofit.checks.fingerprint import Fingerprint, elements
-from retrofit.finding import Finding, failed, layout, listed, passed, skipped
+from retrofit.runtime.outcomes import Finding, failed, layout, listed, passed, skipped
 
 if TYPE_CHECKING:
     from retrofit.checks.subject import Subject

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from retrofit.capture import Program, capture
 from retrofit.checks.cache import BEAMS, decode, generating, stepping, ways
 from retrofit.checks.causality import Leak, leaks
 from retrofit.checks.departure import Trail, sampled_trail
@@ -18,12 +17,12 @@ from retrofit.checks.gradients import Gradients, gradients, thawed
 from retrofit.checks.padding import SIDES, padding, takes_padding
 from retrofit.checks.trial import Trial
 from retrofit.checks.untouched import Graphs, graphs_of
-from retrofit.cost import Cost, cost_of
-from retrofit.errors import RetrofitError
-from retrofit.finding import first_line
-from retrofit.inputs import named_inputs
-from retrofit.probes import Inputs, describe, extent_of, generates, logits_of, named_outputs, resized, run
-from retrofit.undisturbed import undisturbed
+from retrofit.errors import RetrofitError, first_line
+from retrofit.program.capture import Program, capture
+from retrofit.program.cost import Cost, cost_of
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.probes import Inputs, describe, extent_of, generates, logits_of, named_outputs, resized, run
+from retrofit.runtime.state_preservation import preserve_state
 
 Result = TypeVar("Result")
 Layout = tuple[tuple[int, ...], torch.dtype]
@@ -71,7 +70,7 @@ class Reference:
         Raises `RetrofitError` where the model does not run on the example inputs.
         """
         inputs = named_inputs(model, example_inputs)
-        with undisturbed(model):
+        with preserve_state(model):
             first = first_probe(model, inputs)
             trail = sampled_trail(model, inputs)
             others = [attempt(Probe.of, model, shaped) for shaped in other_shapes(model, inputs)]

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from retrofit import hub
-from retrofit.checkpoint import load, save
 from retrofit.checks.reference import attempt, loose_tensors, other_shapes, unsaved_buffers
 from retrofit.checks.tracing import is_within
 from retrofit.errors import CheckpointError
-from retrofit.finding import Finding, failed, listed, passed, skipped
-from retrofit.hub import is_transformers
-from retrofit.inputs import device_of
-from retrofit.probes import distance, logits_of, run, same_bits
+from retrofit.runtime.example_inputs import device_of
+from retrofit.runtime.outcomes import Finding, failed, listed, passed, skipped
+from retrofit.runtime.probes import distance, logits_of, run, same_bits
+from retrofit.storage.checkpoint import load, save
+from retrofit.surgery import transformers_bookkeeping
+from retrofit.surgery.transformers_bookkeeping import is_transformers
 
 if TYPE_CHECKING:
     from retrofit.checks.subject import Subject
@@ -48,7 +48,7 @@ def through(subject: Subject, path: Path) -> Finding:
     It has every weight bit for bit, and then computes with those of the model: there is never a second copy of them in memory.
     """
     keep(subject.model, path)
-    with hub.as_mapped():
+    with transformers_bookkeeping.as_mapped():
         loaded = load(path).to(device_of(subject.model)).eval()
     if lost := share_weights(subject, loaded):
         return failed(f"through {medium(path)}", f"not what was saved: {listed(map(subject.placed, lost))}")

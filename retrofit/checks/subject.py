@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from retrofit.capture import Program, capture
 from retrofit.checks.reference import Probe, Reference
-from retrofit.cost import Cost, cost_of
-from retrofit.dataflow import computed_from
-from retrofit.edit import Fate
-from retrofit.protocol import Rewrite
+from retrofit.pipeline.protocol import Rewrite
+from retrofit.program.capture import Program, capture
+from retrofit.program.cost import Cost, cost_of
+from retrofit.program.dataflow import backward_slice
+from retrofit.surgery.edit import Fate
 
 
 @dataclasses.dataclass
@@ -41,7 +41,7 @@ class Subject:
     @functools.cached_property
     def reached(self) -> set[fx.Node]:
         """The nodes of the program that its outputs depend on."""
-        return computed_from(self.program.outputs.values())
+        return backward_slice(self.program.outputs.values())
 
     @functools.cached_property
     def first(self) -> Probe:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from retrofit.checks.fingerprint import Fingerprint, checksum, sample
-from retrofit.edit import Fate
+from retrofit.surgery.edit import Fate
 
 BLOCKS = 64  # a larger parameter of more blocks than this is not searched
 ALIKE = 0.5  # of a sample, the share that must have stayed for a block to be the parameter, changed or not

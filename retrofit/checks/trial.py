@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from retrofit.finding import Finding, failed, passed
-from retrofit.probes import distance, tolerance_of
+from retrofit.runtime.outcomes import Finding, failed, passed
+from retrofit.runtime.probes import distance, tolerance_of
 
 
 @dataclasses.dataclass(frozen=True)

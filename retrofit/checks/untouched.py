@@ -16,11 +16,11 @@ from typing import Any
 import networkx
 from torch import fx
 
-from retrofit.capture import Call, Program
-from retrofit.dataflow import computed_from
-from retrofit.edit import Fate
-from retrofit.ops import op
-from retrofit.protocol import Rewrite
+from retrofit.pipeline.protocol import Rewrite
+from retrofit.program.aten_ops import op
+from retrofit.program.capture import Call, Program
+from retrofit.program.dataflow import backward_slice
+from retrofit.surgery.edit import Fate
 
 ROUNDS = 4  # of the hash: how far round each operation is looked
 Graphs = dict[str, frozenset[str]]  # of each module, by path: the hashes of its calls
@@ -28,7 +28,7 @@ Graphs = dict[str, frozenset[str]]  # of each module, by path: the hashes of its
 
 def graphs_of(program: Program) -> Graphs:
     """The graphs of every module that is called."""
-    reached, depends = computed_from(program.outputs.values()), depending(program)
+    reached, depends = backward_slice(program.outputs.values()), depending(program)
     inside: dict[Call, list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node in reached and node.op == "call_function":

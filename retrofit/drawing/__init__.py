@@ -1,1 +1,1 @@
-"""Anatomies and training runs for people: tables, drawings, curves."""
+"""The anatomy as a picture."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from retrofit.anatomy import Anatomy, Branch, Stack
+from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy.folding import Fold, fold_layers
+from retrofit.anatomy.parts import Branch, Stack
+from retrofit.anatomy.surroundings import Piece, Surroundings
+from retrofit.anatomy.wording import compact
 from retrofit.drawing.canvas import BODY, BRACKET, NAME, Point
-from retrofit.drawing.folding import Fold, fold_layers
 from retrofit.drawing.layer_picture import BRANCH_AT, EDGE, NARROWEST, Frame, Inlet, panel_width
-from retrofit.drawing.wording import compact
-from retrofit.placement import Placement
-from retrofit.surroundings import Piece, Surroundings
+from retrofit.drawing.placement import Placement
 
 MARGIN, GUTTER = 36.0, 84.0
 WIDEST_PIECE = 430.0

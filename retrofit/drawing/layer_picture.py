@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Sequence
 
-from retrofit.anatomy import Branch, Layer
+from retrofit.anatomy.folding import common_name, relative, structure
+from retrofit.anatomy.parts import Branch, Layer
+from retrofit.anatomy.wording import compact, heads, layer_range, owner, shapes, sharing
 from retrofit.drawing.canvas import BODY, FAINT, NAME, TITLE, Canvas, Face, Point
-from retrofit.drawing.folding import common_name, relative, structure
-from retrofit.drawing.wording import compact, heads, layer_range, owner, shapes, sharing
-from retrofit.placement import Norms
+from retrofit.drawing.placement import Norms
 
 STREAM, WIRE = "#475569", "#64748b"
 PANEL, PANEL_EDGE = "#f8fafc", "#d8dee6"

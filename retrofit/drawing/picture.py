@@ -9,14 +9,14 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from retrofit.anatomy import Anatomy
+from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy.folding import Fold, leaves
+from retrofit.anatomy.surroundings import Piece, surroundings
+from retrofit.anatomy.wording import compact, plural
 from retrofit.drawing.canvas import BODY, BRACKET, FACTS, HEADLINE, MUTED, NAME, TITLE, Canvas, Face, Point
 from retrofit.drawing.columns import MARGIN, Column, bracket_width, depth, dimensions, lay_out, nodes_of, remark
-from retrofit.drawing.folding import Fold, leaves
 from retrofit.drawing.layer_picture import LOOKS, STREAM, STREAM_AT, WIRE, Frame, LayerPicture
-from retrofit.drawing.wording import compact, plural
-from retrofit.placement import Placement
-from retrofit.surroundings import Piece, surroundings
+from retrofit.drawing.placement import Placement
 
 BETWEEN, RISE = 18.0, 16.0  # between layers; between other boxes
 PART_FILL, PART_EDGE = "#eef2f6", "#8695a8"

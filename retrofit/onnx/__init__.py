@@ -1,1 +1,1 @@
-"""Models to ONNX files and back: export, cleaning and running; import, operator by operator."""
+"""ONNX files in and out."""

@@ -1,0 +1,179 @@
+"""Sweeps: what there is to assess, one by one in worker processes under a time limit, kept as it comes, and a page made of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Task = tuple[str, str]  # what is assessed, and under which pass if one
+Find = Callable[[Task], Row]
+Failed = Callable[[Task, str], Row]  # the row of a task whose worker died or took too long
+
+
+def not_done(task: Task, why: str) -> Row:
+    """The row of a task whose worker died or took too long."""
+    return {"cell": f"no: {why}"}
+
+
+def sweep(
+    tasks: Sequence[Task],
+    find: Find,
+    page: Callable[[dict[str, Row]], str],
+    options: argparse.Namespace,
+    failed: Failed = not_done,
+) -> int:
+    """What `--only` selects and has no result yet is assessed; after each task the results and the page are whole on disk."""
+    results: dict[str, Row] = json.loads(options.results.read_text()) if options.results.exists() else {}
+    waiting = [task for task in tasks if re.search(options.only, key(task)) and (options.again or key(task) not in results)]
+    started = time.monotonic()
+    for count, (task, found) in enumerate(assessed(waiting, options.jobs, options.limit, find, failed), start=1):
+        results[key(task)] = found
+        write_whole(options.results, json.dumps(results, indent=1, ensure_ascii=False))
+        write_whole(options.output, page(results))
+        print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {key(task)} {found}", flush=True)
+        if time.monotonic() - started > 60 * options.minutes:
+            break
+    write_whole(options.output, page(results))
+    return 0
+
+
+def parser_of(description: str, name: str) -> argparse.ArgumentParser:
+    """The options of a script that writes `docs/name.md`."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="PATTERN", help="tasks that the pattern matches: 'causal/llama', 'altup$'")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="worker processes")
+    parser.add_argument("--limit", type=float, default=300.0, metavar="SECONDS", help="time limit of one task")
+    parser.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no further one after so long")
+    parser.add_argument("--again", action="store_true", help="assess anew what has a result already")
+    parser.add_argument("--results", type=Path, default=Path(f"build/{name}.json"), help="where results are kept between runs")
+    parser.add_argument("-o", "--output", type=Path, default=Path(f"docs/{name}.md"))
+    return parser
+
+
+def key(task: Task) -> str:
+    """What a task is called."""
+    return " | ".join(filter(None, task))
+
+
+def all_ids() -> list[str]:
+    """Every architecture of the zoo."""
+    from support import zoo
+
+    return [entry.id for entry in zoo.entries()]
+
+
+@dataclasses.dataclass
+class Worker:
+    """A process that assesses one architecture after another."""
+
+    process: multiprocessing.process.BaseProcess
+    pipe: Connection
+    task: Task | None = None
+    since: float = 0.0
+
+    @classmethod
+    def start(cls, find: Find) -> Worker:
+        here, there = multiprocessing.Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=answer, args=(there, find), daemon=True)
+        process.start()
+        there.close()
+        return cls(process, here)
+
+    def give(self, task: Task) -> None:
+        self.task, self.since = task, time.monotonic()
+        self.pipe.send(task)
+
+    def stop(self) -> None:
+        """The process is gone: asked to end where it waits for work, killed where it does not."""
+        with contextlib.suppress(OSError):
+            self.pipe.send(None)
+        self.process.join(0 if self.task else 5)
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def answer(pipe: Connection, find: Find) -> None:
+    """To every task that comes in by `pipe` goes out what `find` makes of it; None ends it."""
+    warnings.filterwarnings("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    with contextlib.suppress(EOFError, OSError):  # nobody is left to answer to
+        while task := pipe.recv():
+            pipe.send(find(task))
+
+
+def assessed(tasks: Sequence[Task], jobs: int, limit: float, find: Find, failed: Failed) -> Iterator[tuple[Task, Row]]:
+    """Each task with what was found, as they are done; a worker that dies or takes too long costs its own task only."""
+    queue = list(reversed(tasks))
+    workers: list[Worker] = []
+    try:
+        while queue or workers:
+            while queue and len(workers) < jobs:
+                workers.append(Worker.start(find))
+                workers[-1].give(queue.pop())
+            ready = wait([worker.pipe for worker in workers], timeout=1.0)
+            for worker in list(workers):
+                elapsed = time.monotonic() - worker.since
+                assert worker.task is not None
+                if worker.pipe in ready:
+                    row = received(worker, failed)
+                elif elapsed > limit:
+                    row = failed(worker.task, f"took more than {limit:.0f} s")
+                else:
+                    continue
+                alive = row.pop("alive", False)
+                row["seconds"] = round(elapsed, 1)
+                yield worker.task, row
+                if alive:
+                    worker.task = None
+                if alive and queue:
+                    worker.give(queue.pop())
+                else:
+                    worker.stop()
+                    workers.remove(worker)
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def received(worker: Worker, failed: Failed) -> Row:
+    try:
+        return {**worker.pipe.recv(), "alive": True}
+    except EOFError:
+        worker.process.join()
+        assert worker.task is not None
+        return failed(worker.task, f"the process ended with exit code {worker.process.exitcode}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """`path` holds `text`, never a part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".partial")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+def line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def cell(text: str) -> str:
+    """`text` on one line of a table, not too long."""
+    flat = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    flat = re.sub(re.escape(tempfile.gettempdir()) + r"/[^\s:]*", "the saved model", flat)
+    return flat if len(flat) <= 220 else flat[:219] + "…"

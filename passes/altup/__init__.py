@@ -1,0 +1,1 @@
+"""AltUp: the residual stream widened."""

@@ -1,0 +1,105 @@
+"""Modules around a stream of K blocks: those that let a d-wide module read one, and those that stand at its ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.passes.altup.contraction import combine_blocks
+from retrofit.sdk import Wrapper, argument_place, find_argument, map_first
+
+
+class Blockwise(Wrapper):
+    """The d-wide `layer` reads each block of its K·d-wide argument `wide` on its own; its outputs stand side by side."""
+
+    def __init__(self, layer: nn.Module, k: int, wide: int | str = 0) -> None:
+        super().__init__(layer)
+        self.k, self.place = k, argument_place(layer, wide)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments, keywords = list(args), dict(kwargs)
+        container, key = find_argument(self.place, arguments, keywords)
+        outputs = []
+        for block in container[key].chunk(self.k, -1):
+            container[key] = block
+            outputs.append(self.layer(*arguments, **keywords))
+        blocks = [output if isinstance(output, Tensor) else output[0] for output in outputs]
+        return map_first(outputs[0], lambda _: torch.cat(blocks, -1))
+
+
+class Replicated(Wrapper):
+    """What `layer` returns, K times side by side."""
+
+    def __init__(self, layer: nn.Module, k: int) -> None:
+        super().__init__(layer)
+        self.k = k
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return map_first(self.layer(*args, **kwargs), lambda y: torch.cat([y] * self.k, -1))
+
+
+class Combined(Wrapper):
+    """The d-wide `layer` reads Σ_i combine[i] x^i where it is handed the K·d-wide argument `wide`."""
+
+    def __init__(self, layer: nn.Module, combine: Sequence[float], wide: int | str = 0) -> None:
+        super().__init__(layer)
+        self.combine, self.place = tuple(float(weight) for weight in combine), argument_place(layer, wide)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments, keywords = list(args), dict(kwargs)
+        container, key = find_argument(self.place, arguments, keywords)
+        container[key] = combine_blocks(container[key], self.combine)
+        return self.layer(*arguments, **keywords)
+
+
+class BlockScale(nn.Module):
+    """Block i is multiplied by scale[i]; `before`, as a forward pre-hook of a module, does that to the module's first argument."""
+
+    def __init__(self, scale: Sequence[float], *, learnable: bool = False) -> None:
+        super().__init__()
+        values = torch.tensor(scale, dtype=torch.get_default_dtype())
+        if learnable:
+            self.scale = nn.Parameter(values)
+        else:
+            self.register_buffer("scale", values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.unflatten(-1, (len(self.scale), -1)) * self.scale.to(x.dtype).unsqueeze(-1)).flatten(-2)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self(args[0]), *args[1:])
+
+
+class DivideAndProject(nn.Module):
+    """An extra width e, divided into K−1 sub-blocks, each projected to d (external-memory paper, §5.4).
+
+    `after` widens what a look-up of d+e columns returns to K·d; `before`, with the same matrices transposed, narrows what a head of
+    d+e columns is given.
+    """
+
+    def __init__(self, extra: int, k: int, width: int) -> None:
+        super().__init__()
+        part = extra // (k - 1)
+        self.weight = nn.Parameter(torch.randn(k - 1, width, part) / part**0.5)  # (K−1, d, e/(K−1))
+
+    def forward(self, extra: Tensor) -> Tensor:
+        """(…, e) gives (…, (K−1)·d)."""
+        parts = extra.unflatten(-1, (len(self.weight), -1))  # (…, K−1, e/(K−1))
+        return torch.einsum("...kp,kdp->...kd", parts, self.weight.to(extra.dtype)).flatten(-2)
+
+    def narrow(self, blocks: Tensor) -> Tensor:
+        """(…, (K−1)·d) gives (…, e)."""
+        return torch.einsum("...kd,kdp->...kp", blocks.unflatten(-1, (len(self.weight), -1)), self.weight.to(blocks.dtype)).flatten(
+            -2
+        )
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        width = self.weight.shape[1]
+        return torch.cat([output[..., :width], self(output[..., width:])], -1)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, width = args[0], self.weight.shape[1]
+        return (torch.cat([x[..., :width], self.narrow(x[..., width:])], -1), *args[1:])

@@ -1,0 +1,315 @@
+"""What it takes to run a model's stream K blocks wide: which modules to lift, replicate or widen, decided on the captured graph.
+
+Width is propagated through the graph outside the layers, from the look-ups that become wide to the heads that read the wide stream.
+An operation that treats the wide dimension element by element passes it on. A contribution of the dense width is replicated at the
+module, buffer or parameter it comes from. An operation that reads across the width is applied block by block, by lifting the
+outermost module call it lies in. What none of these covers is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from retrofit.passes.altup.dimensions import GONE, dimension_after
+from retrofit.sdk import (
+    CAST,
+    DROPOUT,
+    JOIN,
+    LAYOUT,
+    NORM,
+    SELECTION,
+    Anatomy,
+    Call,
+    DoesNotFitError,
+    Key,
+    Layer,
+    Stack,
+    carried,
+    is_heavy,
+    op,
+    shape,
+    weight_product,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide:
+    """A value that becomes K blocks wide: the dimension, counted from the end, and the block that holds the dense value."""
+
+    dim: int
+    home: int
+    computed: bool = False  # a product with weights has been applied to it, block by block
+
+
+@dataclasses.dataclass
+class WideLayer:
+    """One call of a layer in the wide stream."""
+
+    layer: Layer
+    index: int  # depth in its stack
+    home: int  # block that holds the dense stream before it
+    narrow: dict[Key, int] = dataclasses.field(default_factory=dict)  # other wide arguments and their home blocks
+
+
+@dataclasses.dataclass
+class WidePlan:
+    """The edits that let a stack's stream be K blocks wide."""
+
+    layers: list[WideLayer] = dataclasses.field(default_factory=list)
+    tables: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # token table → paths of the modules that look it up
+    blockwise: dict[str, Key] = dataclasses.field(default_factory=dict)  # module path → its wide argument
+    replicated: list[str] = dataclasses.field(default_factory=list)  # module paths whose output is replicated
+    buffers: list[str] = dataclasses.field(default_factory=list)  # buffers repeated along the last dimension
+    parameters: list[str] = dataclasses.field(default_factory=list)  # parameters repeated along the last dimension
+    heads: dict[str, HeadSite] = dataclasses.field(default_factory=dict)  # by parameter name
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSite:
+    """A product that reads the wide stream: its weight, the dimension of it to widen, the module called, its wide argument."""
+
+    parameter: str
+    dim: int
+    path: str
+    key: Key
+    home: int
+
+
+class Widening:
+    """The propagation of width through one program, for the stacks and token tables that are to be wide."""
+
+    def __init__(
+        self, anatomy: Anatomy, stacks: list[Stack], homes: dict[str, list[int]], tables: list[fx.Node], ends: dict[str, bool]
+    ) -> None:
+        """`homes` gives for each stack, by entry node, the home block before each layer and after the last; `tables` are the
+        look-ups that become wide; `ends` says for each stack whether the stream leaves it wide."""
+        self.anatomy, self.flow = anatomy, anatomy.flow
+        self.plan = WidePlan()
+        self.tables = tables
+        self.wide: dict[fx.Node, Wide] = {}
+        self.lifted: set[Call] = set()
+        self.replicas: set[Call] = set()  # calls whose output is replicated
+        self.calls: dict[Call, WideLayer] = {}
+        self.leaves: dict[Call, Wide | None] = {}
+        by_site = {(call.path, call.index): call for call in anatomy.program.calls}
+        for stack in stacks:
+            blocks = homes[stack.entry]
+            for depth, layer in enumerate(stack.layers):
+                call = by_site[(layer.name, layer.call)]
+                self.calls[call] = WideLayer(layer, depth, blocks[depth])
+                last = depth == len(stack.layers) - 1
+                self.leaves[call] = Wide(1, blocks[depth + 1]) if not last or ends[stack.entry] else None
+        self.heads = self.find_heads()
+        self.live = 0  # what the outputs hang on
+        for node in anatomy.program.outputs.values():
+            self.live |= self.flow.ancestors[node]
+
+    def find_heads(self) -> set[fx.Node]:
+        """The product that makes the model's per-token output and every product with the same weight."""
+        head = self.anatomy.head
+        return {node for node in self.flow.nodes if head is not None and node.name == head.node}
+
+    def refuse(self, node: fx.Node, why: str) -> DoesNotFitError:
+        call = self.flow.call_of(node)
+        return DoesNotFitError(
+            f"the wide stream cannot pass {call.path or 'the code of the model itself'} (operation {op(node)}, node {node.name})",
+            why=why,
+            remedy="use embedding=recycled, which leaves everything outside the layers as it is",
+        )
+
+    def run(self) -> WidePlan:
+        """The plan; raises `DoesNotFitError` at the first operation the wide stream cannot pass."""
+        for node in self.flow.nodes:
+            layer = self.layer_around(node)
+            if layer is not None:
+                self.leave_layer(layer, node)
+                continue
+            if node in self.tables:
+                self.look_up(node)
+                continue
+            if any(call.encloses(self.flow.call_of(node)) for call in self.lifted):
+                continue
+            if any(part in self.wide for part in node.all_input_nodes):
+                self.pass_through(node)
+        for call, wide_layer in self.calls.items():
+            for key, source in call.inputs.items():
+                if source in self.wide and key != wide_layer.layer.stream_in:
+                    wide_layer.narrow[key] = self.wide[source].home
+            self.plan.layers.append(wide_layer)
+        self.check_outputs()
+        return self.plan
+
+    def layer_around(self, node: fx.Node) -> Call | None:
+        return next((call for call in self.flow.call_of(node).chain if call in self.calls), None)
+
+    def leave_layer(self, call: Call, node: fx.Node) -> None:
+        """What a layer hands on as the stream is wide, unless the stack ends there."""
+        if call.outputs.get(self.calls[call].layer.stream_out) is node and self.leaves[call] is not None:
+            self.wide[node] = self.leaves[call]  # type: ignore[assignment]
+        inputs = set(call.inputs.values())
+        for part in node.all_input_nodes:
+            if part in self.wide and part not in inputs and self.layer_around(part) is not call:
+                raise self.refuse(node, f"layer {call.path} reads the wide value {part.name}, which is none of its arguments")
+
+    def look_up(self, node: fx.Node) -> None:
+        table = self.flow.program.parameters[node.args[0]]  # type: ignore[index]
+        self.note(self.plan.tables.setdefault(table, []), self.flow.call_of(node).path)
+        self.wide[node] = Wide(1, 0)
+
+    def pass_through(self, node: fx.Node) -> None:
+        """Width goes on through `node`, or the call it lies in is lifted, or it is the head."""
+        if node in self.heads:
+            self.reach_head(node)
+            return
+        inputs = [part for part in node.all_input_nodes if part in self.wide]
+        kinds = {self.wide[part] for part in inputs}
+        size, name = shape(node), op(node)
+        if name.startswith("_assert") or (
+            size is None and name not in ("split", "chunk", "unbind", "split_with_sizes", "native_dropout")
+        ):
+            return
+        if len({kind.home for kind in kinds}) > 1:
+            raise self.refuse(node, "it combines wide values whose dense blocks stand at different places")
+        home, computed = next(iter(kinds)).home, any(kind.computed for kind in kinds)
+        after = dimension_after(node, inputs[0], self.wide[inputs[0]].dim) if len({kind.dim for kind in kinds}) == 1 else None
+        if after is None and not self.live & self.flow.bit(node) and not is_heavy(node) and name not in NORM:
+            return  # computed for its shape, or for nothing
+        if after is None:
+            self.lift(node)
+            return
+        if after == GONE:
+            return
+        for part in node.all_input_nodes:
+            if part in self.wide or self.broadcasts(part, node, after):
+                continue
+            if not self.replicate(part):
+                self.lift(node)
+                return
+        self.wide[node] = Wide(after, home, computed)
+
+    def broadcasts(self, part: fx.Node, node: fx.Node, dim: int) -> bool:
+        """Whether a narrow operand meets the wide dimension with extent one, or is no value that meets it."""
+        size, out = shape(part), shape(node)
+        if size is None or out is None or op(node) in ("index", "index_select", "gather", "type_as", "expand_as", "view_as"):
+            return True
+        if op(node) in JOIN:
+            return False
+        if op(node) == "index_put":
+            return part is not node.args[2]
+        return len(size) < dim or size[-dim] == 1
+
+    def reach_head(self, node: fx.Node) -> None:
+        product = weight_product(node, self.flow)
+        source = next(part for part in node.all_input_nodes if part in self.wide)
+        weight = next(part for part, name in self.flow.program.parameters.items() if product and name == product.parameter)
+        size = shape(weight) or ()
+        if product is None or len(size) != 2 or self.wide[source].dim != 1 or product.source is not source:
+            raise self.refuse(node, "the product that makes the outputs does not read the stream with a plain weight matrix")
+        dim = 1 if op(node) == "linear" or (size[1] == product.in_features and size[0] == product.out_features) else 0
+        call = self.flow.call_of(node)
+        key = next((key for key, part in call.inputs.items() if part is source), -1)
+        self.plan.heads[product.parameter] = HeadSite(
+            product.parameter, dim, call.path if key != -1 else "", key, self.wide[source].home
+        )
+
+    def replicate(self, node: fx.Node) -> bool:
+        """The narrow contribution `node` is replicated where it comes from; False where that cannot be said."""
+        chain = [node]
+        while True:
+            current = chain[-1]
+            if current in self.flow.program.buffers:
+                return self.note(self.plan.buffers, self.flow.program.buffers[current])
+            if current in self.flow.program.parameters:
+                return self.note(self.plan.parameters, self.flow.program.parameters[current])
+            if any(user not in self.wide_users(current, chain) for user in self.flow.uses[current]):
+                return False
+            outer = [
+                call
+                for call in self.flow.call_of(current).chain
+                if call.path and current in call.outputs.values() and not self.holds_wide(call)
+            ]
+            if outer and next(iter(outer[-1].outputs.values())) is current and next(iter(outer[-1].outputs)) in (None, 0):
+                self.replicas.add(outer[-1])
+                return self.note(self.plan.replicated, outer[-1].path)
+            sources = carried(current, {*self.flow.depends, *current.all_input_nodes})
+            below = [part for part in sources if (shape(part) or (0,))[-1] == (shape(node) or (1,))[-1]]
+            if len(below) != 1 or op(current) not in LAYOUT | CAST | DROPOUT | SELECTION | {"mul", "div", "getitem"}:
+                return False
+            chain.append(below[0])
+
+    def wide_users(self, node: fx.Node, chain: list[fx.Node]) -> set[fx.Node]:
+        """The users of a narrow contribution that will find it replicated: those on its way and those that meet a wide value."""
+        return {user for user in self.flow.uses[node] if user in chain or any(part in self.wide for part in user.all_input_nodes)}
+
+    def holds_wide(self, call: Call) -> bool:
+        return any(call.encloses(self.flow.call_of(node)) for node in self.wide)
+
+    @staticmethod
+    def note(found: list[str], name: str) -> bool:
+        if name not in found:
+            found.append(name)
+        return True
+
+    def lift(self, node: fx.Node) -> None:
+        """The outermost call around `node` that takes the wide value as an argument is applied block by block."""
+        fitting = [call for call in self.flow.call_of(node).chain if call.path and self.liftable(call)]
+        if not fitting:
+            raise self.refuse(
+                node, f"{op(node)} reads across the stream's width and lies in no module that takes the stream as an argument"
+            )
+        call = fitting[-1]
+        siblings = [other for other in self.flow.program.calls if other.path == call.path]
+        unlike = [other for other in siblings if not any(part in self.wide for part in other.inputs.values())]
+        if any(other.number < call.number for other in unlike):
+            raise self.refuse(node, f"{call.path} is called on the wide stream and on another value")
+        keys = [key for key, part in call.inputs.items() if part in self.wide]
+        source = call.inputs[keys[0]]
+        self.lifted.add(call)
+        self.plan.blockwise[call.path] = keys[0]
+        home = self.wide[source].home
+        computed = self.wide[source].computed or any(
+            is_heavy(inner) for inner in self.flow.nodes if call.encloses(self.flow.call_of(inner))
+        )
+        for inner in [inner for inner in self.wide if inner is not source and call.encloses(self.flow.call_of(inner))]:
+            del self.wide[inner]
+        inside = {inner.path for inner in self.flow.program.calls if call.encloses(inner)}
+        self.plan.replicated = [path for path in self.plan.replicated if path not in inside]
+        for path in inside - {call.path}:
+            self.plan.blockwise.pop(path, None)
+        for leaves in call.outputs.values():
+            if self.flow.reaches(source, leaves):
+                self.wide[leaves] = Wide(1, home, computed)
+
+    def liftable(self, call: Call) -> bool:
+        """Whether the call takes one wide argument, as its last dimension, and holds no look-up, layer or head."""
+        inputs = {part for part in call.inputs.values() if part in self.wide}
+        if len(inputs) != 1 or self.wide[next(iter(inputs))].dim != 1 or not call.outputs:
+            return False
+        held = [node for node in (*self.tables, *self.heads) if call.encloses(self.flow.call_of(node))]
+        return not held and not any(call.encloses(inner) for inner in self.calls)
+
+    def check_outputs(self) -> None:
+        """The model returns nothing wide but the stream itself; replicated modules are so at every call; no widened weight has a
+        reader at its dense width."""
+        for call in self.flow.program.calls:
+            if call.path in self.plan.replicated and call not in self.replicas:
+                node = next(iter(call.outputs.values()))
+                raise self.refuse(node, f"{call.path} contributes to the wide stream in one call and to something else in another")
+        for name, node in self.flow.program.outputs.items():
+            first = node is next(iter(self.flow.program.outputs.values()))
+            if node in self.wide and (first or self.wide[node].computed):
+                raise self.refuse(node, f"the output {name} would be K times as wide")
+        weights = {*self.plan.tables, *self.plan.heads}
+        for placeholder, name in self.flow.program.parameters.items():
+            if name in weights:
+                known = {*self.tables, *self.heads}
+                strays = [user for user in placeholder.users if user not in known and not leads_to(user, known)]
+                if strays:
+                    raise self.refuse(strays[0], f"{name} is also read here, at its dense width")
+
+
+def leads_to(node: fx.Node, known: set[fx.Node]) -> bool:
+    """Whether `node` only rearranges a weight on its way to one of `known`."""
+    return op(node) in LAYOUT | CAST and all(user in known or leads_to(user, known) for user in node.users)

@@ -1,0 +1,1 @@
+"""Sequence-AltUp: layers that compute every k-th token."""

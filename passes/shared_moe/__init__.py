@@ -1,0 +1,1 @@
+"""Feed-forwards as mixtures of experts."""

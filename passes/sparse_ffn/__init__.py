@@ -1,0 +1,1 @@
+"""Controller-sparse feed-forwards."""

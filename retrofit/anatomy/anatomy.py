@@ -1,0 +1,65 @@
+"""The anatomy of a transformer: what `retrofit.inspect` finds in a captured graph, and nothing about how it is found."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from retrofit.anatomy.parts import Layer, Part, Stack
+from retrofit.anatomy.text import plain, table
+
+if TYPE_CHECKING:
+    import networkx
+    from torch import fx, nn
+
+    from retrofit.program.capture import Program
+    from retrofit.program.dataflow import Dataflow
+
+
+@dataclasses.dataclass(frozen=True)
+class Anatomy:
+    """What was found in a model, where, and what was not."""
+
+    stacks: tuple[Stack, ...]
+    embedding: Part | None  # token embedding; None where the model takes no ids
+    embeddings: tuple[Part, ...]  # every table looked up by token ids
+    head: Part | None  # product that makes the per-token logits
+    stem: tuple[str, ...]  # modules between the inputs and the first layers
+    tail: tuple[str, ...]  # modules between the last layers and the outputs
+    tied: tuple[tuple[str, ...], ...]  # names that are one parameter
+    parameters: int
+    notes: tuple[str, ...]  # what could not be placed, and why
+    flow: Dataflow  # of its program
+    model: nn.Module
+
+    @property
+    def program(self) -> Program:
+        """The captured program it was found in."""
+        return self.flow.program
+
+    @functools.cached_property
+    def graph(self) -> networkx.DiGraph:
+        """The data flow it was found in as a `networkx` graph: nodes by name, with operation, shape and module path."""
+        return self.flow.graph()
+
+    def node(self, name: str) -> fx.Node:
+        """The node of the program called `name`, as parts of the anatomy name it."""
+        return self.flow.node(name)
+
+    @property
+    def width(self) -> int:
+        """The stream's width, d_model, of the last stack: the one that makes the outputs."""
+        return self.stacks[-1].width
+
+    @property
+    def layers(self) -> Iterator[Layer]:
+        return (layer for stack in self.stacks for layer in stack.layers)
+
+    def __str__(self) -> str:
+        return table(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The anatomy as plain data, for `json`."""
+        return plain(self)

@@ -1,0 +1,174 @@
+"""Find the residual streams: chains of additions in which one addend is the other's heavy ancestor.
+
+`h + f(norm(h))`, `norm(h + f(h))`, `a·h + b·f(h)`, `h + f(h) + g(h)` are all additions whose addends are one *trunk* and one or
+more *branches* computed from it through at least one heavy operation. An addition whose trunk carries another such addition
+continues that one's chain. A chain that runs inside a branch of another chain is part of that branch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, is_float, op, shape
+from retrofit.program.dataflow import Dataflow
+
+ADDITIONS = frozenset(("add", "addcmul", "sub"))
+
+
+@dataclasses.dataclass(eq=False)
+class Residual:
+    """One residual addition: the stream before it, what was added, the stream after it."""
+
+    add: fx.Node
+    base: fx.Node  # the stream where the branches leave it
+    branches: list[fx.Node]  # the addends that are heavy functions of `base`
+    previous: Residual | None = None
+
+
+Latest = dict[fx.Node, Residual | None]  # the last residual addition that a node carries
+
+
+def is_addition(node: fx.Node, flow: Dataflow) -> bool:
+    """A sum of two floating tensors that both depend on the inputs and have the sum's shape."""
+    if op(node) not in ADDITIONS or not is_float(node):
+        return False
+    parts = [part for part in node.args if isinstance(part, fx.Node) and part in flow.depends]
+    size = shape(node)
+    return len(parts) >= 2 and size is not None and len(size) >= 2 and shape(parts[0]) == size
+
+
+def addends(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
+    """The terms of the sum that ends in `node`, through sums that nothing else reads."""
+    leaves: list[fx.Node] = []
+    for part in node.args:
+        if not isinstance(part, fx.Node) or part not in flow.depends:
+            continue
+        inner = part
+        while (
+            (op(inner) in LAYOUT | CAST | DROPOUT or (op(inner) in ("mul", "div") and len(inner.all_input_nodes) == 1))
+            and len(flow.uses[inner]) == 1
+            and len(flow.carries[inner]) == 1
+        ):
+            inner = flow.carries[inner][0]
+        if is_addition(inner, flow) and len(flow.uses[inner]) == 1:
+            leaves.extend(addends(inner, flow))
+        else:
+            leaves.append(part)
+    return leaves
+
+
+def absorbed(node: fx.Node, flow: Dataflow) -> bool:
+    """Whether another sum takes this one in as one of its terms."""
+    while len(flow.uses[node]) == 1:
+        (user,) = flow.uses[node]
+        if is_addition(user, flow):
+            return True
+        light = op(user) in LAYOUT | CAST | DROPOUT or (op(user) in ("mul", "div") and len(user.all_input_nodes) == 1)
+        if not light or flow.carries.get(user) != [node]:
+            return False
+        node = user
+    return False
+
+
+def is_stream_after(base: fx.Node, term: fx.Node, flow: Dataflow, latest: Latest) -> bool:
+    """Whether `term` is the stream itself, further on than `base`: a sum of the two blends them and adds no branch."""
+    one = latest.get(term)
+    while one is not None:
+        if base in flow.upward(one.base):
+            return True
+        one = one.previous
+    return False
+
+
+def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | None:
+    """The residual addition that ends in `node`, None where no term of the sum is another's heavy ancestor."""
+    terms = addends(node, flow)
+    best: tuple[int, int, fx.Node, list[fx.Node]] | None = None
+    for trunk in terms:
+        for base in flow.upward(trunk):
+            branches = [term for term in terms if term is not trunk and flow.heavily_reaches(base, term)]
+            if any(is_stream_after(base, term, flow, latest) for term in branches):
+                break
+            if branches:
+                candidate = (len(branches), -flow.position[base], base, branches)
+                if best is None or candidate[:2] > best[:2]:
+                    best = candidate
+                break
+    return None if best is None else Residual(node, best[2], sorted(best[3], key=flow.position.__getitem__))
+
+
+def residual_chains(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
+    """Every residual stream as its additions in order, outermost streams only; and for every node the last addition it carries."""
+    residuals: dict[fx.Node, Residual] = {}
+    latest: Latest = {}
+    for node in flow.nodes:
+        found = residual_at(node, flow, latest) if is_addition(node, flow) and not absorbed(node, flow) else None
+        if found is not None:
+            residuals[node] = found
+            found.previous = latest.get(found.base)
+            latest[node] = found
+            continue
+        sources = flow.carries[node] or (
+            [part for part in node.all_input_nodes if same_width(part, node)] if is_addition(node, flow) else []
+        )
+        before = [latest[part] for part in sources if latest.get(part) is not None]
+        latest[node] = max(before, key=lambda one: flow.position[one.add], default=None)  # type: ignore[union-attr]
+    return outermost(longest_chains(list(residuals.values()), flow), flow), latest
+
+
+def same_width(part: fx.Node, node: fx.Node) -> bool:
+    return (shape(part) or (0,))[-1] == (shape(node) or (1,))[-1]
+
+
+def longest_chains(residuals: list[Residual], flow: Dataflow) -> list[list[Residual]]:
+    """Disjoint chains of residual additions, each as long as can be; of two that end alike the one whose end holds the other's."""
+    taken: set[Residual] = set()
+    chains = []
+    length: dict[Residual, int] = {}
+    for one in residuals:
+        length[one] = 1 + (length[one.previous] if one.previous else 0)
+    alike: dict[fx.Node, list[Residual]] = {}
+    for one in residuals:
+        alike.setdefault(one.base, []).append(one)
+    held = {one for group in alike.values() for one in group for other in group if holds(other, one, flow)}
+    for end in sorted(residuals, key=lambda one: (-length[one], one in held, flow.position[one.add])):
+        chain: list[Residual] = []
+        current: Residual | None = end
+        while current is not None and current not in taken:
+            chain.append(current)
+            current = current.previous
+        if chain and end not in taken:
+            taken.update(chain)
+            chains.append(chain[::-1])
+    return chains
+
+
+def holds(outer: Residual, inner: Residual, flow: Dataflow) -> bool:
+    """Whether a branch of `outer` is computed from the sum of `inner`."""
+    return outer is not inner and any(flow.reaches(inner.add, branch) for branch in outer.branches)
+
+
+def runs_inside(inner: list[Residual], outer: list[Residual], flow: Dataflow) -> bool:
+    """Whether `inner` runs within a branch of `outer`."""
+    first = inner[0].add
+    return any(
+        flow.reaches(one.base, first) and flow.reaches(first, branch)
+        for one in outer
+        if flow.position[one.base] <= flow.position[first] < flow.position[one.add]
+        for branch in one.branches
+    )
+
+
+def outermost(chains: list[list[Residual]], flow: Dataflow) -> list[list[Residual]]:
+    """The chains that run inside no other; one addition around a longer chain does not count as a stream of its own."""
+    streams = []
+    for chain in chains:
+        around = [other for other in chains if other is not chain and len(other) > 1 and runs_inside(chain, other, flow)]
+        lone_wrapper = len(chain) == 1 and any(
+            len(other) > 1 and runs_inside(other, chain, flow) for other in chains if other is not chain
+        )
+        if not around and not lone_wrapper:
+            streams.append(chain)
+    return sorted(streams, key=lambda chain: flow.position[chain[-1].add])

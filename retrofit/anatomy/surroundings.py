@@ -1,0 +1,116 @@
+"""What stands outside the stacks, as a reader wants it listed: embeddings, stem, tail and head, every parameter counted once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from retrofit.anatomy.parts import Part, Stack
+
+if TYPE_CHECKING:
+    from retrofit.anatomy.anatomy import Anatomy
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A module, or a weight of several modules, before or after the layers."""
+
+    names: tuple[str, ...]
+    kind: str  # the module's class, "" where it is not one module
+    part: Part | None  # the embedding or the head it is
+    parameters: int | None  # those that no piece before it counts, None where they cannot be told
+    nodes: tuple[str, ...]  # graph nodes of its look-ups or products
+
+    @property
+    def name(self) -> str:
+        return ", ".join(self.names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """The pieces around the stacks of one model, in the order of the data flow."""
+
+    embeddings: tuple[Piece, ...]
+    stem: tuple[Piece, ...]  # the other modules between the inputs and the layers
+    tail: tuple[Piece, ...]
+    head: Piece | None
+    stacks: tuple[int, ...]  # parameters of the layers of each stack
+    elsewhere: int  # parameters of none of these
+    tied: bool  # whether head and token embedding are one weight
+
+
+def surroundings(anatomy: Anatomy) -> Surroundings:
+    """The pieces around the stacks of `anatomy`."""
+    counted: set[int | str] = set()
+    parts = dict.fromkeys((*filter(None, [anatomy.embedding]), *anatomy.embeddings))
+    tables = {part.parameter: [one for one in parts if one.parameter == part.parameter] for part in parts}
+    embeddings = tuple(part_piece(anatomy, found, counted) for found in tables.values())
+    head = part_piece(anatomy, [anatomy.head], counted) if anatomy.head is not None else None
+    stacks = tuple(stack_size(anatomy, stack, counted) for stack in anatomy.stacks)
+    shown = {name for piece in (*embeddings, *filter(None, [head])) for name in piece.names}
+    stem = tuple(module_piece(anatomy, name, counted) for name in anatomy.stem if name not in shown)
+    tail = tuple(module_piece(anatomy, name, counted) for name in anatomy.tail if name not in shown)
+    sizes = [piece.parameters for piece in (*embeddings, *stem, *tail, *filter(None, [head]))]
+    known = sum(stacks) + sum(size or 0 for size in sizes)
+    elsewhere = 0 if None in sizes else max(0, anatomy.parameters - known)
+    return Surroundings(embeddings, stem, tail, head, stacks, elsewhere, is_tied(anatomy))
+
+
+def part_piece(anatomy: Anatomy, parts: Sequence[Part], counted: set[int | str]) -> Piece:
+    """One weight under all the names it is used by, with the small parameters beside it (a bias)."""
+    part = parts[0]
+    homes = tuple(dict.fromkeys(anatomy.graph.nodes.get(one.node, {}).get("module") or one.name for one in parts))
+    owner = lookup(anatomy.model, homes[0], "get_submodule") if len(homes) == 1 else None
+    weight = lookup(anatomy.model, part.parameter, "get_parameter")
+    own = list(owner.parameters(recurse=False)) if owner is not None else []
+    if weight is None:
+        first = next((group[0] for group in anatomy.tied if part.parameter in group), part.parameter)
+        size = 0 if first in counted else math.prod(part.shape)
+        counted.add(first)
+    else:
+        size = count(own if any(one is weight for one in own) else [weight], counted)
+    return Piece(homes, type(owner).__name__ if owner is not None else "", part, size, tuple(one.node for one in parts))
+
+
+def module_piece(anatomy: Anatomy, name: str, counted: set[int | str]) -> Piece:
+    module = lookup(anatomy.model, name, "get_submodule")
+    if module is None:
+        return Piece((name,), "", None, None, ())
+    return Piece((name,), type(module).__name__, None, count(module.parameters(), counted), ())
+
+
+def stack_size(anatomy: Anatomy, stack: Stack, counted: set[int | str]) -> int:
+    """How many parameters the layers of a stack have, those of a module called several times counted once."""
+    layers = {layer.name or f"#{index}": layer for index, layer in enumerate(stack.layers)}
+    modules = [lookup(anatomy.model, name, "get_submodule") for name in layers]
+    if any(module is None for module in modules):
+        return sum(layer.parameters for layer in layers.values())
+    return sum(count(module.parameters(), counted) for module in modules)
+
+
+def lookup(model: Any, name: str, getter: str) -> Any:
+    """The submodule or parameter of that name, None where there is none."""
+    try:
+        return getattr(model, getter)(name) if name else None
+    except AttributeError:
+        return None
+
+
+def count(parameters: Iterable[Any], counted: set[int | str]) -> int:
+    """The number of elements of the parameters not yet in `counted`, which they are added to."""
+    total = 0
+    for parameter in parameters:
+        if id(parameter) not in counted:
+            counted.add(id(parameter))
+            total += parameter.numel()
+    return total
+
+
+def is_tied(anatomy: Anatomy) -> bool:
+    """Whether the head's weight is the token embedding's."""
+    if anatomy.head is None or anatomy.embedding is None:
+        return False
+    names = {anatomy.head.parameter, anatomy.embedding.parameter}
+    return len(names) == 1 or any(names <= set(group) for group in anatomy.tied)

@@ -1,0 +1,176 @@
+"""Where each thing sits beside the residual streams: which stack feeds which, what a stem module leads to, where a norm acts.
+
+Everything is read from the data flow. What the graph does not tell stays unplaced; nothing is concluded from a name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+
+import networkx
+
+from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy.parts import Branch, Layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Norms:
+    """Where the norms of a layer act, branches by their position in the layer."""
+
+    before: dict[int, tuple[str, ...]]  # between the stream and the branch
+    after: dict[int, tuple[str, ...]]  # between the branch and its addition
+    stream: dict[int, tuple[str, ...]]  # on the stream itself, after the addition of that branch; -1: before the first
+    unplaced: tuple[str, ...]
+
+
+class Placement:
+    """Answers about `anatomy` from its graph."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.graph = anatomy.graph
+        self.stacks = anatomy.stacks
+
+    @functools.cached_property
+    def order(self) -> dict[str, int]:
+        return {node: position for position, node in enumerate(self.graph)}
+
+    @functools.cached_property
+    def nodes_of(self) -> dict[str, list[str]]:
+        """The nodes made in each module, those of its children included, in order."""
+        found: dict[str, list[str]] = {}
+        for node, module in self.graph.nodes(data="module"):
+            parts = (module or "").split(".")
+            for depth in range(1, len(parts) + 1):
+                found.setdefault(".".join(parts[:depth]), []).append(node)
+        return found
+
+    @functools.cached_property
+    def before_entry(self) -> list[set[str]]:
+        """For each stack, the nodes its stream is made from without passing through another stack."""
+        return [self.ancestors(stack.entry, set(self.seams(index))) for index, stack in enumerate(self.stacks)]
+
+    @functools.cached_property
+    def after_exit(self) -> list[set[str]]:
+        """For each stack, the nodes that are made from its result."""
+        return [self.descendants(stack.exit) for stack in self.stacks]
+
+    def ancestors(self, node: str, stop: Iterable[str] = ()) -> set[str]:
+        """`node` and what it is made from, not looking past the nodes in `stop`, which are included."""
+        return reachable(self.graph.pred, node, set(stop))
+
+    def descendants(self, node: str) -> set[str]:
+        return reachable(self.graph.succ, node, set())
+
+    def seams(self, index: int) -> dict[str, int]:
+        """The nodes between the layers of all stacks but `index`, with the stack they belong to."""
+        others = [(other, stack) for other, stack in enumerate(self.stacks) if other != index]
+        return {node: other for other, stack in others for node in (stack.exit, *(layer.exit for layer in stack.layers))}
+
+    def feeding(self, index: int) -> list[int]:
+        """The stacks that the stream of stack `index` begins from."""
+        seams = self.seams(index)
+        return sorted({seams[node] for node in self.before_entry[index] & seams.keys()})
+
+    def made_from(self, index: int, source: int) -> set[str]:
+        """The nodes that the stream of stack `index` begins from and that are themselves made from stack `source`."""
+        before, seams = self.before_entry[index], self.seams(index)
+        starts = [node for node in before if seams.get(node) == source]
+        return {node for start in starts for node in self.descendants(start) & before if node != start}
+
+    def read_by(self, index: int, branch: Branch) -> list[int]:
+        """The stacks that a cross-attention reads; the one before it where the graph does not tell."""
+        if branch.output not in self.graph:
+            return [index - 1] if index else []
+        seams = self.seams(index)
+        return sorted({seams[node] for node in self.ancestors(branch.output, {*seams, branch.source}) & seams.keys()})
+
+    def leads_to(self, nodes: Iterable[str]) -> tuple[int, ...]:
+        """The stacks whose streams are made from `nodes`."""
+        wanted = set(nodes)
+        return tuple(index for index, before in enumerate(self.before_entry) if before & wanted)
+
+    def comes_from(self, nodes: Iterable[str]) -> int | None:
+        """The last stack that `nodes` are made from."""
+        wanted = set(nodes)
+        return max((index for index, after in enumerate(self.after_exit) if after & wanted), default=None)
+
+    def inputs_of(self, index: int) -> list[str]:
+        """The model's inputs that the stream of stack `index` begins from."""
+        return [
+            node
+            for node in sorted(self.before_entry[index] & self.graph.nodes, key=self.order.__getitem__)
+            if not self.graph.pred[node] and self.graph.nodes[node].get("depends") and not self.graph.nodes[node].get("parameter")
+        ]
+
+    def norms(self, layer: Layer) -> Norms:
+        """Where each norm of `layer` acts; norms inside a branch, between its matrices, are left out."""
+        before: dict[int, tuple[str, ...]] = {}
+        after: dict[int, tuple[str, ...]] = {}
+        stream: dict[int, tuple[str, ...]] = {}
+        unplaced = []
+        local = self.between(layer.entry, layer.exit)
+        for norm in layer.norms:
+            nodes = [node for node in self.nodes_of.get(norm, [norm]) if node in local]
+            if not nodes:
+                unplaced.append(norm)
+                continue
+            outlet = nodes[-1]
+            up = reachable(local.pred, outlet, set())
+            down = reachable(local.succ, outlet, set())
+            branches = [
+                index
+                for index, branch in enumerate(layer.branches)
+                if branch.source in up and branch.source != outlet and branch.output in down
+            ]
+            for index in branches:
+                weights = self.consumers(layer.branches[index])
+                if not (weights & up - self.ancestors(layer.branches[index].source)):
+                    before[index] = (*before.get(index, ()), norm)
+                elif not weights & down:
+                    after[index] = (*after.get(index, ()), norm)
+            if not branches:
+                last = max((index for index, branch in enumerate(layer.branches) if branch.add in up), default=-1)
+                stream[last] = (*stream.get(last, ()), norm)
+        return Norms(before, after, stream, tuple(unplaced))
+
+    def between(self, early: str, late: str) -> networkx.DiGraph:
+        """The part of the graph on the ways from `early` to `late`, both included."""
+        if early not in self.graph or late not in self.graph:
+            return networkx.DiGraph()
+        after = self.descendants(early)
+        return self.graph.subgraph({node for node in self.ancestors(late) if node in after})
+
+    def consumers(self, branch: Branch) -> set[str]:
+        """The nodes that multiply with the weights of `branch`."""
+        names = {one.name for one in branch.projections if one.name}
+        pending = [node for node, name in self.parameter_nodes if name in names]
+        found: set[str] = set()
+        while pending:
+            for user in self.graph.succ[pending.pop()]:
+                if self.graph.nodes[user].get("depends", True):
+                    found.add(user)
+                else:
+                    pending.append(user)
+        return found
+
+    @functools.cached_property
+    def parameter_nodes(self) -> list[tuple[str, str]]:
+        return [(node, name) for node, name in self.graph.nodes(data="parameter") if name]
+
+
+def reachable(neighbours: networkx.classes.coreviews.AdjacencyView, start: str, stop: set[str]) -> set[str]:
+    """`start` and all that can be reached from it without passing through a node in `stop`; nothing where it is no node."""
+    if start not in neighbours:
+        return set()
+    seen, pending = {start}, [start]
+    while pending:
+        node = pending.pop()
+        if node in stop and node != start:
+            continue
+        for neighbour in neighbours[node]:
+            if neighbour not in seen:
+                seen.add(neighbour)
+                pending.append(neighbour)
+    return seen

@@ -1,0 +1,286 @@
+"""Regions of a program: stretches of its nodes, one inside the other, each of which can become a module.
+
+A module call is a stretch, for it runs from its beginning to its end. Where the code of one call holds what the anatomy calls a
+layer, an attention, a feed-forward, a look-up or a head, that is a stretch too, if nothing else is interleaved with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy.branch_roles import Attention, attentions, nearest_products, weight_product
+from retrofit.anatomy.feed_forwards import products_of
+from retrofit.anatomy.parts import Branch, Stack
+from retrofit.errors import DoesNotFitError
+from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, NORM, is_heavy, op, shape
+from retrofit.program.capture import Call
+from retrofit.program.dataflow import Dataflow
+
+MEANS = frozenset(("mean", "var", "var_mean", "std"))
+CHILD_NAMES = {
+    "self-attention": "attention",
+    "cross-attention": "cross_attention",
+    "ffn": "ffn",
+    "moe": "moe",
+    "other mixer": "mixer",
+}
+
+
+@dataclasses.dataclass(eq=False)
+class Region:
+    """The nodes from position `first` to `last`, and what of them is inside it a region again."""
+
+    name: str  # within the region it lies in, dotted
+    path: str  # of the module whose call it is, or whose code holds it
+    first: int
+    last: int
+    inside: list[Region] = dataclasses.field(default_factory=list)
+    in_code: bool = True  # of a larger module, and no module's own call
+
+    def holds(self, other: Region) -> bool:
+        return self.first <= other.first and other.last <= self.last
+
+    def crosses(self, other: Region) -> bool:
+        apart = self.last < other.first or other.last < self.first
+        return not (apart or self.holds(other) or other.holds(self))
+
+
+def regions(anatomy: Anatomy, flow: Dataflow) -> Region:
+    """The whole program as a region, with every module call and every nameless part of the anatomy in it."""
+    whole = Region("", "", 0, len(flow.nodes) - 1)
+    found = [*called(flow), *nameless(anatomy, flow)]
+    found.sort(key=lambda one: (one.first, -one.last))
+    kept: list[Region] = []
+    for one in found:
+        if not any(one.crosses(other) for other in kept):
+            kept.append(one)
+    around = [whole]
+    for one in kept:
+        while not around[-1].holds(one):
+            around.pop()
+        around[-1].inside.append(one)
+        around.append(one)
+    rename(whole)
+    return whole
+
+
+def called(flow: Dataflow) -> Iterator[Region]:
+    """The stretch of every module call that computes something."""
+    spans: dict[Call, tuple[int, int]] = {}
+    for node in flow.nodes:
+        if node.op != "call_function" or (node not in flow.depends and not isinstance(node.meta.get("val"), torch.Tensor)):
+            continue
+        position = flow.position[node]
+        for call in flow.call_of(node).chain:
+            first, last = spans.get(call, (position, position))
+            spans[call] = min(first, position), max(last, position)
+    for call, (first, last) in sorted(spans.items(), key=lambda item: item[0].number):
+        if call.path:
+            yield Region(call.path + (f"_{call.index}" if call.index else ""), call.path, first, last, in_code=False)
+
+
+def nameless(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
+    """The parts of the anatomy that stand in the code of a larger module."""
+    nodes = flow.named
+    cores = attentions(flow)
+    several = len(anatomy.stacks) > 1
+    for number, stack in enumerate(anatomy.stacks):
+        prefix = f"{stack.kind}{number if [one.kind for one in anatomy.stacks].count(stack.kind) > 1 else ''}." if several else ""
+        for depth, layer in enumerate(stack.layers):
+            if not layer.name:
+                yield layer_region(f"{prefix}layers.{depth}", stack, depth, flow, nodes)
+        if (tail := tail_region(stack, anatomy, flow, nodes)) is not None:
+            yield tail
+        for layer in stack.layers:
+            for branch in layer.branches:
+                if (region := branch_region(branch, flow, nodes, cores)) is not None:
+                    yield region
+            for branch in layer.attentions:
+                yield from projection_regions(branch, flow, nodes, cores)
+    for part, name in [*((part, "embedding") for part in anatomy.embeddings), (anatomy.head, "head")]:
+        if part is not None and not stands_alone(nodes[part.node], flow):
+            node = nodes[part.node]
+            last = max((flow.position[user] for user in flow.uses[node] if is_bias(user, node, flow)), default=flow.position[node])
+            yield Region(name, flow.call_of(node).path, flow.position[node], last)
+    yield from stem_steps(anatomy, flow, nodes)
+
+
+def stem_steps(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Iterator[Region]:
+    """What the model's own code does between a look-up of tokens and the layers that is tied to the width of the stream.
+
+    Norms, written out or not, a product with a weight, and what is added to the tokens and was looked up by their positions.
+    """
+    looked_up = [nodes[part.node] for part in anatomy.embeddings]
+    found: dict[tuple[fx.Node, fx.Node], str] = {}  # by the first node and the last
+    for stack in anatomy.stacks:
+        for look_up in looked_up:
+            steps = flow.between(look_up, nodes[stack.entry])
+            for node in steps:
+                if op(node) in NORM:
+                    found[node, node] = "norm"
+                elif op(node) == "add" and not flow.heavily_reaches(look_up, node):
+                    found |= {(part, part): "addend" for part in node.all_input_nodes if not flow.reaches(look_up, part)}
+            for stretch in stretches(look_up, steps):
+                if op(stretch[-1]) == "linear" and weight_product(stretch[-1], flow) is not None:
+                    found[stretch[-1], stretch[-1]] = "projection"
+                elif any(op(node) in MEANS for node in stretch) and not any(map(is_heavy, stretch)):
+                    found[stretch[0], stretch[-1]] = "norm"
+    for (first, last), name in found.items():
+        if last.op == "call_function" and last not in looked_up and shape(last) and not flow.call_of(last).path:
+            yield Region(name, "", flow.position[first], flow.position[last])
+
+
+def stretches(early: fx.Node, steps: list[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The steps from `early` to the last, cut wherever a single value of every token is all that is read from then on."""
+    place = {node: at for at, node in enumerate(steps)}
+    tokens = (shape(early) or ())[:-1]
+    first, reach = 0, max((place[user] for user in early.users if user in place), default=0)  # where what came so far is last read
+    for at, node in enumerate(steps):
+        if at >= reach and (shape(node) or ())[:-1] == tokens:
+            yield steps[first : at + 1]
+            first = at + 1
+        reach = max([reach, *(place[user] for user in node.users if user in place)])
+
+
+def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region | None:
+    """What the code around the layers does to each token between the last of them and the head, such as a norm."""
+    if anatomy.head is None:
+        return None
+    leaves, head = handed_over(stack, len(stack.layers) - 1, flow, nodes), nodes[anatomy.head.node]
+    between = [node for node in flow.between(leaves, head) if node is not head and node.op == "call_function"]
+    call = flow.call_of(head)
+    products = [node for node in between if is_heavy(node)]
+    if not between or any(flow.call_of(node) is not call for node in between) or shape(between[-1]) != shape(leaves):
+        return None
+    if any(weight_product(node, flow) is None for node in products):
+        return None
+    return Region("transform" if products else "norm", call.path, flow.position[between[0]], flow.position[between[-1]])
+
+
+def stands_alone(node: fx.Node, flow: Dataflow) -> bool:
+    """Whether the module whose code computes `node` has no other weight than the one that enters there, and its bias."""
+    call = flow.call_of(node)
+    own = [
+        other
+        for other in flow.nodes
+        if other in flow.depends and other.op == "call_function" and call.encloses(flow.call_of(other))
+    ]
+    others = [other for other in own if other is not node and not is_bias(other, node, flow)]
+    return bool(call.path) and not flow.parameters_of(others)
+
+
+def is_bias(user: fx.Node, node: fx.Node, flow: Dataflow) -> bool:
+    """Whether `user` adds a parameter to `node` and nothing else reads it, right after it."""
+    others = [part for part in user.all_input_nodes if part is not node]
+    alone = len(flow.uses[node]) == 1 and flow.position.get(user) == flow.position[node] + 1
+    return op(user) == "add" and alone and len(others) == 1 and others[0] in flow.program.parameters
+
+
+def layer_region(name: str, stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region:
+    """From after the stream enters to where the next layer takes it up: the norm after a sum belongs to the layer of the sum."""
+    inside = flow.between(nodes[stack.layers[depth].entry], nodes[stack.layers[depth].exit])
+    last = handed_over(stack, depth, flow, nodes)
+    return Region(name, stack.name, min(flow.position[node] for node in inside), flow.position[last])
+
+
+def handed_over(stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> fx.Node:
+    """The last node of what is done to the stream before the next layer; after the last layer, what is done after the first."""
+    leaves = nodes[stack.layers[depth].exit]
+    if len(stack.layers) < 2:
+        return leaves
+    after = min(depth, len(stack.layers) - 2)
+    steps = flow.between(nodes[stack.layers[after].exit], nodes[stack.layers[after + 1].entry])
+    if any(map(is_heavy, steps)):
+        return leaves
+    if depth == after:
+        return steps[-1] if steps else leaves
+    last = leaves
+    for step in steps:
+        same = [user for user in flow.uses[last] if op(user) == op(step)]
+        if len(same) != 1:
+            return leaves
+        (last,) = same
+    return last
+
+
+def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Region | None:
+    """The stretch from a branch's first product to its last, where they stand in one piece of code; None where they do not."""
+    region = flow.between(nodes[branch.source], nodes[branch.output])
+    inside = set(region)
+    if branch.role == "ffn":
+        try:
+            out, into = products_of(branch, region, flow)
+        except DoesNotFitError:
+            return None
+        products = [*into, out]
+        last = out.node
+    else:
+        products = [found for node in region if (found := weight_product(node, flow)) is not None]
+        ends = [one for one in nearest_products([region[-1]], flow) if one.node in inside]
+        if not any(core.result in inside for core in cores) or not products or len(ends) != 1:
+            return None
+        last = ends[0].node
+    call = flow.call_of(last)
+    if branch.role == "ffn" and any(flow.call_of(one.node) is not call for one in products):
+        return spread_region([flow.call_of(one.node) for one in products], inside, flow)
+    first = min(flow.position[one.node] for one in products)
+    own = [node for node in flow.computed if flow.call_of(node) is call]
+    if any(flow.call_of(one.node) is not call for one in products) or set(own) <= inside:
+        return None  # the products have modules of their own, or the branch has
+    following = [user for user in flow.uses[last] if user in inside and is_bias(user, last, flow)]
+    end = flow.position[following[0] if following else last]
+    if branch.role == "ffn" and any(first <= flow.position[node] <= end and node not in inside for node in flow.computed):
+        return None
+    return Region(CHILD_NAMES[branch.role], call.path, first, end)
+
+
+def spread_region(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Region | None:
+    """A feed-forward whose matrices are modules of their own, where code of the module around computes what lies between them."""
+    around = next(call for call in calls[0].chain if all(call.encloses(one) for one in calls))
+    places = [flow.position[node] for node in flow.computed if any(call.encloses(flow.call_of(node)) for call in calls)]
+    first, last = min(places), max(places)
+    within = [node for node in flow.computed if first <= flow.position[node] <= last]
+    code = [node for node in within if flow.call_of(node) is around and op(node) not in LAYOUT | CAST | DROPOUT]
+    whole = all(node in inside for node in flow.computed if around.encloses(flow.call_of(node)))
+    if not code or whole or any(node not in inside for node in within):
+        return None
+    return Region(CHILD_NAMES["ffn"], around.path, first, last)
+
+
+def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Iterator[Region]:
+    """The products of an attention's own code that make queries, keys and values, and the one with its result."""
+    region = flow.between(nodes[branch.source], nodes[branch.output])
+    held = [core for core in cores if core.result in set(region)]
+    if len(held) != 1:
+        return
+    (core,) = held
+    made = {id(one.node): one for operand in (core.query, core.key, core.value) for one in nearest_products([operand], flow)}
+    after = [one for one in (weight_product(node, flow) for node in region) if one and flow.reaches(core.result, one.node)]
+    for product in [*made.values(), *after]:
+        node = product.node
+        if stands_alone(node, flow):
+            continue
+        operands = zip("qkv", (core.query, core.key, core.value), strict=True)
+        letters = "".join(letter for letter, operand in operands if flow.reaches(node, operand))
+        last = next((flow.position[user] for user in flow.uses[node] if is_bias(user, node, flow)), flow.position[node])
+        yield Region(letters or "out", flow.call_of(node).path, flow.position[node], last)
+
+
+def rename(region: Region) -> None:
+    """Names are relative to the region around, and no two siblings have the same."""
+    taken: set[str] = set()
+    for one in region.inside:
+        prefix = region.path + "." if region.path else ""
+        name = one.name.removeprefix(prefix) if one.name.startswith(prefix) and one.name != region.path else one.name
+        base, count = name, 0
+        while name in taken or any(other.startswith(name + ".") for other in taken):
+            count += 1
+            name = f"{base}_{count}"
+        taken.add(name)
+        one.name = name
+        rename(one)

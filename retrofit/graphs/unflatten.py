@@ -1,0 +1,60 @@
+"""One form for products of tokens: rows that a program lays one after another, (batch·length, d), stay (batch, length, d).
+
+Exporters to ONNX, and much hand-written code, flatten the tokens before a matrix product and part them again behind it. The product
+of the tokens where they lie is the same, and says by its shape what belongs to a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from retrofit.program.aten_ops import op
+from retrofit.program.capture import Program
+
+VIEWS = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"))
+PRODUCTS = frozenset(("linear", "matmul"))
+Extents = Mapping[fx.Node, tuple[Any, ...]]
+
+
+def unflatten(program: Program, extents: Extents) -> dict[fx.Node, fx.Node]:
+    """In the program no product flattens tokens that all its readers part again; the products, with a reader that went.
+
+    `extents` are the sizes of each node's value.
+    """
+    tables: list[dict[Any, fx.Node]] = [
+        program.outputs,
+        *(table for call in program.calls for table in (call.inputs, call.outputs)),
+    ]
+    named = {node for table in tables for node in table.values()}
+    found: dict[fx.Node, fx.Node] = {}
+    for node in list(program.graph.nodes):
+        readers = parting(node, extents)
+        if not readers or named & {node, node.args[0]}:  # modules are handed, or return, what is flattened
+            continue
+        flat, found[node] = node.args[0], readers[0]
+        node.args = (flat.args[0], *node.args[1:])
+        node.meta = {**node.meta, "val": readers[0].meta["val"]}
+        for gone in (*readers, *(() if flat.users else (flat,))):
+            gone.replace_all_uses_with(node)
+            for table in tables if gone in named else ():
+                table.update({key: node for key, value in table.items() if value is gone})
+            program.graph.erase_node(gone)
+            program.owner.pop(gone, None)
+    return found
+
+
+def parting(node: fx.Node, extents: Extents) -> list[fx.Node]:
+    """All that reads a product of flattened tokens, where that is nothing but views that part the tokens as they were."""
+    flat = node.args[0] if node.args else None
+    if op(node) not in PRODUCTS or not isinstance(flat, fx.Node) or op(flat) not in VIEWS:
+        return []
+    source = flat.args[0]
+    assert isinstance(source, fx.Node)
+    laid, made = extents[source], extents[node]
+    if len(extents[flat]) != 2 or len(laid) < 3 or laid[-1] != extents[flat][-1]:
+        return []
+    readers = list(node.users)
+    return readers if all(op(one) in VIEWS and extents[one] == (*laid[:-1], made[-1]) for one in readers) else []

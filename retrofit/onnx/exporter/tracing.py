@@ -1,0 +1,246 @@
+"""A part of a model as an ONNX graph: `torch.export`, then torch's own translation to ONNX.
+
+transformers keeps, for its own ONNX exporter, a list of what stands in the way (operations that ONNX lacks, shapes that torch would
+specialise on); the same patches are in place while a part is traced here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from retrofit.errors import CaptureError, first_line
+from retrofit.onnx.exporter.parts import PAST, ExportPart
+from retrofit.onnx.exporter.size_bounds import holds_at_every_size
+from retrofit.program.capture import silence_tracer, without_lines
+from retrofit.runtime.conditional import both_kept
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+WRAPPED = "model"  # the attribute of a part that holds the model
+OTHER_CODE = r"[/\\](torch|onnxscript|onnx_ir|retrofit[/\\]onnx|transformers[/\\](utils|exporters))[/\\]|contextlib"  # its files
+SCOPES = "pkg.torch.onnx.name_scopes"  # where torch writes down the modules that a node comes from
+
+
+def traced(part: ExportPart) -> onnx_ir.Model:
+    """The part as an ONNX model with its names, its free sizes free; raises `CaptureError` where torch cannot make one."""
+    wanted = part.axes()
+    example = part.example(part.sizes)
+    try:
+        with patched(), silence_tracer(), silent(), without_lines(), torch.no_grad():
+            exported = exported_program(part, example, wanted)
+            symbols = names_of_sizes(exported, example, wanted)
+            holds_at_every_size(exported, part, example, wanted)
+            model = translated(exported)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"{type(part.model).__name__} could not be exported to ONNX as {part.name}",
+            why=reason(error),
+            remedy="code that branches on the values of tensors, or an operation that ONNX lacks, cannot be exported",
+        ) from error
+    named(model, list(example), part.outputs, symbols)
+    return model
+
+
+def reason(error: Exception) -> str:
+    """Why the model's code cannot be traced or said in ONNX, and at which of its lines."""
+    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if not re.search(OTHER_CODE, frame.filename)]
+    line = f", at {Path(ours[-1].filename).name}, line {ours[-1].lineno}: {ours[-1].line}" if ours else ""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return f"its code takes a way that hangs on the values of tensors{line}"
+    return first_line(error) + line
+
+
+def exported_program(
+    part: ExportPart, example: Mapping[str, Any], axes: Mapping[str, Mapping[int, str]]
+) -> torch.export.ExportedProgram:
+    shapes = {name: dict.fromkeys(axes[name], torch.export.Dim.AUTO) for name in example}
+    bounds = part.register_forward_pre_hook(lambda _, given: bounded(given[0], axes))
+    try:
+        with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # 0 and 1 are sizes
+            return torch.export.export(part, (dict(example),), dynamic_shapes=(shapes,), strict=False)
+    finally:
+        bounds.remove()
+
+
+def bounded(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]) -> None:
+    """The tracer knows of each free size, but of what came before, that it is 1 or more."""
+    from torch.fx.experimental.symbolic_shapes import constrain_range
+
+    for name, value in inputs.items():
+        for axis, size in axes[name].items():
+            if not size.startswith(PAST):
+                constrain_range(value.shape[axis], min=1)  # type: ignore[arg-type] # sizes are symbols here
+
+
+def names_of_sizes(
+    exported: torch.export.ExportedProgram, example: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]
+) -> dict[str, str]:
+    """The torch symbol of every free size, and its name; raises `CaptureError` where torch has fixed one."""
+    values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
+    placed = [values[name] for name in exported.graph_signature.user_inputs if isinstance(name, str)]
+    found: dict[str, str] = {}
+    extents: dict[str, int] = {}  # of each size where it was first met
+    for (name, free), value in zip(axes.items(), placed, strict=True):
+        for axis, size in free.items():
+            extent = value.shape[axis]
+            fixed = extent if isinstance(extent, int) else extent.node.maybe_as_int()
+            if fixed is not None:
+                raise CaptureError(
+                    f"the {size} of {name} is fixed at {fixed} by the model's code",
+                    why="the model was traced with it and takes another path for other sizes",
+                )
+            same = extents.setdefault(size, example[name].shape[axis]) == example[name].shape[axis]
+            found.setdefault(str(extent), size if same else f"{name}_{size}")
+    return found
+
+
+def translated(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
+    """The ONNX model of an exported program, before any cleaning."""
+    from transformers.exporters import exporter_onnx, utils
+
+    complex_in_pairs(exported.graph_module)
+    utils.apply_fx_node_fixes("onnx", exported.graph_module)
+    table = {**exporter_onnx._ONNX_TRANSLATION_TABLE, **translations()}
+    program = torch.onnx.export(exported, args=(), custom_translation_table=table, optimize=False, verbose=False)
+    assert program is not None
+    exporter_onnx.apply_onnx_ir_fixes(program)
+    free_what_is_picked(program.model)
+    return program.model
+
+
+def free_what_is_picked(model: onnx_ir.Model) -> None:
+    """Where the k largest are picked of what may be fewer, k is no fixed extent in what is made of them."""
+    import onnx_ir
+
+    for node in [node for node in model.graph.all_nodes() if node.op_type == "TopK"]:
+        few, made = node.inputs[1], node.outputs[0].shape
+        extent = None if made is None else made[node.attributes["axis"].as_int()]
+        if few is None or onnx_ir.convenience.get_const_tensor(few) is not None or not isinstance(extent, int):
+            continue
+        reached, met = list(node.outputs), set(node.outputs)
+        for value in reached:
+            after = [output for user in value.consumers() for output in user.outputs if output not in met]
+            reached.extend(after)
+            met.update(after)
+            if value.shape is not None:
+                value.shape = onnx_ir.Shape([None if one == extent else one for one in value.shape])
+
+
+def complex_in_pairs(module: torch.fx.GraphModule) -> None:
+    """Complex values get a new axis as pairs of reals, which is what they are in ONNX: torch's translation knows no other way."""
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.unsqueeze.default):
+        value, axis = node.args
+        if not value.meta["val"].is_complex():
+            continue
+        axis = axis if axis >= 0 else axis + value.meta["val"].dim() + 1
+        with module.graph.inserting_before(node):
+            pairs = module.graph.call_function(aten.view_as_real.default, (value,))
+            pairs.meta["val"] = torch.view_as_real(value.meta["val"])
+            longer = module.graph.call_function(aten.unsqueeze.default, (pairs, axis))
+            longer.meta["val"] = pairs.meta["val"].unsqueeze(axis)
+        node.target, node.args = aten.view_as_complex.default, (longer,)
+    module.recompile()
+
+
+def translations() -> dict[Any, Callable[..., Any]]:
+    """Operations that torch's own translation leaves out, or knows at some sizes only.
+
+    A maximum or minimum over all axes; the k largest where fewer than k are: a model asks for them only where there are more, so a
+    program of more tokens does, and all that there are is what the model takes of fewer.
+    """
+    from onnxscript import onnx_opset
+
+    op: Any = onnx_opset.opset18
+
+    def reduced(reduce: Callable[..., Any]) -> Callable[..., Any]:
+        def translate(self: Any, dim: Any = (), keepdim: bool = False) -> Any:
+            axes = [dim] if isinstance(dim, int) else list(dim)
+            return reduce(self, op.Constant(value_ints=axes), keepdims=keepdim) if axes else reduce(self, keepdims=keepdim)
+
+        return translate
+
+    def largest_few(self: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+        there = None if self.shape is None else self.shape[dim]
+        if isinstance(there, int) or not isinstance(k, int):
+            return op.TopK(self, [k], axis=dim, largest=largest, sorted=sorted)
+        extent = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
+        few = op.Min(op.Constant(value_ints=[k]), extent)
+        return op.TopK(self, few, axis=dim, largest=largest, sorted=sorted)
+
+    aten = torch.ops.aten
+    reductions = {aten.amax.default: reduced(op.ReduceMax), aten.amin.default: reduced(op.ReduceMin)}
+    return {**reductions, aten.topk.default: largest_few}
+
+
+def named(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
+    """The inputs, the outputs and the free sizes of the model have these names."""
+    import onnx_ir
+
+    graph = model.graph
+    for index, value in enumerate(graph.outputs):  # an input that is handed on keeps its own name
+        if value.is_graph_input() or value in list(graph.outputs)[:index]:
+            handed = onnx_ir.node("Identity", [value])
+            handed.outputs[0].shape, handed.outputs[0].type = value.shape, value.type
+            graph.append(handed)
+            graph.outputs[index] = handed.outputs[0]
+    for value in list(graph.initializers.values()):
+        value.name = str(value.name).removeprefix(f"{WRAPPED}.")  # the model's own name of a weight
+    for node in graph.all_nodes():
+        if (scopes := node.metadata_props.get(SCOPES)) is not None:
+            node.metadata_props[SCOPES] = re.sub(rf"'{WRAPPED}(?:\.|(?='))", "'", scopes)
+    for values, names in ((graph.inputs, inputs), (graph.outputs, outputs)):
+        for value, name in zip(values, names, strict=True):
+            value.name = name
+    for value in (*graph.inputs, *graph.outputs):
+        if value.shape is not None:
+            value.shape = onnx_ir.Shape(
+                [extent if isinstance(extent, int) else symbols.get(str(extent.value), extent) for extent in value.shape]
+            )
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[None]:
+    """Within this context transformers' patches for exporting to ONNX are in place, but for the branches of a choice by size."""
+    import transformers.exporters.exporter_onnx  # noqa: F401 # registers them
+    from transformers.exporters import utils
+
+    def owner_of(place: Any) -> Any:  # said by its path, or in earlier versions itself
+        return utils.import_dotted_path(place, missing_ok=True) if isinstance(place, str) else place
+
+    def in_torch(place: Any) -> bool:
+        said = place if isinstance(place, str) else getattr(place, "__module__", None) or place.__name__
+        return str(said).startswith("torch")
+
+    owners = [(owner_of(place), name) for place, name, _ in utils._PATCHES["onnx"] if in_torch(place)]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in owners if owner is not None]
+    with utils.apply_patches("onnx"), both_kept(originals):
+        yield
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Within this context the exporter logs nothing; what it cannot do it raises."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")]
+    before = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

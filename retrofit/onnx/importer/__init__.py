@@ -1,0 +1,1 @@
+"""ONNX files as graph modules that train."""

@@ -1,0 +1,360 @@
+"""The operators that do a whole part of a transformer: ONNX's own, of operator set 23, and those of ONNX Runtime.
+
+Source: ONNX's operator specifications; ONNX Runtime's documentation of its contributed operators (domain `com.microsoft`). Keys and
+values of earlier tokens are taken where a graph hands them on; what is computed for training never has any.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from retrofit.onnx.importer.operators import operator, trilu
+from retrofit.onnx.importer.values import Value, tensor
+
+MICROSOFT = "com.microsoft"
+
+# ── Norms and activations ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@operator("SkipLayerNormalization", domain=MICROSOFT)
+def skip_layer_normalization(
+    x: Tensor, skip: Tensor, scale: Tensor, shift: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-12
+) -> tuple[Tensor | None, ...]:
+    total = x + skip if bias is None else x + skip + bias
+    return F.layer_norm(total, total.shape[-1:], scale, shift, epsilon), None, None, total
+
+
+@operator("SkipSimplifiedLayerNormalization", domain=MICROSOFT)
+def skip_simplified_layer_normalization(
+    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None = None, epsilon: float = 1e-12
+) -> tuple[Tensor | None, ...]:
+    total = x + skip if bias is None else x + skip + bias
+    return F.rms_norm(total, total.shape[-1:], scale, epsilon), None, None, total
+
+
+@operator("EmbedLayerNormalization", domain=MICROSOFT)
+def embed_layer_normalization(
+    ids: Tensor,
+    segments: Tensor | None,
+    words: Tensor,
+    positions: Tensor,
+    kinds: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    mask: Tensor | None = None,
+    numbering: Tensor | None = None,
+    epsilon: float = 1e-12,
+    mask_index_type: int = 1,
+) -> tuple[Tensor | None, ...]:
+    places = torch.arange(ids.shape[1], device=ids.device) if numbering is None else numbering
+    total = F.embedding(ids, words) + F.embedding(places, positions)
+    if kinds is not None and segments is not None:
+        total = total + F.embedding(segments, kinds)
+    counts = None if mask is None else mask.sum(1).to(torch.int32)
+    return F.layer_norm(total, total.shape[-1:], scale, shift, epsilon), counts, total
+
+
+@operator("Gelu", domain=MICROSOFT)
+def exact_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+@operator("BiasGelu", domain=MICROSOFT)
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias)
+
+
+@operator("FastGelu", domain=MICROSOFT)
+def fast_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+@operator("QuickGelu", domain=MICROSOFT)
+def quick_gelu(x: Tensor, alpha: float = 1.702) -> Tensor:
+    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
+
+
+def set_among(*names: str) -> Callable[[dict[str, Any]], str]:
+    """Refuses nodes that set one of these attributes."""
+    return lambda attributes: ", ".join(name for name in names if attributes.get(name, 0) not in (0, -1))
+
+
+@operator("FusedMatMul", domain=MICROSOFT)
+def fused_mat_mul(
+    one: Tensor, other: Tensor, alpha: float = 1.0, transA: int = 0, transB: int = 0, transBatchA: int = 0, transBatchB: int = 0
+) -> Tensor:
+    product = torch.matmul(factor(one, transA, transBatchA), factor(other, transB, transBatchB))
+    return product if alpha == 1.0 else alpha * product
+
+
+def factor(x: Tensor, turned: int, rows_first: int) -> Tensor:
+    """The matrices that x holds, whose axis of rows stands before those of the batch if `rows_first`, then each transposed."""
+    x = x.movedim(0, -2) if rows_first else x
+    return x.mT if turned else x
+
+
+operator("Trilu", domain=MICROSOFT)(trilu)
+
+
+# ── Rotary embeddings ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
+    """The first 2·r channels of x (batch, heads, length, width) turned by the angles (batch or 1, 1, length, r), the rest kept."""
+    turned, rest = x[..., : 2 * cosines.shape[-1]], x[..., 2 * cosines.shape[-1] :]
+    one, other = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    parts = one * cosines - other * sines, other * cosines + one * sines
+    made = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat([made, rest], -1) if rest.shape[-1] else made
+
+
+def turned(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: int, heads: int, width: int) -> Tensor:
+    """`rotated`, of heads that stand apart, (batch, heads, length, width), or side by side in (batch, length, heads·width)."""
+    cosines, sines = (part.unsqueeze(-3) for part in (cosines, sines))
+    if x.dim() == 4:
+        return rotated(x, cosines, sines, bool(interleaved))
+    count = heads or x.shape[-1] // (width or 2 * cosines.shape[-1])
+    return side_by_side(rotated(apart(x, count), cosines, sines, bool(interleaved)))
+
+
+@operator("RotaryEmbedding")
+def rotary_embedding(
+    x: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Value = None,
+    interleaved: int = 0,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
+) -> Tensor:
+    if positions is not None:
+        positions = tensor(positions, x)
+        cosines, sines = cosines[positions], sines[positions]
+    return turned(x, cosines, sines, interleaved, num_heads, 0)
+
+
+@operator("RotaryEmbedding", domain=MICROSOFT)
+def rotary_embedding_of_runtime(
+    x: Tensor,
+    positions: Value,
+    cosines: Tensor,
+    sines: Tensor,
+    interleaved: int = 0,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
+    scale: float = 1.0,
+    is_packed_batching: int = 0,
+) -> Tensor:
+    positions = tensor(positions, x)
+    if positions.dim() == 1:  # where the first token stands
+        positions = positions[:, None] + torch.arange(x.shape[-2], device=x.device)
+    return turned(x, cosines[positions], sines[positions], interleaved, num_heads, rotary_embedding_dim if num_heads else 0)
+
+
+# ── Attention ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def apart(x: Tensor, heads: int) -> Tensor:
+    """(batch, length, heads·width) as (batch, heads, length, width)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """(batch, heads, length, width) as (batch, length, heads·width)."""
+    return x.transpose(1, 2).flatten(-2)
+
+
+def after(past: Tensor | None, x: Tensor) -> Tensor:
+    """The keys or values of all tokens, those of earlier ones first."""
+    return x if past is None or (isinstance(past.shape[2], int) and past.shape[2] == 0) else torch.cat([past, x], 2)
+
+
+def allowed(mask: Tensor | None, value: float, like: Tensor) -> Tensor | None:
+    """A mask of what may be read, or one that is added, as one that is added."""
+    if mask is None:
+        return None
+    if mask.is_floating_point():
+        return mask.to(like.dtype)
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask == 0, value)
+
+
+def joined(*masks: Tensor | None) -> Tensor | None:
+    """Masks that are added, as one."""
+    given = [mask for mask in masks if mask is not None]
+    return functools.reduce(torch.add, given) if given else None
+
+
+def backward_only(queries: int, keys: int, like: Tensor, window: int = -1) -> Tensor:
+    """Added, it leaves each query what stands at or before its place, and at most `window` of that."""
+    rows = torch.arange(queries, device=like.device)[:, None] + (keys - queries)
+    columns = torch.arange(keys, device=like.device)
+    open_ = columns <= rows
+    if window > 0:
+        open_ = open_ & (columns > rows - window)
+    return allowed(open_, float("-inf"), like)  # type: ignore[return-value]
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, softcap: float = 0.0, window: int = -1
+) -> Tensor:
+    """Attention of q over k and v (batch, heads, length, width); fewer heads of keys and values serve several queries each."""
+    if k.shape[1] != q.shape[1]:
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+    plain = causal and mask is None and softcap == 0 and window <= 0 and q.shape[2] == k.shape[2]
+    if causal and not plain:
+        mask = joined(mask, backward_only(q.shape[2], k.shape[2], q, window))
+    if softcap == 0:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, scale=scale)
+    scores = torch.matmul(q, k.mT) * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
+    scores = softcap * torch.tanh(scores / softcap)
+    return torch.matmul(torch.softmax(scores if mask is None else scores + mask, -1), v)
+
+
+@operator("Attention")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    past_k: Tensor | None = None,
+    past_v: Tensor | None = None,
+    is_causal: int = 0,
+    kv_num_heads: int = 0,
+    q_num_heads: int = 0,
+    qk_matmul_output_mode: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
+) -> tuple[Tensor, ...]:
+    """ONNX's own; the scores are no output here."""
+    flat = q.dim() == 3
+    if flat:
+        q, k, v = apart(q, q_num_heads), apart(k, kv_num_heads), apart(v, kv_num_heads)
+    k, v = after(past_k, k), after(past_v, v)
+    made = attended(q, k, v, allowed(mask, float("-inf"), q), bool(is_causal), scale, softcap)
+    return side_by_side(made) if flat else made, k, v
+
+
+@operator("Attention", domain=MICROSOFT, refuses=set_among("do_rotary"))
+def attention_of_runtime(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    mask_index: Value = None,
+    past: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    past_length: Tensor | None = None,
+    *,
+    num_heads: int,
+    do_rotary: int = 0,
+    mask_filter_value: float = -10000.0,
+    past_present_share_buffer: int = 0,
+    qkv_hidden_sizes: tuple[int, ...] = (),
+    rotary_embedding_dim: int = 0,
+    scale: float = 0.0,
+    unidirectional: int = 0,
+) -> tuple[Tensor, ...]:
+    """Self-attention with its projections, `weight` (out, in) here: the import turns it round."""
+    projected = F.linear(x, weight, bias)
+    third = projected.shape[-1] // 3
+    q, k, v = (apart(part, num_heads) for part in projected.split(list(qkv_hidden_sizes or (third,) * 3), -1))
+    if past is not None:
+        k, v = after(past[0], k), after(past[1], v)
+    mask = joined(key_mask(mask_index, k.shape[2], mask_filter_value, q), attention_bias)
+    made = attended(q, k, v, mask, bool(unidirectional), scale or None)
+    return side_by_side(made), torch.stack([k, v]) if past is not None else k
+
+
+def key_mask(mask: Value, keys: int, value: float, like: Tensor) -> Tensor | None:
+    """ONNX Runtime's masks of keys as one that is added: the length of each row, or its end and its start, or a mask."""
+    if mask is None:
+        return None
+    mask = tensor(mask, like)
+    if mask.dim() == 1:
+        places, batch = torch.arange(keys, device=like.device), like.shape[0]
+        ends = mask[:batch, None]
+        open_ = places < ends
+        if mask.shape[0] > batch:
+            open_ = open_ & (places >= mask[batch : 2 * batch, None])
+        return allowed(open_, value, like)[:, None, None]  # type: ignore[index]
+    made = allowed(mask, value, like)
+    return made[:, None, None] if made.dim() == 2 else made[:, None] if made.dim() == 3 else made  # type: ignore[union-attr, index]
+
+
+@operator("MultiHeadAttention", domain=MICROSOFT)
+def multi_head_attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_padding: Value = None,
+    attention_bias: Tensor | None = None,
+    past_k: Tensor | None = None,
+    past_v: Tensor | None = None,
+    *,
+    num_heads: int,
+    mask_filter_value: float = -10000.0,
+    scale: float = 0.0,
+    unidirectional: int = 0,
+) -> tuple[Tensor, ...]:
+    if q.dim() == 5:  # (batch, length, heads, 3, width)
+        q, k, v = (part.flatten(-2) for part in q.unbind(3))
+    elif k is not None and k.dim() == 5:
+        k, v = (part.flatten(-2) for part in k.unbind(3))
+    assert k is not None and v is not None
+    if bias is not None:
+        width = q.shape[-1]
+        q = q + bias[:width]
+        if k.dim() == 3:
+            k, v = k + bias[width : width + k.shape[-1]], v + bias[width + k.shape[-1] :]
+    q = apart(q, num_heads)
+    if k.dim() == 3:
+        k, v = apart(k, num_heads), apart(v, num_heads)
+    k, v = after(past_k, k), after(past_v, v)
+    mask = joined(key_mask(key_padding, k.shape[2], mask_filter_value, q), attention_bias)
+    return side_by_side(attended(q, k, v, mask, bool(unidirectional), scale or None)), k, v
+
+
+@operator("GroupQueryAttention", domain=MICROSOFT, refuses=set_among("smooth_softmax"))
+def group_query_attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    past_k: Tensor | None = None,
+    past_v: Tensor | None = None,
+    last: Tensor | None = None,
+    total: Value = None,
+    cosines: Tensor | None = None,
+    sines: Tensor | None = None,
+    positions: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    kv_num_heads: int,
+    do_rotary: int = 0,
+    local_window_size: int = -1,
+    rotary_interleaved: int = 0,
+    scale: float = 0.0,
+    smooth_softmax: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, ...]:
+    """Causal attention; `last` is the place of the last token of each row, behind which stands padding."""
+    if k is None or v is None:
+        width = q.shape[-1] // (num_heads + 2 * kv_num_heads)
+        q, k, v = q.split([num_heads * width, kv_num_heads * width, kv_num_heads * width], -1)
+    q, k, v = apart(q, num_heads), apart(k, kv_num_heads), apart(v, kv_num_heads)
+    before = 0 if past_k is None else past_k.shape[2]
+    if do_rotary and cosines is not None and sines is not None:
+        places = torch.arange(q.shape[2], device=q.device) + before if positions is None else positions
+        turns = cosines[places].unsqueeze(-3), sines[places].unsqueeze(-3)
+        q, k = (rotated(part, *turns, bool(rotary_interleaved)) for part in (q, k))
+    k, v = after(past_k, k), after(past_v, v)
+    made = attended(q, k, v, attention_bias, True, scale or None, softcap, local_window_size)
+    return side_by_side(made), k, v

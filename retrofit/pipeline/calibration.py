@@ -1,0 +1,101 @@
+"""Calibration: what a model's modules are handed on real input, which approximate passes are fitted on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from retrofit.errors import SpecError
+from retrofit.runtime.calibration import Calibration
+from retrofit.runtime.example_inputs import named_inputs, vocabulary_of
+from retrofit.runtime.probes import accepts, ids_name
+
+LENGTH = 128  # tokens a window of text
+BATCH = 8  # windows a batch
+
+
+def calibration_from(model: nn.Module, given: Any) -> Calibration:
+    """`given` as batches: texts, token ids (windows, length), or an iterable of batches as `model` takes them.
+
+    Raises `SpecError` where it holds nothing, or nothing the model takes.
+    """
+    if isinstance(given, Calibration):
+        return given
+    batches = tuple(as_batches(model, given))
+    if not batches:
+        raise SpecError("calibration= holds nothing", why="no batch came out of it", remedy=REMEDY)
+    return Calibration(batches)
+
+
+REMEDY = "give texts, token ids of shape (windows, length), or a dataloader of what the model's forward takes"
+
+
+def as_batches(model: nn.Module, given: Any) -> Iterator[dict[str, Any]]:
+    """The batches that `given` stands for, by argument name."""
+    if isinstance(given, Mapping):
+        yield taken_by(model, given)
+    elif isinstance(given, Tensor):
+        for part in given.split(BATCH):
+            yield named(model, part)
+    elif isinstance(given, str) or (isinstance(given, Sequence) and given and all(isinstance(one, str) for one in given)):
+        yield from as_batches(model, windows(model, [given] if isinstance(given, str) else given))
+    elif isinstance(given, Iterable):
+        for batch in given:
+            if isinstance(batch, str):
+                yield from as_batches(model, batch)
+            elif isinstance(batch, Mapping):
+                yield taken_by(model, batch)
+            elif isinstance(batch, Tensor):
+                yield named(model, batch.unsqueeze(0) if batch.dim() == 1 and not batch.is_floating_point() else batch)
+            elif isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
+                yield named(model, batch[0])
+            else:
+                raise SpecError(f"calibration= holds a {type(batch).__name__}", remedy=REMEDY)
+    else:
+        raise SpecError(f"calibration= is a {type(given).__name__}", remedy=REMEDY)
+
+
+def named(model: nn.Module, value: Tensor) -> dict[str, Any]:
+    """A batch of one tensor by the name of the model's main input; a decoder beside an encoder gets the same ids."""
+    if not value.is_floating_point():
+        size = vocabulary_of(model)
+        if size and int(value.max()) >= size:
+            raise SpecError(
+                f"calibration= holds the token id {int(value.max())}",
+                why=f"the model has {size} ids",
+                remedy="use the model's own tokenizer",
+            )
+        value = value.long()
+    inputs = named_inputs(model)
+    main = getattr(model, "main_input_name", None)
+    name = main if main in inputs else next(name for name, one in inputs.items() if isinstance(one, Tensor))
+    batch = {name: value}
+    decoder = ids_name(inputs, decoder=True)
+    if decoder is not None and decoder != name:
+        batch[decoder] = value
+    return batch
+
+
+def taken_by(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a batch that the model's forward takes, labels left out."""
+    kept = {name: value for name, value in batch.items() if accepts(model, name) and name != "labels"}
+    if not kept:
+        raise SpecError(
+            f"a batch of calibration= has {', '.join(batch) or 'nothing'}", why=f"{type(model).__name__} takes none", remedy=REMEDY
+        )
+    return kept
+
+
+def windows(model: nn.Module, texts: Sequence[str]) -> Tensor:
+    """Texts as windows of token ids, by the tokenizer in the directory the model came from, else as bytes: (windows, length)."""
+    from retrofit.pipeline.text import codec_for, read_tokenizer, windows_of
+
+    home = Path(str(getattr(getattr(model, "config", None), "name_or_path", "") or ""))
+    tokenizer = read_tokenizer(home) if str(home) != "." and home.is_dir() else None
+    found = windows_of(texts, codec_for(model, tokenizer), LENGTH)
+    if not len(found):
+        raise SpecError(f"the calibration text does not fill one window of {LENGTH} tokens", remedy="give more text")
+    return found

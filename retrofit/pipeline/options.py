@@ -1,0 +1,98 @@
+"""The options of a pass: fields of a dataclass with documentation, choices and ranges, and their values as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from retrofit.errors import SpecError
+
+if TYPE_CHECKING:
+    pass
+
+
+def option(default: Any, doc: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+    """A field of a pass: its default, one line of documentation, and the values it admits."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "minimum": minimum})
+
+
+def format_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return "+".join(str(item) for item in value)
+    return "none" if value is None else str(value)
+
+
+def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) -> Any:
+    """The value of a field, converted from text where it is text; raises `SpecError` where it cannot be."""
+    hints = typing.get_type_hints(owner)[field.name]
+    admitted = [hint for hint in (typing.get_args(hints) or (hints,)) if hint is not type(None)]
+    if typing.get_origin(hints) is tuple:
+        admitted = [tuple]
+    optional = type(None) in typing.get_args(hints)
+    if isinstance(value, str) and value.lower() in ("none", "") and optional:
+        value = None
+    if value is None and optional:
+        return None
+    for kind in admitted:
+        converted = convert(kind, value)
+        if converted is not None:
+            value = converted
+            break
+    else:
+        raise SpecError(
+            f"{owner.name}: option {field.name}={value!r} is not {describe(admitted)}", remedy=field.metadata.get("doc", "")
+        )
+    choices = field.metadata.get("choices") or ()
+    if choices and value not in choices:
+        raise SpecError(
+            f"{owner.name}: option {field.name}={value} is not one of {', '.join(choices)}",
+            remedy=f"choose one of {', '.join(choices)}",
+        )
+    minimum = field.metadata.get("minimum")
+    if minimum is not None and isinstance(value, (int, float)) and value < minimum:
+        raise SpecError(f"{owner.name}: option {field.name}={value} is below {minimum}", remedy=f"give at least {minimum}")
+    return value
+
+
+def describe(kinds: list[Any]) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list a+b+c"}
+    return " or ".join(words.get(kind, str(kind)) for kind in kinds)
+
+
+def convert(kind: Any, value: Any) -> Any:
+    """`value` as `kind`, or None where it is no such thing."""
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        return {"true": True, "false": False, "yes": True, "no": False}.get(str(value).lower())
+    if kind is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        return int(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value) else None
+    if kind is float:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        try:
+            return float(value) if isinstance(value, str) else None
+        except ValueError:
+            return None
+    if kind is tuple:
+        return tuple(value) if isinstance(value, (tuple, list)) else tuple(str(value).split("+"))
+    return value if isinstance(value, str) else None
+
+
+def options_of(kind: type[Any]) -> Iterator[tuple[str, str, Any, str]]:
+    """Each option of a pass: name, values admitted, default, documentation."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        admitted = [item for item in (typing.get_args(hint) or (hint,)) if item is not type(None)]
+        admitted = [tuple] if typing.get_origin(hint) is tuple else admitted
+        values = "|".join(field.metadata.get("choices") or ()) or describe(admitted)
+        minimum = field.metadata.get("minimum")
+        yield field.name, values + (f" ≥ {minimum:g}" if minimum is not None else ""), field.default, field.metadata["doc"]

@@ -1,0 +1,127 @@
+"""What a pass is: a frozen dataclass of hyperparameters that plans what it would rewrite in a model, and then does it.
+
+`Pass.plan` reads a model's anatomy and says which sites it would rewrite, which it would leave alone and why; it changes nothing.
+`Pass.apply` carries a plan out through an edit. `Pass.rewrite` is one after the other, with the account of what was done.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+import torch
+
+from retrofit.anatomy.sites import NearMiss, Site
+from retrofit.errors import DoesNotFitError
+from retrofit.pipeline.options import check_option, format_value
+
+if TYPE_CHECKING:
+    from retrofit.anatomy.anatomy import Anatomy
+    from retrofit.surgery.edit import Edit
+
+SHOWN = 4  # near misses in an error
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one pass would rewrite in one model, and what it would leave alone and why; subclasses add what `apply` needs."""
+
+    sites: tuple[Site, ...]
+    near_misses: tuple[NearMiss, ...] = ()
+    new_parameters: int = 0  # by the method's formula, not by counting
+    formula: str = ""  # that formula with its numbers filled in
+    exact: bool | None = None  # whether the result computes the dense function, where the options alone do not say
+    spec: str = ""  # the pass as it is saved, where not all of its options are kept as given
+    notes: tuple[str, ...] = ()
+
+
+SomePlan = TypeVar("SomePlan", bound=Plan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewrite:
+    """The account of what one pass did to a model."""
+
+    spec: str  # by which it is done again on the model without weights
+    exact: bool
+    sites: tuple[Site, ...]
+    skipped: tuple[NearMiss, ...] = ()
+    new_parameters: int = 0  # by the method's formula, not by counting
+    superseded: int = 0  # elements that earlier passes added and this one took out again
+    formula: str = ""  # that formula with its numbers filled in
+    second_step: tuple[str, ...] = ()  # parameters whose gradient is zero until others have moved
+    notes: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass(abc.ABC, Generic[SomePlan]):
+    """A method with its hyperparameters; subclasses are frozen dataclasses that declare their fields with `option`."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]  # one sentence
+    paper: ClassVar[str]
+    calibrates: ClassVar[bool] = False  # whether it makes use of calibration data
+    rewrites: ClassVar[str] = "site"  # what its sites are, for an error: "feed-forward", "attention", …
+    remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            object.__setattr__(self, field.name, check_option(type(self), field, value))
+
+    @property
+    @abc.abstractmethod
+    def exact(self) -> bool:
+        """Whether the rewritten model computes the dense model's function at step 0."""
+
+    def plan(self, anatomy: Anatomy) -> SomePlan:
+        """What would be rewritten and what left alone; nothing is changed.
+
+        Raises `DoesNotFitError` where the model as a whole does not fit; of single sites the plan holds a near miss each.
+        """
+        raise NotImplementedError
+
+    def apply(self, plan: SomePlan, edit: Edit) -> None:
+        """The plan is carried out on `edit.model`; what turned out on the way is noted with `edit.note`."""
+        raise NotImplementedError
+
+    def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
+        """The model that `anatomy` describes is rewritten through `edit`; raises `DoesNotFitError` where no site fits."""
+        plan = self.plan(anatomy)
+        if not plan.sites:
+            raise self.nothing_fits(plan)
+        return self.carry_out(plan, edit)
+
+    def carry_out(self, plan: SomePlan, edit: Edit) -> Rewrite:
+        """The plan is carried out; returns the account of it."""
+        edit.begin_pass()
+        with torch.no_grad():
+            self.apply(plan, edit)
+        return Rewrite(
+            plan.spec or self.spec(),
+            self.exact if plan.exact is None else plan.exact,
+            plan.sites,
+            plan.near_misses,
+            new_parameters=plan.new_parameters,
+            formula=plan.formula,
+            second_step=edit.late_parameters(),
+            notes=(*plan.notes, *edit.notes),
+        )
+
+    def nothing_fits(self, plan: SomePlan) -> DoesNotFitError:
+        """The refusal of a plan without sites, from its near misses."""
+        reasons = dict.fromkeys(f"{miss.name or 'the model'}: {miss.why}" for miss in plan.near_misses)
+        return DoesNotFitError(
+            f"{self.name}: no {self.rewrites} of the model can be rewritten",
+            why="; ".join(list(reasons)[:SHOWN]) or "the chosen layers hold none",
+            remedy=next((miss.remedy for miss in plan.near_misses if miss.remedy), self.remedy),
+        )
+
+    def spec(self) -> str:
+        """The pass as text, every field written out: a saved recipe means the same when a default changes."""
+        fields = (f"{field.name}={format_value(getattr(self, field.name))}" for field in dataclasses.fields(self))
+        return f"{self.name}({', '.join(fields)})"
+
+
+Recipe = tuple[Pass[Plan], ...]

@@ -1,0 +1,130 @@
+"""The recipe kept with a live model and in its config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from retrofit.errors import CheckpointError
+from retrofit.surgery.transformers_bookkeeping import (
+    declare_published_ties,
+    declare_ties,
+    is_transformers,
+    keep_own_names,
+    keep_published_names,
+    persistent,
+    shared_names,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+METHOD = "retrofit"  # the name in transformers' table of quantizers, and `quant_method` in config.json
+
+
+def store_recipe(model: nn.Module, recipe: Sequence[str]) -> None:
+    """The recipe is stored with the model, and saved with it; an empty one removes it again.
+
+    A transformers model also has its books set straight: which weights are tied, and that its file keeps its own names.
+    Raises `CheckpointError`, before anything has changed, where the model's config or buffers leave no room for a recipe.
+    """
+    if is_transformers(model):
+        store_in_config(model, recipe) if recipe else remove_from_config(model)
+    if recipe:
+        model.__dict__["retrofit_recipe"] = tuple(recipe)
+    else:
+        model.__dict__.pop("retrofit_recipe", None)
+
+
+def stored_recipe(model: nn.Module) -> tuple[str, ...]:
+    """The recipe stored with the model; empty for a dense one."""
+    return tuple(getattr(model, "retrofit_recipe", ()))
+
+
+def store_in_config(model: Any, recipe: Sequence[str]) -> None:
+    """`save_pretrained` writes the recipe, and the rewritten model's names and ties."""
+    check_room(model)
+    architecture = (stored_recipe(model) and rewritten_class(model.config)) or type(model).__name__
+    inputs = stored_inputs(model)
+    noted: dict[str, Any] = {"quant_method": METHOD, "recipe": list(recipe), "architecture": architecture}
+    model.config.quantization_config = noted | ({"inputs": inputs} if inputs else {})
+    keep_own_names(model)
+    declare_ties(model)
+
+
+def describe_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Names, types and shapes of the tensors a model was captured with: kept with the recipe as `model.retrofit_inputs`.
+
+    A tensor is noted as `[dtype, [extent, …]]`, a container of tensors as `{"entries": {key: note}}` or `{"items": [note, …]}`.
+    """
+    noted = {name: describe_input(value) for name, value in inputs.items()}
+    return {name: note for name, note in noted.items() if note is not None}
+
+
+def describe_input(value: Any) -> Any:
+    """The note on one input; None for what holds anything but tensors."""
+    if hasattr(value, "shape"):
+        return [str(value.dtype).removeprefix("torch."), [int(size) for size in value.shape]]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        entries = {key: describe_input(item) for key, item in value.items()}
+        return {"entries": entries} if entries and None not in entries.values() else None
+    if type(value) in (tuple, list):
+        items = [describe_input(item) for item in value]
+        return {"items": items} if items and None not in items else None
+    return None
+
+
+def stored_inputs(model: nn.Module) -> dict[str, Any]:
+    """The notes on the inputs, here or in the config the model was built from; empty where the inputs were derived."""
+    if "retrofit_inputs" in model.__dict__:
+        return dict(model.__dict__["retrofit_inputs"])
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if not is_recipe(config):
+        return {}
+    return dict((config.get("inputs") if isinstance(config, dict) else getattr(config, "inputs", None)) or {})
+
+
+def remove_from_config(model: Any) -> None:
+    """`save_pretrained` writes a dense model."""
+    if is_recipe(getattr(model.config, "quantization_config", None)):
+        del model.config.quantization_config
+    keep_published_names(model)
+    declare_published_ties(model)
+
+
+def is_recipe(quantization_config: Any) -> bool:
+    """Whether what stands in `config.quantization_config` is a recipe and not a quantization."""
+    if isinstance(quantization_config, dict):
+        return quantization_config.get("quant_method") == METHOD
+    return getattr(quantization_config, "quant_method", None) == METHOD
+
+
+def rewritten_class(config: Any) -> str | None:
+    """The name of the class whose rewriting the recipe in the config is; None where it holds none.
+
+    It is not always the model's own: the base of a rewritten model, saved by itself, is the base of that.
+    """
+    found = getattr(config, "quantization_config", None)
+    if not is_recipe(found):
+        return None
+    return found.get("architecture") if isinstance(found, dict) else getattr(found, "architecture", None)
+
+
+def check_room(model: Any) -> None:
+    """The config holds no quantization and no persistent buffer has two names, else `CheckpointError`."""
+    present = getattr(model.config, "quantization_config", None)
+    if present is not None and not is_recipe(present):
+        method = present.get("quant_method") if isinstance(present, dict) else getattr(present, "quant_method", present)
+        raise CheckpointError(
+            f"{type(model).__name__} is quantized ({getattr(method, 'value', method)}) and cannot carry a recipe",
+            why="config.json has one place for what changes a skeleton before loading, and the quantization holds it",
+            remedy="rewrite the model before it is quantized, or model.dequantize() first",
+        )
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for names in shared_names(persistent(model, buffers)):
+        raise CheckpointError(
+            f"the buffer {names[0]} is also registered as {', '.join(names[1:])}",
+            why="transformers ties parameters, not buffers, when it loads a model",
+            remedy="register it in one place, or make it a parameter with requires_grad=False",
+        )

@@ -1,0 +1,71 @@
+"""The installed passes, and specs: passes as text."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from retrofit.errors import SpecError
+from retrofit.pipeline.protocol import Pass, Recipe
+
+if TYPE_CHECKING:
+    pass
+
+
+GROUP = "retrofit.passes"
+
+
+def parse_spec(text: str) -> Pass:
+    """The pass that `text` names, `altup` or `altup(k=2, init=hop)`."""
+    match = re.fullmatch(r"\s*([A-Za-z][\w-]*)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
+    if match is None:
+        raise SpecError(f"cannot read the pass {text!r}", remedy="write it as name(option=value, …), e.g. altup(k=2)")
+    name, inside = match.group(1), match.group(2) or ""
+    options: dict[str, str] = {}
+    for item in filter(str.strip, inside.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise SpecError(f"{name}: cannot read {item.strip()!r}", remedy="write options as option=value")
+        options[key.strip()] = value.strip()
+    return make_pass(name, options)
+
+
+def make_pass(name: str, options: Mapping[str, Any]) -> Pass:
+    """The registered pass `name` with `options`; an unknown name or option raises `SpecError` with what there is."""
+    kind = load_pass(name)
+    known = [field.name for field in dataclasses.fields(kind)]
+    for key in options:
+        if key.replace("-", "_") not in known:
+            raise SpecError(
+                f"{name}: unknown option {key!r}", remedy=f"its options are {', '.join(known)} (see: retrofit passes {name})"
+            )
+    return kind(**{key.replace("-", "_"): value for key, value in options.items()})
+
+
+def pass_names() -> list[str]:
+    """The names of the passes installed, without importing them."""
+    return sorted({entry.name for entry in importlib.metadata.entry_points(group=GROUP)})
+
+
+def load_pass(name: str) -> type[Pass]:
+    """The class of the pass registered as `name`."""
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        if entry.name == name:
+            kind = entry.load()
+            if not (isinstance(kind, type) and issubclass(kind, Pass)):
+                raise SpecError(f"the entry point {name!r} is not a retrofit pass", why=f"it is {kind!r}")
+            return kind
+    raise SpecError(f"there is no pass called {name!r}", remedy=f"choose one of {', '.join(pass_names())}")
+
+
+def as_pass(given: Pass | str) -> Pass:
+    """A pass from a pass or from its spec."""
+    return given if isinstance(given, Pass) else parse_spec(given)
+
+
+def parse_recipe(specs: Iterable[str]) -> Recipe:
+    """The recipe that a list of specs stands for."""
+    return tuple(parse_spec(spec) for spec in specs)

@@ -1,0 +1,65 @@
+"""Run passes over a model, and run a saved recipe over an empty skeleton; which passes a model has been through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.errors import RetrofitError
+from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.protocol import Recipe, Rewrite
+from retrofit.pipeline.registry import parse_recipe
+from retrofit.pipeline.running import run_passes
+from retrofit.runtime.example_inputs import device_of, named_inputs
+from retrofit.surgery.edit import Edit, Fate
+
+
+def replay(model: nn.Module, specs: Sequence[str]) -> None:
+    """`model`, a dense skeleton with the right structure but no weights yet, has the structure that the recipe gives it."""
+    edit = Edit(model)
+    passes = parse_recipe(specs)
+    try:
+        made, _ = run_passes(model, passes, replayed_inputs(model), edit, lambda stage: None)
+        edit.set_attribute(model, "retrofit_rewrites", made)
+        edit.set_attribute(model, "retrofit_rearranged", rearranged(edit))
+        recipe_storage.store_recipe(model, specs)
+    except RetrofitError:
+        edit.undo()
+        raise
+
+
+def replayed_inputs(model: nn.Module) -> dict[str, Any]:
+    """Inputs like those the recipe was first applied with; only their types and shapes matter to a capture."""
+    noted = recipe_storage.stored_inputs(model)
+    if not noted:
+        return named_inputs(model)
+    return named_inputs(model, {name: input_from_description(note, device_of(model)) for name, note in noted.items()})
+
+
+def input_from_description(note: Any, device: torch.device) -> Any:
+    """An input of the types and shapes that `note` tells, as `recipe_storage.input_notes` writes it."""
+    if isinstance(note, Mapping):
+        if "entries" in note:
+            return {key: input_from_description(one, device) for key, one in note["entries"].items()}
+        return tuple(input_from_description(one, device) for one in note["items"])
+    dtype, shape = note
+    return torch.ones(shape, dtype=getattr(torch, dtype), device=device)
+
+
+def rearranged(edit: Edit) -> dict[str, Fate]:
+    """The dense parameters whose values lie elsewhere in another layout, which nobody could find by looking."""
+    return {name: fate for name, fate in edit.account().items() if fate.kind == "rearranged"}
+
+
+def recipe(model: nn.Module) -> Recipe | None:
+    """The passes applied to `model` so far, in order; None for a dense model."""
+    specs = recipe_storage.stored_recipe(model)
+    return parse_recipe(specs) if specs else None
+
+
+def rewrites(model: nn.Module) -> tuple[Rewrite, ...] | None:
+    """The accounts of the passes applied to `model`, or replayed when it was loaded; None for a dense model."""
+    return getattr(model, "retrofit_rewrites", None)

@@ -1,0 +1,64 @@
+"""Run passes over a model, each on what the one before it left."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.anatomy.inspection import inspect, read_anatomy
+from retrofit.pipeline.protocol import Recipe, Rewrite
+from retrofit.program.capture import Program
+from retrofit.program.cost import flops_per_token
+from retrofit.surgery.edit import Edit
+
+Progress = Callable[[str], None]
+
+
+def run_passes(
+    model: nn.Module, passes: Recipe, inputs: dict[str, Any], edit: Edit, say: Progress, program: Program | None = None
+) -> tuple[tuple[Rewrite, ...], int]:
+    """Each pass has rewritten what the one before it left; returns their accounts and the FLOPs before the first.
+
+    `program` is the model as it is, where that is captured already.
+    """
+    rewrites: list[Rewrite] = []
+    dense_flops = 0
+    for one in passes:
+        say(f"inspecting for {one.name}")
+        anatomy = inspect(model, inputs) if program is None or rewrites else read_anatomy(model, program)
+        dense_flops = dense_flops or flops_per_token(anatomy.program)
+        say(f"rewriting with {one.spec()}")
+        before, left, names = held(model), dropped(edit), dict(model.named_parameters(remove_duplicate=False))
+        with torch.no_grad():
+            made = one.rewrite(anatomy, edit)
+        after = held(model)
+        rewrites = list(called_now(rewrites, names, edit))
+        gone = {key: size for key, size in before.items() if key not in after and key not in edit.replaced}
+        rewrites.append(dataclasses.replace(made, superseded=sum(gone.values()) - (dropped(edit) - left)))
+    return tuple(rewrites), dense_flops
+
+
+def called_now(rewrites: Iterable[Rewrite], before: Mapping[str, nn.Parameter], edit: Edit) -> tuple[Rewrite, ...]:
+    """The accounts of earlier passes, with the parameters they name, `before`, by the names that these have by now."""
+    names = {id(parameter): name for name, parameter in edit.model.named_parameters()}
+
+    def now(name: str) -> str:
+        old = before.get(name)
+        return name if old is None else names.get(id(edit.replaced.get(id(old), old)), name)
+
+    return tuple(dataclasses.replace(one, second_step=tuple(map(now, one.second_step))) for one in rewrites)
+
+
+def held(model: nn.Module) -> dict[int, int]:
+    """The elements of each of the model's parameters, by identity."""
+    return {id(parameter): parameter.numel() for parameter in model.parameters()}
+
+
+def dropped(edit: Edit) -> int:
+    """How many elements of the dense model have been dropped so far."""
+    lost = {id(edit.dense[name]): edit.dense[name].numel() for name, fate in edit.account().items() if fate.kind == "dropped"}
+    return sum(lost.values())

@@ -1,0 +1,183 @@
+"""Text as windows of token ids: through the model's tokenizer where it has one, else as bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.anatomy.inspection import inspect
+from retrofit.errors import RetrofitError, TrainingError
+
+SUFFIXES = (".txt", ".py", ".md")
+BYTES = 256
+NEVER_IN_UTF8 = range(0xF8, 0x100)
+SENTINELS = 1024  # more than any window of a sensible length needs
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec:
+    """How text becomes ids of one model's vocabulary, and which ids play a part of their own."""
+
+    name: str
+    encode: Callable[[str], torch.Tensor]
+    decode: Callable[[Sequence[int]], str]
+    plain: range  # ids of ordinary text
+    mask: int  # stands for a hidden token
+    sentinels: tuple[int, ...]  # each stands for a hidden span
+    end: int | None  # closes a text
+
+
+def read_texts(paths: Iterable[Path]) -> list[str]:
+    """The texts in `paths`, files or directories of .txt, .py and .md; raises `TrainingError` and names the file."""
+    files = [file for path in paths for file in text_files(path)]
+    texts = [read_text(file) for file in files]
+    if not any(text.strip() for text in texts):
+        raise TrainingError(f"no text in {', '.join(map(str, files))}", why="the files are empty", remedy="give --data some text")
+    return texts
+
+
+def text_files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise TrainingError(f"{path}: there is no such file or directory", remedy="check --data")
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not files:
+        raise TrainingError(f"{path} holds no text", why=f"no file in it ends in {', '.join(SUFFIXES)}", remedy="name the files")
+    return files
+
+
+def read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TrainingError(f"{file} is not UTF-8 text", why=str(error), remedy="convert it, or leave it out of --data") from error
+
+
+def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
+    """The Hugging Face tokenizer in `folder`, None where there is none; raises `TrainingError` where one is `required`."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if not any((folder / name).is_file() for name in names):
+        if required:
+            raise TrainingError(
+                f"{folder} holds no tokenizer", why=f"none of {', '.join(names)} is there", remedy="check --tokenizer"
+            )
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever the tokenizer's own code raises
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise TrainingError(
+            f"the tokenizer in {folder} cannot be read", why=first, remedy="name the directory of another with --tokenizer"
+        ) from error
+
+
+def codec_for(model: nn.Module, tokenizer: Any = None) -> Codec:
+    """The codec of `tokenizer`, or of bytes where there is none."""
+    special = special_ids(getattr(model, "config", None))
+    size = vocabulary_size(model)
+    return byte_codec(size, special) if tokenizer is None else tokenizer_codec(tokenizer, size, special)
+
+
+def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
+    """Byte b is id `start + b`: the first 256 ids in a row that hold no special one, or the first 256 of all."""
+    if vocabulary < BYTES:
+        raise TrainingError(
+            f"a vocabulary of {vocabulary} ids cannot spell bytes",
+            why="the model comes without a tokenizer, so its text would be read as bytes, which takes 256 ids",
+            remedy="name the directory of its tokenizer with --tokenizer",
+        )
+    taken = set(special.values())
+    starts = (start for start in range(vocabulary - BYTES + 1) if taken.isdisjoint(range(start, start + BYTES)))
+    start = next(starts, 0)
+    plain = range(start, start + BYTES)
+    free = list(itertools.islice(spare_ids(vocabulary, taken | set(plain)), SENTINELS))
+
+    def encode(text: str) -> torch.Tensor:
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).int() + start if text else torch.empty(0).int()
+
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(one - start for one in ids if one in plain).decode(errors="replace")
+
+    mask = special.get("mask_token_id", free[0] if free else start)  # start is NUL, which text does not hold
+    unspeakable = [start + byte for byte in reversed(NEVER_IN_UTF8) if start + byte not in taken]
+    end = special.get("eos_token_id")
+    return Codec(
+        f"bytes from id {start}", encode, decode, plain, mask, (*free, *unspeakable), None if end is None or end in plain else end
+    )
+
+
+def tokenizer_codec(tokenizer: Any, vocabulary: int, special: dict[str, int]) -> Codec:
+    """The codec of a Hugging Face tokenizer; a mask or sentinels it lacks are the top ids that are not special."""
+    words: dict[str, int] = tokenizer.get_vocab()
+    if not words or max(words.values()) >= vocabulary:
+        raise TrainingError(
+            f"the tokenizer knows {max(words.values(), default=-1) + 1} ids, the model {vocabulary}",
+            why="the two do not belong together, or the model's embedding was not resized",
+            remedy="give the tokenizer the model was trained with",
+        )
+    taken = set(special.values()) | set(tokenizer.all_special_ids)
+    free = list(itertools.islice(spare_ids(vocabulary, taken), SENTINELS))
+    numbered = sorted((int(match[1]), one) for word, one in words.items() if (match := re.fullmatch(r"<extra_id_(\d+)>", word)))
+
+    def encode(text: str) -> torch.Tensor:
+        return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int32)
+
+    mask = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else special.get("mask_token_id", free[0])
+    sentinels = tuple(one for _, one in numbered) or tuple(free)
+    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+    return Codec("the model's tokenizer", encode, tokenizer.decode, range(max(words.values()) + 1), mask, sentinels, end)
+
+
+def spare_ids(vocabulary: int, taken: set[int]) -> Iterator[int]:
+    """The ids that nothing else uses, from the top of the vocabulary."""
+    return (one for one in reversed(range(vocabulary)) if one not in taken)
+
+
+def special_ids(config: Any) -> dict[str, int]:
+    """What a model's config says about special ids, by field: pad_token_id, eos_token_id, …"""
+    if not hasattr(config, "to_dict"):
+        return {}
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return {name: value for name, value in text.to_dict().items() if name.endswith("_token_id") and isinstance(value, int)}
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """How many ids a model's input embedding knows; raises `TrainingError` where it has none."""
+    try:
+        weight = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
+    except (AttributeError, NotImplementedError):
+        weight = None
+    config = getattr(model, "config", None)
+    if isinstance(weight, torch.Tensor) and weight.ndim == 2:
+        return int(weight.shape[0])
+    if isinstance(getattr(config, "vocab_size", None), int):
+        return int(config.vocab_size)  # type: ignore[union-attr]
+    try:
+        embedding = inspect(model).embedding
+    except RetrofitError:
+        embedding = None
+    if embedding is not None:
+        return embedding.shape[0]
+    raise TrainingError(
+        f"{type(model).__name__} has no vocabulary",
+        why="it has neither a config with vocab_size nor a table that is looked up by token ids",
+        remedy="train a Hugging Face language model",
+    )
+
+
+def windows_of(texts: Iterable[str], codec: Codec, length: int) -> torch.Tensor:
+    """All texts, one after the other, cut into windows: (windows, length). What does not fill a window is left out."""
+    end = torch.tensor([] if codec.end is None else [codec.end], dtype=torch.int32)
+    pieces = [piece for text in texts for piece in (codec.encode(text), end)]
+    ids = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32)
+    return ids[: len(ids) // length * length].view(-1, length)

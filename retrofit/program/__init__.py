@@ -1,0 +1,1 @@
+"""A model as a program: captured, functionalized, its data flow, its cost."""

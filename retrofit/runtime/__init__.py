@@ -1,0 +1,1 @@
+"""What all else stands on: example inputs, probes, outcomes of checks, atomic writes, preserved state, silence."""

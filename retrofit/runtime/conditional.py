@@ -1,0 +1,52 @@
+"""One of two ways to compute the same, chosen by the sizes of what comes in; an ONNX program keeps both and chooses as it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Originals = Sequence[tuple[Any, str, Any]]  # owner, attribute, value
+
+KEPT: contextvars.ContextVar[Originals | None] = contextvars.ContextVar("kept", default=None)
+
+
+def cond(condition: bool | torch.SymBool, yes: Callable[..., Tensor], no: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+    """`yes(*operands)` where the condition holds, else `no(*operands)`, which must be right for every size.
+
+    Where a program is exported its sizes may be any: it gets `no` alone, or, within `both_kept`, both and the condition.
+    """
+    if not torch.compiler.is_exporting():
+        return yes(*operands) if condition else no(*operands)
+    originals = KEPT.get()
+    if originals is None or condition is False:
+        return no(*operands)
+    with as_it_was(originals):
+        return torch.cond(condition, yes, no, operands)  # type: ignore[arg-type,no-any-return]
+
+
+@contextlib.contextmanager
+def both_kept(originals: Originals = ()) -> Iterator[None]:
+    """Within this context exported programs keep both ways; each is traced with these attributes as they originally were."""
+    token = KEPT.set(tuple(originals))
+    try:
+        yield
+    finally:
+        KEPT.reset(token)
+
+
+@contextlib.contextmanager
+def as_it_was(originals: Originals) -> Iterator[None]:
+    """Within this context the attributes have their original values: a branch is traced by a tracer that knows torch's own only."""
+    now = [(owner, name, getattr(owner, name)) for owner, name, _ in originals]
+    try:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in now:
+            setattr(owner, name, value)

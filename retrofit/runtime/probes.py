@@ -1,0 +1,199 @@
+"""Short inputs to run a model on, and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.errors import RetrofitError
+from retrofit.runtime.example_inputs import forward_parameters, special_ids
+
+Inputs = Mapping[str, Any]
+
+# How far two ways of computing the same thing may lie apart, relative to the largest magnitude.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+# ── Inputs ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_per_token(value: Any) -> bool:
+    """Whether an input holds one integer a token: (batch, length)."""
+    return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
+
+
+def is_token_ids(value: Any) -> bool:
+    """Whether an input holds token ids: one integer a token, and neither a mask nor a numbering of the positions."""
+    if not is_per_token(value) or value.dtype == torch.bool or value.numel() == 0 or int(value.max()) <= 1:
+        return False
+    return value.unique().numel() > 1 and not is_numbering(value)
+
+
+def is_numbering(value: torch.Tensor) -> bool:
+    return value.shape[1] > 1 and bool((value == torch.arange(value.shape[1], device=value.device)).all())
+
+
+def extent_of(inputs: Inputs) -> tuple[int, int]:
+    """Batch and length of the inputs; the length is that of the longest input of token ids, 0 where there is none."""
+    batch = next((value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim()), 1)
+    return batch, max((value.shape[1] for value in inputs.values() if is_token_ids(value)), default=0)
+
+
+def resized(model: nn.Module, inputs: Inputs, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
+    """Fresh inputs of the same kinds for a batch and length: new token ids, masks and numberings continued, the rest redrawn."""
+    old_batch, old_length = extent_of(inputs)
+    generator = torch.Generator().manual_seed(seed)
+    special = special_ids(model)
+    made: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != old_batch:
+            made[name] = value
+        elif is_per_token(value) and old_length:
+            made[name] = resized_tokens(value, batch, max(1, value.shape[1] + length - old_length), special, generator)
+        else:
+            made[name] = redrawn(value, batch, length if old_length and value.shape[1:2] == (old_length,) else None, generator)
+    return made
+
+
+def resized_like(model: nn.Module, inputs: Inputs, batch: int, seed: int) -> dict[str, Any]:
+    """Fresh inputs of the same kinds and length for another batch."""
+    return resized(model, inputs, batch, extent_of(inputs)[1], seed)
+
+
+def resized_tokens(value: torch.Tensor, batch: int, length: int, special: set[int], generator: torch.Generator) -> torch.Tensor:
+    if is_token_ids(value):
+        pool = ordinary_ids(value, special)
+        return pool[drawn(len(pool), batch, length, generator)].to(value)
+    if is_numbering(value):
+        return torch.arange(length).to(value).expand(batch, length).contiguous()
+    rows, columns = torch.arange(batch) % value.shape[0], torch.arange(length) % value.shape[1]
+    return value[rows.to(value.device)][:, columns.to(value.device)]
+
+
+def drawn(count: int, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Numbers below `count`, (batch, length), no row with one twice if it need not: among equals a model chooses by rounding."""
+    if length > count:
+        return torch.randint(count, (batch, length), generator=generator)
+    return torch.rand(batch, count, generator=generator).argsort(-1)[:, :length]
+
+
+def ordinary_ids(value: torch.Tensor, special: set[int]) -> torch.Tensor:
+    """The ids between the least and the greatest of `value`, special ones left out."""
+    low, high = int(value.min()), int(value.max())
+    return torch.tensor([token for token in range(low, min(high, low + 4096) + 1) if token not in special] or [low, high])
+
+
+def redrawn(value: torch.Tensor, batch: int, length: int | None, generator: torch.Generator) -> torch.Tensor:
+    rows = value[(torch.arange(batch) % value.shape[0]).to(value.device)]
+    if length is not None:
+        rows = rows[:, (torch.arange(length) % value.shape[1]).to(value.device)]
+    if not value.is_floating_point():
+        return rows
+    noise = torch.randn(rows.shape, generator=generator, dtype=torch.float32).to(value)
+    spread = value.float().std() if value.numel() > 1 else torch.tensor(1.0)
+    return value.float().mean().to(value) + spread.to(value) * noise
+
+
+def describe(inputs: Inputs) -> str:
+    """The shapes of the inputs, `input_ids 2×11`."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    return ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in tensors.items())
+
+
+def accepts(model: nn.Module, name: str) -> bool:
+    """Whether the model's forward names the argument `name`, or takes any and stands in front of a model with a config."""
+    parameters = forward_parameters(model)
+    if name in parameters:
+        return True
+    return hasattr(model, "config") and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters.values())
+
+
+def has_two_sides(inputs: Inputs) -> bool:
+    """Whether the inputs are those of an encoder and a decoder, as Hugging Face names them."""
+    return any(map(is_decoder_side, inputs))
+
+
+def is_decoder_side(name: str) -> bool:
+    return name.startswith("decoder_")
+
+
+def ids_name(inputs: Inputs, decoder: bool = False) -> str | None:
+    """The argument that holds the token ids of one side."""
+    return next((name for name, value in inputs.items() if is_token_ids(value) and is_decoder_side(name) == decoder), None)
+
+
+def generates(model: nn.Module, inputs: Inputs) -> bool:
+    """Whether the model says it can generate, and takes token ids to go on from."""
+    says = getattr(model, "can_generate", None)
+    return ids_name(inputs) is not None and callable(says) and bool(says())
+
+
+def filler_id(model: nn.Module) -> int:
+    """The token that pads."""
+    config = getattr(model, "config", None)
+    pad, size = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
+    return pad if isinstance(pad, int) and pad >= 0 and (not isinstance(size, int) or pad < size) else 0
+
+
+# ── Outputs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def run(model: nn.Module, inputs: Inputs, **more: Any) -> Any:
+    """What the model returns for the inputs."""
+    return model(**{**inputs, **more})
+
+
+def named_outputs(output: Any) -> dict[str, torch.Tensor]:
+    """The floating-point tensors of what a model returned, by key or position, nested ones left out."""
+    if isinstance(output, torch.Tensor):
+        return {"output": output}
+    if isinstance(output, (tuple, list)):
+        output = dict(enumerate(output))
+    items = (output if isinstance(output, Mapping) else vars(output)).items()
+    return {str(key): value for key, value in items if isinstance(value, torch.Tensor) and value.is_floating_point()}
+
+
+def output_ids_name(inputs: Inputs, outputs: torch.Tensor) -> str | None:
+    """The argument whose tokens the outputs stand for, one a token; None where they stand for none."""
+    name = ids_name(inputs, decoder=has_two_sides(inputs))
+    return name if name is not None and outputs.dim() == 3 and inputs[name].shape[1] == outputs.shape[1] else None
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """What the model is for: its logits, else its last hidden state, else the first floating-point tensor it returned."""
+    outputs = named_outputs(output)
+    for name in ("logits", "last_hidden_state", *outputs):
+        if name in outputs:
+            return outputs[name]
+    raise RetrofitError("the model returned no floating-point tensor", why=f"it returned {type(output).__name__}")
+
+
+def scale_of(value: torch.Tensor) -> float:
+    """The largest finite magnitude, 1 where everything is zero."""
+    magnitudes = value.detach().abs().float()
+    return float(magnitudes[magnitudes.isfinite()].max()) or 1.0 if bool(magnitudes.isfinite().any()) else 1.0
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference relative to the largest magnitude of `other`; infinite where shapes differ or only one is a number."""
+    if one.shape != other.shape:
+        return float("inf")
+    if one.numel() == 0:
+        return 0.0
+    left, right = one.detach().to("cpu", torch.float64), other.detach().to("cpu", torch.float64)
+    difference = (left - right).abs().masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
+    return float("inf") if bool(difference.isnan().any()) else float(difference.max()) / scale_of(right)
+
+
+def tolerance_of(value: torch.Tensor) -> float:
+    return TOLERANCE.get(value.dtype, TOLERANCE[torch.float32])
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits; a NaN equals itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return bool(torch.equal(one, other)) or bool(torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))))

@@ -1,0 +1,80 @@
+"""Running a model so that it cannot tell afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from retrofit.runtime.probes import same_bits
+from retrofit.runtime.quiet import quiet
+
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+@contextlib.contextmanager
+def preserve_state(model: nn.Module) -> Iterator[None]:
+    """Within this context `model` is in evaluation mode; afterwards everything about it but its parameters' values is what it was.
+
+    That is: modes, gradients, buffers, plain attributes, settings, the state of the random number generators. Nothing is logged.
+    """
+    attributes = [(vars(module), plain_attributes(module)) for module in model.modules()]
+    settings = [(vars(owner), dict(vars(owner))) for owner in settings_of(model)]
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        with preserve_random_state(), quiet():
+            torch.manual_seed(0)
+            for parameter, _ in gradients:
+                parameter.grad = None
+            model.eval()
+            yield
+    finally:
+        for table, values in attributes:
+            restore(table, values, keep=REGISTRIES)
+        for table, values in settings:
+            restore(table, values)
+        for table, values in buffers:
+            table.update(values)
+        for buffer, content in contents:
+            if not same_bits(buffer, content):
+                buffer.detach().copy_(content)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def preserve_random_state() -> Iterator[None]:
+    """Afterwards torch, numpy and Python draw the numbers they would have drawn."""
+    python, numbers = random.getstate(), numpy.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(python)
+        numpy.random.set_state(numbers)
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """What the module holds beside parameters, buffers and children."""
+    return {name: value for name, value in vars(module).items() if name not in REGISTRIES}
+
+
+def settings_of(model: nn.Module) -> list[Any]:
+    """The config objects that a model and its modules read."""
+    found = [vars(module).get(name) for module in model.modules() for name in ("config", "generation_config")]
+    return list({id(owner): owner for owner in found if hasattr(owner, "__dict__")}.values())
+
+
+def restore(table: dict[str, Any], values: dict[str, Any], keep: tuple[str, ...] = ()) -> None:
+    """`table` holds `values` again, and nothing else but what is in `keep`."""
+    for key in [key for key in table if key not in values and key not in keep]:
+        del table[key]
+    table.update(values)

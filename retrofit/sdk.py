@@ -1,0 +1,102 @@
+"""What a pass may import: the stable seam between the library and its passes, grouped by what it is for.
+
+A pass imports from here and from its own package, and from nothing else of `retrofit`. docs/write_a_pass.md builds one.
+"""
+
+from __future__ import annotations
+
+# What a pass is: options, a plan of what would be rewritten, an edit that does it.
+from retrofit.pipeline.options import option as option
+from retrofit.pipeline.protocol import Pass as Pass
+from retrofit.pipeline.protocol import Plan as Plan
+from retrofit.pipeline.protocol import Rewrite as Rewrite
+from retrofit.anatomy.sites import NearMiss as NearMiss
+from retrofit.anatomy.sites import Site as Site
+from retrofit.anatomy.sites import collect_near_miss as collect_near_miss
+from retrofit.pipeline.layer_selection import selected_depths as selected_depths
+from retrofit.surgery.edit import Edit as Edit
+from retrofit.surgery.edit import Rearranged as Rearranged
+from retrofit.errors import CaptureError as CaptureError
+from retrofit.errors import DoesNotFitError as DoesNotFitError
+from retrofit.errors import RetrofitError as RetrofitError
+from retrofit.errors import SpecError as SpecError
+
+# The anatomy of a model: what `plan` reads.
+from retrofit.anatomy.anatomy import Anatomy as Anatomy
+from retrofit.anatomy.parts import Branch as Branch
+from retrofit.anatomy.parts import Layer as Layer
+from retrofit.anatomy.parts import Part as Part
+from retrofit.anatomy.parts import Stack as Stack
+from retrofit.anatomy.feed_forwards import FeedForward as FeedForward
+from retrofit.anatomy.feed_forwards import FeedForwardBlock as FeedForwardBlock
+from retrofit.anatomy.feed_forwards import Matrix as Matrix
+from retrofit.anatomy.feed_forwards import Port as Port
+from retrofit.anatomy.feed_forwards import RowMajor as RowMajor
+from retrofit.anatomy.feed_forwards import feed_forwards as feed_forwards
+from retrofit.anatomy.feed_forwards import install as install
+from retrofit.anatomy.feed_forwards import linear as linear
+from retrofit.anatomy.feed_forwards import out_first as out_first
+from retrofit.anatomy.feed_forwards import parameters_of as parameters_of
+from retrofit.anatomy.feed_forwards import parse_feed_forward as parse_feed_forward
+from retrofit.anatomy.attentions import REST as REST
+from retrofit.anatomy.attentions import AttentionSite as AttentionSite
+from retrofit.anatomy.attentions import SiteProjection as SiteProjection
+from retrofit.anatomy.attentions import attention_sites as attention_sites
+from retrofit.anatomy.attentions import columns_of as columns_of
+from retrofit.anatomy.branch_roles import mask_value as mask_value
+from retrofit.anatomy.branch_roles import weight_product as weight_product
+from retrofit.anatomy.inspection import is_token_id as is_token_id
+from retrofit.anatomy.inspection import owner_of as owner_of
+
+# The program behind it: a graph of ATen operations, the module calls they were made in, their data flow.
+from retrofit.program.aten_ops import CAST as CAST
+from retrofit.program.aten_ops import DROPOUT as DROPOUT
+from retrofit.program.aten_ops import JOIN as JOIN
+from retrofit.program.aten_ops import LAYOUT as LAYOUT
+from retrofit.program.aten_ops import LIKE as LIKE
+from retrofit.program.aten_ops import MASKING as MASKING
+from retrofit.program.aten_ops import NORM as NORM
+from retrofit.program.aten_ops import POINTWISE as POINTWISE
+from retrofit.program.aten_ops import SCAN as SCAN
+from retrofit.program.aten_ops import SELECTION as SELECTION
+from retrofit.program.aten_ops import carried as carried
+from retrofit.program.aten_ops import is_float as is_float
+from retrofit.program.aten_ops import is_heavy as is_heavy
+from retrofit.program.aten_ops import op as op
+from retrofit.program.aten_ops import shape as shape
+from retrofit.program.capture import Call as Call
+from retrofit.program.capture import Key as Key
+from retrofit.program.capture import Program as Program
+from retrofit.program.capture import capture as capture
+from retrofit.program.dataflow import Dataflow as Dataflow
+from retrofit.program.state_inputs import refuse_state_inputs as refuse_state_inputs
+
+# Modules that replace others: wrappers, keywords past a model's own code, memory in its cache, losses added to its own.
+from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses as ForwardWithAuxiliaryLosses
+from retrofit.surgery.auxiliary_losses import record_auxiliary_loss as record_auxiliary_loss
+from retrofit.surgery.cache_memory import SLACK as SLACK
+from retrofit.surgery.cache_memory import TokenHistory as TokenHistory
+from retrofit.surgery.cache_memory import cache_among as cache_among
+from retrofit.surgery.cache_memory import histories_of as histories_of
+from retrofit.surgery.keyword_injection import InjectingForward as InjectingForward
+from retrofit.surgery.keyword_injection import call_with_keywords as call_with_keywords
+from retrofit.surgery.keyword_injection import child_modules as child_modules
+from retrofit.surgery.wrappers import ArgumentPlace as ArgumentPlace
+from retrofit.surgery.wrappers import Wrapper as Wrapper
+from retrofit.surgery.wrappers import argument_place as argument_place
+from retrofit.surgery.wrappers import batch_first as batch_first
+from retrofit.surgery.wrappers import find_argument as find_argument
+from retrofit.surgery.wrappers import map_first as map_first
+from retrofit.surgery.wrappers import with_item as with_item
+
+# Running a model: on calibration data, on inputs of other shapes, undisturbed; one of two ways by the sizes of the input.
+from retrofit.pipeline.calibration import calibration_from as calibration_from
+from retrofit.runtime.calibration import Calibration as Calibration
+from retrofit.runtime.calibration import Enough as Enough
+from retrofit.runtime.conditional import cond as cond
+from retrofit.runtime.example_inputs import forward_parameters as forward_parameters
+from retrofit.runtime.modes import evaluation_mode as evaluation_mode
+from retrofit.runtime.probes import accepts as accepts
+from retrofit.runtime.probes import is_numbering as is_numbering
+from retrofit.runtime.probes import is_per_token as is_per_token
+from retrofit.runtime.state_preservation import preserve_state as preserve_state

@@ -1,0 +1,190 @@
+"""A model's class and configuration as plain data, and the dense, empty model that such data describes.
+
+A transformers model is its class name and its config. Any other module is `package.module:Class`, or
+`package.module:Class(package.module:Config)` where its one argument is a dataclass, and the fields it was built from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import transformers
+from torch import fx, nn
+from transformers import PreTrainedModel
+
+from retrofit.errors import CheckpointError
+from retrofit.pipeline import recipe_storage
+
+REFERENCE = re.compile(r"(?P<model>[\w.]+:[\w.]+)(?:\((?P<config>[\w.]+:[\w.]+)\))?")
+BUILD = "save it with torch.save(model) and load it with allow_pickle, or load(path, build=…) with a function that builds it"
+
+
+def describe(model: nn.Module) -> tuple[str, dict[str, Any]]:
+    """The architecture and config to build the model's dense form from; raises `CheckpointError` where nothing could."""
+    kind = type(model)
+    if isinstance(model, fx.GraphModule):
+        raise CheckpointError(
+            "a graph has no class that could build it again", why="its code is in the graph", remedy="save it as a .pt2 file"
+        )
+    if isinstance(model, PreTrainedModel):
+        known = getattr(transformers, kind.__name__, None) is kind
+        return kind.__name__ if known else reference(kind, "model"), transformers_config(model)
+    config = getattr(model, "config", None)
+    architecture = reference(kind, "model")
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+        architecture += f"({reference(type(config), 'config')})"
+    elif isinstance(config, Mapping):
+        fields = dict(config)
+    else:
+        raise CheckpointError(
+            f"{kind.__qualname__} does not say how it was built",
+            why="it is no transformers model and has no attribute `config` that is a dict or a dataclass",
+            remedy=BUILD,
+        )
+    if not takes_config(kind, fields):
+        raise CheckpointError(
+            f"{kind.__qualname__} cannot be built from its config",
+            why=f"its constructor is {kind.__qualname__}{inspect.signature(kind)}",
+            remedy=BUILD,
+        )
+    try:
+        json.dumps(fields)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the config of {kind.__qualname__} is not plain data", why=f"{fields}: {error}", remedy=BUILD
+        ) from error
+    return architecture, fields
+
+
+def transformers_config(model: PreTrainedModel) -> dict[str, Any]:
+    """The model's config and generation config as `save_pretrained` would write them."""
+    present = getattr(model.config, "quantization_config", None)
+    if present is not None and not recipe_storage.is_recipe(present):
+        raise CheckpointError(
+            f"{type(model).__name__} is quantized, which a .pt checkpoint does not hold",
+            remedy="save it to a directory, or model.dequantize() first",
+        )
+    config = json.loads(json.dumps(model.config.to_dict()))
+    config["architectures"] = [type(model).__name__]
+    config["dtype"] = str(model.dtype).removeprefix("torch.")
+    if model.can_generate():
+        config["generation_config"] = json.loads(model.generation_config.to_json_string())
+    return config
+
+
+def reference(kind: type, what: str) -> str:
+    """`package.module:Class`; raises for a class that has no such name."""
+    if "<locals>" in kind.__qualname__:
+        raise CheckpointError(
+            f"the {what} class {kind.__qualname__} cannot be found again",
+            why="it is defined inside a function",
+            remedy=f"define it at the top of a module; or {BUILD}",
+        )
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def takes_config(kind: type, config: Mapping[str, Any]) -> bool:
+    """Whether the class is built from one argument, or by the config's entries as keywords."""
+    return takes_one(kind) or takes_keywords(kind, config)
+
+
+def takes_one(kind: type) -> bool:
+    """Whether the constructor has exactly one parameter."""
+    named = [p for p in inspect.signature(kind).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return len(named) == 1
+
+
+def takes_keywords(kind: type, config: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(kind).bind(**config)
+    except TypeError:
+        return False
+    return True
+
+
+def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], type | None]:
+    """The model's class and, where it has one, its config's; with `imports` a module that has not been imported may be."""
+    match = REFERENCE.fullmatch(architecture)
+    if match is None:
+        kind, config_kind = named_class(architecture), None
+    else:
+        kind = resolve(match["model"], imports=imports)
+        config_kind = resolve(match["config"], imports=imports) if match["config"] else None
+        if config_kind is not None and not dataclasses.is_dataclass(config_kind):
+            raise CheckpointError(f"{match['config']} is not a dataclass")
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise CheckpointError(
+            f"there is no model class {architecture!r}",
+            why=f"transformers {transformers.__version__} does not have it" if match is None else "that name is no nn.Module",
+            remedy="install the version it was saved with, or build it yourself: load(path, build=…)",
+        )
+    return kind, config_kind
+
+
+def named_class(name: str) -> Any:
+    """The transformers model class of that name: the library's, or else one that somebody derived and imported."""
+    derived = subclasses(PreTrainedModel)
+    return (
+        getattr(transformers, name, None) if hasattr(transformers, name) else next((c for c in derived if c.__name__ == name), None)
+    )
+
+
+def subclasses(kind: type) -> Iterator[type[Any]]:
+    children: list[type[Any]] = kind.__subclasses__()
+    for child in children:
+        yield child
+        yield from subclasses(child)
+
+
+def resolve(name: str, *, imports: bool) -> Any:
+    """The object called `package.module:Name`."""
+    module_name, _, path = name.partition(":")
+    module = sys.modules.get(module_name)
+    if module is None and (imports or module_name.startswith("transformers.")):
+        with contextlib.suppress(ImportError):
+            module = importlib.import_module(module_name)
+    elif module is None:
+        raise CheckpointError(
+            f"the class {name} has not been imported",
+            why="importing the module that a file names would run that module's code",
+            remedy=f"import {module_name} first, or say that you trust the file: allow_pickle=True (--allow-pickle)",
+        )
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise CheckpointError(f"there is no class {name}", remedy="install the package that defines it")
+    return found
+
+
+def empty_model(kind: type[nn.Module], config_kind: type | None, config: dict[str, Any]) -> nn.Module:
+    """The model on the CPU, its parameters not initialised, its buffers as its constructor makes them."""
+    built = config_kind(**config) if config_kind is not None else config
+    with uninitialised():
+        return kind(built) if takes_one(kind) else kind(**config)
+
+
+@contextlib.contextmanager
+def uninitialised() -> Iterator[None]:
+    """Parameters keep whatever memory they were given: `torch.nn.init` fills only tensors that are not parameters."""
+
+    def skipping(fill: Any) -> Any:
+        return lambda tensor, *args, **kwargs: tensor if isinstance(tensor, nn.Parameter) else fill(tensor, *args, **kwargs)
+
+    fills = {name: getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")}
+    for name, fill in fills.items():
+        setattr(nn.init, name, skipping(fill))
+    try:
+        yield
+    finally:
+        for name, fill in fills.items():
+            setattr(nn.init, name, fill)

@@ -1,0 +1,189 @@
+"""Replays a recipe on the empty skeleton that `from_pretrained` is about to fill: to transformers a quantizer, but of nothing.
+
+Imported by `retrofit.hub` when transformers is; its interface is transformers' `HfQuantizer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from retrofit.errors import CheckpointError
+from retrofit.pipeline import recipe_storage
+from retrofit.surgery import transformers_bookkeeping
+
+
+@dataclasses.dataclass
+class RecipeConfig(QuantizationConfigMixin):
+    """What `config.json` says of a retrofitted model."""
+
+    quant_method: Any = recipe_storage.METHOD
+    recipe: list[str] = dataclasses.field(default_factory=list)
+    architecture: str | None = None  # the class it was applied to
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # dtype and shape of the inputs it was captured with
+
+
+class RecipeReplay(HfQuantizer):
+    """Rewrites the skeleton before its weights arrive, and vouches for them afterwards."""
+
+    quantization_config: RecipeConfig
+
+    def __bool__(self) -> bool:
+        """False: where transformers asks only whether there is a quantization, a weight is cast as in any other model."""
+        return False
+
+    def is_serializable(self) -> bool:
+        """True: the weights are ordinary ones."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: the weights are ordinary ones."""
+        return True
+
+    def preprocess_model(self, model: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+        """The skeleton is the rewritten model's; `model` is on the meta device."""
+        recipe, architecture = self.quantization_config.recipe, self.quantization_config.architecture
+        self.dense = set(model.modules())
+        transformers_bookkeeping.keep_own_names(model)
+        if recipe and architecture in (None, type(model).__name__):
+            self.dense = rewrite(model, recipe)
+        elif recipe:
+            self.dense = rewrite_as_part(model, recipe, str(architecture))
+        self.shapes = shapes_of(model)
+        self.frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        """The file has the model's own names: see `transformers_bookkeeping.keep_own_names`."""
+        return []
+
+    def postprocess_model(self, model: Any, **kwargs: Any) -> None:
+        """Every new parameter and buffer has its value, and nothing on the model says that it came through a quantizer."""
+        del model.hf_quantizer
+        recipe_storage.store_recipe(model, self.quantization_config.recipe)
+        transformers_bookkeeping.align_weights(model)
+        check_filled(model, self.dense, self.shapes)
+        for name in self.frozen:
+            model.get_parameter(name).requires_grad_(False)
+        rebuild_buffers(model, self.dense)
+
+
+def register() -> None:
+    """transformers knows what to do with a config that holds a recipe."""
+    if recipe_storage.METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantization_config(recipe_storage.METHOD)(RecipeConfig)
+        auto.register_quantizer(recipe_storage.METHOD)(RecipeReplay)
+
+
+def rewrite(model: Any, recipe: list[str]) -> set[nn.Module]:
+    """The skeleton has the structure that the recipe gives it; returns the modules it had before."""
+    from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
+
+    dense = set(model.modules())
+    tie(model)
+    replaying.replay(model, recipe)
+    recipe_storage.store_recipe(model, recipe)
+    untie(model)
+    keep_on_one_device(model, dense)
+    return dense
+
+
+def rewrite_as_part(model: Any, recipe: list[str], architecture: str) -> set[nn.Module]:
+    """`model`, of another class than the recipe was applied to, has the part it shares with that class as it was there.
+
+    The base class becomes the base of the rewritten class, whatever that returns; a class with a head of its own is rewritten by
+    itself, and its base must come out the same. Returns the modules that are not new.
+    """
+    from retrofit.storage.architecture import named_class
+
+    kind = named_class(architecture)
+    if kind is None:
+        raise CheckpointError(
+            f"the recipe {', '.join(recipe)} was applied to {architecture}, which transformers does not have",
+            remedy="import the package that defines it first",
+        )
+    whole = kind(model.config)
+    dense = rewrite(whole, recipe)
+    if type(whole.base_model) is type(model):
+        vars(model).update(vars(whole.base_model), retrofit_recipe=tuple(recipe))
+        transformers_bookkeeping.keep_own_names(model)
+        keep_on_one_device(model, dense)
+        return dense | {model}
+    dense = rewrite(model, recipe)
+    ours, theirs = shapes_of(model.base_model), shapes_of(whole.base_model)
+    other = [name for name, shape in ours.items() if theirs.get(name) != shape]
+    if other:
+        raise CheckpointError(
+            f"{', '.join(recipe)} makes another model of {type(model).__name__} than of {architecture}, which was saved",
+            why=f"not the same in both: {', '.join(other[:5])}",
+            remedy=f"load it as {architecture}",
+        )
+    return dense
+
+
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def tie(model: Any) -> None:
+    """The skeleton's weights are tied as a live model's are: `from_pretrained` builds it untied."""
+    for target, source in model.all_tied_weights_keys.items():
+        owner, _, leaf = target.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter_or_buffer(source))
+
+
+def untie(model: Any) -> None:
+    """Each name has a weight of its own again, as `from_pretrained` expects until it ties them itself."""
+    for target in model.all_tied_weights_keys:
+        owner, _, leaf = target.rpartition(".")
+        weight = model.get_parameter(target)
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty_like(weight), requires_grad=weight.requires_grad))
+
+
+def keep_on_one_device(model: Any, dense: set[nn.Module]) -> None:
+    """`device_map` does not part a new module from the unsplittable layer it wraps."""
+    whole = set(model._no_split_modules or ())
+    for module in set(model.modules()) - dense:
+        if sum(type(part).__name__ in whole for part in module.modules()) == 1:
+            model._no_split_modules = {*model._no_split_modules, type(module).__name__}
+
+
+def check_filled(model: Any, dense: set[nn.Module], shapes: dict[str, torch.Size]) -> None:
+    """Each tensor has its skeleton's shape and each of a new module came from the file, else `CheckpointError`."""
+    state = model.state_dict(keep_vars=True)
+    wrong = [name for name, tensor in state.items() if not tensor.is_meta and tensor.shape != shapes.get(name, tensor.shape)]
+    if not hasattr(model, "hf_device_map"):  # moving a tensor to another device loses transformers' mark that it was loaded
+        new = {path for path, module in model.named_modules(remove_duplicate=False) if module not in dense}
+        wrong += [
+            name
+            for name, tensor in state.items()
+            if name.rpartition(".")[0] in new and not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta
+        ]
+    if wrong:
+        recipe = ", ".join(recipe_storage.stored_recipe(model))
+        raise CheckpointError(
+            f"{model.config.name_or_path}: the weights are not those of its recipe {recipe}",
+            why=f"missing or of another shape: {', '.join(wrong[:5])}" + (f" and {len(wrong) - 5} more" if wrong[5:] else ""),
+            remedy='if they are dense weights, the recipe is not theirs: remove "quantization_config" from config.json',
+        )
+
+
+def rebuild_buffers(model: nn.Module, dense: set[nn.Module]) -> None:
+    """The non-persistent buffers of new modules hold what their modules say."""
+    for path, module in model.named_modules():
+        if module in dense or not module._non_persistent_buffers_set:
+            continue
+        if not hasattr(module, "rebuild_buffers"):
+            raise CheckpointError(
+                f"{path} ({type(module).__name__}) has buffers that are neither saved nor rebuilt",
+                why=f"{', '.join(sorted(module._non_persistent_buffers_set))}: registered with persistent=False",
+                remedy="register them persistent, or give the module a method rebuild_buffers()",
+            )
+        with torch.no_grad():
+            module.rebuild_buffers()

@@ -1,0 +1,225 @@
+"""Edits on a live module tree that can all be taken back, and the account of where every dense parameter went."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from retrofit.runtime.calibration import Calibration
+
+MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Widened:
+    """A dense parameter that became part of a larger one: `new[index]` held `scale · old` when it was made."""
+
+    name: str
+    index: tuple[slice, ...]
+    why: str
+    scale: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rearranged:
+    """How a dense parameter lies in a new one: as `new[index]`, transposed or not, its hidden units in an order of their own.
+
+    The units run along `dim` of the dense parameter, in `ports` of (first, step): unit u of a port stands at first + step·u.
+    """
+
+    index: tuple[int | slice, ...] = ()
+    transposed: bool = False
+    order: str = ""  # the buffer that says which dense unit each unit of the new parameter is; "" where they are in order
+    dim: int = 0
+    ports: tuple[tuple[int, int], ...] = ((0, 1),)
+
+    def dense(self, new: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
+        """The dense parameter as it lies in `new`."""
+        value = new.detach()[self.index]
+        value = value.t() if self.transposed else value
+        if order is None:
+            return value
+        units = torch.arange(len(order), device=order.device)
+        old = torch.empty_like(value)
+        for first, step in self.ports:
+            old.index_copy_(self.dim, first + step * order, value.index_select(self.dim, first + step * units))
+        return old
+
+    def ordered(self, dense: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """`dense` with its units in the new order: unit i is the dense unit order[i]."""
+        new = torch.empty_like(dense)
+        units = torch.arange(len(order), device=order.device)
+        for first, step in self.ports:
+            new.index_copy_(self.dim, first + step * units, dense.index_select(self.dim, first + step * order))
+        return new
+
+
+@dataclasses.dataclass(frozen=True)
+class Fate:
+    """Where one dense parameter is now."""
+
+    kind: str  # kept, moved, widened, rearranged, dropped
+    name: str  # its name in the rewritten model, "" where dropped
+    why: str = ""
+    index: tuple[slice, ...] = ()
+    scale: float = 1.0
+    layout: Rearranged | None = None  # of one that was rearranged
+
+
+class Edit:
+    """A journal of edits on `model`: each takes effect at once, `undo` takes all back, `account` says where the parameters went.
+
+    `calibration` is what a pass may observe the model on before it edits it, None where there is none.
+    """
+
+    def __init__(self, model: nn.Module, calibration: Calibration | None = None) -> None:
+        self.model, self.calibration = model, calibration
+        self.dense = dict(model.named_parameters(remove_duplicate=False))
+        self.widened: dict[int, Widened] = {}  # id of the dense parameter → what it became part of
+        self.replaced: dict[int, nn.Parameter] = {}  # id of the dense parameter → its wider or rearranged successor
+        self.layouts: dict[int, tuple[nn.Module, Rearranged, str]] = {}  # id of the dense parameter → how its successor holds it
+        self.reasons: dict[int, str] = {}  # id of the dense parameter → why it was dropped
+        self.journal: list[Callable[[], None]] = []
+        self.notes: list[str] = []  # of the pass under way
+        self.late: list[nn.Parameter] = []  # of the pass under way: parameters whose gradient is zero until others have moved
+
+    def begin_pass(self) -> None:
+        """What is noted from now on is about another pass."""
+        self.notes, self.late = [], []
+
+    def note(self, text: str) -> None:
+        """`text` goes into the account of the pass under way: what was found out while it was carried out."""
+        self.notes.append(text)
+
+    def expect_late_gradient(self, parameter: nn.Parameter) -> None:
+        """The gradient of the new `parameter` may be zero until others have moved."""
+        self.late.append(parameter)
+
+    def late_parameters(self) -> tuple[str, ...]:
+        """The names of the parameters of the pass under way whose gradient may be zero until others have moved."""
+        late = {id(parameter) for parameter in self.late}
+        return tuple(name for name, parameter in self.model.named_parameters() if id(parameter) in late)
+
+    def set_attribute(self, owner: Any, name: str, value: Any) -> None:
+        """`owner.name` is `value`; modules, parameters and buffers go where torch registers them."""
+        for registry in ("_modules", "_parameters", "_buffers"):
+            table = owner.__dict__.get(registry) if isinstance(owner, nn.Module) else None
+            if table is not None and name in table:
+                self.set_item(table, name, value)
+                return
+        before = owner.__dict__.get(name, MISSING) if hasattr(owner, "__dict__") else getattr(owner, name, MISSING)
+        setattr(owner, name, value)
+        self.journal.append(lambda: delattr(owner, name) if before is MISSING else setattr(owner, name, before))
+
+    def set_item(self, table: Any, key: Any, value: Any) -> None:
+        """`table[key]` is `value`."""
+        before = table.get(key, MISSING) if hasattr(table, "get") else table[key]
+        table[key] = value
+
+        def back() -> None:
+            if before is MISSING:
+                del table[key]
+            else:
+                table[key] = before
+
+        self.journal.append(back)
+
+    def replace_module(self, path: str, module: nn.Module) -> None:
+        """The submodule at `path`, under every name it is registered by, is `module`."""
+        old = self.model.get_submodule(path)
+        module.train(old.training)
+        if not any(part is old for part in module.modules()):
+            take_over_hooks(old, module)
+        for owner in list(self.model.modules()):
+            if owner is module:
+                continue
+            for name, child in list(owner._modules.items()):
+                if child is old:
+                    self.set_item(owner._modules, name, module)
+
+    def add_module(self, owner: nn.Module, name: str, module: nn.Module) -> None:
+        """`owner` has the child `module` called `name`."""
+        module.train(owner.training)
+        self.set_item(owner._modules, name, module)
+
+    def make_persistent(self, owner: nn.Module, name: str) -> None:
+        """The buffer `name` of `owner` is saved: loading cannot make it again from what the dense model's code knows."""
+        if name in owner._non_persistent_buffers_set:
+            owner._non_persistent_buffers_set.discard(name)
+            self.journal.append(lambda: owner._non_persistent_buffers_set.add(name))
+
+    def add_handle(self, handle: torch.utils.hooks.RemovableHandle) -> None:
+        """A hook that was registered goes when the edits are undone."""
+        self.journal.append(handle.remove)
+
+    def widen_parameter(self, old: nn.Parameter, new: nn.Parameter, index: tuple[slice, ...], why: str, scale: float = 1.0) -> None:
+        """Wherever `old` was registered `new` is, and `new[index]` is accounted for as `scale · old`."""
+        for owner in list(self.model.modules()):
+            for name, parameter in list(owner._parameters.items()):
+                if parameter is old:
+                    self.set_item(owner._parameters, name, new)
+        self.widened[id(old)] = Widened("", index, why, scale)
+        self.replaced[id(old)] = new
+
+    def rearrange_parameter(self, old: nn.Parameter, new: nn.Parameter, owner: nn.Module, layout: Rearranged, why: str) -> None:
+        """`new`, which the edits put into the model, is accounted for as holding `old` by `layout`, whose order `owner` keeps."""
+        self.layouts[id(old)] = owner, layout, why
+        self.replaced[id(old)] = new
+
+    def drop_parameter(self, old: nn.Parameter, why: str) -> None:
+        """`old` is accounted for as dropped on purpose; only an approximate pass may."""
+        self.reasons[id(old)] = why
+
+    def account(self) -> dict[str, Fate]:
+        """For every dense parameter by its old name: kept, moved, widened or dropped, and where it is now."""
+        now: dict[int, str] = {}
+        names: dict[int, set[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            now.setdefault(id(parameter), name)
+            names.setdefault(id(parameter), set()).add(name)
+        fates: dict[str, Fate] = {}
+        for name, parameter in self.dense.items():
+            if id(parameter) in now:
+                same = name in names[id(parameter)]
+                fates[name] = Fate("kept", name) if same else Fate("moved", now[id(parameter)], "its module was wrapped")
+            elif id(parameter) in self.widened and id(self.replaced[id(parameter)]) in now:
+                part, successor = self.widened[id(parameter)], self.replaced[id(parameter)]
+                new_name = name if name in names[id(successor)] else now[id(successor)]
+                fates[name] = Fate("widened", new_name, part.why, part.index, part.scale)
+            elif id(parameter) in self.layouts and id(self.replaced[id(parameter)]) in now:
+                owner, layout, why = self.layouts[id(parameter)]
+                path = next((path for path, module in self.model.named_modules() if module is owner), "")
+                layout = dataclasses.replace(layout, order=f"{path}.{layout.order}".lstrip(".")) if layout.order else layout
+                fates[name] = Fate("rearranged", now[id(self.replaced[id(parameter)])], why, layout=layout)
+            else:
+                why = self.reasons.get(id(parameter), "no module of the rewritten model holds it")
+                fates[name] = Fate("dropped", "", why)
+        return fates
+
+    def undo(self) -> None:
+        """The model is exactly what it was before the first edit."""
+        while self.journal:
+            self.journal.pop()()
+        self.widened.clear()
+        self.replaced.clear()
+        self.layouts.clear()
+        self.reasons.clear()
+        self.begin_pass()
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
+
+
+def take_over_hooks(old: nn.Module, new: nn.Module) -> None:
+    """What an earlier pass hooked on `old` acts on `new`, and the children of `old` whose methods they are are its children."""
+    for name in HOOKS:
+        getattr(new, name).update(getattr(old, name))
+    acting = {id(getattr(hook, "__self__", None)) for hook in (*old._forward_pre_hooks.values(), *old._forward_hooks.values())}
+    for name, child in old.named_children():
+        if id(child) in acting:
+            new.add_module(name, child)

@@ -1,0 +1,124 @@
+"""What transformers keeps about a model beside its modules: which weights are tied, under which names they are saved."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+CACHE_LINE = 64  # bytes
+
+
+LEFT_AS_MAPPED = contextvars.ContextVar("left_as_mapped", default=False)
+
+
+def align_weights(model: nn.Module) -> None:
+    """The weights on the CPU begin where a cache line does, as those of a model made in memory do.
+
+    The last bits of a product with a single row depend on it, and weights mapped from a safetensors file begin anywhere: without
+    this a model could differ from its own copy. A dense model mapped from a file is left as it lies when it is rewritten.
+    """
+    for tensor in () if LEFT_AS_MAPPED.get() else (*model.parameters(), *model.buffers()):
+        whole = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes
+        if whole and tensor.data_ptr() % CACHE_LINE:
+            tensor.data = tensor.data.clone()
+
+
+@contextlib.contextmanager
+def as_mapped() -> Iterator[None]:
+    """Within this context a rewritten model's weights stay where its file is mapped, and nothing is copied when it is loaded."""
+    token = LEFT_AS_MAPPED.set(True)
+    try:
+        yield
+    finally:
+        LEFT_AS_MAPPED.reset(token)
+
+
+def is_transformers(model: Any) -> bool:
+    """Whether the model is a `PreTrainedModel`, asked without importing transformers."""
+    module = sys.modules.get("transformers.modeling_utils")
+    return module is not None and isinstance(model, module.PreTrainedModel)
+
+
+def persistent(model: nn.Module, buffers: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The buffers that are part of the state dict."""
+    for name, buffer in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        if leaf not in model.get_submodule(owner)._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def shared_names(named: Iterator[tuple[str, Any]]) -> list[list[str]]:
+    """The names that are one tensor, for every tensor of several names, in order of appearance."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def transformers_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The transformers models inside a transformers model, itself included, each with its path."""
+    return ((path, part) for path, part in model.named_modules(remove_duplicate=False) if is_transformers(part))
+
+
+def declare_ties(model: Any) -> None:
+    """What transformers believes about tied weights is what is tied: the names in its tables are those of the rewritten model."""
+    sources = set(getattr(model, "all_tied_weights_keys", {}).values())
+    groups = shared_names(model.named_parameters(remove_duplicate=False))
+    for path, part in transformers_parts(model):
+        prefix = path + "." if path else ""
+        tied: dict[str, str] = {}
+        for group in groups:
+            inside = [name for name in group if name.startswith(prefix)]
+            kept = next((name for name in inside if name in sources), inside[0] if inside else "")
+            tied |= {name.removeprefix(prefix): kept.removeprefix(prefix) for name in inside if name != kept}
+        part.__dict__["_tied_weights_keys"] = tied
+        part.__dict__["_adjust_bias"] = adjust_bias
+        part.all_tied_weights_keys = dict(tied)
+
+
+def adjust_bias(module: Any, weight: Any) -> None:
+    """What transformers does to the bias beside a tied weight: fits it to the rows, but not if it goes with the columns."""
+    own, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if own is None or bias is None or bias.shape[-1] != own.shape[-1]:
+        sys.modules["transformers.modeling_utils"].PreTrainedModel._adjust_bias(None, module, weight)
+
+
+def declare_published_ties(model: Any) -> None:
+    """What transformers believes about tied weights is what the model's class declares."""
+    parts = [part for _, part in transformers_parts(model)]
+    if not any("_tied_weights_keys" in part.__dict__ for part in parts):
+        return
+    for part in parts:
+        part.__dict__.pop("_tied_weights_keys", None)
+        part.__dict__.pop("_adjust_bias", None)
+    for part in parts:
+        part.all_tied_weights_keys = part.get_expanded_tied_weights_keys(all_submodels=True)
+
+
+def keep_own_names(model: Any) -> None:
+    """`save_pretrained` writes the parameters under their names in the model.
+
+    transformers translates some models' weights on their way to the file and back (one tensor an expert, older names) by regular
+    expressions on published names; a rewritten model no longer has those names, and a new module may have one by chance.
+    """
+    if "_published_conversions" not in model.__dict__:
+        model.__dict__["_published_conversions"] = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = []
+
+
+def keep_published_names(model: Any) -> None:
+    """`save_pretrained` translates the parameters' names as it did before the recipe."""
+    if "_published_conversions" not in model.__dict__:
+        return
+    before = model.__dict__.pop("_published_conversions")
+    if before is None:
+        model.__dict__.pop("_weight_conversions", None)
+    else:
+        model._weight_conversions = before

@@ -1,0 +1,84 @@
+"""A module around a module: where a call's argument is found, how part of an output is replaced, which attributes show through."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from retrofit.errors import DoesNotFitError
+
+ArgumentPlace = tuple[int | None, str | None]  # one argument of a call: its position, its keyword
+
+
+def argument_place(module: nn.Module, key: int | str) -> ArgumentPlace:
+    """Where `module` takes the argument `key`, be it a position or a keyword: both, as far as the signature of its forward says."""
+    single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind in single]
+    if isinstance(key, int):
+        return key, names[key] if key < len(names) else None
+    return names.index(key) if key in names else None, key
+
+
+def find_argument(place: ArgumentPlace, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The container that holds the argument at `place`, and its key there; raises `DoesNotFitError` where it was left out."""
+    position, keyword = place
+    if keyword is not None and keyword in kwargs:
+        return kwargs, keyword
+    if position is not None and position < len(args):
+        return args, position
+    raise DoesNotFitError(
+        f"argument {keyword or position} was left out of a call",
+        why="the rewritten module reads it",
+        remedy="call the module with the arguments it was given when the model was rewritten",
+    )
+
+
+def with_item(output: Any, key: int | str | None, value: Tensor) -> Any:
+    """`output`, of the type it was, with `value` at `key`; `value` itself where `key` is None."""
+    if key is None:
+        return value
+    if isinstance(output, Mapping):
+        name = list(output)[key] if isinstance(key, int) else key
+        return type(output)(**{**output, name: value})
+    items: Any = list(output)
+    items[key] = value
+    return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+
+
+def map_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`output`, a tensor or a tuple that begins with one, with that tensor changed."""
+    return change(output) if isinstance(output, Tensor) else with_item(output, 0, change(output[0]))
+
+
+class Wrapper(nn.Module):
+    """A module around the module `layer`, for whose public attributes it answers."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.__dict__
+        for registry in ("_parameters", "_buffers", "_modules"):
+            if registry in held and name in held[registry]:
+                return held[registry][name]
+        if name.startswith("_") or "layer" not in held.get("_modules", ()):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(held["_modules"]["layer"], name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As for any module; a name that only the inner layer has is free."""
+        self._parameters[name] = param
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self._buffers[name] = tensor
+        (self._non_persistent_buffers_set.discard if persistent else self._non_persistent_buffers_set.add)(name)
+
+
+def batch_first(stream: Tensor, tokens_first: bool) -> Tensor:
+    """The stream (batch, T, d) as code has it that lays tokens first, (T, batch, d), and back."""
+    return stream.transpose(0, 1).contiguous() if tokens_first else stream

@@ -1,0 +1,55 @@
+"""The loss over the steps, as a picture."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from retrofit.runtime.atomic_writes import whole_file
+
+Points = tuple[tuple[int, float], ...]  # (step, loss)
+
+COLOURS = ("#1f5fa8", "#d1592a", "#3a8a4f", "#8b4fa3", "#7a6a1f")  # told apart by every kind of colour vision at this darkness
+SIZE, DPI = (7.2, 4.2), 160  # inches
+
+
+class Losses(Protocol):
+    """Anything with the losses of a run."""
+
+    @property
+    def losses(self) -> Points: ...
+
+    @property
+    def eval_losses(self) -> Points: ...
+
+
+def draw_curves(path: Path, runs: Mapping[str, Losses], title: str) -> Path:
+    """`path` is a PNG of the held-out loss of each run, its last value beside it; behind a single run, its training loss."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
+    axes = figure.add_subplot()
+    for colour, (name, run) in zip(itertools.cycle(COLOURS), runs.items(), strict=False):
+        if run.losses and (len(runs) == 1 or not run.eval_losses):
+            axes.plot(*zip(*run.losses, strict=True), color=colour, linewidth=1.0, alpha=0.35, label=f"{name}, training")
+        if run.eval_losses:
+            axes.plot(*zip(*run.eval_losses, strict=True), "o-", color=colour, markersize=4, label=f"{name}, held out")
+            last = run.eval_losses[-1]
+            axes.annotate(
+                f"{last[1]:.3f}", last, (6, 0), textcoords="offset points", va="center", color=colour, annotation_clip=False
+            )
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a token)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    if runs:
+        axes.legend(frameon=False)
+    with whole_file(path, force=True) as file:
+        FigureCanvasAgg(figure).print_png(file)
+    return path

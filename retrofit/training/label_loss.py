@@ -1,0 +1,68 @@
+"""A loss for models that have none of their own: graphs, exported programs, ONNX files, models somebody wrote."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from retrofit.errors import TrainingError
+from retrofit.runtime.example_inputs import forward_parameters
+from retrofit.runtime.probes import named_outputs
+
+KNOWN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
+REMEDY = "train a Hugging Face model with a language-modelling head, or one that takes input_ids and returns logits"
+
+
+def takes_labels(model: nn.Module) -> bool:
+    """Whether the model is handed labels, or whatever there is."""
+    parameters = forward_parameters(model).values()
+    return any(one.name == "labels" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+
+
+def with_loss(model: nn.Module) -> nn.Module:
+    """`model` where it takes labels, else one around it that does; raises `TrainingError` where nobody knows its inputs."""
+    if takes_labels(model):
+        return model
+    parameters = forward_parameters(model)
+    required = [name for name, one in parameters.items() if one.default is one.empty and one.kind is not one.VAR_POSITIONAL]
+    ids = "input_ids" if "input_ids" in parameters else required[0] if len(required) == 1 else None
+    unknown = [name for name in required if name not in KNOWN and name != ids]
+    if ids is None or unknown:
+        raise TrainingError(
+            f"{type(model).__name__} cannot compute a language-modelling loss",
+            why=f"its forward takes {', '.join(parameters) or 'nothing'}, and no labels",
+            remedy=REMEDY,
+        )
+    return Labelled(model, ids)
+
+
+class Labelled(nn.Module):
+    """A model from ids to logits and, given labels, its loss: the mean cross-entropy of the logits at p and the label at p."""
+
+    def __init__(self, model: nn.Module, ids: str) -> None:
+        super().__init__()
+        self.model, self.ids = model, ids
+        self.takes = tuple(name for name in forward_parameters(model) if name in KNOWN)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
+        """(batch, seq) ids, and labels that are -100 where nothing is learned, to the loss, if there are labels, and the logits."""
+        logits = next((one for one in named_outputs(self.model(**self.inputs(input_ids))).values() if one.dim() == 3), None)
+        if logits is None:
+            raise TrainingError(
+                f"{type(self.model).__name__} gives no logits", why="none of its outputs is (batch, seq, vocabulary)", remedy=REMEDY
+            )
+        return (logits,) if labels is None else (F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits)
+
+    def inputs(self, ids: Tensor) -> dict[str, Any]:
+        """What the model takes beside the ids of windows without padding."""
+        made = {
+            self.ids: ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
+            "token_type_ids": torch.zeros_like(ids),
+        }
+        return {name: value for name, value in made.items() if name == self.ids or name in self.takes}

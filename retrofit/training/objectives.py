@@ -1,0 +1,270 @@
+"""Pretraining objectives as data collators, and which of them a model was made for, found out by asking the model.
+
+Next token; masked tokens (BERT, arXiv:1810.04805: 15 % of the tokens are hidden, of which 80 % become the mask, 10 % a random token
+and 10 % stay); span corruption (T5, arXiv:1910.10683: 15 % of the tokens, in spans of mean length 3, each replaced by a sentinel).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from retrofit.errors import TrainingError
+from retrofit.pipeline.text import Codec
+
+IGNORED = -100  # a label that no loss counts
+DENSITY = 0.15  # share of the tokens that is hidden
+MEAN_SPAN = 3.0
+MASKED, REPLACED = 0.8, 0.1
+PROBE = 32  # tokens that are enough to ask a model about itself
+MOVED = 0.2  # share of the logits
+
+Example = dict[str, torch.Tensor]
+
+
+class Objective(Protocol):
+    """What a model learns from one window of ids."""
+
+    @property
+    def name(self) -> str: ...
+
+    def example(self, ids: torch.Tensor, generator: torch.Generator) -> Example:
+        """The model's arguments for the window `ids`: (seq,)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class NextToken:
+    """Every token is predicted from those before it."""
+
+    shift: int
+    name: str = "next token"
+
+    def example(self, ids: torch.Tensor, generator: torch.Generator) -> Example:
+        targets = torch.cat([ids[1:], ids.new_full((1,), IGNORED)])
+        return {"input_ids": ids, "labels": as_labels(targets, self.shift)}
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedTokens:
+    """Hidden tokens are predicted from all others."""
+
+    codec: Codec
+    shift: int
+    name: str = "masked tokens"
+
+    def example(self, ids: torch.Tensor, generator: torch.Generator) -> Example:
+        corrupted, targets = mask_tokens(ids, generator, mask=self.codec.mask, plain=self.codec.plain)
+        return {"input_ids": corrupted, "labels": as_labels(targets, self.shift)}
+
+
+@dataclasses.dataclass(frozen=True)
+class SpanCorruption:
+    """Hidden spans are written out by the decoder."""
+
+    codec: Codec
+    start: int  # the decoder's first input
+    shift: int
+    name: str = "span corruption"
+
+    def example(self, ids: torch.Tensor, generator: torch.Generator) -> Example:
+        inputs, targets = corrupt_spans(ids, generator, self.codec.sentinels, self.codec.end)
+        shown = torch.cat([targets.new_full((1,), self.start), targets[:-1]])
+        return {"input_ids": inputs, "decoder_input_ids": shown, "labels": as_labels(targets, self.shift)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collator:
+    """A batch of one objective; what is hidden in a window depends on the window's own seed and nothing else."""
+
+    objective: Objective
+
+    def __call__(self, windows: Sequence[Mapping[str, Any]]) -> Example:
+        examples = [self.objective.example(one["ids"], torch.Generator().manual_seed(one["seed"])) for one in windows]
+        return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+
+
+def as_labels(targets: torch.Tensor, shift: int) -> torch.Tensor:
+    """`labels[p + shift] = targets[p]`, for a loss that compares the output at p with the label at p + shift."""
+    if shift == 0:
+        return targets
+    return torch.cat([targets.new_full((shift,), IGNORED), targets[:-shift]])
+
+
+def mask_tokens(ids: torch.Tensor, generator: torch.Generator, *, mask: int, plain: range) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ids` with 15 % of its tokens hidden, and what they were, `IGNORED` elsewhere; both (seq,)."""
+    count = max(1, round(DENSITY * len(ids)))
+    hidden = torch.randperm(len(ids), generator=generator)[:count]
+    lot = torch.rand(count, generator=generator)
+    random = torch.randint(plain.start, plain.stop, (count,), generator=generator)
+    corrupted, targets = ids.clone(), torch.full_like(ids, IGNORED)
+    targets[hidden] = ids[hidden]
+    corrupted[hidden[lot < MASKED]] = mask
+    replaced = (lot >= MASKED) & (lot < MASKED + REPLACED)
+    corrupted[hidden[replaced]] = random[replaced]
+    return corrupted, targets
+
+
+def corrupt_spans(
+    ids: torch.Tensor, generator: torch.Generator, sentinels: Sequence[int], end: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the encoder reads (each hidden span a sentinel) and what the decoder writes (each sentinel and its span)."""
+    hidden, shown = span_lengths(len(ids), generator)
+    if len(hidden) > len(sentinels):
+        raise TrainingError(
+            f"a window of {len(ids)} tokens hides {len(hidden)} spans, the vocabulary has {len(sentinels)} sentinels for them",
+            remedy="give a shorter --length",
+        )
+    inputs: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    rest = ids
+    for sentinel, kept, lost in zip(sentinels, shown, hidden, strict=False):
+        mark = ids.new_tensor([sentinel])
+        inputs += [rest[:kept], mark]
+        targets += [mark, rest[kept : kept + lost]]
+        rest = rest[kept + lost :]
+    close = [] if end is None else [ids.new_tensor([end])]
+    return torch.cat(inputs + close), torch.cat(targets + close)
+
+
+def span_lengths(length: int, generator: torch.Generator) -> tuple[list[int], list[int]]:
+    """Lengths of the hidden spans and of the shown ones, which alternate, a shown one first."""
+    tokens = min(max(1, round(DENSITY * length)), length - 1)
+    spans = min(max(1, round(tokens / MEAN_SPAN)), length - tokens)
+    return partition(tokens, spans, generator), partition(length - tokens, spans, generator)
+
+
+def partition(total: int, parts: int, generator: torch.Generator) -> list[int]:
+    """`parts` positive whole numbers that sum to `total`, every such list equally likely."""
+    cuts = (torch.randperm(total - 1, generator=generator)[: parts - 1] + 1).sort().values.tolist()
+    return [after - before for before, after in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+def objective_for(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objective:
+    """The objective `model` was made for, found on one `window` of ids (seq,); raises `TrainingError` where it computes no loss.
+
+    A config with an encoder and a decoder asks for span corruption. Of the others, those whose outputs never depend on later tokens
+    learn the next token, the rest hidden ones.
+    """
+    with kept_modes(model), torch.no_grad():
+        model.eval()
+        return found_by_asking(model, codec, window)
+
+
+@contextlib.contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Afterwards every module of `model` is in training or evaluation mode as it was."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def found_by_asking(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objective:
+    seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    asked: Objective = SpanCorruption(codec, first_decoder_id(model), 0) if seq2seq else NextToken(0)
+    whole, short = (asked.example(ids, torch.Generator().manual_seed(0)) for ids in (window, window[:PROBE]))
+    logits_of(model, whole)
+    loss_of(model, whole)
+    try:
+        run(model, short)
+    except TrainingError:  # a model that takes windows of certain lengths only
+        short = whole
+    shift = label_shift(model, short)
+    if seq2seq:
+        return SpanCorruption(codec, first_decoder_id(model), shift)
+    return NextToken(shift) if is_causal(model, short["input_ids"], codec.plain) else MaskedTokens(codec, shift)
+
+
+def first_decoder_id(model: nn.Module) -> int:
+    """The id a decoder starts from: what the configs say, else padding, else 0."""
+    for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
+        for owner in ("config", "generation_config"):
+            if isinstance(value := getattr(getattr(model, owner, None), name, None), int):
+                return value
+    return 0
+
+
+def is_causal(model: nn.Module, window: torch.Tensor, plain: range) -> bool:
+    """Whether changing all tokens from some position on leaves the output before it as it was.
+
+    A causal model leaves it bit for bit, save for rounding where the order of a sum depends on other tokens, which moves few
+    logits; one that looks ahead moves most of them, in half precision too.
+    """
+    places = torch.tensor(sorted({1, len(window) // 2, len(window) - 1}))
+    other = plain.start + (window - plain.start + len(plain) // 2) % len(plain)
+    changed = torch.where(torch.arange(len(window)) >= places[:, None], other, window)  # (places, seq)
+    logits = logits_of(model, {"input_ids": torch.cat([window[None], changed]), "labels": torch.cat([window[None], changed])})
+    before = logits[0, places - 1], logits[torch.arange(1, len(logits)), places - 1]  # (places, vocab) both
+    noise = 8 * torch.finfo(torch.float32).eps * logits.abs().max()
+    return bool((((before[0] - before[1]).abs() > noise).float().mean(1) < MOVED).all())
+
+
+def label_shift(model: nn.Module, example: Example) -> int:
+    """1 where the model's loss compares the output at p with the label at p + 1, 0 where with the label at p.
+
+    With a single label t in place, exchanging it for another changes the loss by a difference of two logits, at p = t or p = t − 1.
+    """
+    labels = example["labels"]
+    place = len(labels) // 2
+    logits = logits_of(model, example)[0]
+    unlike = logits[place] - logits[place - 1]
+    one, other = int(unlike.argmax()), int(unlike.argmin())
+
+    def loss(label: int) -> float:
+        only = torch.full_like(labels, IGNORED)
+        only[place] = label
+        return loss_of(model, {**example, "labels": only})
+
+    difference = loss(one) - loss(other)
+    here, before = (float(logits[at, other] - logits[at, one]) for at in (place, place - 1))
+    return int(abs(difference - before) < abs(difference - here))
+
+
+def logits_of(model: nn.Module, example: Example) -> torch.Tensor:
+    """The logits for each label of `example`: (batch, seq, vocab), the first output of three dimensions."""
+    length = example["labels"].shape[-1]
+    outputs = run(model, {key: value for key, value in example.items() if key != "labels"})
+    logits = next((value for value in outputs if isinstance(value, torch.Tensor) and value.ndim == 3), None)
+    if logits is None or logits.shape[1] != length:
+        raise TrainingError(
+            f"{type(model).__name__} gives no logits for each of its {length} tokens",
+            why="its outputs are of another shape",
+            remedy="train a model with a language-modelling head",
+        )
+    return logits.float().cpu()
+
+
+def loss_of(model: nn.Module, example: Example) -> float:
+    """The loss, the first output of a model that is given labels."""
+    outputs = run(model, example)
+    if not outputs or not isinstance(outputs[0], torch.Tensor) or outputs[0].numel() != 1:
+        raise TrainingError(
+            f"{type(model).__name__} returned no loss when it was given labels",
+            why="its first output is not a single number",
+            remedy="train a model with a language-modelling head",
+        )
+    return float(outputs[0])
+
+
+def run(model: nn.Module, inputs: Example) -> list[Any]:
+    """What a forward of one window (seq,), or of several (batch, seq), returns; raises `TrainingError` where it fails."""
+    device = next(model.parameters()).device
+    try:
+        outputs = model(**{key: torch.atleast_2d(value).to(device) for key, value in inputs.items()})
+    except Exception as error:  # whatever the model's own code raises
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        labelled = "labels" in inputs
+        raise TrainingError(
+            f"{type(model).__name__} cannot {'compute a loss for' if labelled else 'read'} {inputs['input_ids'].shape[-1]} tokens",
+            why=f"{type(error).__name__}: {first}",
+            remedy="train a model with a language-modelling head" if labelled else "give a shorter --length",
+        ) from error
+    return list(outputs.values()) if isinstance(outputs, Mapping) else list(outputs)

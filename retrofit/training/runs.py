@@ -1,0 +1,196 @@
+"""A training run on disk: the folder beside the model it writes, its numbers, its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from retrofit.errors import TrainingError
+from retrofit.runtime.atomic_writes import whole_file
+from retrofit.training.curves import Points, draw_curves
+from retrofit.training.settings import FREE_TO_CHANGE, Settings, flag
+
+RECORD, NUMBERS, CURVE = "run.json", "numbers.csv", "curve.png"
+FORMAT = "retrofit training run"
+FILES = (".pt", ".pth", ".pt2")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRun:
+    """What a training run did."""
+
+    settings: Settings
+    objective: str
+    reads: str  # how text became ids
+    windows: int  # trained on
+    held_out: int  # evaluated on
+    parameters: int
+    losses: Points  # (step, mean training loss since the entry before)
+    eval_losses: Points  # (step, held-out loss)
+    rates: Points  # (step, learning rate)
+    seconds_per_step: float  # median, evaluation and saving left out
+    output: Path | None = None
+    folder: Path | None = None
+
+    @staticmethod
+    def read(output: str | Path) -> TrainingRun:
+        """The finished run that wrote `output`; raises `TrainingError` where there is none."""
+        folder = folder_of(Path(output))
+        record = read_record(folder)
+        if record is None or "eval_losses" not in record:
+            raise TrainingError(f"{folder} holds no finished run", remedy="train the model first")
+        values: dict[str, Any] = {field.name: record.get(field.name) for field in dataclasses.fields(TrainingRun)}
+        for name in ("losses", "eval_losses", "rates"):
+            values[name] = tuple((step, value) for step, value in record[name])
+        return TrainingRun(**{**values, "settings": Settings(**record["settings"]), "output": Path(output), "folder": folder})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The run as plain data, for `json`."""
+        return {
+            field.name: str(value) if isinstance(value, Path) else value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) is not None and field.name != "settings"
+        }
+
+    def __str__(self) -> str:
+        settings = self.settings
+        tokens = settings.batch_size * settings.length
+        rows = [
+            ("objective", f"{self.objective}, {self.reads}"),
+            ("data", f"{self.windows:,} windows of {settings.length} tokens, {self.held_out:,} more held out"),
+            ("steps", f"{settings.steps:,} of {settings.batch_size} windows"),
+            ("parameters", f"{self.parameters:,}"),
+        ]
+        if self.losses:
+            rows.append(("training loss", f"{self.losses[0][1]:.4f} → {self.losses[-1][1]:.4f}"))
+        if self.eval_losses:
+            rows.append(("held-out loss", f"{self.eval_losses[0][1]:.4f} → {self.eval_losses[-1][1]:.4f}"))
+        rows.append(("speed", f"{self.seconds_per_step:.3f} s a step, {tokens / self.seconds_per_step:,.0f} tokens a second"))
+        if self.output is not None and self.folder is not None:
+            rows += [("model", str(self.output)), ("curve", str(self.folder / CURVE)), ("numbers", str(self.folder / RECORD))]
+        return "\n".join(f"{name:<14} {value}" for name, value in rows)
+
+
+def folder_of(output: Path) -> Path:
+    """Where the run that writes `output` keeps its numbers and checkpoints: `model.run` beside `model.pt`."""
+    return output.with_suffix(".run") if output.suffix in FILES else output.with_name(f"{output.name}.run")
+
+
+def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
+    """Raises `TrainingError` where a run that writes `output` would destroy something, or has nothing to resume."""
+    folder = folder_of(output)
+    ours = is_run(folder)
+    if folder.exists() and not ours:
+        raise TrainingError(f"{folder} is in the way", why="it is not the folder of a training run", remedy="name another -o")
+    if resume and last_checkpoint(folder) is None:
+        raise TrainingError(f"there is no run to resume in {folder}", why="it holds no checkpoint", remedy="leave out --resume")
+    if output.exists() and not force:
+        raise TrainingError(f"{output} exists", remedy="name another with -o, or overwrite it with --force")
+    if ours and not (resume or force):
+        raise TrainingError(f"{folder} holds an earlier run", remedy="continue it with --resume, or start over with --force")
+
+
+def is_run(folder: Path) -> bool:
+    return folder.is_dir() and (not any(folder.iterdir()) or read_record(folder) is not None)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The latest whole checkpoint: the trainer writes its state last."""
+    whole = (state.parent for state in folder.glob("checkpoint-*/trainer_state.json"))
+    numbered = [path for path in whole if path.name.partition("-")[2].isdigit()]
+    return max(numbered, key=lambda path: int(path.name.partition("-")[2]), default=None)
+
+
+@contextlib.contextmanager
+def run_folder(
+    output: Path | None, facts: Mapping[str, Any], settings: Settings, *, resume: bool
+) -> Iterator[tuple[Path, Path | None]]:
+    """The folder of a run and the checkpoint it starts from; a run that fails before its first checkpoint leaves no folder."""
+    if output is None:
+        if resume:
+            raise TrainingError("there is no run to resume", why="no output was named", remedy="name the output of that run")
+        with tempfile.TemporaryDirectory(prefix="retrofit-") as temporary:
+            yield Path(temporary), None
+        return
+    folder, checkpoint = resume_folder(output, facts, settings) if resume else (start_folder(output, facts, settings), None)
+    try:
+        yield folder, checkpoint
+    except BaseException:
+        if last_checkpoint(folder) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def start_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> Path:
+    """The empty folder of a new run, which knows its settings and the `facts` that it depends on."""
+    folder = folder_of(output)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    write_record(folder, {"format": FORMAT, "settings": dataclasses.asdict(settings), "facts": dict(facts)})
+    return folder
+
+
+def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> tuple[Path, Path]:
+    """The folder of the run to resume and its last checkpoint; raises `TrainingError` where this would be another run."""
+    folder = folder_of(output)
+    record, checkpoint = read_record(folder), last_checkpoint(folder)
+    if record is None or checkpoint is None:
+        raise TrainingError(f"there is no run to resume in {folder}", remedy="start one without --resume")
+    for field in dataclasses.fields(settings):
+        before, now = record["settings"].get(field.name), getattr(settings, field.name)
+        if before != now and field.name not in FREE_TO_CHANGE:
+            raise TrainingError(f"{flag(field)} was {before} in the run to resume, now it is {now}", remedy="give the same value")
+    for name, now in facts.items():
+        if record["facts"].get(name) != now:
+            raise TrainingError(
+                f"the {name} is not that of the run to resume",
+                why=f"{record['facts'].get(name)} then, {now} now",
+                remedy=f"give the same {name}, or start over with --force",
+            )
+    done = int(checkpoint.name.partition("-")[2])
+    if done >= settings.steps:
+        raise TrainingError(f"the run to resume has done {done} steps already", remedy="ask for more with --steps")
+    write_record(folder, {**record, "settings": dataclasses.asdict(settings)})
+    return folder, checkpoint
+
+
+def finish_folder(run: TrainingRun) -> None:
+    """The folder of a finished run holds its numbers and its curve."""
+    assert run.folder is not None and run.output is not None
+    write_record(run.folder, {**(read_record(run.folder) or {}), **run.to_dict()})
+    with whole_file(run.folder / NUMBERS, force=True) as file:
+        file.write(as_csv(run).encode())
+    name = run.output.stem if run.output.suffix in FILES else run.output.name
+    draw_curves(run.folder / CURVE, {name: run}, f"{name}: {run.objective}")
+
+
+def as_csv(run: TrainingRun) -> str:
+    losses, rates, held_out = dict(run.losses), dict(run.rates), dict(run.eval_losses)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["step", "training_loss", "held_out_loss", "learning_rate"])
+    for step in sorted({*losses, *held_out}):
+        writer.writerow([step, losses.get(step, ""), held_out.get(step, ""), rates.get(step, "")])
+    return text.getvalue()
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) and record.get("format") == FORMAT else None
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    with whole_file(folder / RECORD, force=True) as file:
+        file.write(json.dumps(record, indent=2, ensure_ascii=False).encode())

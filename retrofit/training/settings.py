@@ -1,0 +1,66 @@
+"""What a training run is told: one field an option, with its default, its documentation and the values it admits."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from retrofit.errors import TrainingError
+from retrofit.pipeline.options import option
+
+SCHEDULES = ("linear", "cosine", "constant")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a model is trained on; raises `TrainingError` where a value makes no sense."""
+
+    steps: int = dataclasses.field(metadata={"doc": "optimizer steps in all", "minimum": 1})
+    batch_size: int = option(8, "windows a step", minimum=1)
+    length: int = option(256, "tokens a window", minimum=8)
+    lr: float = option(1e-4, "highest learning rate", minimum=0)
+    warmup: int | None = option(None, "steps until the rate is reached (a twentieth of all steps)", minimum=0)
+    schedule: str = option("linear", "how the rate goes down after that", choices=SCHEDULES)
+    weight_decay: float = option(0.0, "AdamW's weight decay", minimum=0)
+    eval_fraction: float = option(0.05, "share of the text held out for evaluation, up to 512 windows; 0 for none", minimum=0)
+    eval_every: int | None = option(None, "steps between evaluations (a tenth of all steps)", minimum=1)
+    save_every: int | None = option(None, "steps between checkpoints (as evaluations)", minimum=1)
+    seed: int = option(0, "order of the windows, and what is hidden in them", minimum=0)
+    gradient_checkpointing: bool = option(False, "keep fewer activations: less memory, more time")
+    bf16: bool = option(False, "compute in bfloat16, keep weights as they are")
+    device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, minimum, choices = getattr(self, field.name), field.metadata.get("minimum"), field.metadata.get("choices")
+            if isinstance(value, (int, float)) and not math.isfinite(value):
+                raise TrainingError(f"{flag(field)} {value} is not a finite number", remedy=field.metadata["doc"])
+            if value is not None and minimum is not None and value < minimum:
+                raise TrainingError(f"{flag(field)} {value} is below {minimum}", remedy=f"give at least {minimum}")
+            if choices and value not in choices:
+                raise TrainingError(f"{flag(field)} {value} is not known", remedy=f"choose one of {', '.join(choices)}")
+        if self.eval_fraction >= 1:
+            raise TrainingError(
+                f"--eval-fraction {self.eval_fraction} leaves no text to train on", remedy="give a share below 1, such as 0.05"
+            )
+
+    @property
+    def warmup_steps(self) -> int:
+        return math.ceil(self.steps / 20) if self.warmup is None else self.warmup
+
+    @property
+    def eval_steps(self) -> int:
+        return max(1, self.steps // 10) if self.eval_every is None else self.eval_every
+
+    @property
+    def save_steps(self) -> int:
+        return self.eval_steps if self.save_every is None else self.save_every
+
+
+FREE_TO_CHANGE = ("steps", "eval_every", "save_every", "device", "warmup")  # between a run and its resumption
+
+
+def flag(field: dataclasses.Field[Any]) -> str:
+    """The option of the command line that sets a field."""
+    return f"--{field.name.replace('_', '-')}"

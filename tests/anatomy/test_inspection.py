@@ -1,0 +1,210 @@
+"""The anatomy against what is known of each model: its config and its module tree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from support import zoo
+from support.own_models import Own
+from torch import nn
+
+import retrofit
+from retrofit.anatomy.anatomy import Anatomy
+from retrofit.errors import CaptureError, NoTransformerError
+
+
+def anatomy(identity: str, **overrides: object) -> Anatomy:
+    entry = next(entry for entry in zoo.entries() if entry.id == identity)
+    model = zoo.build(entry, device="meta", **overrides)
+    inputs = {name: value.to("meta") for name, value in zoo.inputs(entry, zoo.build(entry)).items()}
+    return retrofit.inspect(model, inputs)
+
+
+def roles(layer) -> list[str]:
+    return [branch.role for branch in layer.branches]
+
+
+ATTENTION_FFN = ["self-attention", "ffn"]
+
+SINGLE_STACKS = {  # norm layout, projections, heads: what the papers of these models say
+    "causal/llama": ("decoder", True, ATTENTION_FFN, ["q", "k", "v", "out"], True),
+    "causal/gpt2": ("decoder", True, ATTENTION_FFN, ["qkv", "out"], False),
+    "causal/gptj": ("decoder", True, ATTENTION_FFN, ["q", "k", "v", "out"], False),  # attention and FFN in parallel
+    "causal/gpt_neox": ("decoder", True, ATTENTION_FFN, ["qkv", "out"], False),  # parallel, fused
+    "causal/gemma2": ("decoder", True, ATTENTION_FFN, ["q", "k", "v", "out"], True),  # norms before and after each branch
+    "causal/falcon": ("decoder", True, ATTENTION_FFN, ["qkv", "out"], False),  # multi-query
+    "causal/bloom": ("decoder", True, ATTENTION_FFN, ["qkv", "out"], False),  # ALiBi, baddbmm
+    "causal/opt": ("decoder", True, ATTENTION_FFN, ["q", "k", "v", "out"], False),
+    "causal/doge": ("decoder", True, ATTENTION_FFN, None, True),  # scaled residuals
+    "masked/bert": ("encoder", False, ATTENTION_FFN, ["q", "k", "v", "out"], False),  # norms after, FFN over two modules
+    "masked/deberta-v2": ("encoder", False, ATTENTION_FFN, None, False),  # relative positions inside the scores
+    "masked/mpnet": ("encoder", False, ATTENTION_FFN, ["q", "k", "v", "out"], False),
+    "image/vit": ("encoder", False, ATTENTION_FFN, ["q", "k", "v", "out"], False),
+}
+
+
+@pytest.mark.parametrize("identity", SINGLE_STACKS)
+def test_one_stack_of_attention_and_ffn(identity: str) -> None:
+    kind, causal, branches, projections, gated = SINGLE_STACKS[identity]
+    found = anatomy(identity)
+    (stack,) = found.stacks
+    config = found.model.config
+    assert (stack.kind, stack.causal) == (kind, causal)
+    assert len(stack.layers) == config.num_hidden_layers
+    assert stack.width == config.hidden_size
+    assert len({layer.name for layer in stack.layers}) == len(stack.layers)
+    for layer in stack.layers:
+        assert roles(layer) == branches
+        assert isinstance(found.model.get_submodule(layer.name), nn.Module)
+        assert layer.stream_in == 0 and layer.stream_out in (0, None)
+        assert layer.parameters == sum(parameter.numel() for parameter in found.model.get_submodule(layer.name).parameters())
+        attention, ffn = layer.branches
+        if projections is not None:
+            assert [item.role for item in attention.projections] == projections
+        assert ffn.gated is gated
+        assert ffn.projections[-1].role == "down" and ffn.projections[-1].out_features == stack.width
+
+
+def test_an_encoder_and_a_decoder() -> None:
+    found = anatomy("seq2seq/t5")
+    encoder, decoder = found.stacks
+    assert (encoder.kind, encoder.causal, decoder.kind, decoder.causal) == ("encoder", False, "decoder", True)
+    assert all(roles(layer) == ATTENTION_FFN for layer in encoder.layers)
+    assert all(roles(layer) == ["self-attention", "cross-attention", "ffn"] for layer in decoder.layers)
+    assert {item.role for item in decoder.layers[0].attentions[1].projections} == {"q", "k", "v", "out"}
+    assert {part.parameter for part in found.embeddings} == {found.head.parameter}  # one table, tied to the head
+    assert any("lm_head.weight" in group and "shared.weight" in group for group in found.tied)
+
+
+def test_layers_shared_across_depth() -> None:
+    (stack,) = anatomy("masked/albert").stacks
+    assert len({layer.name for layer in stack.layers}) == 1
+    assert [layer.call for layer in stack.layers] == list(range(len(stack.layers)))
+
+
+def test_a_factorised_embedding_is_not_the_streams_width() -> None:
+    found = anatomy("masked/electra")
+    assert found.embedding.shape[1] == found.model.config.embedding_size
+
+
+def test_mixtures_of_experts_and_their_routers_are_no_attention() -> None:
+    found = anatomy("causal/mixtral")
+    config = found.model.config
+    for layer in found.layers:
+        assert roles(layer) == ["self-attention", "moe"]
+        router = next(item for item in layer.branches[1].projections if item.role == "router")
+        assert (router.in_features, router.out_features) == (config.hidden_size, config.num_local_experts)
+
+
+def test_other_mixers_are_named_so() -> None:
+    assert {role for layer in anatomy("causal/mamba").layers for role in roles(layer)} == {"other mixer"}
+    hybrid = {tuple(roles(layer)) for layer in anatomy("causal/jamba").layers}
+    assert any(kinds[0] == "other mixer" for kinds in hybrid) and any(kinds[0] == "self-attention" for kinds in hybrid)
+
+
+def test_latent_attention_keeps_its_roles() -> None:
+    for layer in anatomy("causal/deepseek_v3").layers:
+        assert layer.branches[0].role == "self-attention"
+        assert layer.branches[0].projections[-1].role == "out"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_every_attention_implementation_looks_alike(implementation: str) -> None:
+    (stack,) = anatomy("causal/llama", attn_implementation=implementation).stacks
+    assert stack.causal and all(roles(layer) == ATTENTION_FFN for layer in stack.layers)
+    assert [item.role for item in stack.layers[0].attentions[0].projections] == ["q", "k", "v", "out"]
+
+
+def test_a_model_nobody_has_heard_of() -> None:
+    found = retrofit.inspect(Own())
+    (stack,) = found.stacks
+    assert [layer.name for layer in stack.layers] == ["b.0", "b.1", "b.2"]
+    assert all(roles(layer) == ATTENTION_FFN for layer in stack.layers)
+    assert (found.embedding.name, found.head.name, stack.kind) == ("a", "c", "encoder")
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.one, self.two = nn.Embedding(9, 8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        y = self.table(ids)
+        return y + self.two(torch.relu(self.one(y)))
+
+
+def test_no_transformer_says_what_was_seen() -> None:
+    with pytest.raises(NoTransformerError, match="no residual stream") as caught:
+        retrofit.inspect(Perceptron())
+    assert "1 chain" in caught.value.why
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self.table(ids).numpy())
+
+
+def test_what_cannot_be_captured_says_why() -> None:
+    with pytest.raises(CaptureError, match="could not be captured") as caught:
+        retrofit.inspect(Failing())
+    assert caught.value.why and caught.value.remedy
+
+
+class Branching(nn.Module):
+    """A layer whose code asks what is in a tensor."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden_states) if hidden_states.abs().sum() >= 0 else hidden_states
+
+
+def test_code_that_branches_on_values_is_captured_with_them_and_rewritten() -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=99)).eval()
+    found = retrofit.inspect(model)
+    for block in model.transformer.h:
+        block.mlp = Branching(block.mlp)
+    branching = retrofit.inspect(model)
+    assert branching.program.branches and not found.program.branches
+    roles = [[branch.role for layer in one.layers for branch in layer.branches] for one in (found, branching)]
+    assert roles[0] == roles[1]
+    ids = torch.arange(24)[None]
+    before = model(ids).logits
+    rewritten = retrofit.apply(model, "altup(k=2)", verify=False)  # it could not be built again from its class
+    torch.testing.assert_close(rewritten(ids).logits, before, atol=1e-5, rtol=1e-4)
+
+
+def test_inspection_leaves_the_model_alone_and_copies_no_weight() -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=99)).train()
+    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    before = {name: (parameter.data_ptr(), parameter._version) for name, parameter in model.named_parameters()}
+    retrofit.inspect(model)
+    assert model.training and model.config.use_cache
+    assert before == {name: (parameter.data_ptr(), parameter._version) for name, parameter in model.named_parameters()}
+    assert hooks == sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_the_graph_is_the_data_flow() -> None:
+    found = anatomy("causal/gpt2")
+    graph = found.graph
+    layer = found.stacks[0].layers[1]
+    assert graph.has_node(layer.entry) and graph.has_node(layer.exit)
+    assert graph.nodes[found.head.node]["module"] == found.head.name
+    assert all(graph.nodes[name]["shape"][-1] == found.width for name in (layer.entry, layer.exit))
+
+
+def test_layers_reached_through_a_slice_are_found_where_modules_are_shared() -> None:
+    """One module under two names makes the tracer write down the way that the code went, slices of module lists included."""
+    entry = zoo.entry("causal/llama")  # its code runs over layers[:n]
+    model = zoo.build(entry)
+    for layer in model.model.layers[1:]:
+        layer.mlp.act_fn = model.model.layers[0].mlp.act_fn
+    found = retrofit.inspect(model, example_inputs=zoo.inputs(entry, model))
+    assert [layer.name for layer in found.stacks[0].layers] == [f"model.layers.{depth}" for depth in range(4)]

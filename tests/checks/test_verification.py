@@ -1,0 +1,451 @@
+"""What `verify` reports of models that nothing is wrong with, and of the pieces it is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import weakref
+import zlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny_models import Plain, bert, gpt2, llama, t5, vit
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import retrofit
+from retrofit.anatomy.sites import Site
+from retrofit.checks.cache import Decoded, difference, own_failing
+from retrofit.checks.fingerprint import Fingerprint, checksum, fingerprints
+from retrofit.checks.gradients import Gradients, among_idle, gradients, nudged, thawed
+from retrofit.checks.reference import Reference
+from retrofit.checks.tracing import trace
+from retrofit.checks.verification import CHECKS, check_rewrite
+from retrofit.errors import RetrofitError
+from retrofit.pipeline.protocol import Rewrite
+from retrofit.program.capture import capture
+from retrofit.program.cost import cost_of
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.surgery.edit import Fate
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+# ── Models that nothing is wrong with ────────────────────────────────────────────────────────────────────────────────────────────
+
+SKIPPED: dict[Callable[[], nn.Module], set[str]] = {
+    gpt2: set(),
+    llama: set(),
+    bert: {"causality", "cache"},
+    t5: set(),
+    vit: {"causality", "padding", "cache"},
+    Plain: {"cache"},
+}
+
+
+@pytest.mark.parametrize("build", SKIPPED, ids=lambda build: build.__name__)
+def test_dense_models_pass(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    report = retrofit.verify(model, Reference.of(model))
+    assert {check.name for check in report.checks if check.status == "skipped"} == SKIPPED[build], str(report)
+    assert report.ok, str(report)
+
+
+def test_without_a_reference_only_the_parameters_go_unchecked() -> None:
+    report = retrofit.verify(llama())
+    assert report.ok, str(report)
+    assert [check.name for check in report.checks if check.status == "skipped"] == ["parameters"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dense_models_pass_in_other_dtypes(dtype: torch.dtype) -> None:
+    model = llama().to(dtype)
+    report = retrofit.verify(model, Reference.of(model))
+    assert report.ok, str(report)
+
+
+def test_a_frozen_model_has_no_gradients_to_check() -> None:
+    report = retrofit.verify(llama().requires_grad_(False), checks=("gradients",))
+    assert report["gradients"].status == "skipped"
+
+
+def test_a_model_that_ignores_padding_is_held_to_what_it_gave_when_dense() -> None:
+    model = Plain(honest=False)
+    reference = Reference.of(model)
+    report = retrofit.verify(model, reference, checks=("padding",))
+    assert report.ok and "does not agree with itself" in report["padding"].why
+    model.value.weight.data += 0.1
+    assert not retrofit.verify(model, reference, checks=("padding",)).ok
+
+
+class Positioned(Plain):
+    """Learned positions that count from the first column, padding or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(16, 8)
+
+    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        positions = self.positions(torch.arange(ids.shape[1]))
+        handle = self.embedding.register_forward_hook(lambda module, args, output: output + positions)
+        try:
+            return super().forward(ids, attention_mask)
+        finally:
+            handle.remove()
+
+
+def test_a_model_that_cannot_be_told_its_positions_is_not_blamed_for_padding_on_the_left() -> None:
+    (check,) = retrofit.verify(Positioned(), checks=("padding",)).checks
+    assert check.status == "passed" and "left: it cannot be told the positions" in check.why
+
+
+class Lagging(nn.Module):
+    """A layer that adds the token before, which it keeps beside the cache: beams do not move it, or (`forgets`) it is not kept."""
+
+    def __init__(self, layer: nn.Module, forgets: bool) -> None:
+        super().__init__()
+        self.layer, self.forgets = layer, forgets
+        self.kept: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
+
+    def forward(self, hidden: torch.Tensor, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        before = None if past_key_values is None or self.forgets else self.kept.get(past_key_values)
+        shifted = torch.cat([torch.zeros_like(hidden[:, :1]) if before is None else before, hidden[:, :-1]], 1)
+        if past_key_values is not None:
+            self.kept[past_key_values] = hidden[:, -1:]
+        return self.layer(hidden + shifted, *args, past_key_values=past_key_values, **kwargs)
+
+
+@pytest.mark.parametrize(("forgets", "way"), [(False, "reordered steps"), (True, "steps")])
+def test_what_a_dense_cache_gets_wrong_is_not_held_against_a_rewrite(forgets: bool, way: str) -> None:
+    model: Any = llama()
+    model.model.layers[0] = Lagging(model.model.layers[0], forgets)
+    reference = Reference.of(model)
+    assert reference.generated is not None and reference.generated.agrees != forgets
+    assert f"the dense model does not agree with itself: {way}" in own_failing(reference, "beam")
+    assert bool(own_failing(reference, "greedy")) == forgets
+    retrofit.apply(model, "sparse-ffn(sparsity=8)", verify=False)
+    report = retrofit.verify(model, reference, checks=("cache",))
+    assert report.ok and f"{way}: the dense model does not agree with itself" in report["cache"].why
+
+
+# ── The report ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Broken(nn.Module):
+    """Runs on nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the forward pass is broken")
+
+
+def test_a_check_that_raises_has_failed_and_says_what_was_raised() -> None:
+    report = retrofit.verify(Broken())
+    failed = {check.name: check.why for check in report.failed}
+    assert {"graph", "function", "causality", "gradients", "cost"} <= failed.keys()
+    assert "the forward pass is broken" in failed["function"]
+
+
+def test_a_dense_model_that_does_not_run_cannot_be_a_reference() -> None:
+    with pytest.raises(RetrofitError, match="Broken does not run on ids 2×11"):
+        Reference.of(Broken())
+
+
+def test_the_report_reads_and_serialises() -> None:
+    report = retrofit.verify(bert())
+    lines = str(report).splitlines()
+    assert [line.split("  ")[0] for line in lines if not line.startswith(" ")][:-1] == list(CHECKS)
+    assert json.loads(json.dumps(report.to_dict()))["ok"] is True
+
+
+def test_only_the_named_checks_are_made() -> None:
+    assert [check.name for check in retrofit.verify(llama(), checks=("cache", "function")).checks] == ["function", "cache"]
+    with pytest.raises(RetrofitError, match="no check called 'speed'"):
+        retrofit.verify(llama(), checks=("speed",))
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(RetrofitError, match="cannot be verified"):
+        retrofit.verify(model)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = llama(attention_dropout=0.5).train()
+    model.model.layers[0].eval()
+    model.register_buffer("count", torch.zeros(3))
+    model.register_forward_pre_hook(lambda module, args: setattr(module, "calls", int(module.count.add_(1).sum())))
+    model(torch.arange(3, 8)[None]).logits.sum().backward()
+    model.count.zero_()
+    model.calls = 0
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    config, modes = model.config.to_dict(), [module.training for module in model.modules()]
+    states = (torch.get_rng_state(), random.getstate(), str(numpy.random.get_state()))
+    assert retrofit.verify(model).checks
+    assert model.calls == 0
+    assert all(parameter.grad is gradients[name] for name, parameter in model.named_parameters())
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    assert model.config.to_dict() == config
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert str(numpy.random.get_state()) == states[2]
+
+
+# ── The reference ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors held anywhere in a structure of dataclasses and containers."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        return [tensor for field in dataclasses.fields(value) for tensor in tensors_in(getattr(value, field.name))]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in tensors_in(item)]
+
+
+def test_the_reference_does_not_hold_the_model() -> None:
+    model = gpt2()
+    reference = Reference.of(model)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert not own & {tensor.untyped_storage().data_ptr() for tensor in tensors_in(reference)}
+    before = [tensor.clone() for tensor in tensors_in(reference)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert all(map(torch.equal, before, tensors_in(reference)))
+    assert not retrofit.verify(model, reference, checks=("function",)).ok
+
+
+def test_an_approximate_rewrite_is_measured_and_not_failed() -> None:
+    model = llama()
+    reference = Reference.of(model)
+    model.lm_head.weight.data.mul_(1.5)
+    rewrite = Rewrite("scaled()", exact=False, sites=(Site("lm_head", "scaled"),))
+    fates = {
+        name: Fate("dropped", "", "scaled") if name == "lm_head.weight" else Fate("kept", name) for name in reference.parameters
+    }
+    report = check_rewrite(model, reference, (rewrite,), fates, checks=("function",))
+    logits = [probe.logits.flatten(0, 1).double() for probe in reference.probes]
+    terms = [(one.softmax(-1) * (one.log_softmax(-1) - (1.5 * one).log_softmax(-1))).sum(-1) for one in logits]  # KL(p ‖ q)
+    assert report.ok
+    assert report["function"].measured == f"KL {torch.cat(terms).mean():.2e} nats, top-1 agreement 100.0%"
+    assert not check_rewrite(model, reference, (dataclasses.replace(rewrite, exact=True),), fates, checks=("function",)).ok
+
+
+# ── Parameters ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
+DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+
+
+@given(shape=SHAPES, dtype=DTYPES)
+@settings(max_examples=40, deadline=None)
+def test_a_checksum_is_that_of_the_bytes_in_order(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    value = torch.randn(shape).to(dtype)
+    assert checksum(value) == zlib.crc32(bytes(value.contiguous().flatten().view(torch.uint8).tolist()))
+
+
+def test_a_checksum_reads_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = torch.randn(50, 7)
+    whole = checksum(value.mT)
+    monkeypatch.setattr("retrofit.checks.fingerprint.ROWS", 16)
+    assert checksum(value.mT) == whole == checksum(value.mT.contiguous())
+
+
+@given(shape=SHAPES, dtype=DTYPES, data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_one_changed_element_is_noticed(shape: tuple[int, ...], dtype: torch.dtype, data: st.DataObject) -> None:
+    value = torch.randn(shape).to(dtype)
+    one = Fingerprint.of(value)
+    assert one.is_of(value.clone()) and one.is_of_scaled(value * 0.25, 0.25) and one.is_of_scaled(value / 3, 1 / 3)
+    changed = value.clone()
+    flat = changed.view(-1)
+    place = data.draw(st.integers(0, flat.numel() - 1))
+    flat[place] = torch.nextafter(flat[place].float(), torch.tensor(9.0)) if dtype == torch.float32 else flat[place] * 1.25 + 1
+    assert not one.is_of(changed) and not one.is_of_scaled(changed * 0.25, 0.25)
+
+
+class Wrapped(nn.Module):
+    """A linear layer, wrapped and widened."""
+
+    def __init__(self, linear: nn.Linear, scale: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2 * linear.in_features, linear.out_features)
+        self.layer.weight.data[:, linear.in_features :] = scale * linear.weight.data
+        self.layer.bias.data.copy_(linear.bias.data)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3, 2.0])
+def test_dense_parameters_are_traced_by_name_and_content(scale: float) -> None:
+    linear, norm = nn.Linear(4, 3), nn.LayerNorm(3)
+    nn.init.normal_(norm.weight)
+    prints = fingerprints(nn.Sequential(linear, norm, nn.Linear(3, 5)))
+    wrapped = Wrapped(linear, scale)
+    model = nn.ModuleDict({"0": wrapped, "norm": norm, "2": nn.Linear(2, 2)})
+    fates = trace(prints, model)
+    assert (fates["0.weight"].kind, fates["0.weight"].name) == ("widened", "0.layer.weight")
+    assert fates["0.weight"].index == (slice(0, 3), slice(4, 8)) and fates["0.weight"].scale == scale
+    assert prints["0.weight"].is_of_scaled(wrapped.layer.weight[fates["0.weight"].index], scale)
+    assert fates["0.bias"] == Fate("moved", "0.layer.bias", "its module was wrapped")
+    assert (fates["1.weight"].kind, fates["1.weight"].name) == ("moved", "norm.weight")
+    assert fates["2.weight"].kind == "dropped"
+
+
+@pytest.mark.parametrize(("exact", "why", "ok"), [(True, "merged", False), (False, "merged", True), (False, "", False)])
+def test_what_is_dropped_needs_a_reason_and_an_approximate_rewrite(exact: bool, why: str, ok: bool) -> None:
+    model = Plain()
+    reference = Reference.of(model)
+    model.value.register_parameter("bias", None)
+    fates = {name: Fate("kept", name) for name in reference.parameters} | {"value.bias": Fate("dropped", "", why)}
+    report = check_rewrite(model, reference, (Rewrite("test()", exact, ()),), fates, checks=("parameters",))
+    assert report.ok is ok, str(report)
+
+
+# ── Gradients ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LowRank(nn.Module):
+    """A linear layer and a low-rank one beside it, which starts at zero: `u` learns once `v` has moved."""
+
+    def __init__(self, linear: nn.Linear, alive: bool = True) -> None:
+        super().__init__()
+        self.layer, self.alive = linear, alive
+        self.u = nn.Parameter(torch.randn(linear.in_features, 2))
+        self.v = nn.Parameter(torch.zeros(2, linear.out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + x @ (self.u if self.alive else self.u.detach()) @ self.v
+
+
+@pytest.mark.parametrize(("second_step", "alive", "ok"), [(("u",), True, True), ((), True, False), (("u",), False, False)])
+def test_a_parameter_may_wait_for_others_when_it_says_so_and_then_must_learn(
+    second_step: tuple[str, ...], alive: bool, ok: bool
+) -> None:
+    model = Plain()
+    reference = Reference.of(model)
+    model.head = LowRank(model.head, alive)
+    values = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    rewrite = Rewrite("low-rank()", True, (Site("head", "low rank"),), new_parameters=2 * 8 + 2 * 31, second_step=second_step)
+    report = check_rewrite(model, reference, (rewrite,), trace(reference.parameters, model))
+    assert report["gradients"].status == ("passed" if ok else "failed"), str(report)
+    assert ok or "head.u (in head: low rank)" in report["gradients"].why
+    assert report["parameters"].status == report["function"].status == "passed"
+    assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
+
+
+def test_what_the_dense_model_did_not_train_is_excused() -> None:
+    model: Any = Plain()
+    model.unused = nn.Parameter(torch.ones(3))
+    report = retrofit.verify(model, Reference.of(model), checks=("gradients",))
+    assert report.ok and "unused" in report["gradients"].why
+    assert retrofit.verify(model, checks=("gradients",)).ok
+
+
+def test_gradients_are_seen_and_not_kept() -> None:
+    model = Plain()
+    model.key.requires_grad_(False)
+    model.value.weight.register_hook(lambda gradient: gradient * float("nan"))
+    inputs = named_inputs(model)
+    found = gradients(model, inputs, model(**inputs).shape)
+    assert (found.trainable, found.broken) == (7, {"value.weight"})
+    assert found.zero == set()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_nudged_parameters_come_back_bit_for_bit_even_after_an_error() -> None:
+    model = Plain()
+    before = model.head.weight.clone()
+
+    def fail() -> None:
+        with nudged(model, {"head.weight"}):
+            assert not torch.equal(model.head.weight, before)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert torch.equal(model.head.weight, before)
+
+
+# ── Decoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("margin", "differs"), [(0.0, False), (1e-7, False), (0.3, True)])
+def test_a_tie_may_be_broken_either_way(margin: float, differs: bool) -> None:
+    logits = torch.tensor([[1.0, 1.0 - margin, -3.0]])
+    plain = Decoded(torch.tensor([[5, 0, 2]]), (logits, torch.tensor([[0.0, 0.0, 1.0]])), None)
+    cached = Decoded(torch.tensor([[5, 1, 0]]), plain.logits, None)
+    assert bool(difference(cached, plain)) is differs
+
+
+# ── Cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("build", [gpt2, llama], ids=lambda build: build.__name__)
+def test_flops_are_those_that_torch_counts(build: Callable[..., Any]) -> None:
+    model = build(attn_implementation="eager").eval()
+    inputs = named_inputs(model)
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    cost = cost_of(capture(model, inputs))
+    tokens = inputs["input_ids"].numel()
+    scalings = 0 if build is gpt2 else cost.flops - counter.get_total_flops()
+    assert cost.tokens == tokens and cost.flops - scalings == counter.get_total_flops()
+    assert cost.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert sum(cost.by_module.values()) == cost.flops
+
+
+class Products(nn.Module):
+    """One of every product that is written in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, 7))
+        self.filter = nn.Conv1d(4, 6, 3, groups=2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = torch.einsum("...kp,kpd->...kd", x.unflatten(-1, (3, 5)), self.weight)  # (2, 4, 3, 7)
+        heads = nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])  # (2, 1, 4, 15)
+        return parts, heads, self.filter(x), torch.addcmul(x, x, x)
+
+
+def test_flops_of_each_kind_of_product() -> None:
+    model = Products()
+    cost = cost_of(capture(model, {"x": torch.randn(2, 4, 15)}))
+    einsum, attention = 2 * (2 * 4) * 3 * 5 * 7, 2 * 2 * 4 * 4 * (15 + 15)
+    convolution, multiply_add = 2 * (2 * 6 * 13) * (2 * 3), 2 * (2 * 4 * 15)
+    assert cost.flops == einsum + attention + convolution + multiply_add
+    assert cost.by_module == {"": einsum + attention + multiply_add, "filter": convolution}
+
+
+def test_new_parameters_where_no_gradient_arrived_before_need_none() -> None:
+    zero = frozenset({"guide.first.w", "guide.second.w", "trunk.first.w"})
+    parameters = dict.fromkeys([*zero, "trunk.second.w"])
+    reference = SimpleNamespace(gradients=Gradients(4, zero, frozenset(), True), parameters=parameters)
+    new = ("guide.first.c1", "guide.third.c1", "trunk.first.c1", "trunk.second.c1", "trunk.third.c1", "c1")
+    subject: Any = SimpleNamespace(reference=reference, new_parameters=new)
+    assert among_idle(subject) == {"guide.first.c1", "guide.third.c1", "trunk.first.c1"}
+
+
+def test_frozen_parameters_are_known_to_be_reached() -> None:
+    model, inputs = llama(), {"input_ids": torch.arange(3, 9)[None]}
+    frozen = [parameter.requires_grad_(False) for parameter in model.model.layers[0].parameters()]
+    with thawed(model):
+        assert not gradients(model, inputs, torch.Size((1, 6, model.config.vocab_size))).zero
+    assert not any(parameter.requires_grad for parameter in frozen)
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == len(list(model.parameters())) - len(frozen)

@@ -1,0 +1,425 @@
+"""The command line at work on real, tiny models: what it writes, what it refuses, what it leaves behind when it fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import retrofit
+from retrofit.cli import main
+from retrofit.errors import RetrofitError, VerificationError
+from retrofit.rewriting import Applied
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+RUN = "import sys; from retrofit.cli import main; sys.exit(main(sys.argv[1:]))"
+UNTOUCHED = """
+from retrofit import rewriting
+rewriting.apply_reported = lambda model, *passes, **options: rewriting.Applied(model, (), None, 1, 1, 1, 1)
+"""
+STALLED = """
+import os, time
+def stall(*arguments, **options):
+    print("writing", flush=True)
+    time.sleep(60)
+os.replace = os.rename = stall
+"""
+IDS = torch.arange(18).reshape(2, 9)
+
+
+def gpt2(seed: int = 0, width: int = 32) -> transformers.GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=3, n_embd=width, n_head=2, vocab_size=300, n_positions=32, bos_token_id=0, eos_token_id=0)
+    ).eval()
+
+
+def llama() -> transformers.LlamaForCausalLM:
+    torch.manual_seed(1)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            num_hidden_layers=3,
+            hidden_size=32,
+            intermediate_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=300,
+            max_position_embeddings=32,
+        )
+    ).eval()
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model in every form."""
+    folder = tmp_path_factory.mktemp("models")
+    retrofit.save(gpt2(), folder / "model.pt")
+    retrofit.save(gpt2(seed=5), folder / "other.pt")
+    gpt2().save_pretrained(folder / "gpt2")
+    llama().save_pretrained(folder / "llama")
+    gpt2(width=16).save_pretrained(folder / "narrow")
+    torch.save(gpt2().state_dict(), folder / "bare.pt")
+    torch.save(gpt2(), folder / "pickled.pt")
+    torch.save(nn.Linear(4, 4), folder / "linear.pt")
+    return folder
+
+
+@pytest.fixture
+def here(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of that folder, which is the current directory."""
+    shutil.copytree(models, tmp_path / "work")
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+@pytest.fixture
+def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must fail without a traceback and without a trace on disk; returns what it said."""
+
+    def run(*arguments: str, code: int = 2) -> str:
+        before = contents(here)
+        assert main(arguments) == code
+        assert contents(here) == before
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return said.err
+
+    return run
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+APPLY = ("apply", "--pass", "altup", "--no-verify")  # what is tested with it is not the check, which takes most of the time
+
+
+# What it does
+
+
+@pytest.fixture(scope="module")
+def rewritten(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder where `retrofit apply` has rewritten model.pt, and what it printed."""
+    folder = tmp_path_factory.mktemp("rewritten")
+    for name in ("model.pt", "other.pt"):
+        shutil.copy(models / name, folder)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "apply", "--pass", "altup", "--k", "2", "model.pt"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder, done.stdout
+
+
+def same_function(rewritten: str | Path, dense: nn.Module) -> None:
+    torch.testing.assert_close(logits(retrofit.load(rewritten)), logits(dense), atol=1e-4, rtol=1e-4)
+
+
+def test_apply_writes_the_rewritten_model_beside_the_dense_one(rewritten: tuple[Path, str], models: Path) -> None:
+    folder, _ = rewritten
+    assert sorted(os.listdir(folder)) == ["model.altup.pt", "model.pt", "other.pt"]
+    assert (folder / "model.pt").read_bytes() == (models / "model.pt").read_bytes()
+    assert [one.name for one in retrofit.recipe(retrofit.load(folder / "model.altup.pt"))] == ["altup"]
+    same_function(folder / "model.altup.pt", gpt2())
+
+
+def test_apply_ends_with_a_table_of_what_it_did(rewritten: tuple[Path, str]) -> None:
+    folder, printed = rewritten
+    counted = [
+        sum(parameter.numel() for parameter in one.parameters()) for one in (gpt2(), retrofit.load(folder / "model.altup.pt"))
+    ]
+    table = dict(line.split("  ", 1) for line in printed.splitlines())
+    assert re.search(r"\d+ sites, the same function", table["rewritten"])
+    assert table["recipe"].strip().startswith("altup(k=2")
+    assert f"{counted[0]:,} → {counted[1]:,}" in table["parameters"]
+    assert re.search(r"[1-9][\d,]* → [1-9][\d,]*", table["FLOPs per token"])
+    assert {"function", "causality", "round trip"} <= set(table["verified"].strip().split(", "))
+    assert table["result"].strip() == "model.altup.pt"
+
+
+def test_a_directory_becomes_a_directory_with_all_but_the_weights_in_it(here: Path) -> None:
+    for name in ("tokenizer.json", "chat_template.jinja", "optimizer.bin"):
+        Path("llama", name).write_text("as it was")
+    before = contents(here)
+    assert main([*APPLY, "llama/"]) == 0
+    after = contents(here)
+    assert {name: after[name] for name in before} == before
+    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"llama.altup"}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= set(os.listdir("llama.altup"))
+    assert Path("llama.altup/tokenizer.json").read_text() == "as it was"
+    assert not Path("llama.altup/optimizer.bin").exists()
+    same_function("llama.altup", llama())
+
+
+def test_passes_are_applied_in_the_order_given_and_start_from_the_seed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    passes = ["--pass", "sum", "--pass", "altup", "--k", "3", "--selection", "same"]
+    assert main(["apply", "--no-verify", "--seed", "3", *passes, "model.pt"]) == 0
+    assert re.search(r"^verified +nothing$", capsys.readouterr().out, re.MULTILINE)
+    rewritten = retrofit.load("model.sum.altup.pt")
+    assert [one.name for one in retrofit.recipe(rewritten)] == ["sum", "altup"]
+    assert (retrofit.recipe(rewritten)[1].k, retrofit.recipe(rewritten)[1].selection) == (3, "same")
+    torch.testing.assert_close(logits(rewritten), logits(gpt2()), atol=1e-4, rtol=1e-4)
+    assert main(["apply", "--no-verify", "--seed", "3", *passes, "model.pt", "-o", "again.pt"]) == 0
+    assert Path("again.pt").read_bytes() == Path("model.sum.altup.pt").read_bytes()
+
+
+def test_verify_tells_the_dense_model_from_another(
+    rewritten: tuple[Path, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rewritten[0])
+    assert main(["verify", "model.altup.pt", "--against", "model.pt"]) == 0
+    assert re.search(r"^function +passed", capsys.readouterr().out, re.MULTILINE)
+    assert main(["verify", "model.altup.pt", "--against", "other.pt"]) == 1
+    assert re.search(r"^function +failed", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_inspect_shows_prints_and_draws(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "llama"]) == 0
+    assert "model.layers" in capsys.readouterr().out
+    assert main(["inspect", "llama", "--json", "--svg", "llama.svg"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [len(stack["layers"]) for stack in found["stacks"]] == [3]
+    assert ElementTree.parse("llama.svg").getroot().tag.endswith("svg")
+    assert main(["inspect", "llama", "--svg", "llama.svg"]) == 2
+    assert main(["inspect", "llama", "--svg", "llama.svg", "--force"]) == 0
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applying passes leaves the model alone: what is tested is what lies before and after."""
+
+    def apply_reported(model: nn.Module, *passes: object, **options: object) -> Applied:
+        return Applied(model, (), None, 1, 1, 1, 1)
+
+    monkeypatch.setattr("retrofit.rewriting.apply_reported", apply_reported)
+
+
+def test_a_bare_state_dict_needs_its_config(here: Path, refused: Callable[..., str], untouched: None) -> None:
+    assert "--config" in refused(*APPLY, "bare.pt")
+    assert main([*APPLY, "--config", "gpt2", "bare.pt"]) == 0
+    same_function("bare.altup.pt", gpt2())
+
+
+def test_a_pickled_module_is_loaded_where_allowed(here: Path, refused: Callable[..., str], untouched: None) -> None:
+    assert "--allow-pickle" in refused(*APPLY, "pickled.pt")
+    assert main([*APPLY, "--allow-pickle", "pickled.pt"]) == 0
+    same_function("pickled.altup.pt", gpt2())
+
+
+@pytest.mark.parametrize(("model", "output"), [("model.pt", "other.pt"), ("gpt2", "narrow")])
+def test_an_output_is_replaced_only_with_force(
+    model: str, output: str, here: Path, refused: Callable[..., str], untouched: None
+) -> None:
+    assert "--force" in refused(*APPLY, model, "-o", output)
+    assert main([*APPLY, model, "-o", output, "--force"]) == 0
+    same_function(output, gpt2())
+
+
+def test_calibration_text_reaches_the_passes_as_ids(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+
+    def remembering(model: nn.Module, *passes: object, calibration: torch.Tensor, **options: object) -> None:
+        given.append(calibration)
+        raise RetrofitError("enough")
+
+    monkeypatch.setattr("retrofit.rewriting.apply_reported", remembering)
+    Path("text.txt").write_text("ab" * 200)
+    assert main([*APPLY, "--calibrate", "text.txt", "model.pt"]) == 2
+    (windows,) = given
+    assert windows.ndim == 2 and windows.numel() > 300
+    a, b = windows[0, :2].tolist()
+    assert (b - a, windows[0].tolist()) == (1, [a, b] * (windows.shape[1] // 2))
+
+
+# What it refuses
+
+
+class Trap:
+    """A pickle that makes a directory when it is loaded."""
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, ("sprung",)
+
+
+@pytest.mark.parametrize("command", [["apply", "--pass", "altup"], ["inspect"], ["verify"]], ids=lambda command: command[0])
+@pytest.mark.parametrize("form", ["pickle", "torch", "inside a checkpoint", "directory"])
+def test_a_malicious_pickle_does_not_run(command: list[str], form: str, here: Path, refused: Callable[..., str]) -> None:
+    if form == "pickle":
+        Path("trap.pt").write_bytes(pickle.dumps(Trap()))
+    elif form == "torch":
+        torch.save(Trap(), "trap.pt")
+    elif form == "inside a checkpoint":
+        checkpoint = torch.load("model.pt", weights_only=True)
+        torch.save({**checkpoint, "recipe": Trap()}, "trap.pt")
+    else:
+        shutil.copytree("gpt2", "trap.pt")
+        Path("trap.pt/model.safetensors").unlink()
+        torch.save({"transformer.wte.weight": Trap()}, "trap.pt/pytorch_model.bin")
+    said = refused(*command, "trap.pt")
+    assert said.startswith("retrofit: error: ")
+    assert "trap.pt" in said
+    assert not Path("sprung").exists()
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "noise", "text", "no config", "config is noise", "truncated weights"])
+def test_a_damaged_model_is_an_error_that_names_it(damage: str, here: Path, refused: Callable[..., str]) -> None:
+    whole, broken = Path("model.pt").read_bytes(), Path("broken.pt")
+    if damage in ("no config", "config is noise", "truncated weights"):
+        shutil.copytree("gpt2", broken)
+        weights = broken / "model.safetensors"
+        {
+            "no config": lambda: (broken / "config.json").unlink(),
+            "config is noise": lambda: (broken / "config.json").write_bytes(b"\x00{"),
+            "truncated weights": lambda: weights.write_bytes(weights.read_bytes()[:1000]),
+        }[damage]()
+    else:
+        half = len(whole) // 2
+        broken.write_bytes({"empty": b"", "truncated": whole[:half], "noise": os.urandom(999), "text": b"a model"}[damage])
+    assert "broken.pt" in refused(*APPLY, "broken.pt")
+
+
+def test_a_config_of_another_model_is_refused(refused: Callable[..., str]) -> None:
+    said = refused(*APPLY, "--config", "narrow", "bare.pt")
+    assert "bare.pt" in said
+    assert "why:" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--k", "two"], ["k='two'", "whole number"]),
+        (["--k", "1"], ["k=1", "below 2"]),
+        (["--selection", "random"], ["selection=random", "alternating"]),
+        (["--layers-of-nothing", "2"], ["unknown option --layers-of-nothing", "retrofit passes altup"]),
+    ],
+    ids=" ".join,
+)
+def test_an_option_out_of_range_is_named(arguments: list[str], says: list[str], refused: Callable[..., str]) -> None:
+    said = refused(*APPLY, *arguments, "model.pt")
+    assert all(part in said for part in says)
+
+
+def test_what_is_no_transformer_is_left_alone(refused: Callable[..., str]) -> None:
+    said = refused(*APPLY, "--allow-pickle", "linear.pt")
+    assert "why:" in said
+
+
+def test_a_rewrite_that_fails_its_checks_is_not_written(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*arguments: object, **options: object) -> None:
+        raise VerificationError("altup(k=2): the logits moved", why="by 3.0")
+
+    monkeypatch.setattr("retrofit.rewriting.apply_reported", failing)
+    assert "the logits moved" in refused(*APPLY, "model.pt", code=1)
+
+
+# What it leaves behind
+
+
+@pytest.mark.parametrize(("model", "output"), [("model.pt", "out.pt"), ("gpt2", "out")])
+def test_a_full_disk_leaves_everything_as_it_was(
+    model: str, output: str, here: Path, refused: Callable[..., str], untouched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        for name in ("replace", "rename"):
+            patched.setattr(os, name, full)
+        assert output in refused(*APPLY, model, "-o", output)
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.save", full)
+        patched.setattr("safetensors.torch.save_file", full)
+        patched.setattr("transformers.modeling_utils.safe_save_file", full)
+        said = refused(*APPLY, model, "-o", output)
+    assert output in said
+    assert "no space left" in said.lower()
+
+
+@pytest.mark.parametrize(("model", "output"), [("model.pt", "out.pt"), ("gpt2", "out")])
+def test_a_write_that_the_system_stops_leaves_everything_as_it_was(model: str, output: str, here: Path) -> None:
+    before = contents(here)
+    limit = 30_000  # bytes a file may have: enough for a config, too few for the weights
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    command = [sys.executable, "-c", UNTOUCHED + RUN, *APPLY, model, "-o", output]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limited, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert output in done.stderr
+    assert "Traceback" not in done.stderr
+    assert contents(here) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "output"),
+    [
+        ("SIGINT", "gpt2", "out"),
+        ("SIGTERM", "model.pt", "out.pt"),
+        pytest.param("SIGINT", "model.pt", "out.pt", marks=pytest.mark.long),
+    ],
+)
+def test_an_interrupt_leaves_nothing_half_written(name: str, model: str, output: str, here: Path) -> None:
+    before = contents(here)
+    heeding = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"  # it may be inherited as ignored
+    command = [sys.executable, "-c", heeding + UNTOUCHED + STALLED + RUN, *APPLY, model, "-o", output]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as work:
+        assert work.stdout is not None and work.stdout.readline() == "writing\n", work.stderr and work.stderr.read()
+        during = contents(here)
+        work.send_signal(signal.Signals[name])
+        _, message = work.communicate(timeout=60)
+    assert during != before, "nothing was being written when the signal came"
+    assert (work.returncode, message) == (128 + signal.Signals[name], "retrofit: interrupted\n")
+    assert contents(here) == before
+
+
+# The README
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def test_the_commands_of_the_readme_work(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("gpt2").rename("model")
+    Path("text.txt").write_text(README * 20, encoding="utf-8")
+    lines = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
+    assert {line[1] for line in lines} == {"apply", "inspect", "verify", "train", "passes", "export"}
+    for line in lines:
+        assert line[0] == "retrofit"
+        small = {"200": "2"}  # steps: what is tested is that the command works, not that it trains well
+        arguments = [small.get(argument, argument) for argument in line[1:]]
+        if arguments[0] == "train":
+            arguments += ["--length", "16"]
+        assert main(arguments) == 0, (line, capsys.readouterr().err)
+
+
+def test_the_python_of_the_readme_works(tmp_path: Path) -> None:
+    (code,) = blocks("python")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "AltUp(k=2" in done.stdout

@@ -1,0 +1,128 @@
+"""The table and the drawing of real models, checked against their configs and their parameters."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.drawings import SVG, apart, box, drawing, labels, layers_told, parameters_told, within
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy.inspection import inspect
+from retrofit.drawing.placement import Placement
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 8}
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(vocab_size=1000, num_key_value_heads=2, tie_word_embeddings=True, **SIZES))
+
+
+def seven_billion() -> nn.Module:
+    with torch.device("meta"):
+        return MistralForCausalLM(MistralConfig())
+
+
+def bert() -> nn.Module:
+    return BertForMaskedLM(BertConfig(vocab_size=1000, **SIZES))
+
+
+def t5() -> nn.Module:
+    sizes: dict[str, Any] = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 3, "num_decoder_layers": 4, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(vocab_size=1000, **sizes))
+
+
+def vit() -> nn.Module:
+    return ViTForImageClassification(ViTConfig(image_size=64, patch_size=16, **SIZES))
+
+
+def jamba() -> nn.Module:
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": 8, "mamba_d_state": 4, "mamba_dt_rank": 4}
+    return JambaForCausalLM(JambaConfig(vocab_size=1000, num_experts=4, num_key_value_heads=2, **sizes))
+
+
+LAYERS = {llama: [4], seven_billion: [32], bert: [4], t5: [3, 4], vit: [4], jamba: [8]}
+each = pytest.mark.parametrize("build", LAYERS, ids=lambda build: build.__name__)
+
+
+@functools.cache
+def anatomy_of(build: Callable[[], nn.Module]) -> Anatomy:
+    short = {"input_ids": torch.arange(6).view(2, 3)}  # a state-space layer is as long a graph as the sequence
+    return inspect(build(), short if build is jamba else None)
+
+
+@each
+def test_the_table_counts_every_layer_and_every_parameter_once(build: Callable[[], nn.Module]) -> None:
+    anatomy = anatomy_of(build)
+    text = str(anatomy)
+    total = sum(parameter.numel() for parameter in anatomy.model.parameters())
+    assert layers_told(text) == LAYERS[build]
+    assert parameters_told(text) == total
+    assert text.startswith(f"{type(anatomy.model).__name__} · {total:,} parameters · width {anatomy.width}")
+    assert max(map(len, text.split("\n"))) <= 100
+
+
+def test_the_table_in_the_documentation_is_the_real_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
+    assert textwrap.indent(str(anatomy_of(seven_billion)), "    ") in page
+
+
+@each
+def test_the_drawing_has_no_collisions(build: Callable[[], nn.Module]) -> None:
+    boxes = [box(rect) for rect in drawing(anatomy_of(build)).iter(f"{SVG}rect")]
+    for one, other in itertools.combinations(boxes, 2):
+        assert apart(one, other) or within(one, other) or within(other, one)
+
+
+def test_what_a_person_looks_for_is_there() -> None:
+    small, large, encoder_decoder = (labels(drawing(anatomy_of(build))) for build in (llama, seven_billion, t5))
+    assert {"8 heads, 2 for k and v", "k, v 64→16", "gate, up 64→160", "×4", "Layers 0–3", "tied", "input_ids", "logits"} <= {
+        *small
+    }
+    assert {"32 heads, 8 for k and v", "q, out 4096→4096", "down 14336→4096", "×32", "218 M each", "32000 × 4096"} <= {*large}
+    assert {"Cross-attention", "Layers 1–2", "×2", "Layers 1–3", "×3", "decoder_input_ids", "tied"} <= {*encoder_decoder}
+
+
+def test_pre_norm_and_post_norm_are_told_apart() -> None:
+    before, after = (anatomy_of(build) for build in (llama, bert))
+    norms = Placement(before).norms(before.stacks[0].layers[2])
+    assert norms.before == {0: ("model.layers.2.input_layernorm",), 1: ("model.layers.2.post_attention_layernorm",)}
+    norms = Placement(after).norms(after.stacks[0].layers[2])
+    assert norms.stream == {0: ("bert.encoder.layer.2.attention.output.LayerNorm",), 1: ("bert.encoder.layer.2.output.LayerNorm",)}
+
+
+def test_the_decoder_reads_the_encoder() -> None:
+    anatomy = anatomy_of(t5)
+    placement = Placement(anatomy)
+    cross = [branch for layer in anatomy.stacks[1].layers for branch in layer.branches if branch.role == "cross-attention"]
+    assert [placement.read_by(1, branch) for branch in cross] == [[0]] * 4
+    assert [placement.feeding(index) for index in (0, 1)] == [[], []]
+
+
+def test_parameters_that_no_output_hangs_on_are_counted_elsewhere() -> None:
+    model = llama()
+    model.forgotten = nn.Linear(3, 5)
+    assert "parameters of no part above" in str(inspect(model))
+    assert parameters_told(str(inspect(model))) == sum(parameter.numel() for parameter in model.parameters())
+    assert "elsewhere" not in str(anatomy_of(llama))

@@ -1,0 +1,196 @@
+"""The wrapped layer by itself, against plain loops over tokens written from Alg. 2 of the supplement."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from retrofit.errors import DoesNotFitError
+from retrofit.passes.sequence_altup.layer_arguments import Follows, Handed, learn
+from retrofit.passes.sequence_altup.strided_layers import AveragePoolingLayer, SequenceAltUpLayer, StrideAndSkipLayer
+
+D = 4
+FOLLOWS = {
+    ("mask",): Follows(4, (2, 3), 0, tells=True),
+    ("positions",): Follows(2, (1,), 0),
+}
+
+
+class Attention(nn.Module):
+    """x + attention(x), with positions added to the queries and keys, and a mask that is a boolean, added, or none (causal)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(D, 3 * D)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, positions: Tensor | None = None) -> tuple[Tensor, str]:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if positions is not None:
+            q, k = (z + torch.sin(positions.unsqueeze(-1) * torch.arange(1, D + 1) / 7) for z in (q, k))
+        y = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], mask, is_causal=mask is None)
+        return x + y[:, 0], "the rest"
+
+
+def wrapped(kind: Any, k: int, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    layer = kind(Attention().double(), k, stream_in=0, stream_out=0, follows=FOLLOWS)
+    with torch.no_grad():
+        for parameter in layer.parameters(recurse=False):
+            parameter.add_(torch.rand_like(parameter))
+    return layer
+
+
+def causal(length: int) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+
+
+def alone(layer: Any, x: Tensor, positions: Tensor, causally: bool) -> Tensor:
+    """Alg. 2, one token after the other, for one sequence without padding: (T, d)."""
+    k, length = layer.k, len(x)
+    kept = list(range(0, length, k))
+    seen = torch.stack([x[i : i + k].mean(0) if isinstance(layer, AveragePoolingLayer) else x[i] for i in kept])
+    mask = causal(len(kept)) if causally else None
+    full = torch.ones(1, 1, len(kept), len(kept), dtype=torch.bool) if mask is None else mask
+    made = layer.layer(seen[None], full, positions[kept][None])[0][0]
+    rows = []
+    for i in range(length):
+        if isinstance(layer, AveragePoolingLayer):
+            rows.append(made[i // k])
+        elif isinstance(layer, StrideAndSkipLayer):
+            rows.append(made[i // k] if i % k == 0 else x[i])
+        else:
+            anchor = i // k * k
+            predicted = layer.a1 * x[i] + layer.a2 * x[anchor]
+            at_anchor = layer.a1 * x[anchor] + layer.a2 * x[anchor]
+            rows.append(predicted + layer.b * (made[i // k] - at_anchor))
+    return torch.stack(rows)
+
+
+KINDS = [SequenceAltUpLayer, StrideAndSkipLayer, AveragePoolingLayer]
+
+
+@given(length=st.integers(1, 13), k=st.integers(1, 15), kind=st.sampled_from(KINDS), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=60)
+def test_without_padding_it_is_algorithm_2(length: int, k: int, kind: Any, seed: int) -> None:
+    layer = wrapped(kind, k, seed)
+    x, positions = torch.randn(2, length, D, dtype=torch.double), torch.arange(3, 3 + length).expand(2, -1)
+    causally = kind is not AveragePoolingLayer
+    mask = None if causally else torch.ones(2, 1, length, length, dtype=torch.bool)
+    y, rest = layer(x, mask, positions=positions)
+    expected = torch.stack([alone(layer, row, positions[0], causally) for row in x])
+    torch.testing.assert_close(y, expected)
+    assert rest == "the rest"
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=4),
+    k=st.integers(1, 6),
+    kind=st.sampled_from(KINDS),
+    added=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None, max_examples=80)
+def test_padding_on_either_side_changes_nothing(lengths: Any, k: int, kind: Any, added: bool, seed: int) -> None:
+    layer, causally = wrapped(kind, k, seed), kind is not AveragePoolingLayer
+    width = max(sum(one) for one in lengths)
+    x = torch.randn(len(lengths), width, D, dtype=torch.double)
+    real = torch.zeros(len(lengths), width, dtype=torch.bool)
+    for row, (left, length, _) in enumerate(lengths):
+        real[row, left : left + length] = True
+    positions = (real.cumsum(1) - 1).clamp(min=0)
+    mask: Tensor = real[:, None, None, :] & (causal(width) if causally else torch.ones(width, width, dtype=torch.bool))
+    if added:
+        mask = torch.zeros_like(mask, dtype=torch.double).masked_fill(~mask, torch.finfo(torch.double).min)
+    y, _ = layer(x, mask, positions=positions)
+    assert bool(y[real].isfinite().all())
+    for row in range(len(lengths)):
+        expected = alone(layer, x[row, real[row]], positions[row, real[row]], causally)
+        torch.testing.assert_close(y[row, real[row]], expected)
+
+
+def test_gradients_reach_everything_through_padding() -> None:
+    layer = wrapped(SequenceAltUpLayer, 3)
+    x = torch.randn(2, 8, D, dtype=torch.double, requires_grad=True)
+    real = torch.tensor([[False] * 5 + [True] * 3, [True] * 8])
+    y, _ = layer(x, real[:, None, None, :] & causal(8), positions=real.long().cumsum(1))
+    y[real].square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert bool(parameter.grad.isfinite().all()) and bool(parameter.grad.any()), name
+    assert x.grad is not None and not bool(x.grad[~real].any())
+
+
+def test_at_the_start_k_1_is_the_layer_and_a2_waits_for_b() -> None:
+    torch.manual_seed(0)
+    layer = SequenceAltUpLayer(Attention().double(), 1, stream_in=0, stream_out=0, follows=FOLLOWS)
+    x = torch.randn(2, 5, D, dtype=torch.double)
+    torch.testing.assert_close(layer(x)[0], layer.layer(x)[0])
+    assert [(p.item(), tuple(p.shape)) for p in (layer.a1, layer.a2, layer.b)] == [(1, (1,)), (0, (1,)), (1, (1,))]
+    strided = SequenceAltUpLayer(Attention().double(), 3, stream_in=0, stream_out=0, follows=FOLLOWS)
+    strided(x)[0].square().sum().backward()
+    assert float(strided.a2.grad.abs()) < 1e-12 < float(strided.a1.grad.abs()) and float(strided.b.grad.abs()) > 1e-6  # type: ignore[union-attr]
+
+
+def test_the_layer_gets_anchors_only() -> None:
+    layer, calls = wrapped(SequenceAltUpLayer, 4), []
+    layer.layer.register_forward_pre_hook(lambda module, args: calls.append([tuple(value.shape) for value in args]))
+    layer(torch.randn(2, 10, D, dtype=torch.double), torch.ones(1, 1, 10, 10, dtype=torch.bool), torch.arange(10)[None])
+    assert calls == [[(2, 3, D), (1, 1, 3, 3), (1, 3)]]
+
+
+def test_an_argument_nobody_knows_is_refused() -> None:
+    layer = wrapped(StrideAndSkipLayer, 2)
+    with pytest.raises(DoesNotFitError, match="states of shape"):
+        layer(torch.randn(1, 4, D, dtype=torch.double), states=torch.zeros(1, 4, 4))
+    mask = torch.ones(2, 1, 4, 4, dtype=torch.bool) & torch.tensor([0, 1, 1, 1]).bool()
+    layer.follows[("table",)] = Follows(2, (0,), None)
+    with pytest.raises(DoesNotFitError, match="rows keep tokens at different positions"):
+        layer(torch.randn(2, 4, D, dtype=torch.double), mask, table=torch.zeros(4, D))
+
+
+def test_integers_that_are_passed_on_follow_the_tokens() -> None:
+    """Some models hand their labels to every layer, which has no name for them."""
+    x, labels = torch.randn(2, 5, D, dtype=torch.double), torch.arange(10).view(2, 5)
+    handed = Handed.of((x,), {"labels": labels}, ("x", "mask"), ("x",), {})
+    assert torch.equal(handed.tensors[("labels",)][0], labels)
+    assert handed.tensors[("labels",)][1].positions == (1,)
+    for name, value in {"mask": labels, "others": labels[:, :4], "values": x}.items():
+        with pytest.raises(DoesNotFitError, match="handed " + name):
+            Handed.of((x,), {name: value}, ("x", "mask"), ("x",), {})
+
+
+def test_what_follows_the_tokens_is_learnt_from_two_calls() -> None:
+    one = {("x",): (2, 11, 8), ("mask",): (2, 1, 11, 11), ("alibi",): (6, 1, 11), ("cos", 0): (1, 11, 8), ("bias",): (11, 8)}
+    two = {("x",): (4, 19, 8), ("mask",): (4, 1, 19, 19), ("alibi",): (12, 1, 19), ("cos", 0): (1, 19, 8), ("bias",): (11, 8)}
+    sizes = [{path: torch.Size(size) for path, size in shapes.items()} for shapes in (one, two)]
+    found = learn(sizes[0], sizes[1], ("x",))
+    assert {path[0]: (how.positions, how.batch) for path, how in found.items()} == {
+        "x": ((1,), 0),
+        "mask": ((2, 3), 0),
+        "alibi": ((2,), 0),
+        "cos": ((1,), None),
+        "bias": ((), None),
+    }
+
+
+def test_heads_may_be_folded_into_the_rows() -> None:
+    """A bias (batch · heads, 1, keys), as ALiBi's, keeps each row's own anchors."""
+    from retrofit.passes.sequence_altup.anchors import take
+
+    bias = torch.arange(2 * 3 * 5).view(6, 1, 5)
+    taken = take(bias, 2, torch.tensor([[0, 2], [1, 3]]), 0)
+    assert torch.equal(taken, torch.cat([bias[:3, :, [0, 2]], bias[3:, :, [1, 3]]]))
+
+
+def test_it_can_be_copied_and_pickled() -> None:
+    layer = wrapped(SequenceAltUpLayer, 3)
+    x = torch.randn(1, 7, D, dtype=torch.double)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert torch.equal(twin(x)[0], layer(x)[0])

@@ -1,0 +1,334 @@
+"""The sparse-ffn pass on whole models: its start, what calibration is worth, and what goes on working afterwards."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from support.feed_forward_models import IDS, Gated, Model, Plain
+
+import retrofit
+from retrofit.errors import DoesNotFitError, SpecError
+from retrofit.passes import AltUp, SparseFFN
+from retrofit.passes.sparse_ffn.sparse_ffn import Contributions, Controller, Moments, SparseFeedForward, leading
+from retrofit.rewriting import apply_reported
+
+# Plain and gated, fused and Conv1D, with and without bias, parallel, spread over two modules, shared across depth, images.
+MODELS = "causal/llama causal/gpt2 causal/glm causal/phi masked/bert masked/albert seq2seq/t5 image/vit".split()
+
+
+def build(name: str, **how: int) -> tuple[Any, dict[str, Any]]:
+    entry = zoo.entry(name)
+    model = zoo.build(entry)
+    return model, zoo.inputs(entry, model, **how)
+
+
+def blocks_of(model: torch.nn.Module) -> list[SparseFeedForward]:
+    return [module for module in model.modules() if isinstance(module, SparseFeedForward)]
+
+
+@torch.no_grad()
+def logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    return zoo.logits(model(**inputs)).clone()
+
+
+def stack(gated: bool, layers: int = 2, d: int = 16, d_ff: int = 96) -> Model:
+    torch.manual_seed(0)
+    kind = Gated if gated else Plain
+    return Model(d, *(kind(d, d_ff, "relu", True) for _ in range(layers))).eval()
+
+
+# ── The start ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_of_one_are_the_dense_function(name: str) -> None:
+    model, inputs = build(name)
+    expected = logits(model, inputs)
+    (rewrite,) = apply_reported(
+        model, SparseFFN(sparsity=1), example_inputs=inputs, verify=False, calibration=None, count_flops=False
+    ).rewrites
+    torch.testing.assert_close(logits(model, inputs), expected, atol=1e-5, rtol=1e-4)
+    assert blocks_of(model) and rewrite.exact and rewrite.new_parameters == 0 and not rewrite.skipped
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_controller_is_all_that_is_new_and_the_weights_are_the_dense_ones(name: str) -> None:
+    model, inputs = build(name)
+    before = sum(parameter.numel() for parameter in model.parameters())
+    (rewrite,) = apply_reported(
+        model, SparseFFN(sparsity=4, rank=3), example_inputs=inputs, verify=False, calibration=[inputs], count_flops=False
+    ).rewrites
+    expected = sum(block.width * 3 + 3 * block.units + block.units for block in blocks_of(model))
+    assert sum(parameter.numel() for parameter in model.parameters()) - before == expected == rewrite.new_parameters
+    assert any(block.order.tolist() != list(range(block.units)) for block in blocks_of(model))
+    assert sum("energy kept" in note for note in rewrite.notes) == len(blocks_of(model))
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_without_the_mask_it_would_be_the_dense_model(calibrated: bool) -> None:
+    """However the units were permuted, all of them together do what they did."""
+    for name in ("causal/gpt2", "causal/glm", "masked/bert"):
+        model, inputs = build(name)
+        expected = logits(model, inputs)
+        retrofit.apply(
+            model, SparseFFN(sparsity=4), example_inputs=inputs, calibration=[inputs] if calibrated else None, verify=False
+        )
+        for block in blocks_of(model):
+            block.c1 = None
+        torch.testing.assert_close(logits(model, inputs), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["causal/llama", "causal/gpt2", "masked/bert", "masked/albert"])
+def test_every_check_passes(name: str) -> None:
+    model, inputs = build(name)
+    report = apply_reported(model, SparseFFN(sparsity=4), example_inputs=inputs, calibration=[inputs], count_flops=False).report
+    assert report is not None and report.ok
+    assert report["gradients"].status == report["parameters"].status == report["round trip"].status == "passed"
+
+
+def test_moments_of_data_are_those_of_a_plain_loop() -> None:
+    model = stack(gated=True, layers=1)
+    x = torch.randn(2500, 16) * torch.rand(16) + torch.randn(16)
+    with torch.no_grad():
+        contributions = Contributions(site_of(model), model)
+        moments, together = Moments.seen(contributions, x)
+        ffn = model.layers[0].f
+        h = torch.relu(ffn.g(x)) * ffn.a(x)
+        c = h.abs() * torch.stack([ffn.b.weight[:, unit].norm() for unit in range(96)])
+    torch.testing.assert_close(contributions(x), c)
+    joint = torch.cov(torch.cat([x, c], 1).t().double(), correction=0).float()
+    for ours, theirs in (
+        (moments.xx, joint[:16, :16]),
+        (moments.xc, joint[:16, 16:]),
+        (moments.x, x.mean(0)),
+        (moments.c, c.mean(0)),
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(together, (c.square().t() @ c.square()) / len(x), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_moments_without_data_are_those_of_normal_inputs(gated: bool) -> None:
+    """Stein's lemma against a large sample."""
+    model = stack(gated, layers=1)
+    with torch.no_grad():
+        contributions = Contributions(site_of(model), model)
+        ours = Moments.of_standard_normal(contributions)
+        theirs, _ = Moments.seen(contributions, torch.randn(60_000, 16, generator=torch.Generator().manual_seed(1)))
+    for mine, sampled in ((ours.c, theirs.c), (ours.xc, theirs.xc)):
+        assert float((mine - sampled).norm() / sampled.norm()) < (0.15 if gated else 0.08)
+
+
+def site_of(model: Model) -> Any:
+    from retrofit.anatomy.feed_forwards import feed_forwards
+
+    (site,), _ = feed_forwards(retrofit.inspect(model, {"ids": IDS}))
+    return site
+
+
+def test_the_leading_vectors_are_those_of_the_singular_value_decomposition() -> None:
+    torch.manual_seed(0)
+    for shape, rank in (((30, 80), 4), ((12, 5), 3), ((6, 4), 6)):
+        matrix = torch.randn(*shape, dtype=torch.float64) @ torch.diag(0.7 ** torch.arange(shape[1], dtype=torch.float64))
+        basis = leading(matrix, rank)
+        u, _, _ = torch.linalg.svd(matrix)
+        kept = min(rank, *shape)
+        assert basis.shape == (shape[0], rank)
+        torch.testing.assert_close(basis.t() @ basis, torch.eye(rank, dtype=torch.float64))
+        torch.testing.assert_close(
+            (u[:, :kept].t() @ basis).norm(), torch.tensor(kept**0.5, dtype=torch.float64), atol=1e-3, rtol=0
+        )
+
+
+def test_a_controller_that_can_tell_chooses_the_largest() -> None:
+    """Contributions that are linear in x, and fewer causes than the rank: nothing is lost."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4000, 12, generator=generator)
+    maps = torch.randn(12, 3, generator=generator) @ torch.randn(3, 40, generator=generator)
+    c = x @ maps
+    joint = torch.cov(torch.cat([x, c], 1).t(), correction=0)
+    moments = Moments(x.mean(0), c.mean(0), joint[:12, :12], joint[:12, 12:])
+    order = torch.randperm(40, generator=generator)
+    controller = Controller.fitted(moments, order, 5, 3)
+    chosen = (x @ controller.c1 @ controller.c2 + controller.bias).unflatten(1, (-1, 5)).argmax(-1)
+    largest = c[:, order].unflatten(1, (-1, 5)).argmax(-1)
+    assert float((chosen == largest).float().mean()) > 0.97
+    torch.testing.assert_close(controller.c1.t() @ controller.c1, torch.eye(3), atol=1e-4, rtol=0)
+
+
+# ── Calibration ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def energies(note: str) -> list[float]:
+    """Kept, kept without calibration, kept by the best choice."""
+    return [float(word.strip("(),%")) for word in note.split() if word.strip("(),").endswith("%")]
+
+
+def test_calibration_keeps_more_than_none_and_no_more_than_the_best_choice() -> None:
+    model, _ = build("causal/llama")
+    windows = torch.randint(10, 40, (40, 32), generator=torch.Generator().manual_seed(0))
+    applied = apply_reported(model, SparseFFN(sparsity=8), calibration=windows, verify=False, count_flops=False)
+    kept = [energies(note) for note in applied.rewrites[0].notes if "energy kept" in note]
+    assert len(kept) == len(model.model.layers)
+    assert all(0 < without < ours < best < 100 for ours, without, best in kept)
+
+
+@torch.no_grad()
+def test_the_energy_reported_is_that_of_the_units_that_are_active() -> None:
+    model = stack(gated=False, layers=1)
+    dense = copy.deepcopy(model.layers[0].f)
+    ids = torch.randint(31, (64, 16), generator=torch.Generator().manual_seed(0))
+    seen: list[torch.Tensor] = []
+    handle = model.layers[0].f.register_forward_pre_hook(lambda module, args: seen.append(args[0].reshape(-1, 16)))
+    model(ids)
+    handle.remove()
+    applied = apply_reported(
+        model, SparseFFN(sparsity=6), example_inputs={"ids": IDS}, calibration=ids, verify=False, count_flops=False
+    )
+    x, block = torch.cat(seen)[::8], model.layers[0].f
+    kept = whole = best = 0.0
+    for token in x:
+        c = (torch.relu(dense.a(token)) * dense.b.weight.norm(dim=0))[block.order].square().view(-1, 6)
+        chosen = (token @ block.c1 @ block.c2 + block.bias).view(-1, 6).argmax(1)
+        kept += float(sum(row[unit] for row, unit in zip(c, chosen, strict=True)))
+        best += float(c.max(1).values.sum())
+        whole += float(c.sum())
+    ours, _, highest = energies(applied.rewrites[0].notes[0])
+    assert ours == pytest.approx(100 * kept / whole, abs=0.1) and highest == pytest.approx(100 * best / whole, abs=0.1)
+
+
+def test_a_calibrated_model_comes_back_from_its_files(tmp_path: Any) -> None:
+    model, inputs = build("causal/gpt2")
+    dense = copy.deepcopy(model)
+    retrofit.apply(model, SparseFFN(sparsity=8), calibration=[inputs], verify=False)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded, inputs), logits(model, inputs))
+    report = retrofit.verify(loaded, reference=dense)
+    assert report.ok and report["parameters"].status == "passed"
+
+
+# ── In use ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("recipe", [("sparse-ffn(sparsity=4)", "altup(k=2)"), ("altup(k=2)", "sparse-ffn(sparsity=4)")])
+@pytest.mark.long
+def test_it_composes_with_altup_in_either_order(recipe: tuple[str, ...]) -> None:
+    model, inputs = build("causal/llama")
+    sparse = copy.deepcopy(model)
+    retrofit.apply(sparse, "sparse-ffn(sparsity=4)", example_inputs=inputs, verify=False)
+    report = apply_reported(model, *recipe, example_inputs=inputs, count_flops=False).report
+    assert report is not None and report.ok
+    torch.testing.assert_close(logits(model, inputs), logits(sparse, inputs), atol=1e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_one_token_at_a_time_with_gathered_rows_is_the_whole_sequence_at_once() -> None:
+    model, inputs = build("causal/llama", batch=1, length=24)
+    retrofit.apply(model, SparseFFN(sparsity=16), example_inputs=inputs, calibration=[inputs], verify=False)
+    calls = {"gathered": 0}
+    for block in blocks_of(model):
+
+        def counted(*args: Any, inner: Any = block.gathered) -> torch.Tensor:
+            calls["gathered"] += 1
+            return inner(*args)
+
+        block.gathered = counted
+    with torch.enable_grad():  # the dense products and the mask
+        whole = model(**inputs).logits.detach()
+    assert calls["gathered"] == 0
+    cache, steps = None, []
+    for column in inputs["input_ids"].unbind(1):
+        answer = model(column[:, None], past_key_values=cache, use_cache=True)
+        cache = answer.past_key_values
+        steps.append(answer.logits)
+    assert calls["gathered"] == 24 * len(blocks_of(model))
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-3)
+
+
+def test_gradient_checkpointing_recomputes_the_same_choices() -> None:
+    model, inputs = build("causal/llama")
+    retrofit.apply(model, SparseFFN(sparsity=4), example_inputs=inputs, verify=False)
+    gradients = []
+    for checkpointed in (False, True):
+        one = copy.deepcopy(model).train()
+        if checkpointed:
+            one.gradient_checkpointing_enable()
+        torch.manual_seed(3)
+        one(**inputs, labels=inputs["input_ids"]).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in one.named_parameters()})
+    for name, plain in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], plain, atol=1e-6, rtol=1e-4, msg=name)
+
+
+def test_lora_attaches_to_its_matrices_and_takes_part() -> None:
+    peft = pytest.importorskip("peft")
+    model, inputs = build("causal/llama", batch=1, length=3)
+    retrofit.apply(model, SparseFFN(sparsity=16), example_inputs=inputs, verify=False)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(target_modules=["up", "gate", "down"], r=2, init_lora_weights=False)).eval()
+    few, many = ({"input_ids": inputs["input_ids"].repeat(rows, 1)} for rows in (1, 20))
+    torch.testing.assert_close(logits(tuned, few)[0], logits(tuned, many)[0], atol=1e-4, rtol=1e-3)
+    merged = copy.deepcopy(tuned).merge_and_unload()
+    torch.testing.assert_close(logits(merged, few), logits(tuned, few), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_it_compiles_without_a_break(training: bool) -> None:
+    model = stack(gated=True)
+    retrofit.apply(model, SparseFFN(sparsity=16), example_inputs={"ids": IDS}, verify=False)
+    block = model.layers[0].f.train(training)
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for tokens in (1, 2, 50):
+        x = torch.randn(tokens, 16)
+        torch.manual_seed(0)
+        ours = compiled(x)
+        assert ours.shape == x.shape
+        if not training:
+            torch.testing.assert_close(ours, block(x), atol=1e-5, rtol=1e-4)
+
+
+# ── Refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_d_ff_that_does_not_divide_is_named_with_its_divisors() -> None:
+    with pytest.raises(DoesNotFitError, match="d_ff = 96 is no multiple of N = 7") as caught:
+        retrofit.apply(stack(gated=False), SparseFFN(sparsity=7), example_inputs={"ids": IDS})
+    assert "sparsity=6 or 8" in str(caught.value)
+
+
+def test_layers_that_fit_are_rewritten_and_the_others_named() -> None:
+    torch.manual_seed(0)
+    model = Model(16, Plain(16, 96, "relu", True), Plain(16, 90, "relu", True)).eval()
+    (rewrite,) = apply_reported(
+        model, SparseFFN(sparsity=16), example_inputs={"ids": IDS}, verify=False, count_flops=False
+    ).rewrites
+    assert [site.name for site in rewrite.sites] == ["layers.0.f"]
+    assert [miss.name for miss in rewrite.skipped] == ["layers.1.f"] and "90" in rewrite.skipped[0].why
+
+
+def test_a_weight_that_others_use_stays_where_it_is() -> None:
+    model = stack(gated=False)
+    model.layers[1].f.a.weight = model.layers[0].f.a.weight
+    with pytest.raises(DoesNotFitError, match="is also"):
+        retrofit.apply(model, SparseFFN(sparsity=4), example_inputs={"ids": IDS})
+
+
+def test_only_the_layers_asked_for() -> None:
+    model = stack(gated=False, layers=3)
+    retrofit.apply(model, SparseFFN(sparsity=4, layers="0+2"), example_inputs={"ids": IDS}, verify=False)
+    assert [isinstance(layer.f, SparseFeedForward) for layer in model.layers] == [True, False, True]
+
+
+@pytest.mark.parametrize("options", [{"sparsity": 0}, {"rank": 0}, {"hard": 1.5}, {"temperature": 0.0}, {"sparsity": "many"}])
+def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=next(iter(options))):
+        SparseFFN(**options)
+
+
+def test_it_goes_with_altup_as_text() -> None:
+    spec = SparseFFN(sparsity=8, rank=None).spec()
+    assert retrofit.apply(stack(gated=False), AltUp(k=2, embedding="recycled"), spec, example_inputs={"ids": IDS}, verify=False)

@@ -1,0 +1,166 @@
+"""The multiplicative layer against loops written from its formula; sparse-loss on heads of every kind."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import zoo
+from torch import nn
+
+import retrofit
+from retrofit.errors import DoesNotFitError, SpecError
+from retrofit.passes import AltUp, SparseLoss
+from retrofit.passes.multiplicative import Multiplicative, nearest_product
+from retrofit.passes.sparse_loss import MultiplicativeHead
+from retrofit.rewriting import apply_reported
+
+sizes = st.integers(1, 6)
+
+
+def formula(x: torch.Tensor, d: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+    """y[s,m] = Σ_i x_i D[i,s] E[i,m] for one token."""
+    y = torch.zeros(d.shape[1], e.shape[1], dtype=x.dtype)
+    for s, m, i in itertools.product(range(d.shape[1]), range(e.shape[1]), range(len(x))):
+        y[s, m] += x[i] * d[i, s] * e[i, m]
+    return y
+
+
+@given(width=sizes, modules=sizes, size=sizes, batch=st.integers(1, 3), length=st.integers(1, 40), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=40)
+def test_the_layer_is_its_formula_whichever_way_it_is_computed(
+    width: int, modules: int, size: int, batch: int, length: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    layer = Multiplicative(width, modules, size, dtype=torch.float64)
+    x = torch.randn(batch, length, width, dtype=torch.float64)
+    y = layer(x)
+    assert y.shape == (batch, length, modules, size)
+    torch.testing.assert_close(y[-1, -1], formula(x[-1, -1], layer.d, layer.e))
+    torch.testing.assert_close(layer(x[:1, :1]), y[:1, :1])  # few tokens take the other way
+
+
+@given(modules=st.integers(1, 5), size=st.integers(1, 5), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=30)
+def test_any_permutation_can_be_represented(modules: int, size: int, seed: int) -> None:
+    """Theorem 1 of the paper: D and E of zeros and ones, where feature i goes to place f(i)."""
+    width = modules * size
+    places = torch.randperm(width, generator=torch.Generator().manual_seed(seed))
+    layer = Multiplicative(width, modules, size)
+    with torch.no_grad():
+        layer.d.copy_(nn.functional.one_hot(places // size, modules))
+        layer.e.copy_(nn.functional.one_hot(places % size, size))
+    x = torch.randn(2, width)
+    assert torch.equal(layer(x).flatten(-2)[:, places], x)
+
+
+@given(count=st.integers(1, 4), modules=st.integers(1, 5), size=st.integers(1, 5), seed=st.integers(0, 99))
+@settings(deadline=None, max_examples=40)
+def test_the_fit_is_the_best_rank_one_matrix(count: int, modules: int, size: int, seed: int) -> None:
+    matrices = torch.randn(count, modules, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    u, v = nearest_product(matrices)
+    error = (matrices - u.unsqueeze(-1) * v.unsqueeze(-2)).pow(2).sum((-1, -2))
+    best = torch.linalg.svdvals(matrices)[:, 1:].pow(2).sum(-1)  # Eckart and Young
+    total = matrices.pow(2).sum((-1, -2))
+    assert torch.all(error <= best + 0.02 * total)
+    assert torch.all(error >= best - 1e-9 * total)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_head_tells_the_dense_matrix_that_it_stands_for(bias: bool) -> None:
+    head = MultiplicativeHead(6, 11, 3, nn.Parameter(torch.randn(11)) if bias else None, torch.empty(0))
+    x = torch.randn(2, 5, 6)
+    torch.testing.assert_close(head(x), nn.functional.linear(x, head.weight, head.bias), atol=1e-5, rtol=1e-5)
+    assert "weight" not in dict(head.named_parameters())
+
+
+def test_a_matrix_of_zeros_gives_zeros() -> None:
+    layer = Multiplicative(4, 2, 3)
+    layer.fit(torch.zeros(4, 6))
+    assert torch.equal(layer(torch.randn(5, 4)), torch.zeros(5, 2, 3))
+
+
+@pytest.mark.parametrize("vocabulary", [12, 13, 15])
+def test_places_beyond_the_vocabulary_never_surface(vocabulary: int) -> None:
+    head = MultiplicativeHead(6, vocabulary, 4, None, torch.empty(0))
+    assert head(torch.randn(2, 3, 6)).shape == (2, 3, vocabulary)
+
+
+def test_a_head_that_is_multiplicative_already_is_found_exactly() -> None:
+    teacher = Multiplicative(8, 3, 4)
+    head = MultiplicativeHead(8, 12, 3, None, torch.empty(0))
+    head.fit(teacher.matrix().detach().t())
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(head(x), teacher(x).flatten(-2), atol=1e-4, rtol=1e-4)
+
+
+# Untied and tied heads, with a bias, with a soft cap, of a decoder beside an encoder.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "causal/llama",
+        "causal/gpt2",
+        "causal/phi",
+        "causal/gemma2",
+        "masked/bert",
+        pytest.param("seq2seq/t5", marks=pytest.mark.long),
+        "seq2seq/bart",
+    ],
+)
+def test_models_come_through_every_check(name: str) -> None:
+    entry = zoo.entry(name)
+    model = zoo.build(entry)
+    applied = apply_reported(model, SparseLoss(modules=8), example_inputs=zoo.inputs(entry, model))
+    assert applied.report is not None and applied.report.ok
+    assert not applied.rewrites[0].exact
+    head = next(module for module in model.modules() if isinstance(module, MultiplicativeHead))
+    assert applied.rewrites[0].new_parameters == head.product.d.numel() + head.product.e.numel()
+
+
+def test_the_embedding_of_a_tied_head_stays() -> None:
+    entry = zoo.entry("causal/gpt2")
+    model = zoo.build(entry)
+    table = model.get_input_embeddings().weight
+    before = table.detach().clone()
+    retrofit.apply(model, "sparse-loss(modules=4)", verify=False)
+    assert model.get_input_embeddings().weight is table and torch.equal(table, before)
+    assert not any(parameter is table for parameter in model.lm_head.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "init"),
+    [
+        ("causal/llama", "hop"),
+        ("causal/gpt2", "lockstep"),
+        *(pytest.param(*one, marks=pytest.mark.long) for one in (("causal/llama", "lockstep"), ("causal/gpt2", "hop"))),
+    ],
+)
+def test_a_head_that_altup_widened_keeps_the_weights_of_its_blocks(name: str, init: str) -> None:
+    """At the exact start the fit sees the dense head, so both orders give one model's logits."""
+    entry = zoo.entry(name)
+    model = zoo.build(entry)
+    given = zoo.inputs(entry, model)
+    plain = copy.deepcopy(model)
+    retrofit.apply(plain, SparseLoss(modules=8), verify=False)
+    retrofit.apply(model, AltUp(k=2, init=init), SparseLoss(modules=8))
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).logits, plain(**given).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_altup_with_its_own_table_after_it_says_what_to_do_instead() -> None:
+    model = zoo.build(zoo.entry("causal/llama"))
+    with pytest.raises(DoesNotFitError, match="embedding=recycled"):
+        retrofit.apply(model, "sparse-loss(modules=8)", "altup(k=2)", verify=False)
+    retrofit.apply(model, "sparse-loss(modules=8)", "altup(k=2, embedding=recycled)")
+
+
+def test_what_does_not_fit_is_said() -> None:
+    with pytest.raises(SpecError, match="modules"):
+        SparseLoss(modules=0)
+    model = zoo.build(zoo.entry("causal/llama"))
+    with pytest.raises(DoesNotFitError, match="square root"):
+        retrofit.apply(model, SparseLoss(modules=100_000))

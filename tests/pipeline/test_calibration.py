@@ -1,0 +1,176 @@
+"""Calibration data in every form it may be given, and what a model's modules are seen to be handed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from retrofit.errors import SpecError
+from retrofit.pipeline.calibration import BATCH, LENGTH, calibration_from
+from retrofit.pipeline.text import codec_for
+from retrofit.runtime.calibration import Calibration, Enough
+
+IDS = torch.arange(10, 30).repeat(3, 1)
+
+
+def llama(**overrides: Any) -> Any:
+    return zoo.build(zoo.entry("causal/llama"), **overrides)
+
+
+class Seen:
+    """Everything that a module is handed; no more after `most` tokens."""
+
+    def __init__(self, most: int = 10**9) -> None:
+        self.most, self.parts = most, []
+
+    def __call__(self, x: Tensor) -> None:
+        self.parts.append(x.clone())
+        if sum(map(len, self.parts)) >= self.most:
+            raise Enough
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.cat(self.parts)
+
+
+@torch.no_grad()
+def handed(model: nn.Module, path: str, **inputs: Tensor) -> Tensor:
+    """What the module at `path` is handed: (batch, length, d)."""
+    found: list[Tensor] = []
+    handle = model.get_submodule(path).register_forward_pre_hook(lambda module, args: found.append(args[0]))
+    model(**inputs)
+    handle.remove()
+    return found[0]
+
+
+FORMS = {
+    "tensor": IDS,
+    "dictionary": {"input_ids": IDS, "labels": IDS},
+    "dataloader of windows": DataLoader(IDS, batch_size=2),
+    "dataloader of dictionaries": DataLoader([{"input_ids": row, "labels": row} for row in IDS], batch_size=2),
+    "dataloader of tuples": DataLoader([(row, 0) for row in IDS], batch_size=3),
+    "windows one by one": list(IDS),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_data_shows_the_same_inputs(form: str) -> None:
+    model, seen = llama(), Seen()
+    calibration_from(model, FORMS[form]).observe(model, {"model.layers.1.mlp": seen})
+    torch.testing.assert_close(seen.rows, handed(model, "model.layers.1.mlp", input_ids=IDS).flatten(0, 1))
+
+
+def test_texts_are_cut_into_windows_of_bytes() -> None:
+    model, seen = llama(vocab_size=300), Seen()
+    text = "the quick brown fox " * 20
+    for given in (text, [text[:200], text[200:]]):
+        batches = calibration_from(model, given).batches
+        ids = torch.cat([batch["input_ids"] for batch in batches])
+        assert ids.shape == (len(text) // LENGTH, LENGTH)
+        decoded = codec_for(model).decode(ids.flatten().tolist())
+        assert text.startswith(decoded) and len(decoded) >= ids.numel() - 1  # one id may close the first text
+        Calibration(batches).observe(model, {"model.layers.0.mlp": seen})
+    assert len(seen.rows) == 2 * ids.numel()
+
+
+def test_windows_go_through_in_batches() -> None:
+    batches = calibration_from(llama(), IDS[:1].repeat(2 * BATCH + 1, 1)).batches
+    assert [len(batch["input_ids"]) for batch in batches] == [BATCH, BATCH, 1]
+
+
+def test_padding_is_not_seen() -> None:
+    model, seen = llama(), Seen()
+    mask = torch.ones_like(IDS)
+    mask[0, :7] = 0
+    mask[2, :3] = 0
+    batch = {"input_ids": IDS, "attention_mask": mask}
+    calibration_from(model, batch).observe(model, {"model.layers.0.mlp": seen})
+    expected = handed(model, "model.layers.0.mlp", **batch)[mask.bool()]
+    assert len(seen.rows) == int(mask.sum())
+    torch.testing.assert_close(seen.rows, expected)
+
+
+def test_who_has_seen_enough_sees_no_more_and_nothing_is_run_for_nobody() -> None:
+    model = llama()
+    runs: list[int] = []
+    model.register_forward_pre_hook(lambda module, args: runs.append(1))
+    few, more = Seen(20), Seen(45)
+    calibration_from(model, list(IDS.repeat(3, 1))).observe(model, {"model.layers.0.mlp": few, "model.layers.1.mlp": more})
+    assert (len(few.rows), len(more.rows), len(runs)) == (20, 60, 3)
+
+
+def test_a_module_of_several_calls_shows_them_all() -> None:
+    model, seen = zoo.build(zoo.entry("masked/albert")), Seen()
+    path = "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn"
+    calibration_from(model, IDS).observe(model, {path: seen})
+    assert len(seen.parts) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_is_left_as_it_was(training: bool) -> None:
+    model = llama(attention_dropout=0.5).train(training)
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    one, other = Seen(), Seen()
+    for seen in (one, other):
+        calibration_from(model, IDS).observe(model, {"model.layers.1.mlp": seen})
+    assert torch.equal(one.rows, other.rows)  # no dropout
+    assert [module.training for module in model.modules()] == before
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_failing_watcher_leaves_no_hooks_behind() -> None:
+    def fails(x: Tensor) -> None:
+        raise RuntimeError("no room")
+
+    model = llama().train()
+    with pytest.raises(RuntimeError, match="no room"):
+        calibration_from(model, IDS).observe(model, {"model.layers.0.mlp": fails})
+    assert not any(module._forward_pre_hooks for module in model.modules()) and model.training
+
+
+def test_an_encoder_and_its_decoder_both_see_the_ids() -> None:
+    model, encoder, decoder = zoo.build(zoo.entry("seq2seq/bart")), Seen(), Seen()
+    watchers = {"model.encoder.layers.0.fc1": encoder, "model.decoder.layers.0.fc1": decoder}
+    calibration_from(model, IDS).observe(model, watchers)
+    assert len(encoder.rows) == len(decoder.rows) == IDS.numel()
+
+
+def test_images_are_data_too() -> None:
+    entry = zoo.entry("image/vit")
+    model, seen = zoo.build(entry), Seen()
+    pixels = zoo.inputs(entry, model, batch=3)["pixel_values"]
+    calibration_from(model, pixels).observe(model, {mlp_of(model): seen})
+    assert seen.rows.shape[1] == model.config.hidden_size and len(seen.rows) % 3 == 0
+
+
+def mlp_of(model: nn.Module) -> str:
+    """The first matrix that makes hidden units."""
+    return next(
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.out_features == model.config.intermediate_size
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "holds nothing"),
+        ({"labels": IDS}, "takes none"),
+        (IDS + 100_000, "token id"),
+        (3, "is a int"),
+        ([3], "holds a int"),
+        ("too short", "does not fill one window"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_the_reason(given: Any, words: str) -> None:
+    with pytest.raises(SpecError, match="calibration") as caught:
+        calibration_from(llama(vocab_size=300), given)
+    assert words in str(caught.value)

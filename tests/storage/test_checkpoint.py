@@ -1,0 +1,573 @@
+"""`save` and `load`: what comes back is what was put in, and everything else is a `CheckpointError` that helps."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from support import standin
+from torch import nn
+
+from retrofit.errors import CheckpointError
+from retrofit.pipeline import recipe_storage
+from retrofit.storage import transformers_hook
+from retrofit.storage.checkpoint import load, save
+from retrofit.surgery import transformers_bookkeeping
+
+transformers_hook.install()
+MODELS = ("llama", "llama-tied", "gpt2", "t5", "bert", "mixtral", "vit")
+
+
+@pytest.fixture(autouse=True)
+def standin_replay(monkeypatch):
+    monkeypatch.setattr("retrofit.pipeline.replaying.replay", standin.replay)
+
+
+def remembered(name):
+    model, inputs = standin.tiny(name)
+    standin.rewritten(model)
+    recipe_storage.store_recipe(model, standin.RECIPE)
+    return model, inputs
+
+
+def refused(path, match, **options):
+    """Loading `path` raises a `CheckpointError` that names the file."""
+    with pytest.raises(CheckpointError, match=match) as error:
+        load(path, **options)
+    assert str(path) in str(error.value)
+    return error.value
+
+
+# Transformers models
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("made", [standin.tiny, remembered], ids=["dense", "rewritten"])
+@pytest.mark.parametrize("file", ["model.pt", "model"])
+def test_the_round_trip_is_bit_identical(name, made, file, tmp_path):
+    model, inputs = made(name)
+    loaded = load(save(model, tmp_path / file))
+    assert type(loaded) is type(model)
+    assert not loaded.training
+    assert recipe_storage.stored_recipe(loaded) == recipe_storage.stored_recipe(model)
+    assert list(loaded.state_dict()) == list(model.state_dict())
+    assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
+    assert transformers_bookkeeping.shared_names(
+        loaded.named_parameters(remove_duplicate=False)
+    ) == transformers_bookkeeping.shared_names(model.named_parameters(remove_duplicate=False))
+    config, original = loaded.config.to_dict(), model.config.to_dict()
+    for fleeting in ("_name_or_path", "dtype", "architectures"):
+        config.pop(fleeting, None), original.pop(fleeting, None)
+    assert config == original
+
+
+def test_the_file_is_plain_data(tmp_path):
+    model, _ = remembered("llama-tied")
+    payload = torch.load(save(model, tmp_path / "model.pt"), weights_only=True)
+    assert set(payload) == {"format", "architecture", "config", "recipe", "state_dict"}
+    assert payload["format"] == "retrofit/1"
+    assert payload["architecture"] == "LlamaForCausalLM"
+    assert payload["recipe"] == list(standin.RECIPE)
+    assert json.loads(json.dumps(payload["config"])) == payload["config"]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(payload["state_dict"][name], tensor)
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    tied, untied = (save(standin.tiny(name)[0], tmp_path / f"{name}.pt") for name in ("llama-tied", "llama"))
+    state = torch.load(tied, weights_only=True)["state_dict"]
+    assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
+    assert untied.stat().st_size - tied.stat().st_size >= 40 * 16 * 4
+
+
+def test_a_view_does_not_drag_its_storage_into_the_file(tmp_path):
+    model, inputs = standin.tiny("llama")
+    expected = standin.outputs(model, inputs)
+    large = torch.zeros(1_000_000)
+    weight = model.model.norm.weight
+    large[:16] = weight.detach()
+    weight.data = large[:16]
+    path = save(model, tmp_path / "model.pt")
+    assert path.stat().st_size < 1_000_000
+    assert torch.equal(standin.outputs(load(path), inputs), expected)
+
+
+def test_weights_are_mapped_from_the_file(tmp_path):
+    model, _ = remembered("gpt2")
+    path = save(model, tmp_path / "model.pt")
+    loaded = load(path)
+    inside = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path.resolve()))]
+    ranges = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in inside]
+    for name, parameter in loaded.named_parameters():
+        assert any(start <= parameter.data_ptr() < end for start, end in ranges), name
+    with torch.no_grad():
+        loaded.transformer.h[0].p.fill_(3)
+    assert not torch.equal(load(path).transformer.h[0].p, loaded.transformer.h[0].p)  # training does not write to the file
+
+
+@pytest.mark.parametrize("file", ["model.pt", "model"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "float16"])
+def test_dtype(file, dtype, tmp_path):
+    model, _ = remembered("llama")
+    loaded = load(save(model, tmp_path / file), dtype=dtype)
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter.to(wanted)), name
+
+
+def test_mixed_dtypes_come_back_mixed(tmp_path):
+    model, _ = remembered("llama")
+    model.to(torch.bfloat16)
+    model.model.layers[1].p.data = model.model.layers[1].p.data.float() + 1e-6
+    loaded = load(save(model, tmp_path / "model.pt"))
+    for name, parameter in model.named_parameters():
+        assert loaded.get_parameter(name).dtype == parameter.dtype, name
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+
+
+@pytest.mark.parametrize("file", ["model.pt", "model"])
+def test_the_generation_config_comes_back(file, tmp_path):
+    model, _ = remembered("llama")
+    model.generation_config.max_length = 17
+    model.generation_config.eos_token_id = [2, 5]
+    loaded = load(save(model, tmp_path / file))
+    assert loaded.generation_config.max_length == 17
+    assert loaded.generation_config.eos_token_id == [2, 5]
+
+
+def test_a_loaded_dense_model_is_published_under_its_published_names(tmp_path):
+    model, _ = standin.tiny("mixtral")
+    model.save_pretrained(tmp_path / "original")
+    load(save(model, tmp_path / "model.pt")).save_pretrained(tmp_path / "again")
+    original, again = (tmp_path / name / "model.safetensors" for name in ("original", "again"))
+    assert original.read_bytes() == again.read_bytes()
+
+
+class DerivedConfig(transformers.LlamaConfig):
+    model_type = "derived"
+
+
+class DerivedForCausalLM(transformers.LlamaForCausalLM):
+    config_class = DerivedConfig
+
+
+@pytest.mark.parametrize("file", ["model.pt", "model"])
+def test_a_derived_class_is_found_again(file, tmp_path):
+    dense, inputs = standin.tiny("llama")
+    fields = {key: value for key, value in dense.config.to_dict().items() if key != "model_type"}
+    model = standin.rewritten(DerivedForCausalLM(DerivedConfig(**fields)).eval())
+    recipe_storage.store_recipe(model, standin.RECIPE)
+    loaded = load(save(model, tmp_path / file))
+    assert type(loaded) is DerivedForCausalLM
+    assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
+
+
+# Bare weights
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "t5"])
+@pytest.mark.parametrize("made", [standin.tiny, remembered], ids=["dense", "rewritten"])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_state_dict_with_the_config_it_belongs_to(name, made, legacy, tmp_path):
+    model, inputs = made(name)
+    model.save_pretrained(tmp_path / "hf")
+    torch.save(model.state_dict(), tmp_path / "bare.pt", _use_new_zipfile_serialization=not legacy)
+    for config in (tmp_path / "hf", tmp_path / "hf" / "config.json"):
+        loaded = load(tmp_path / "bare.pt", config=config)
+        assert recipe_storage.stored_recipe(loaded) == recipe_storage.stored_recipe(model)
+        assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
+
+
+def test_a_state_dict_alone_asks_for_a_config(tmp_path):
+    torch.save(standin.tiny("llama")[0].state_dict(), tmp_path / "bare.pt")
+    assert "--config" in refused(tmp_path / "bare.pt", "holds weights and not the model").remedy
+
+
+def test_a_wrong_config_lists_the_first_differences(tmp_path):
+    model, _ = standin.tiny("llama")
+    torch.save(model.state_dict(), tmp_path / "bare.pt")
+    model.config.intermediate_size, model.config.num_hidden_layers = 32, 4
+    type(model)(model.config).save_pretrained(tmp_path / "hf")
+    error = refused(tmp_path / "bare.pt", "do not fit", config=tmp_path / "hf")
+    assert error.why.count(";") == 5
+    assert "missing: model.layers.3." in error.why
+    assert "more" in error.why
+
+
+# Other modules
+
+
+@dataclasses.dataclass
+class Sizes:
+    width: int = 4
+    names: tuple[str, ...] = ("a", "b")
+
+
+class Plain(nn.Module):
+    """Built from one dict; tied, with a buffer that is not saved."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        width = config.width if isinstance(config, Sizes) else config["width"]
+        self.embedding, self.head = nn.Embedding(7, width), nn.Linear(width, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = nn.BatchNorm1d(width)
+        self.register_buffer("ramp", torch.arange(width) / 3, persistent=False)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, ids):
+        return (self.head(self.norm(self.embedding(ids)) + self.ramp),)
+
+
+class Keywords(Plain):
+    def __init__(self, width: int, depth: int = 1):
+        super().__init__({"width": width})
+        self.config = {"width": width, "depth": depth}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [lambda: Plain({"width": 6}), lambda: Plain(Sizes(6)), lambda: Keywords(6, depth=2)],
+    ids=["dict", "dataclass", "kwargs"],
+)
+@pytest.mark.parametrize("rewrite", [False, True])
+def test_a_module_of_ones_own(build, rewrite, tmp_path):
+    torch.manual_seed(0)
+    model, inputs = build().eval(), {"ids": torch.arange(5)}
+    if rewrite:
+        standin.rewritten(model)
+        recipe_storage.store_recipe(model, standin.RECIPE)
+    path = save(model, tmp_path / "model.pt")
+    assert torch.load(path, weights_only=True)["architecture"].startswith(f"{__name__}:{type(model).__name__}")
+    loaded = load(path)
+    assert type(loaded) is type(model)
+    assert loaded.config == model.config
+    assert recipe_storage.stored_recipe(loaded) == recipe_storage.stored_recipe(model)
+    assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
+    assert transformers_bookkeeping.shared_names(
+        loaded.named_parameters(remove_duplicate=False)
+    ) == transformers_bookkeeping.shared_names(model.named_parameters(remove_duplicate=False))
+    assert all(parameter.requires_grad for name, parameter in loaded.named_parameters())
+
+
+def test_building_does_not_initialise(tmp_path, monkeypatch):
+    path = save(Plain({"width": 6}).eval(), tmp_path / "model.pt")
+    filled = []
+    monkeypatch.setattr(nn.init, "normal_", lambda tensor, *_, **__: filled.append(tensor))
+    load(path)
+    assert filled == []
+
+
+def test_build_makes_the_model(tmp_path):
+    model, inputs = remembered("gpt2")
+    path = save(model, tmp_path / "model.pt")
+    torch.save(dict(standin.tiny("gpt2")[0].state_dict()), tmp_path / "bare.pt")
+    loaded = load(path, build=lambda: standin.tiny("gpt2")[0])
+    assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
+    dense = load(tmp_path / "bare.pt", build=lambda: type(model)(standin.tiny("gpt2")[0].config))
+    assert torch.equal(standin.outputs(dense, inputs), standin.outputs(standin.tiny("gpt2")[0], inputs))
+    refused(path, "do not fit", build=lambda: nn.Linear(2, 2).apply(lambda m: setattr(m, "get_input_embeddings", lambda: None)))
+
+
+def test_a_class_that_is_not_imported_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "bystander.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\nfrom torch import nn\n"
+        "class Net(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+        "        self.config, self.layer = config, nn.Linear(config['n'], 1)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    payload = {"format": "retrofit/1", "architecture": "bystander:Net", "config": {"n": 3}, "recipe": []}
+    torch.save({**payload, "state_dict": dict(nn.ModuleDict({"layer": nn.Linear(3, 1)}).state_dict())}, tmp_path / "model.pt")
+    error = refused(tmp_path / "model.pt", "has not been imported")
+    assert "run that module's code" in error.why
+    assert not (tmp_path / "ran").exists()
+    assert load(tmp_path / "model.pt", allow_pickle=True).layer.in_features == 3
+    sys.modules.pop("bystander")
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "subprocess:Popen", "torch.nn:functional", f"{__name__}:Sizes", "Nonesuch", "os.path:"]
+)
+def test_only_models_are_built(name, tmp_path):
+    content = {"format": "retrofit/1", "architecture": name, "config": {}, "recipe": [], "state_dict": {"w": torch.ones(1)}}
+    torch.save(content, tmp_path / "model.pt")
+    refused(tmp_path / "model.pt", "no model class")
+
+
+def test_a_module_that_does_not_say_how_it_was_built(tmp_path):
+    class Local(Plain):
+        pass
+
+    unserialisable = Plain({"width": 6})
+    unserialisable.config = {"width": 6, "activation": torch.relu}
+    needy = Keywords(6)
+    needy.config = {"depth": 2}
+    cases = [
+        (nn.Linear(2, 2), "does not say"),
+        (Local({"width": 6}), "found again"),
+        (unserialisable, "plain data"),
+        (needy, "built from its config"),
+    ]
+    for model, match in cases:
+        with pytest.raises(CheckpointError, match=match) as error:
+            save(model, tmp_path / "model.pt")
+        assert "build=" in error.value.remedy
+    assert os.listdir(tmp_path) == []
+
+
+# Pickles
+
+
+class Trap:
+    def __init__(self, path, how):
+        self.path, self.how = path, how
+
+    def __reduce__(self):
+        code = f"open({str(self.path)!r}, 'w')"
+        return {"mkdir": (os.mkdir, (str(self.path),)), "shell": (os.system, (f"touch {self.path}",)), "eval": (eval, (code,))}[
+            self.how
+        ]
+
+
+@pytest.mark.parametrize("how", ["mkdir", "shell", "eval"])
+@pytest.mark.parametrize("wrap", [lambda trap: trap, lambda trap: {"w": torch.ones(2), "extra": trap}])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_nothing_of_a_malicious_file_runs(how, wrap, legacy, tmp_path):
+    trap = wrap(Trap(tmp_path / "sprung", how))
+    torch.save(trap, tmp_path / "model.pt", _use_new_zipfile_serialization=not legacy)
+    error = refused(tmp_path / "model.pt", "pickled Python object")
+    assert "runs" in error.why
+    assert "--allow-pickle" in error.remedy
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_pickled_model_loads_for_those_who_trust_it(tmp_path):
+    model = Plain({"width": 6}).eval()
+    recipe_storage.store_recipe(model, standin.RECIPE)
+    torch.save(model, tmp_path / "model.pt")
+    refused(tmp_path / "model.pt", "pickled Python object")
+    loaded = load(tmp_path / "model.pt", allow_pickle=True, dtype=torch.float64)
+    assert recipe_storage.stored_recipe(loaded) == standin.RECIPE
+    assert loaded.head.weight.dtype == torch.float64
+    module = types.ModuleType("vanished")
+    exec("from torch import nn\nclass Net(nn.Module): pass", module.__dict__)
+    sys.modules["vanished"] = module
+    torch.save(module.Net(), tmp_path / "vanished.pt")
+    del sys.modules["vanished"]
+    refused(tmp_path / "vanished.pt", "cannot be read", allow_pickle=True)
+
+
+# Files that are not what they should be
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "model.pt"
+    return save(Plain({"width": 3}), path).read_bytes()
+
+
+@given(data=st.data())
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_truncated_file_is_refused(whole, tmp_path, data):
+    length = data.draw(st.integers(0, len(whole) - 1))
+    (tmp_path / "cut.pt").write_bytes(whole[:length])
+    refused(tmp_path / "cut.pt", "cannot be read|is not a checkpoint")
+
+
+@given(content=st.binary(max_size=200))
+@example(b"")
+@example(b"PK\x03\x04")
+@example(b"PK\x05\x06" + bytes(18))
+@example(b"\x80\x02}q\x00.")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_refused(tmp_path, content):
+    (tmp_path / "noise.pt").write_bytes(content)
+    refused(tmp_path / "noise.pt", "cannot be read|is not a checkpoint|pickled Python object")
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ({}, "is not a checkpoint"),
+        ([torch.ones(2)], "holds a list"),
+        ({"epoch": 3, "model": {"w": torch.ones(1)}}, "epoch, model"),
+        ({"format": "retrofit/2"}, "format retrofit/2"),
+        ({"format": "retrofit/1", "architecture": "LlamaForCausalLM", "config": {}, "state_dict": {}}, "recipe"),
+    ],
+)
+def test_what_is_no_checkpoint(content, match, tmp_path):
+    torch.save(content, tmp_path / "model.pt")
+    refused(tmp_path / "model.pt", match)
+
+
+def test_what_is_missing_or_of_another_kind(tmp_path):
+    refused(tmp_path / "nothing.pt", "does not exist")
+    for name in ("model.npz", "model.gguf", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"x")
+        refused(tmp_path / name, f"does not read {Path(name).suffix}")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "no config.json")
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    assert "merge" in refused(tmp_path / "empty", "no config.json").remedy
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "not a config"),
+        ("[]", "not a config"),
+        ('{"model_type": "llama"}', "architectures"),
+        ('{"model_type": "nonesuch", "architectures": ["NonesuchModel"]}', "model_type 'nonesuch'"),
+        ('{"model_type": "llama", "architectures": ["NonesuchModel"]}', "NonesuchModel"),
+        ('{"model_type": "llama", "architectures": ["LlamaConfig"]}', "LlamaConfig"),
+        ('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}', "cannot be loaded"),
+    ],
+)
+def test_directories_that_hold_no_model(text, match, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    refused(tmp_path, match)
+
+
+def test_a_damaged_directory(tmp_path):
+    model, _ = remembered("llama")
+    weights = save(model, tmp_path / "model") / "model.safetensors"
+    content = weights.read_bytes()
+    for length in (0, 5, 100, len(content) - 1):
+        weights.write_bytes(content[:length])
+        refused(tmp_path / "model", "cannot be loaded")
+    save(standin.tiny("gpt2")[0], tmp_path / "other")
+    weights.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
+    refused(tmp_path / "model", "not those of its recipe|do not fit")
+
+
+# Writing
+
+
+@pytest.mark.parametrize("file", ["model.pt", "model"])
+def test_an_existing_output_needs_force(file, tmp_path):
+    first, inputs = standin.tiny("llama")
+    path = save(first, tmp_path / file)
+    second, _ = remembered("llama")
+    with pytest.raises(CheckpointError, match="exists already") as error:
+        save(second, path)
+    assert "--force" in error.value.remedy
+    assert recipe_storage.stored_recipe(load(path)) == ()
+    save(load(path), path, force=True)  # the file that its own weights are mapped from
+    assert torch.equal(standin.outputs(load(path), inputs), standin.outputs(first, inputs))
+    save(second, path, force=True)
+    assert torch.equal(standin.outputs(load(path), inputs), standin.outputs(second, inputs))
+    assert os.listdir(tmp_path) == [file]
+
+
+@pytest.mark.parametrize("file", ["model.pt", "model"])
+@pytest.mark.parametrize("failure", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device"), RuntimeError("no")])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_failing_save_leaves_things_as_they_were(file, failure, before, tmp_path, monkeypatch):
+    first, inputs = standin.tiny("llama")
+    if before:
+        save(first, tmp_path / file)
+    second, _ = remembered("llama")
+
+    def fail(*_, **__):
+        raise failure
+
+    expected = KeyboardInterrupt if failure is KeyboardInterrupt else CheckpointError
+    for function in ("os.fsync", "os.replace" if file.endswith("pt") else "pathlib.Path.rename"):
+        with monkeypatch.context() as patched:
+            patched.setattr(function, fail)
+            with pytest.raises(expected) as error:
+                save(second, tmp_path / file, force=True)
+        assert isinstance(error.value, KeyboardInterrupt) or str(tmp_path / file) in str(error.value)
+        assert os.listdir(tmp_path) == ([file] if before else [])
+    if before:
+        assert torch.equal(standin.outputs(load(tmp_path / file), inputs), standin.outputs(first, inputs))
+
+
+@pytest.mark.parametrize("file", ["model.pt", "model"])
+def test_a_swap_that_fails_halfway_is_taken_back(file, tmp_path, monkeypatch):
+    first, inputs = standin.tiny("llama")
+    path = save(first, tmp_path / file)
+    rename, count = Path.rename, iter(range(10))
+
+    def second_fails(self, target):
+        if next(count) == 1:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr("pathlib.Path.rename", second_fails)
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        save(remembered("llama")[0], path, force=True)
+    assert os.listdir(tmp_path) == [file]
+    assert torch.equal(standin.outputs(load(path), inputs), standin.outputs(first, inputs))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
+@pytest.mark.parametrize("file", ["model.pt", "model"])
+def test_a_full_disk(file, tmp_path):
+    import resource
+
+    model, _ = standin.tiny("llama")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(CheckpointError, match=f"{tmp_path / file} cannot be written"):
+            save(model, tmp_path / file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == []
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    model, _ = standin.tiny("llama")
+    (tmp_path / "file").touch()
+    (tmp_path / "directory.pt").mkdir()
+    cases = {
+        "missing/model.pt": "no directory",
+        "file/model.pt": "no directory",
+        "directory.pt": "is a directory",
+        "file": "is a file",
+    }
+    for name, match in cases.items():
+        with pytest.raises(CheckpointError, match=match) as error:
+            save(model, tmp_path / name, force=True)
+        assert name in str(error.value)
+    with pytest.raises(CheckpointError, match="not saved as"):
+        save(model, tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="cannot be saved as a directory"):
+        save(nn.Linear(2, 2), tmp_path / "linear")
+
+
+def test_the_output_has_the_usual_permissions_and_links_are_followed(tmp_path):
+    model, _ = standin.tiny("llama")
+    (tmp_path / "probe").touch()
+    (tmp_path / "link.pt").symlink_to(tmp_path / "target.pt")
+    save(model, tmp_path / "link.pt")
+    assert (tmp_path / "link.pt").is_symlink()
+    assert (tmp_path / "target.pt").stat().st_mode == (tmp_path / "probe").stat().st_mode
+
+
+def test_weights_without_values_are_not_saved(tmp_path):
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(standin.tiny("llama")[0].config)
+    with pytest.raises(CheckpointError, match="has no value"):
+        save(model, tmp_path / "model.pt")
+
+
+def test_a_compiled_model_is_saved_as_the_model(tmp_path):
+    model, inputs = remembered("llama")
+    loaded = load(save(torch.compile(model, backend="eager"), tmp_path / "model.pt"))
+    assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))

@@ -1,0 +1,1 @@
+"""What tests share: tiny models, the zoo, models retrofitted, pictures read back."""

@@ -1,0 +1,435 @@
+"""Continued pretraining: it trains what was asked for, a resumed run ends as an uninterrupted one does, nothing is left behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import retrofit
+from retrofit.cli import main
+from retrofit.errors import CheckpointError, TrainingError
+from retrofit.pipeline.text import codec_for, windows_of
+from retrofit.training.continued_pretraining import continue_pretraining
+from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
+from retrofit.training.settings import Settings
+from retrofit.training.windows import hold_out
+
+torch.set_num_threads(1)  # models this small are slower on several
+
+TEXTS = ["".join(f"Line {number}: {number} squared is {number * number}.\n" for number in range(120))]
+SMALL = Settings(steps=8, batch_size=2, length=32, lr=3e-3, eval_every=4, device="cpu")
+LAYERS: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llama(seed: int = 0, **more: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=259, pad_token_id=0, **{**LAYERS, **more})).eval()
+
+
+def bert(seed: int = 0) -> BertForMaskedLM:
+    torch.manual_seed(seed)
+    return BertForMaskedLM(BertConfig(vocab_size=300, **LAYERS)).eval()
+
+
+def t5(seed: int = 0) -> T5ForConditionalGeneration:
+    torch.manual_seed(seed)
+    return T5ForConditionalGeneration(T5Config(vocab_size=300, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)).eval()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"next token": llama, "masked tokens": bert, "span corruption": t5}
+
+
+def changed(settings: Settings = SMALL, **fields: Any) -> Settings:
+    return Settings(**{**{name: getattr(settings, name) for name in Settings.__dataclass_fields__}, **fields})
+
+
+class Unplugged(RuntimeError):
+    """Raised in the middle of a run."""
+
+
+def unplug_at(step: int) -> Callable[[str], None]:
+    def progress(text: str) -> None:
+        if text.startswith(f"step {step}/"):
+            raise Unplugged
+
+    return progress
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_learns(name: str) -> None:
+    model = MODELS[name]()
+    run = continue_pretraining(model, TEXTS, changed(steps=20, lr=1e-2, eval_every=None))
+    assert run.objective == name
+    assert [step for step, _ in run.eval_losses] == list(range(0, 21, 2))
+    assert [step for step, _ in run.losses] == list(range(1, 21))
+    assert run.eval_losses[-1][1] < run.eval_losses[0][1] - 0.5
+    assert run.eval_losses[0][1] == pytest.approx(math.log(300), abs=1.0)  # nothing is known at first
+
+
+def test_the_held_out_loss_is_that_of_the_held_out_windows() -> None:
+    """A loop over the held-out windows, before and after, gives the losses at the first and the last step."""
+    model = llama()
+    windows = windows_of(TEXTS, codec_for(model), SMALL.length)
+    held_out = hold_out(windows, SMALL.eval_fraction)[1].long()
+
+    def measured() -> float:
+        with torch.no_grad():
+            return sum(float(model(input_ids=window[None], labels=window[None]).loss) for window in held_out) / len(held_out)
+
+    before = measured()
+    run = continue_pretraining(model, TEXTS, SMALL)
+    assert run.held_out == len(held_out) > 1
+    assert run.eval_losses[0][1] == pytest.approx(before, rel=1e-4)
+    assert run.eval_losses[-1][1] == pytest.approx(measured(), rel=1e-4)
+
+
+def test_the_steps_are_adamw_on_the_windows_in_their_order() -> None:
+    """A plain loop over the same windows with torch's own AdamW, warm-up and clipping ends at the same weights."""
+    trained, by_hand = llama(), llama()
+    settings = changed(warmup=2, eval_fraction=0.0, weight_decay=0.1)
+    run = continue_pretraining(trained, TEXTS, settings)
+    windows = windows_of(TEXTS, codec_for(by_hand), settings.length).long()
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(settings.seed))
+    norms = [parameter for name, parameter in by_hand.named_parameters() if "norm" in name]
+    others = [parameter for name, parameter in by_hand.named_parameters() if "norm" not in name]
+    optimizer = torch.optim.AdamW([{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}])
+    by_hand.train()
+    for step in range(settings.steps):
+        rate = settings.lr * (step / 2 if step < 2 else (settings.steps - step) / (settings.steps - 2))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batch = windows[order[2 * step : 2 * step + 2]]
+        loss = by_hand(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert dict(run.losses)[step + 1] == pytest.approx(loss.item(), rel=1e-4)
+        assert dict(run.rates)[step + 1] == pytest.approx(rate)
+    for (name, one), other in zip(trained.named_parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, name: str) -> None:
+    """Bit for bit, with dropout (BERT and T5 have it) and with what is hidden in the windows."""
+    whole, first, second = MODELS[name](), MODELS[name](), MODELS[name]()
+    settings = changed(save_every=3)
+    expected = continue_pretraining(whole, TEXTS, settings, output=tmp_path / "whole.pt")
+    with pytest.raises(Unplugged):
+        continue_pretraining(first, TEXTS, settings, output=tmp_path / "part.pt", progress=unplug_at(5))
+    assert not (tmp_path / "part.pt").exists()
+    checkpoint = last_checkpoint(tmp_path / "part.run")
+    assert checkpoint is not None and checkpoint.name == "checkpoint-3"
+    resumed = continue_pretraining(second, TEXTS, settings, output=tmp_path / "part.pt", resume=True)
+    assert resumed.eval_losses == expected.eval_losses
+    assert resumed.losses == expected.losses
+    assert same_weights(second, whole)
+    assert same_weights(retrofit.load(tmp_path / "part.pt"), whole)
+
+
+def test_a_finished_run_can_be_given_more_steps(tmp_path: Path) -> None:
+    settings = changed(schedule="constant", warmup=0)
+    whole = llama()
+    expected = continue_pretraining(whole, TEXTS, changed(settings, steps=12))
+    continue_pretraining(llama(), TEXTS, settings, output=tmp_path / "model.pt")
+    with pytest.raises(TrainingError, match="has done 8 steps already"):
+        continue_pretraining(llama(), TEXTS, settings, output=tmp_path / "model.pt", resume=True, force=True)
+    longer = llama()
+    run = continue_pretraining(longer, TEXTS, changed(settings, steps=12), output=tmp_path / "model.pt", resume=True, force=True)
+    assert run.losses == expected.losses
+    assert same_weights(longer, whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": 1e-3}, "--lr was 0.003 in the run to resume, now it is 0.001"),
+        ({"batch_size": 4}, "--batch-size was 2"),
+        ({"texts": ["Another text. " * 200]}, "the text is not that of the run to resume"),
+        ({"model": bert}, "the model is not that"),
+        ({"model": lambda: llama(hidden_size=32)}, "the model is not that"),
+    ],
+    ids=["rate", "batch", "text", "class", "shape"],
+)
+def test_another_run_is_not_resumed(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unplugged):
+        continue_pretraining(llama(), TEXTS, SMALL, output=tmp_path / "model.pt", progress=unplug_at(6))
+    texts, model = change.pop("texts", TEXTS), change.pop("model", llama)()
+    with pytest.raises(TrainingError, match=message):
+        continue_pretraining(model, texts, changed(**change), output=tmp_path / "model.pt", resume=True)
+
+
+def test_every_model_sees_the_same_windows_in_the_same_order() -> None:
+    def seen(model: nn.Module, seed: int = 0) -> list[list[int]]:
+        batches: list[list[int]] = []
+        hook = model.register_forward_pre_hook(
+            lambda module, args, kwargs: batches.append(kwargs["input_ids"].flatten().tolist()) if module.training else None,
+            with_kwargs=True,
+        )
+        continue_pretraining(model, TEXTS, changed(steps=3, seed=seed))
+        hook.remove()
+        return batches
+
+    reference = seen(llama())
+    assert len(reference) == 3
+    assert seen(llama(seed=1, hidden_size=32)) == reference
+    assert seen(llama(), seed=1) != reference
+
+
+def test_a_seed_fixes_a_run() -> None:
+    one, same, other = (continue_pretraining(t5(), TEXTS, changed(seed=seed)) for seed in (3, 3, 4))
+    assert one.losses == same.losses
+    assert one.losses != other.losses
+
+
+@pytest.mark.parametrize("name", ["next token", "span corruption"])
+def test_gradient_checkpointing_changes_no_result(name: str) -> None:
+    """The same steps, fewer saved tensors, and the switch is off again afterwards."""
+    plain, checkpointed = MODELS[name](), MODELS[name]()
+    for model in (plain, checkpointed):
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    expected = continue_pretraining(plain, TEXTS, SMALL)
+    hooks = sum(len(module._forward_hooks) for module in checkpointed.modules())
+    recomputed: list[int] = []
+    layers = [module for module in checkpointed.modules() if hasattr(module, "gradient_checkpointing") and list(module.children())]
+    inside = next(module for module in layers[-1].modules() if isinstance(module, nn.Linear))
+    counter = inside.register_forward_pre_hook(lambda module, args: recomputed.append(1) if module.training else None)
+    run = continue_pretraining(checkpointed, TEXTS, changed(gradient_checkpointing=True))
+    counter.remove()
+    assert len(recomputed) == 2 * SMALL.steps  # forward, and once more in backward
+    assert dict(run.losses) == pytest.approx(dict(expected.losses))
+    assert sum(len(module._forward_hooks) for module in checkpointed.modules()) == hooks
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in checkpointed.modules())
+
+
+def test_nothing_of_the_trainer_is_left_on_the_model() -> None:
+    model = llama()
+    model.config.use_cache = True
+    model.model.layers[1].train()
+    config, attributes, verbosity = model.config.to_dict(), dict(vars(model)), transformers.logging.get_verbosity()
+    continue_pretraining(model, TEXTS, changed(bf16=True, gradient_checkpointing=True))
+    assert model.config.to_dict() == config
+    assert set(vars(model)) - {"_require_grads_hooks"} == set(attributes)
+    assert transformers.logging.get_verbosity() == verbosity
+    assert not model.training and not model.lm_head.training and model.model.layers[1].mlp.training
+    assert all(parameter.grad is None and parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert model(torch.arange(3, 9)[None]).logits.dtype == torch.float32
+
+
+def test_bfloat16_is_close_to_float32_and_does_not_stay_on() -> None:
+    exact, half = (continue_pretraining(llama(), TEXTS, changed(bf16=bf16)) for bf16 in (False, True))
+    assert half.losses != exact.losses
+    assert half.losses[-1][1] == pytest.approx(exact.losses[-1][1], rel=0.02)
+    assert continue_pretraining(llama(), TEXTS, SMALL).losses == exact.losses
+
+
+def test_a_run_leaves_a_model_its_numbers_and_a_picture(tmp_path: Path) -> None:
+    model = llama()
+    run = continue_pretraining(model, TEXTS, changed(steps=9), output=tmp_path / "directory")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "directory.run"]
+    assert same_weights(LlamaForCausalLM.from_pretrained(tmp_path / "directory"), model)
+    assert TrainingRun.read(tmp_path / "directory") == run
+    record = json.loads((tmp_path / "directory.run" / "run.json").read_text())
+    assert record["settings"]["lr"] == SMALL.lr
+    assert [tuple(point) for point in record["eval_losses"]] == list(run.eval_losses)
+    with (tmp_path / "directory.run" / "numbers.csv").open() as file:
+        rows = {int(row["step"]): row for row in csv.DictReader(file)}
+    assert sorted(rows) == list(range(10))
+    assert {step for step, row in rows.items() if row["held_out_loss"]} == {0, 4, 8, 9}
+    assert float(rows[9]["held_out_loss"]) == run.eval_losses[-1][1]
+    assert float(rows[5]["training_loss"]) == dict(run.losses)[5]
+    picture = matplotlib.image.imread(tmp_path / "directory.run" / "curve.png")
+    assert picture.shape[0] > 400 and picture.shape[1] > 700
+    assert picture.min() < 0.3 < 0.9 < picture.max()
+    assert f"{run.eval_losses[0][1]:.4f} → {run.eval_losses[-1][1]:.4f}" in str(run)
+
+
+def test_without_a_held_out_part_nothing_is_evaluated() -> None:
+    run = continue_pretraining(llama(), TEXTS, changed(eval_fraction=0.0))
+    assert run.eval_losses == () and run.held_out == 0
+    assert len(run.losses) == SMALL.steps
+    assert "held-out loss" not in str(run)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight[5] = float("nan")
+    with pytest.raises(TrainingError, match=r"(?s)the loss is nan after step 0.*--lr"):
+        continue_pretraining(model, TEXTS, SMALL, output=tmp_path / "model.pt")
+    assert list(tmp_path.iterdir()) == []
+    assert not model.training
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+    output = tmp_path / "model.pt"
+    first = continue_pretraining(llama(), TEXTS, SMALL, output=output)
+    weights = output.read_bytes()
+    with pytest.raises(TrainingError, match=r"(?s)model.pt exists.*--force"):
+        continue_pretraining(llama(), TEXTS, SMALL, output=output)
+    output.unlink()
+    with pytest.raises(TrainingError, match=r"(?s)holds an earlier run.*--resume"):
+        continue_pretraining(llama(), TEXTS, SMALL, output=output)
+    with pytest.raises(TrainingError, match="no run to resume"):
+        continue_pretraining(llama(), TEXTS, SMALL, output=tmp_path / "other.pt", resume=True)
+    again = continue_pretraining(llama(), TEXTS, SMALL, output=output, force=True)
+    assert again.losses == first.losses
+    assert len(output.read_bytes()) == len(weights)
+    (tmp_path / "mine.run").mkdir()
+    (tmp_path / "mine.run" / "thesis.txt").write_text("years of work")
+    with pytest.raises(TrainingError, match=r"mine.run is in the way"):
+        continue_pretraining(llama(), TEXTS, SMALL, output=tmp_path / "mine.pt", force=True)
+    assert (tmp_path / "mine.run" / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_output_that_could_not_be_saved_is_refused_before_any_step(tmp_path: Path) -> None:
+    steps: list[str] = []
+    with pytest.raises(CheckpointError, match=r"not saved as \.gguf"):
+        continue_pretraining(llama(), TEXTS, SMALL, output=tmp_path / "model.gguf", progress=steps.append)
+    assert not steps
+
+
+def test_a_model_without_a_loss_is_refused_before_any_file(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="BertModel returned no loss"):
+        continue_pretraining(BertModel(BertConfig(vocab_size=300, **LAYERS)), TEXTS, SMALL, output=tmp_path / "model.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_trainer_is_asked_for_nothing_that_is_going_away(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        warnings.simplefilter("error", DeprecationWarning)
+        warnings.simplefilter("error", UserWarning)
+        continue_pretraining(llama(), TEXTS, changed(gradient_checkpointing=True), output=tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"steps": 0}, "--steps 0 is below 1"),
+        ({"lr": float("nan")}, "--lr nan is not a finite number"),
+        ({"schedule": "wavy"}, "--schedule wavy is not known"),
+        ({"eval_fraction": 1.0}, "leaves no text to train on"),
+        ({"device": "abacus"}, "--device abacus is not known"),
+        ({"length": 4}, "--length 4 is below 8"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(fields: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
+        changed(**fields)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(TrainingError, match="there is no CUDA device"):
+        continue_pretraining(llama(), TEXTS, changed(device="cuda"))
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Path:
+    """A directory with `model.pt` and `text.txt`."""
+    retrofit.save(llama(), tmp_path / "model.pt")
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    return tmp_path
+
+
+def command(folder: Path, *more: str) -> int:
+    arguments = ["train", str(folder / "model.pt"), "--data", str(folder / "text.txt"), "--steps", "8", "--length", "32"]
+    return main([*arguments, "--batch-size", "2", "--lr", "3e-3", "--eval-every", "4", "--device", "cpu", *more])
+
+
+def test_the_command_does_what_the_library_does(on_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected: TrainingRun = continue_pretraining(llama(), TEXTS, SMALL)
+    assert command(on_disk) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert f"held-out loss  {expected.eval_losses[0][1]:.4f} → {expected.eval_losses[-1][1]:.4f}" in out
+    for path in ("model.trained.pt", "model.trained.run/curve.png", "model.trained.run/run.json"):
+        assert str(on_disk / path) in out
+        assert (on_disk / path).is_file()
+    record = json.loads((on_disk / "model.trained.run" / "run.json").read_text())
+    assert [tuple(point) for point in record["losses"]] == list(expected.losses)
+    assert command(on_disk) == 2
+    assert "--force" in capsys.readouterr().err
+    assert command(on_disk, "--force", "-o", str(on_disk / "model.trained.pt")) == 0
+
+
+def test_a_directory_is_read_and_written_with_its_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["[UNK]", "</s>", *"the cat sat on a mat and so did dog".split()]
+    core = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **LAYERS))
+    model.save_pretrained(tmp_path / "cat")
+    PreTrainedTokenizerFast(tokenizer_object=core, unk_token="[UNK]", eos_token="</s>").save_pretrained(tmp_path / "cat")
+    (tmp_path / "text.md").write_text("the cat sat on a mat and so did the dog " * 60)
+    arguments = ["train", str(tmp_path / "cat"), "--data", str(tmp_path), "--steps", "8", "--length", "16", "--lr", "1e-2"]
+    assert main([*arguments, "--device", "cpu"]) == 0
+    assert "the model's tokenizer" in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "cat.trained")
+    assert tokenizer("the dog")["input_ids"] == [words.index("the"), words.index("dog")]
+    assert LlamaForCausalLM.from_pretrained(tmp_path / "cat.trained").config.vocab_size == len(words)
+
+
+def test_the_command_goes_on_after_an_interruption(
+    on_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press_ctrl_c(self: Any, stage: str) -> None:
+        if stage.startswith("step 6/"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("retrofit.cli.progress.Progress.__call__", press_ctrl_c)
+        assert command(on_disk) == 130
+    err = capsys.readouterr().err
+    assert "checkpoint-4" in err and "--resume" in err
+    assert not (on_disk / "model.trained.pt").exists()
+    assert command(on_disk, "--resume") == 0
+    assert last_checkpoint(folder_of(on_disk / "model.trained.pt")) is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--data", "gone.txt"], "gone.txt: there is no such file"),
+        (["--resume"], "there is no run to resume"),
+        (["--schedule", "wavy"], "wavy"),
+        (["--steps", "0"], "--steps 0 is below 1"),
+        (["--tokenizer", "."], "holds no tokenizer"),
+        (["--step", "3"], "--steps"),
+    ],
+)
+def test_the_command_names_what_is_wrong(on_disk: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str) -> None:
+    before = sorted(on_disk.iterdir())
+    assert command(on_disk, *more) == 2
+    assert message in capsys.readouterr().err
+    assert sorted(on_disk.iterdir()) == before
