@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.sdk import Anatomy, DoesNotFitError, Edit, Pass, Rewrite, Site, Wrapper, argument_place, find_argument, map_first
+from retrofit.sdk import Anatomy, Edit, NearMiss, Pass, Plan, Site, Wrapper, argument_place, find_argument, map_first, shape
 
 
 class SummedEmbedding(Wrapper):
@@ -44,44 +43,52 @@ def owns(module: nn.Module, weight: nn.Parameter) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class SumEmbedding(Pass):
+class SumPlan(Plan):
+    """The token table and the modules that look it up."""
+
+    table: str = ""  # name of the parameter
+    width: int = 0  # d
+
+
+@dataclasses.dataclass(frozen=True)
+class SumEmbedding(Pass[SumPlan]):
     """Add a second, zero-initialised embedding to the token representation: V·d parameters."""
 
     name: ClassVar[str] = "sum"
     summary: ClassVar[str] = "add an extra embedding to the token representation (the papers' Sum baseline)"
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, Table 7"
+    rewrites: ClassVar[str] = "token embedding"
+    remedy: ClassVar[str] = "apply it to a model of text; altup(embedding=recycled) widens any stream"
 
     @property
     def exact(self) -> bool:
         return True
 
-    def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
+    def plan(self, anatomy: Anatomy) -> SumPlan:
         if anatomy.embedding is None:
-            raise DoesNotFitError(
-                "sum: the model looks up no token embedding",
-                why="its inputs are no token ids",
-                remedy="apply it to a model of text; altup(embedding=recycled) widens any stream",
-            )
+            return SumPlan((), (NearMiss("", "it looks up no token embedding: its inputs are no token ids"),))
         model, table = anatomy.model, anatomy.embedding.parameter
-        nodes = anatomy.flow.named
         parts = [part for part in anatomy.embeddings if part.parameter == table]
-        width = nodes[parts[0].node].meta["val"].shape[-1]
+        width = int((shape(anatomy.node(parts[0].node)) or (0,))[-1])
         weight = model.get_parameter(table)
-        extra = nn.Embedding(weight.shape[0], int(width), device=weight.device, dtype=weight.dtype)
-        torch.nn.init.zeros_(extra.weight)
-        sites = []
+        rows = weight.shape[0]
+        sites: list[Site] = []
+        near_misses: list[NearMiss] = []
         for path in dict.fromkeys(part.name for part in parts):
             module = model.get_submodule(path) if path else model
             if not owns(module, weight):
-                raise DoesNotFitError(
-                    f"sum: the table {table} is looked up in the code of {path or 'the model'} itself",
-                    why="no module stands there whose output the extra embedding could be added to",
-                    remedy="look tokens up with nn.Embedding",
-                )
-            if not isinstance(module, SummedEmbedding):
-                edit.replace_module(path, SummedEmbedding(module, extra))
-                sites.append(Site(path, f"plus an embedding of {weight.shape[0]:,} × {width}"))
-        count = extra.weight.numel()
-        return Rewrite(
-            self.spec(), True, tuple(sites), new_parameters=count, formula=f"V·d = {weight.shape[0]:,}·{width} = {count:,}"
-        )
+                why = f"its own code looks the table {table} up, so no module returns what the extra embedding is added to"
+                near_misses.append(NearMiss(path, why, "look tokens up with nn.Embedding"))
+            elif not isinstance(module, SummedEmbedding):
+                sites.append(Site(path, f"plus an embedding of {rows:,} × {width}"))
+        if near_misses:  # tokens looked up at one place would have two representations
+            return SumPlan((), tuple(near_misses))
+        formula = f"V·d = {rows:,}·{width} = {rows * width:,}"
+        return SumPlan(tuple(sites), new_parameters=rows * width, formula=formula, table=table, width=width)
+
+    def apply(self, plan: SumPlan, edit: Edit) -> None:
+        weight = edit.model.get_parameter(plan.table)
+        extra = nn.Embedding(weight.shape[0], plan.width, device=weight.device, dtype=weight.dtype)
+        nn.init.zeros_(extra.weight)
+        for site in plan.sites:
+            edit.replace_module(site.name, SummedEmbedding(edit.model.get_submodule(site.name), extra))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from retrofit.onnx.exporter.exporting import export_onnx as export_onnx
     from retrofit.onnx.importer.importing import from_onnx as from_onnx
     from retrofit.pipeline.replaying import recipe as recipe
+    from retrofit.planning import plan_of as plan_of
     from retrofit.rewriting import apply as apply
     from retrofit.storage.checkpoint import load as load
     from retrofit.storage.checkpoint import save as save
@@ -30,6 +31,7 @@ HOMES = {
     "from_onnx": "retrofit.onnx.importer.importing",
     "inspect": "retrofit.anatomy.inspection",
     "load": "retrofit.storage.checkpoint",
+    "plan_of": "retrofit.planning",
     "recipe": "retrofit.pipeline.replaying",
     "save": "retrofit.storage.checkpoint",
     "verify": "retrofit.checks.verification",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from torch import fx, nn
@@ -15,7 +16,7 @@ from retrofit.graphs.graph_module import graph_module
 from retrofit.graphs.shape_prop import propagate_shapes
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.calibration import calibration_from
-from retrofit.pipeline.protocol import Pass, Rewrite
+from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
 from retrofit.pipeline.registry import as_pass
 from retrofit.pipeline.replaying import rearranged, recipe, rewrites
 from retrofit.pipeline.running import Progress, called_now, run_passes
@@ -45,7 +46,7 @@ class Applied:
 
 def apply(
     model: Model,
-    *passes: Pass | str,
+    *passes: AnyPass | str,
     example_inputs: Any = None,
     calibration: Any = None,
     verify: bool = True,
@@ -68,7 +69,7 @@ def apply(
 
 def apply_reported(
     model: nn.Module,
-    *passes: Pass | str,
+    *passes: AnyPass | str,
     example_inputs: Any = None,
     calibration: Any = None,
     verify: bool = True,
@@ -78,22 +79,11 @@ def apply_reported(
 ) -> Applied:
     """`apply`, with an account of what was done, what it costs and how the checks came out."""
     say = progress or (lambda stage: None)
-    if not passes:
-        raise SpecError("no pass given", remedy="name at least one, e.g. retrofit.apply(model, AltUp(k=2))")
-    if emit not in ("module", "graph"):
-        raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'")
-    chosen = tuple(as_pass(one) for one in passes)
+    chosen = chosen_passes(passes)
     if calibration is not None and not any(one.calibrates for one in chosen):
         raise SpecError("calibration= was given, but none of the passes uses it", remedy="leave it out")
     before = sum(parameter.numel() for parameter in model.parameters())
-    inputs = named_inputs(model, example_inputs)
-    say("capturing the dense model")
-    dense = capture(model, inputs)
-    if emit == "graph" or (not transformers_bookkeeping.is_transformers(model) and stands_in_code(model, dense)):
-        say("making a graph module of it")
-        model = graph_module(model, inputs)
-        inputs = named_inputs(model)
-        dense = capture(model, inputs)
+    model, inputs, dense = as_rewritable(model, example_inputs, emit, say)
     reference = None
     if verify:
         say("remembering the dense model")
@@ -133,6 +123,28 @@ def apply_reported(
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
     return Applied(model, made, report, before, after, dense_flops, flops)
+
+
+def chosen_passes(passes: Sequence[AnyPass | str]) -> Recipe:
+    """The passes from passes or their specs; raises `SpecError` where there is none."""
+    if not passes:
+        raise SpecError("no pass given", remedy="name at least one, e.g. retrofit.apply(model, AltUp(k=2))")
+    return tuple(as_pass(one) for one in passes)
+
+
+def as_rewritable(model: nn.Module, example_inputs: Any, emit: str, say: Progress) -> tuple[nn.Module, dict[str, Any], Program]:
+    """The model that passes rewrite, its inputs by name, and its program: a graph module where `emit` or the model asks for one."""
+    if emit not in ("module", "graph"):
+        raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'")
+    inputs = named_inputs(model, example_inputs)
+    say("capturing the dense model")
+    program = capture(model, inputs)
+    if emit == "module" and (transformers_bookkeeping.is_transformers(model) or not stands_in_code(model, program)):
+        return model, inputs, program
+    say("making a graph module of it")
+    model = graph_module(model, inputs)
+    inputs = named_inputs(model)
+    return model, inputs, capture(model, inputs)
 
 
 def stands_in_code(model: nn.Module, program: Program) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
@@ -124,4 +124,5 @@ class Pass(abc.ABC, Generic[SomePlan]):
         return f"{self.name}({', '.join(fields)})"
 
 
-Recipe = tuple[Pass[Plan], ...]
+AnyPass = Pass[Any]
+Recipe = tuple[AnyPass, ...]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from retrofit.errors import SpecError
-from retrofit.pipeline.protocol import Pass, Recipe
+from retrofit.pipeline.protocol import AnyPass, Pass, Recipe
 
 if TYPE_CHECKING:
     pass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 GROUP = "retrofit.passes"
 
 
-def parse_spec(text: str) -> Pass:
+def parse_spec(text: str) -> AnyPass:
     """The pass that `text` names, `altup` or `altup(k=2, init=hop)`."""
     match = re.fullmatch(r"\s*([A-Za-z][\w-]*)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
     if match is None:
@@ -33,7 +33,7 @@ def parse_spec(text: str) -> Pass:
     return make_pass(name, options)
 
 
-def make_pass(name: str, options: Mapping[str, Any]) -> Pass:
+def make_pass(name: str, options: Mapping[str, Any]) -> AnyPass:
     """The registered pass `name` with `options`; an unknown name or option raises `SpecError` with what there is."""
     kind = load_pass(name)
     known = [field.name for field in dataclasses.fields(kind)]
@@ -50,7 +50,7 @@ def pass_names() -> list[str]:
     return sorted({entry.name for entry in importlib.metadata.entry_points(group=GROUP)})
 
 
-def load_pass(name: str) -> type[Pass]:
+def load_pass(name: str) -> type[AnyPass]:
     """The class of the pass registered as `name`."""
     for entry in importlib.metadata.entry_points(group=GROUP):
         if entry.name == name:
@@ -61,7 +61,7 @@ def load_pass(name: str) -> type[Pass]:
     raise SpecError(f"there is no pass called {name!r}", remedy=f"choose one of {', '.join(pass_names())}")
 
 
-def as_pass(given: Pass | str) -> Pass:
+def as_pass(given: AnyPass | str) -> AnyPass:
     """A pass from a pass or from its spec."""
     return given if isinstance(given, Pass) else parse_spec(given)
 
