@@ -13,14 +13,16 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from retrofit.anatomy.feed_forwards import FeedForward, Matrix, Port, RowMajor, linear
-from retrofit.passes import SparseFFN
-from retrofit.passes.sparse_ffn.sparse_ffn import SparseFeedForward
+from retrofit.anatomy.feed_forward_blocks import RowMajor, linear
+from retrofit.anatomy.feed_forward_sites import FeedForward, Port
+from retrofit.anatomy.weight_matrices import Matrix
+from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 
 SIZES = ((1024, 4096, 64), (4096, 16384, 128), (9216, 36864, 256))  # d, d_ff, N
 BYTES = 400e6  # of weights, many times the caches
@@ -78,7 +80,7 @@ class Dense:
 
 def by_path(gathers: bool) -> Callable[[SparseFeedForward, Tensor], Tensor]:
     def run(block: SparseFeedForward, x: Tensor) -> Tensor:
-        block.gathers = lambda x: gathers  # type: ignore[method-assign]
+        block.prefers_gather = lambda x: gathers  # type: ignore[method-assign]
         return block(x)  # type: ignore[no-any-return]
 
     return run
@@ -90,12 +92,20 @@ def made(d: int, d_ff: int, n: int, options: argparse.Namespace) -> list[SparseF
     matrices = Matrix("", "up", "", None, True), Matrix("", "down", "", None, True)
     hidden = fx.symbolic_trace(nn.ReLU())
     site = FeedForward("", d, d_ff, matrices[:1], (Port(0, 0, 1),), hidden, matrices[1], 0, None, "")
+    controller: dict[str, Any] = {
+        "sparsity": n,
+        "rank": max(1, d // n),
+        "temperature": 0.1,
+        "hard": 0.3,
+        "multiply": False,
+        "scale": False,
+    }
     found = []
     for _ in range(max(1, round(BYTES / (2 * d * d_ff * torch.finfo(how["dtype"]).bits / 8)))):
         up = linear(parameter(d_ff, d, **how), parameter(d_ff, **how))
         down = RowMajor(parameter(d_ff, d, **how), parameter(d, **how))
         order = torch.arange(d_ff, device=options.device)
-        block = SparseFeedForward(site, nn.Linear(1, 1), {"up": up}, down, order, SparseFFN(sparsity=n)).eval()
+        block = SparseFeedForward(site, nn.Linear(1, 1), {"up": up}, down, order, **controller).eval()
         for one in (block.c1, block.c2, block.bias):
             one.detach().normal_()
         block.register_buffer("dense", down.weight.detach().t().contiguous())

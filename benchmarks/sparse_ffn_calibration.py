@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrofit.passes import SparseFFN
-from retrofit.passes.sparse_ffn import sparse_ffn
-from retrofit.passes.sparse_ffn.sparse_ffn import SparseFeedForward
+from retrofit.passes.sparse_ffn import controller_fit
+from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.pipeline.text import codec_for, windows_of
 from retrofit.rewriting import apply_reported
 from retrofit.training.continued_pretraining import continue_pretraining
@@ -38,10 +38,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--lr", type=float, nargs="+", default=[3e-4])
-    parser.add_argument("--spread", type=float, default=sparse_ffn.SPREAD, help="of the logits in a block at the start")
-    parser.add_argument("--shrinkage", type=float, default=sparse_ffn.SHRINKAGE, help="of the covariance of x in the fit")
+    parser.add_argument("--spread", type=float, default=controller_fit.SPREAD, help="of the logits in a block at the start")
+    parser.add_argument("--shrinkage", type=float, default=controller_fit.SHRINKAGE, help="of the covariance of x in the fit")
     options = parser.parse_args()
-    sparse_ffn.SPREAD, sparse_ffn.SHRINKAGE = options.spread, options.shrinkage
+    controller_fit.SPREAD, controller_fit.SHRINKAGE = options.spread, options.shrinkage
     torch.set_num_threads(1)
     torch.manual_seed(0)
     texts = ["\n\n".join(topics[name] for name in sorted(topics))]

@@ -29,8 +29,8 @@ from transformers import (
 )
 
 import retrofit
-from retrofit.passes.sparse_qkv.modular import ModularProjection
-from retrofit.passes.sparse_qkv.sparse_qkv import look_back
+from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
+from retrofit.passes.sparse_qkv.sparse_attention import project_with_history
 from retrofit.surgery.cache_memory import TokenHistory
 
 SHAPES = {1024: (16, 64), 4096: (32, 128), 9216: (96, 256)}  # width: heads, sparsity of the FFN
@@ -105,7 +105,7 @@ def projections(width: int, modules: int, count: int) -> tuple[list[Step], list[
     memories = {str(index): TokenHistory(2, one.in_modules(x)) for index, one in enumerate(sparse)}
     return (
         [lambda one=one: [layer(x) for layer in one] for one in dense],  # type: ignore[misc]
-        [lambda one=one, name=str(index): look_back(one, x, None, memories, name) for index, one in enumerate(sparse)],  # type: ignore[misc]
+        [lambda one=one, name=str(index): project_with_history(one, x, None, memories, name) for index, one in enumerate(sparse)],  # type: ignore[misc]
     )
 
 

@@ -20,7 +20,7 @@ from altup_starts import byte_llama, settings
 from transformers import LlamaForCausalLM
 
 from retrofit.passes.multiplicative import Multiplicative
-from retrofit.passes.sparse_qkv.modular import ModularConvolution
+from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution
 from retrofit.pipeline.text import codec_for, windows_of
 from retrofit.rewriting import apply_reported
 from retrofit.training.continued_pretraining import continue_pretraining

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from retrofit.cli.failures import cleanly_terminated, exit_code, explain, hang_up
+from retrofit.cli.failures import cleanly_terminated, exit_code, hang_up, report
 from retrofit.cli.parser import Parser
 
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if "--debug" in given:
             traceback.print_exc()
-        print(f"retrofit: {explain(error)}", file=sys.stderr)
+        report(error, sys.stderr)
         return exit_code(error)
 
 

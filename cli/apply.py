@@ -6,11 +6,12 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from retrofit.cli.accounts import rewrite_rows
 from retrofit.cli.failures import UsageError
 from retrofit.cli.parser import Subparsers, add_model_arguments, existing
-from retrofit.cli.pass_options import gather_passes
-from retrofit.cli.progress import Progress, quiet
-from retrofit.cli.tables import change, columns
+from retrofit.cli.progress import working
+from retrofit.cli.recipes import add_pass_arguments, named_passes
+from retrofit.cli.tables import change, print_table
 from retrofit.cli.writing import beside, free, save_beside_companions
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ An option after --pass belongs to that pass. What passes there are and what opti
 
   retrofit apply --pass altup --k 2 model.pt                 writes model.altup.pt
   retrofit apply --pass altup --k 2 --pass sum hf_dir/       writes hf_dir.altup.sum/
+  retrofit apply --recipe passes.txt hf_dir/                 the passes in passes.txt, one a line: altup(k=2)
 """
 
 
@@ -33,8 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "apply", help="rewrite a model with one pass or several", description="Rewrite a model.", epilog=EXAMPLES
     )
-    parser.gather = gather_passes
-    parser.add_argument("--pass", metavar="NAME", help="a pass to apply, in the order given; its options follow it")
+    add_pass_arguments(parser)
     add_model_arguments(parser)
     parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: beside MODEL)")
     parser.add_argument("--force", action="store_true", help="replace an output that exists")
@@ -46,20 +47,19 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The rewritten model is on disk and a table of what happened on stdout."""
-    if not arguments.passes:
-        raise UsageError("no pass to apply", remedy="name one with --pass; retrofit passes lists them")
+    passes = named_passes(arguments)
+    if not passes:
+        raise UsageError("no pass to apply", remedy="name one with --pass, or several in a file with --recipe; see retrofit passes")
     existing(arguments.model)
-    output = free(arguments.output or beside(arguments.model, [name for name, _ in arguments.passes]), arguments.force)
+    output = free(arguments.output or beside(arguments.model, [one.name for one in passes]), arguments.force)
 
     import torch
     from transformers import PreTrainedModel
 
-    from retrofit.pipeline.registry import make_pass
     from retrofit.rewriting import apply_reported
     from retrofit.storage.checkpoint import FILES, load, save
 
-    passes = [make_pass(name, options) for name, options in arguments.passes]
-    with Progress() as progress, quiet(arguments.debug):
+    with working(arguments.debug) as progress:
         progress(f"reading {arguments.model}")
         model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
         calibration = None if arguments.calibrate is None else read_calibration(arguments, model)
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             save_beside_companions(model, source, output, force=arguments.force)
         else:
             save(model, output, force=arguments.force)
-    print(summary(applied, output))
+    print_table(summary(applied, output))
     return 0
 
 
@@ -84,20 +84,13 @@ def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.T
     return windows_of(read_texts([arguments.calibrate]), codec, WINDOW)
 
 
-def summary(applied: Applied, output: Path) -> str:
+def summary(applied: Applied, output: Path) -> list[tuple[str, str]]:
     """What was rewritten, parameters and FLOPs before and after, what was verified, where the result is."""
-    rows = []
-    for rewrite in applied.rewrites:
-        kind = "the same function at step 0" if rewrite.exact else "approximate at step 0"
-        rows.append(("rewritten", f"{len(rewrite.sites)} sites, {kind}"))
-        rows.append(("recipe", rewrite.spec))
-        if rewrite.skipped:
-            rows.append(("left alone", f"{len(rewrite.skipped)} sites: {rewrite.skipped[0].name}: {rewrite.skipped[0].why}"))
-        rows.extend(("note", note) for note in rewrite.notes)
+    rows = [row for rewrite in applied.rewrites for row in rewrite_rows(rewrite)]
     rows.append(("parameters", change(applied.parameters_before, applied.parameters_after)))
     rows.append(("FLOPs per token", change(applied.flops_before, applied.flops_after)))
     checks = applied.report.checks if applied.report is not None else ()
     rows.append(("verified", ", ".join(check.name for check in checks if check.status == "passed") or "nothing"))
     rows.extend(("not verified", f"{check.name}: {check.why}") for check in checks if check.status != "passed")
     rows.append(("result", str(output)))
-    return columns(rows)
+    return rows

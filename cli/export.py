@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from retrofit.cli.accounts import listed
 from retrofit.cli.parser import Subparsers, add_model_arguments, existing
-from retrofit.cli.progress import Progress, quiet
-from retrofit.cli.tables import columns
+from retrofit.cli.progress import working
+from retrofit.cli.tables import print_table
 
 EXAMPLES = """\
   retrofit export model.pt                      writes model.onnx
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.onnx.exporter.exporting import export_onnx
     from retrofit.storage.checkpoint import load
 
-    with Progress() as progress, quiet(arguments.debug):
+    with working(arguments.debug) as progress:
         progress(f"reading {model}")
         loaded = load(model, config=arguments.config, allow_pickle=arguments.allow_pickle)
         made = export_onnx(loaded, output, arguments.cache, fuse=not arguments.no_fuse, force=arguments.force, progress=progress)
@@ -50,10 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     for file in made.files:
         rows.append(("result", str(file.path)))
         rows.append(("nodes", f"{file.nodes:,}"))
-        rows.extend(("fused", step.name) for step in file.steps if step.kept)
+        rows.extend(listed("fused", (step.name for step in file.steps if step.kept)))
         rows.append(("against torch", "not run" if file.gap is None else f"{file.gap:.1e} on other shapes"))
     rows.append(
         ("cache", "as inputs and outputs" if made.cached else f"none: {made.why_no_cache}" if made.why_no_cache else "none")
     )
-    print(columns(rows))
+    print_table(rows)
     return 0

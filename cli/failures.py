@@ -10,7 +10,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import IO
 
+from retrofit.cli.terminal import console_for
 from retrofit.errors import RetrofitError, VerificationError
 
 REMEDIES = {
@@ -29,6 +31,20 @@ class UsageError(RetrofitError):
 
 class Terminated(KeyboardInterrupt):
     """The process was asked to end by SIGTERM."""
+
+
+def report(error: BaseException, stream: IO[str]) -> None:
+    """What `error` says is on `stream`, the word that begins it red on a terminal."""
+    message = f"retrofit: {explain(error)}"
+    if not stream.isatty():
+        print(message, file=stream)
+        return
+    from rich.text import Text
+
+    text = Text(message)
+    text.highlight_words(["retrofit: error:"], "bold red")
+    text.highlight_words(["why:", "way out:"], "bold")
+    console_for(stream).print(text, soft_wrap=True)
 
 
 def explain(error: BaseException) -> str:

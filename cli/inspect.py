@@ -1,44 +1,100 @@
-"""`retrofit inspect`: the anatomy of a model on disk, as a table, as JSON, as a drawing."""
+"""`retrofit inspect`: the anatomy of a model on disk, as a table, as JSON, as a drawing; or what passes would do to it."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from retrofit.cli.accounts import plan_rows
+from retrofit.cli.failures import UsageError
 from retrofit.cli.parser import Subparsers, add_model_arguments, existing
-from retrofit.cli.progress import Progress, quiet
+from retrofit.cli.progress import working
+from retrofit.cli.recipes import add_pass_arguments, named_passes
+from retrofit.cli.tables import print_table
 from retrofit.cli.writing import free
 from retrofit.runtime.atomic_writes import whole_file
 
+if TYPE_CHECKING:
+    from retrofit.pipeline.protocol import Recipe
+
+EXAMPLES = """\
+An option after --pass belongs to that pass. A plan does nothing to the model; the exit code is 2 where a pass fits nowhere.
+
+  retrofit inspect model.pt                                  its stacks, layers, attentions, feed-forwards, head
+  retrofit inspect model.pt --pass altup --k 2               what that pass would rewrite, leave alone and cost
+"""
+
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("inspect", help="show the anatomy of a model", description="Show the anatomy of a model.")
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show the anatomy of a model, or what a pass would do to it",
+        description="Show the anatomy of a model, or with --pass what passes would do to it.",
+        epilog=EXAMPLES,
+    )
+    add_pass_arguments(parser)
     add_model_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the anatomy as JSON")
+    parser.add_argument("--json", action="store_true", help="print the anatomy, or the plan, as JSON")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw the anatomy into FILE")
     parser.add_argument("--force", action="store_true", help="replace a drawing that exists")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The anatomy is on stdout and, where asked for, its drawing in a file."""
+    """The anatomy, or the plan of the passes, is on stdout; 2 where one of the passes fits nowhere."""
+    passes = named_passes(arguments)
+    if passes and arguments.svg is not None:
+        raise UsageError(
+            "--svg with --pass or --recipe",
+            why="a drawing shows a model as it is, a plan what it would become",
+            remedy="leave out the passes to draw the model, or apply them and draw the result",
+        )
     existing(arguments.model)
+    return print_plan(arguments, passes) if passes else print_anatomy(arguments)
+
+
+def print_anatomy(arguments: argparse.Namespace) -> int:
+    """The anatomy is on stdout and, where `--svg` names one, its drawing in a file."""
     if arguments.svg is not None:
         free(arguments.svg, arguments.force)
 
     from retrofit.anatomy.inspection import inspect
-    from retrofit.drawing.picture import svg
     from retrofit.storage.checkpoint import load
 
-    with Progress() as progress, quiet(arguments.debug):
+    with working(arguments.debug) as progress:
         progress(f"reading {arguments.model}")
         model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
         progress("capturing")
         anatomy = inspect(model)
-        drawing = None if arguments.svg is None else svg(anatomy)
-    if drawing is not None:
+        if arguments.svg is not None:
+            from retrofit.drawing.picture import svg
+
+            progress("drawing")
+            drawing = svg(anatomy)
+    if arguments.svg is not None:
         with whole_file(arguments.svg, force=arguments.force) as file:
             file.write(drawing.encode())
     print(json.dumps(anatomy.to_dict(), indent=2) if arguments.json else anatomy)
     return 0
+
+
+def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
+    """What the passes would do is on stdout; 0 where `apply` would find something to rewrite for each of them, else 2."""
+    from retrofit.planning import plan_of
+    from retrofit.storage.checkpoint import load
+
+    with working(arguments.debug) as progress:
+        progress(f"reading {arguments.model}")
+        model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+        plan = plan_of(model, *passes, progress=progress)
+    if arguments.json:
+        print(json.dumps(plan.to_dict(), indent=2))
+    else:
+        print_table(plan_rows(plan))
+    if not plan.fits:
+        refused = ", ".join(one.name for one, planned in zip(passes, plan.passes, strict=True) if not planned.fits)
+        print(f"retrofit: {refused}: apply would refuse, nothing in the model fits; the plan says why", file=sys.stderr)
+    return 0 if plan.fits else 2

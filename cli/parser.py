@@ -11,6 +11,8 @@ from typing import Any, NoReturn, TypeAlias
 from retrofit.cli.failures import UsageError
 from retrofit.errors import CheckpointError
 
+MODEL = "a .pt checkpoint, a Hugging Face directory, a .pt2 exported program or an .onnx file"
+
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 Gather: TypeAlias = Callable[[list[str], Sequence[str]], tuple[list[str], dict[str, Any]]]
@@ -56,7 +58,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, remedy=self.see())
+        raise UsageError(message, remedy=f"MODEL is {MODEL}; {self.see()}" if "MODEL" in message else self.see())
 
     def see(self) -> str:
         return f"see {self.prog} --help"
@@ -70,7 +72,7 @@ def suggest(word: str, known: Iterable[str], otherwise: str) -> str:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The parser reads MODEL and how to load it."""
-    parser.add_argument("model", metavar="MODEL", type=Path, help="a .pt checkpoint or a Hugging Face directory")
+    parser.add_argument("model", metavar="MODEL", type=Path, help=MODEL)
     parser.add_argument("--config", metavar="DIR", type=Path, help="where the config of a bare state dict lies")
     parser.add_argument(
         "--allow-pickle", action="store_true", help="load a pickled module, which can run any code: only from those you trust"
@@ -83,6 +85,6 @@ def existing(path: Path) -> Path:
         raise CheckpointError(
             f"{path}: there is no such file or directory",
             why="models are read from disk only, never downloaded",
-            remedy="check the path",
+            remedy=f"check the path: MODEL is {MODEL}",
         )
     return path

@@ -6,7 +6,7 @@ import argparse
 
 from retrofit.cli.parser import Subparsers
 from retrofit.cli.pass_options import known_pass
-from retrofit.cli.tables import columns
+from retrofit.cli.tables import print_table
 from retrofit.pipeline.options import format_value, options_of
 from retrofit.pipeline.registry import load_pass, pass_names
 
@@ -19,19 +19,18 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The passes, or the options of one, are on stdout."""
-    print(every_pass() if arguments.name is None else one_pass(arguments.name))
+    if arguments.name is None:
+        print_table((name, load_pass(name).summary) for name in pass_names())
+    else:
+        print_pass(arguments.name)
     return 0
 
 
-def every_pass() -> str:
-    """Name and summary of each pass installed."""
-    return columns((name, load_pass(name).summary) for name in pass_names())
-
-
-def one_pass(name: str) -> str:
-    """What the pass does, where it comes from, and its options: values, default, meaning."""
+def print_pass(name: str) -> None:
+    """What the pass does, where it comes from, and its options are on stdout."""
     kind = known_pass(name)
-    options = columns(
-        (f"  --{option.replace('_', '-')}", values, format_value(default), doc) for option, values, default, doc in options_of(kind)
+    print(f"{name}: {kind.summary}\nsource: {kind.paper}\n")
+    options = (
+        (f"--{option.replace('_', '-')}", values, format_value(default), doc) for option, values, default, doc in options_of(kind)
     )
-    return f"{name}: {kind.summary}\nsource: {kind.paper}\n\noptions (name, values, default, meaning)\n{options}"
+    print_table(options, headings=("option", "values", "default", "meaning"))

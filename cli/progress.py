@@ -1,77 +1,55 @@
-"""The stage that long work is in, on one line of a terminal."""
+"""What long work is doing, on one line of a terminal."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import shutil
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TextIO
+from typing import IO, TYPE_CHECKING
 
-TURN = 0.1  # seconds between two frames of the spinner
-CLEAR = "\r\x1b[K"
+from retrofit.cli.terminal import console_for
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 
 class Progress:
-    """Inside `with`, the stage last reported and how long it has taken are shown on a terminal; elsewhere nothing is."""
+    """Within this context a terminal shows a spinner, the time spent and the stage last reported; anything else gets nothing."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: IO[str] | None = None) -> None:
         self.stream = sys.stderr if stream is None else stream
-        self.stage, self.since = "", 0.0
-        self.left = threading.Event()
-        self.spinner = threading.Thread(target=self.spin, daemon=True)
-        self.shown = self.stream.isatty()
+        self.bar: Bar | None = None
 
     def __call__(self, stage: str) -> None:
-        self.stage, self.since = stage, time.monotonic()
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], description=stage, visible=True)
 
     def __enter__(self) -> Progress:
-        if self.shown:
-            self.spinner.start()
+        if self.stream.isatty():
+            from rich.progress import Progress as Bar
+            from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+            from rich.table import Column
+
+            console = console_for(self.stream)
+            stage = TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+            spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
+            self.bar = Bar(spinner, TimeElapsedColumn(), stage, console=console, transient=True, redirect_stdout=False, expand=True)
+            self.bar.add_task("", visible=False)
+            with contextlib.suppress(OSError):  # the terminal is gone: nobody is watching
+                self.bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.shown:
-            self.left.set()
-            self.spinner.join()
-            self.write(CLEAR)
-
-    def spin(self) -> None:
-        for frame in itertools.cycle("|/-\\"):
-            if self.left.wait(TURN):
-                return
-            if self.stage:
-                line = f"{frame} {time.monotonic() - self.since:.0f} s  {self.stage}"
-                self.write(CLEAR + line[: shutil.get_terminal_size().columns - 1])
-
-    def write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the terminal is gone: nobody is watching
-            self.stream.write(text)
-            self.stream.flush()
+        if self.bar is not None:
+            with contextlib.suppress(OSError):
+                self.bar.stop()
 
 
 @contextlib.contextmanager
-def quiet(debug: bool) -> Iterator[None]:
-    """What libraries say while a model loads and is traced stays out of the way, unless debugging."""
-    import warnings
+def working(debug: bool) -> Iterator[Progress]:
+    """Within this context the stage that work is in is shown, and libraries say nothing of their own unless debugging."""
+    from retrofit.runtime.quiet import quiet
 
-    from transformers.utils import logging
-
-    if debug:
-        yield
-        return
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+    with Progress() as progress, contextlib.nullcontext() if debug else quiet():
+        yield progress

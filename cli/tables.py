@@ -1,17 +1,39 @@
-"""Columns of text and numbers as a person reads them."""
+"""Tables of text and numbers as a person reads them."""
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Iterable, Sequence
+from typing import IO
+
+from retrofit.cli.terminal import console_for
+
+Row = Sequence[str]
+
+COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow"}  # of whole cells, on a terminal
 
 
-def columns(rows: Iterable[Sequence[str]]) -> str:
-    """The rows with every cell but the last padded to its column's width."""
-    table = [list(row) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in table), strict=True)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]).rstrip() for row in table
-    )
+def print_table(rows: Iterable[Row], headings: Row = (), stream: IO[str] | None = None) -> None:
+    """The rows are on `stream` (stdout) in aligned columns, all of every cell; a terminal wraps the last column to its width."""
+    from rich.table import Table
+    from rich.text import Text
+
+    stream = sys.stdout if stream is None else stream
+    lines = [list(row) for row in rows]
+    last = max(map(len, [headings, *lines]), default=0) - 1
+    table = Table(box=None, show_header=bool(headings), pad_edge=False, padding=(0, 2, 0, 0))
+    for index in range(last + 1):
+        heading = Text(headings[index] if index < len(headings) else "", style="dim")
+        table.add_column(heading, style="bold" if index == 0 else "", no_wrap=index < last, overflow="fold")
+    for line in lines:
+        table.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in line))
+    if stream.isatty():
+        console_for(stream).print(table)
+        return
+    plain = io.StringIO()
+    console_for(plain).print(table)
+    stream.write("".join(f"{line.rstrip()}\n" for line in plain.getvalue().splitlines()))
 
 
 def change(before: int, after: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from retrofit.cli.failures import exit_code
 from retrofit.cli.parser import Subparsers, add_model_arguments, existing
-from retrofit.cli.progress import Progress, quiet
+from retrofit.cli.progress import working
 from retrofit.cli.writing import beside, free, naming
 from retrofit.training.settings import Settings, flag
 
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     texts = read_texts(arguments.data)
     try:
-        with Progress() as progress, quiet(arguments.debug), naming(output):
+        with working(arguments.debug) as progress, naming(output):
             progress(f"reading {arguments.model}")
             tokenizer = read_tokenizer(arguments.tokenizer or arguments.model, required=arguments.tokenizer is not None)
             model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)

@@ -6,11 +6,18 @@ An ONNX file is checked against the model it was exported from.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
 from retrofit.cli.parser import Subparsers, add_model_arguments, existing
-from retrofit.cli.progress import Progress, quiet
+from retrofit.cli.progress import working
+from retrofit.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from retrofit.checks.report import CheckResult
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -33,11 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
             "an ONNX file is verified against a model", why="it makes no promises itself", remedy="name the model with --against"
         )
 
-    from retrofit.checks.verification import CHECKS, verify, verify_onnx
+    from retrofit.checks.registry import CHECKS
+    from retrofit.checks.verify import verify, verify_onnx
     from retrofit.storage.checkpoint import load
 
     loading = {"config": arguments.config, "allow_pickle": arguments.allow_pickle}
-    with Progress() as progress, quiet(arguments.debug):
+    with working(arguments.debug) as progress:
         reference = None
         if arguments.against is not None:
             progress(f"reading {arguments.against}")
@@ -50,5 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
             model = load(arguments.model, **loading)
             progress("verifying")
             report = verify(model, reference, checks=(*CHECKS, *(["onnx"] if arguments.onnx else [])))
-    print(report)
+    print_table(row for check in report.checks for row in check_rows(check))
+    outcomes = Counter(check.status for check in report.checks)
+    print(", ".join(f"{outcomes[status]} {status}" for status in ("passed", "failed", "skipped") if outcomes[status]))
     return 0 if report.ok else 1
+
+
+def check_rows(check: CheckResult) -> Iterator[tuple[str, ...]]:
+    """A check with its outcome, the seconds it took and what it measured; below, the site to blame or the reason it was skipped."""
+    yield check.name, check.status, f"{check.seconds:.1f} s", check.measured
+    yield from (("", "", "", line) for line in check.why.splitlines() if line)

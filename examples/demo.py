@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
 from retrofit.cli import main as retrofit_command
-from retrofit.cli.progress import Progress, quiet
+from retrofit.cli.progress import working
 from retrofit.pipeline.text import codec_for, read_texts
 from retrofit.program.cost import flops_per_token
 from retrofit.training.continued_pretraining import continue_pretraining
@@ -52,7 +52,7 @@ def main() -> None:
     model = LlamaForCausalLM(byte_llama(options.width, options.layers))
     every = math.ceil(options.steps / EVALUATIONS)
     settings = Settings(options.steps, BATCH, LENGTH, lr=2e-3, schedule="cosine", eval_fraction=HELD_OUT, eval_every=every)
-    with Progress() as progress, quiet(debug=False):
+    with working(debug=False) as progress:
         run = continue_pretraining(model, read_texts([text]), settings, output=dense, force=True, progress=progress)
     print(run)
 

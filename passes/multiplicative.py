@@ -1,4 +1,4 @@
-"""The multiplicative dense layer: each input feature reaches every module by one weight and every place in a module by another.
+"""The multiplicative dense layer: an input feature has one weight for each module and one for each position within a module.
 
     y[s,m] = Σ_i x_i D[i,s] E[i,m]        D: [d, S] `d`   E: [d, M] `e`   S modules of size M
 
@@ -20,8 +20,8 @@ ITERATIONS = 12  # of the power method, far more than a useful start needs
 class Multiplicative(nn.Module):
     """y[s,m] = Σ_i x_i D[i,s] E[i,m]: (…, d) gives (…, S, M).
 
-    For few tokens x is spread over the modules first, which reads d·(S + M) weights; for many the dense matrix is made once and all
-    of them go through one product. Which is cheaper depends on the number of tokens alone.
+    For few tokens x is first scaled for each module, which reads d·(S + M) weights; for many the dense matrix is computed once and
+    multiplies all of them. Which is cheaper depends on the number of tokens only.
     """
 
     def __init__(self, width: int, modules: int, size: int, device: torch.device | None = None, dtype: torch.dtype | None = None):
@@ -43,25 +43,27 @@ class Multiplicative(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         modules, size = self.modules_and_size
-        fewer = x.numel() * (modules + size) <= modules * size * len(self.d)  # what is spread does not outgrow the dense matrix
-        return cond(fewer, self.spread, self.product, x)
+        is_few = x.numel() * (modules + size) <= modules * size * len(
+            self.d
+        )  # the scaled copies are no larger than the dense matrix
+        return cond(is_few, self.by_modules, self.by_matrix, x)
 
-    def spread(self, x: Tensor) -> Tensor:
+    def by_modules(self, x: Tensor) -> Tensor:
         modules = x.unsqueeze(-2) * self.d.t().to(x.dtype)  # (…, S, d)
         return modules @ self.e.to(x.dtype)
 
-    def product(self, x: Tensor) -> Tensor:
+    def by_matrix(self, x: Tensor) -> Tensor:
         return (x @ self.matrix().to(x.dtype)).unflatten(-1, self.modules_and_size)
 
     def matrix(self) -> Tensor:
-        """The dense matrix that the layer stands for: (d, S·M)."""
+        """The dense matrix by which the layer multiplies: (d, S·M)."""
         return (self.d.unsqueeze(-1) * self.e.unsqueeze(-2)).flatten(1)
 
     @torch.no_grad()
     def fit(self, matrix: Tensor) -> None:
-        """The layer is the nearest one to the dense `matrix` (d, S·M), by least squares of the weights: rank 1 an input feature.
+        """D and E are the least-squares fit to the dense `matrix` (d, S·M): a rank-1 problem for each input feature.
 
-        Nothing happens on the meta device.
+        On the meta device it does nothing.
         """
         if matrix.is_meta:
             return
@@ -77,7 +79,7 @@ class Multiplicative(nn.Module):
 
     @staticmethod
     def count(width: int, modules: int, size: int) -> int:
-        """How many parameters the layer has: d²/S + d·S where S·M = d."""
+        """Its number of parameters: d²/S + d·S where S·M = d."""
         return width * (modules + size)
 
 

@@ -1,6 +1,6 @@
 """Sparse loss: the output layer d → V becomes a multiplicative layer with S modules.
 
-    logits[s·M + m] = Σ_i x_i D[i,s] E[i,m]        M = ⌈V/S⌉, the places beyond V are cut off
+    logits[s·M + m] = Σ_i x_i D[i,s] E[i,m]        M = ⌈V/S⌉; of the S·M logits the first V are returned
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.3.
 """
@@ -8,21 +8,21 @@ Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.3.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from retrofit.passes.multiplicative import Multiplicative
-from retrofit.sdk import CAST, LAYOUT, Anatomy, DoesNotFitError, Edit, Pass, Rewrite, Site, op, option, weight_product
+from retrofit.sdk import CAST, LAYOUT, Anatomy, DoesNotFitError, Edit, Pass, Plan, Site, op, option, weight_product
 
 
 class MultiplicativeHead(nn.Module):
-    """The logits of V tokens from a multiplicative layer whose S·M places are at least as many, and the dense head's bias."""
+    """The logits of V tokens from a multiplicative layer with S·M ≥ V outputs, plus the dense head's bias."""
 
     def __init__(self, width: int, vocabulary: int, modules: int, bias: nn.Parameter | None, like: Tensor) -> None:
         super().__init__()
         self.vocabulary = vocabulary
-        self.product = Multiplicative(width, modules, -(-vocabulary // modules), like.device, like.dtype)
+        self.product = Multiplicative(width, modules, module_size(vocabulary, modules), like.device, like.dtype)
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,11 +31,11 @@ class MultiplicativeHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense matrix that the head stands for, (V, d), made anew: some models ask their head for it."""
+        """The dense matrix of the same product, (V, d), computed from D and E: some models' code reads their head's weight."""
         return self.product.matrix().t()[: self.vocabulary]
 
     def fit(self, weight: Tensor) -> None:
-        """The nearest layer to the dense head's weight, (V, d)."""
+        """D and E are those nearest to the dense head's weight, (V, d)."""
         modules, size = self.product.modules_and_size
         self.product.fit(nn.functional.pad(weight.t(), (0, modules * size - self.vocabulary)))
 
@@ -43,13 +43,77 @@ class MultiplicativeHead(nn.Module):
         return f"vocabulary={self.vocabulary}"
 
 
+def module_size(vocabulary: int, modules: int) -> int:
+    """M = ⌈V/S⌉."""
+    return -(-vocabulary // modules)
+
+
 @dataclasses.dataclass(frozen=True)
-class SparseLoss(Pass):
+class OutputHead:
+    """The output head of a model: a module that multiplies by one weight, adds a bias if it has one, and does nothing else."""
+
+    module: str  # path
+    weight: str  # parameter name
+    bias: str | None  # parameter name
+    out_first: bool  # the weight is stored (V, d), as nn.Linear stores it, and not (d, V)
+    width: int  # d
+    vocabulary: int  # V
+
+
+def find_output_head(anatomy: Anatomy) -> OutputHead:
+    """The model's output head; raises `DoesNotFitError` where it has none, or none with a module of its own."""
+    head, flow, program = anatomy.head, anatomy.flow, anatomy.program
+    if head is None:
+        raise DoesNotFitError(
+            "sparse-loss: the model has no output head",
+            why="its first output is not a product with a weight",
+            remedy="apply it to a model with a language-modelling head",
+        )
+    node = anatomy.node(head.node)
+    product = weight_product(node, flow)
+    assert product is not None
+    call = program.owner.get(node, program.root)
+    inside = [one for one, owner in program.owner.items() if call.encloses(owner) and one in flow.depends]
+    parameter_adds = [one for one in inside if op(one) == "add" and any(part in program.parameters for part in one.all_input_nodes)]
+    other_work = [one for one in inside if one not in (node, *parameter_adds) and op(one) not in LAYOUT | CAST]
+    read = {name for one in inside for part in one.all_input_nodes if (name := program.parameters.get(part)) is not None}
+    biases = sorted(read - {head.parameter})
+    shapes = [anatomy.model.get_parameter(name).shape for name in biases]
+    fitting = [
+        shape[-1:] == (product.out_features,) and shape.numel() == product.out_features for shape in shapes
+    ]  # (V,) or (1, V)
+    if not call.path or other_work or fitting not in ([], [True]):
+        raise DoesNotFitError(
+            f"sparse-loss: the head {head.parameter} is applied in the code of {call.path or 'the model'}",
+            why="no module does only what the head does",
+            remedy="give the head a module of its own, such as nn.Linear",
+        )
+    return OutputHead(
+        module=head.name,
+        weight=head.parameter,
+        bias=biases[0] if biases else None,
+        out_first=head.shape[0] == product.out_features,
+        width=product.in_features,
+        vocabulary=product.out_features,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseLossPlan(Plan):
+    """The output head that is replaced."""
+
+    head: OutputHead
+    tied: bool  # its weight is also the embedding's, which keeps it
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseLoss(Pass[SparseLossPlan]):
     """Replace the output head with a multiplicative layer of S modules: d·(S + ⌈V/S⌉) parameters instead of d·V."""
 
     name: ClassVar[str] = "sparse-loss"
     summary: ClassVar[str] = "replace the output layer with a multiplicative one, which reads far fewer weights a token"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.3"
+    rewrites: ClassVar[str] = "output head"
 
     modules: int = option(16, "S, the number of modules the vocabulary is divided into", minimum=1)
 
@@ -57,78 +121,35 @@ class SparseLoss(Pass):
     def exact(self) -> bool:
         return False
 
-    def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
-        head, model = anatomy.head, anatomy.model
-        if head is None:
+    def plan(self, anatomy: Anatomy) -> SparseLossPlan:
+        head = find_output_head(anatomy)
+        if self.modules > head.vocabulary:
             raise DoesNotFitError(
-                "sparse-loss: the model has no output head",
-                why="no product with a weight makes its first output",
-                remedy="apply it to a model with a language-modelling head",
+                f"sparse-loss: modules={self.modules} is more than the head's {head.vocabulary} outputs",
+                remedy=f"choose modules near the square root of the vocabulary, {round(head.vocabulary**0.5)}",
             )
-        weight = model.get_parameter(head.parameter)
-        bias = self.bias_of(anatomy)
-        vocabulary, width = weight.shape if self.is_out_first(anatomy) else weight.shape[::-1]
-        if self.modules > vocabulary:
-            raise DoesNotFitError(
-                f"sparse-loss: modules={self.modules} is more than the head's {vocabulary} outputs",
-                remedy=f"choose modules near the square root of the vocabulary, {round(vocabulary**0.5)}",
-            )
-        made = MultiplicativeHead(width, vocabulary, self.modules, bias, weight)
-        made.fit(weight if self.is_out_first(anatomy) else weight.t())
-        tied = any(head.parameter in names for names in anatomy.tied)
-        edit.replace_module(head.name, made)
-        if not tied:
-            edit.drop_parameter(weight, "a multiplicative layer fitted to it stands in its place")
-        size = made.product.modules_and_size[1]
-        count = Multiplicative.count(width, self.modules, size)
-        notes = (
-            ("the head was tied to the embedding: the embedding keeps the table, the head has weights of its own",) if tied else ()
-        )
-        return Rewrite(
-            self.spec(),
-            False,
-            (Site(head.name, f"{width} → {vocabulary:,} by {self.modules} modules of {size:,}"),),
+        tied = any(head.weight in names for names in anatomy.tied)
+        size = module_size(head.vocabulary, self.modules)
+        count = Multiplicative.count(head.width, self.modules, size)
+        untied = "the head was tied to the embedding: the embedding keeps the table, the head has weights of its own"
+        return SparseLossPlan(
+            sites=(Site(head.module, f"{head.width} → {head.vocabulary:,} by {self.modules} modules of {size:,}"),),
             new_parameters=count,
-            formula=f"d·(S + ⌈V/S⌉) = {width}·({self.modules} + {size:,}) = {count:,}",
-            notes=notes,
+            formula=f"d·(S + ⌈V/S⌉) = {head.width}·({self.modules} + {size:,}) = {count:,}",
+            notes=(untied,) if tied else (),
+            head=head,
+            tied=tied,
         )
 
-    @staticmethod
-    def product(anatomy: Anatomy) -> Any:
-        assert anatomy.head is not None
-        nodes = anatomy.flow.named
-        return nodes[anatomy.head.node]
-
-    def is_out_first(self, anatomy: Anatomy) -> bool:
-        """Whether the head's weight is stored (V, d)."""
-        assert anatomy.head is not None
-        return anatomy.head.shape[0] == self.columns_of(anatomy)
-
-    def columns_of(self, anatomy: Anatomy) -> int:
-        """V."""
-        found = weight_product(self.product(anatomy), anatomy.flow)
-        assert found is not None
-        return found.out_features
-
-    def bias_of(self, anatomy: Anatomy) -> nn.Parameter | None:
-        """The head's bias; raises `DoesNotFitError` where the head is no module of its own."""
-        assert anatomy.head is not None
-        node, program, flow = self.product(anatomy), anatomy.program, anatomy.flow
-        call = program.owner.get(node, program.root)
-        inside = [one for one, owner in program.owner.items() if call.encloses(owner) and one in flow.depends]
-        added = [one for one in inside if op(one) == "add" and any(part in program.parameters for part in one.all_input_nodes)]
-        work = [one for one in inside if one not in (node, *added) and op(one) not in LAYOUT | CAST]
-        read = {name for one in inside for part in one.all_input_nodes if (name := program.parameters.get(part)) is not None}
-        others = [anatomy.model.get_parameter(name) for name in sorted(read - {anatomy.head.parameter})]
-        columns = self.columns_of(anatomy)
-        alone = not others or (len(others) == 1 and others[0].numel() == others[0].shape[-1] == columns)  # (V,) or (1, V)
-        if not call.path or work or not alone:
-            raise DoesNotFitError(
-                f"sparse-loss: the head {anatomy.head.parameter} is applied in the code of {call.path or 'the model'}",
-                why="there is no module that is nothing but the head",
-                remedy="give the head a module of its own, such as nn.Linear",
-            )
-        return others[0] if others else None
+    def apply(self, plan: SparseLossPlan, edit: Edit) -> None:
+        head = plan.head
+        weight = edit.model.get_parameter(head.weight)
+        bias = None if head.bias is None else edit.model.get_parameter(head.bias)
+        replacement = MultiplicativeHead(head.width, head.vocabulary, self.modules, bias, weight)
+        replacement.fit(weight if head.out_first else weight.t())
+        edit.replace_module(head.module, replacement)
+        if not plan.tied:
+            edit.drop_parameter(weight, "a multiplicative layer fitted to it replaces it")
 
 
 __all__ = ["MultiplicativeHead", "SparseLoss"]

@@ -10,7 +10,7 @@ from retrofit.storage import transformers_hook
 if TYPE_CHECKING:
     from retrofit.anatomy.anatomy import Anatomy as Anatomy
     from retrofit.anatomy.inspection import inspect as inspect
-    from retrofit.checks.verification import verify as verify
+    from retrofit.checks.verify import verify as verify
     from retrofit.errors import RetrofitError as RetrofitError
     from retrofit.onnx.exporter.exporting import export_onnx as export_onnx
     from retrofit.onnx.importer.importing import from_onnx as from_onnx
@@ -34,7 +34,7 @@ HOMES = {
     "plan_of": "retrofit.planning",
     "recipe": "retrofit.pipeline.replaying",
     "save": "retrofit.storage.checkpoint",
-    "verify": "retrofit.checks.verification",
+    "verify": "retrofit.checks.verify",
 }
 __all__ = sorted(HOMES)
 

@@ -15,8 +15,9 @@ from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.anatomy.sites import NearMiss
 from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.pipeline.protocol import AnyPass, Plan
-from retrofit.program.capture import Program, capture
+from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
+from retrofit.program.program import Program
 from retrofit.rewriting import Progress, as_rewritable, chosen_passes
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.surgery.edit import Edit

@@ -10,7 +10,8 @@ from torch import fx, nn
 
 from retrofit.anatomy.inspection import read_anatomy
 from retrofit.checks.reference import Reference
-from retrofit.checks.verification import Report, check_rewrite
+from retrofit.checks.report import Report
+from retrofit.checks.verify import check_rewrite
 from retrofit.errors import CaptureError, DoesNotFitError, SpecError, VerificationError, first_line
 from retrofit.graphs.graph_module import graph_module
 from retrofit.graphs.shape_prop import propagate_shapes
@@ -20,8 +21,9 @@ from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
 from retrofit.pipeline.registry import as_pass
 from retrofit.pipeline.replaying import rearranged, recipe, rewrites
 from retrofit.pipeline.running import Progress, called_now, run_passes
-from retrofit.program.capture import Program, capture
+from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
+from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import device_of, named_inputs
 from retrofit.runtime.probes import run
 from retrofit.runtime.state_preservation import preserve_state
@@ -105,7 +107,7 @@ def apply_reported(
             run_once(model, inputs)
         if reference is not None:
             say("verifying")
-            report = check_rewrite(model, reference, made, edit.account(), inputs, program=result)
+            report = check_rewrite(model, reference, made, edit.account(), program=result)
             if not report.ok:
                 failed = ", ".join(check.name for check in report.checks if check.status == "failed")
                 raise VerificationError(

@@ -10,9 +10,9 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 from packaging.requirements import Requirement
 
@@ -41,7 +41,7 @@ def test_a_wheel_holds_every_source_and_nothing_beside_retrofit(wheel: zipfile.Z
     assert {name.split("/")[0] for name in names} == {"retrofit", f"retrofit-{PROJECT['version']}.dist-info"}
     expected = {f"{package}/{file.relative_to(folder)}" for package, folder in INSTALLED.items() for file in folder.rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
-    assert {"retrofit/__init__.py", "retrofit/passes/altup.py", "retrofit/cli/apply.py"} <= expected
+    assert {"retrofit/__init__.py", "retrofit/passes/altup/altup.py", "retrofit/cli/apply.py"} <= expected
 
 
 def test_a_wheel_carries_its_license(wheel: zipfile.ZipFile) -> None:
@@ -75,26 +75,80 @@ def test_what_is_tested_is_what_is_supported() -> None:
 
 # Who may import whom
 
+ORDER = (  # a package imports only those before it
+    "errors runtime program surgery anatomy pipeline graphs onnx storage checks training drawing rewriting planning sdk passes cli"
+).split()
+FILES = {  # by the name they are imported by
+    ".".join((*package.split("/"), *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): file
+    for package, folder in INSTALLED.items()
+    for file in sorted(folder.rglob("*.py"))
+}
 
-def imports(file: Path) -> Iterator[str]:
-    """Every module that a file imports, anywhere in it, by its absolute name."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+
+def is_for_types(node: ast.AST) -> bool:
+    """Whether the statement is `if TYPE_CHECKING:`, whose imports never run."""
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports(file: Path, types: bool) -> set[str]:
+    """The modules of the project that a file imports, anywhere in it; those for types too where `types`."""
+    found: set[str] = set()
+    pending: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+    while pending:
+        node = pending.pop()
+        if is_for_types(node) and not types:
+            continue
+        pending.extend(ast.iter_child_nodes(node))
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}: a relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(full if full in FILES else str(node.module) for full in names.values())
+    return {name for name in found if name in FILES}
 
 
-ABOVE = {"retrofit": ("retrofit.passes", "retrofit.cli"), "passes": ("retrofit.cli",)}
+def package(module: str) -> str:
+    """The package of a module, or the module itself where it lies at the top."""
+    return [*module.split("."), ""][1]
 
 
-@pytest.mark.parametrize("folder", ABOVE)
-def test_dependencies_point_one_way(folder: str) -> None:
-    files = sorted((ROOT / folder).rglob("*.py"))
-    above = tuple(f"{name}." for name in ABOVE[folder])
-    assert files
-    assert not [(file.name, name) for file in files for name in imports(file) if f"{name}.".startswith(above)]
+def test_every_source_has_a_place_in_the_order() -> None:
+    assert {package(name) for name in FILES} - {""} == set(ORDER)
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_package_imports_only_those_before_it(name: str) -> None:
+    inside = {module: file for module, file in FILES.items() if package(module) == name}
+    later = ORDER[ORDER.index(name) + 1 :]
+    assert inside
+    assert not [
+        (module, other) for module, file in inside.items() for other in imports(file, types=True) if package(other) in later
+    ]
+
+
+def test_no_file_imports_itself_in_a_circle() -> None:
+    graph = networkx.DiGraph()
+    for module, file in FILES.items():
+        graph.add_edges_from((module, other) for other in imports(file, types=False))
+    assert len(graph) > 100
+    assert [circle for circle in networkx.strongly_connected_components(graph) if len(circle) > 1] == []
+
+
+def test_passes_import_the_sdk_and_nothing_else_of_the_library() -> None:
+    passes = {module: file for module, file in FILES.items() if package(module) == "passes"}
+    others = [
+        (module, other) for module, file in passes.items() for other in imports(file, types=True) if package(other) != "passes"
+    ]
+    assert others
+    assert not [(module, other) for module, other in others if other != "retrofit.sdk"]
+
+
+def test_the_sdk_is_what_passes_use() -> None:
+    offered = set(re.findall(r" as (\w+)$", FILES["retrofit.sdk"].read_text(encoding="utf-8"), re.MULTILINE))
+    files = [*(ROOT / "passes").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), ROOT / "docs" / "write_a_pass.md"]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    assert not [name for name in offered if not re.search(rf"\b{name}\b", text)]
 
 
 def test_no_module_shadows_a_name_of_the_library() -> None:
@@ -102,7 +156,7 @@ def test_no_module_shadows_a_name_of_the_library() -> None:
 
     functions = {name for name in retrofit.__all__ if name.islower()}
     assert {"apply", "inspect", "load", "save", "verify", "recipe"} <= functions
-    assert not functions & {file.stem for file in (ROOT / "retrofit").glob("*.py")}
+    assert not functions & {file.stem for file in (ROOT / "retrofit").iterdir()}
 
 
 def test_importing_the_library_imports_no_torch() -> None:
@@ -129,11 +183,19 @@ def test_the_readme_links_to_what_is_there() -> None:
     assert not [link for link in links if not (ROOT / link).exists()]
 
 
-def test_the_architecture_page_names_modules_that_are_there() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    modules = set(re.findall(r"`((?:(?:checks|drawing|onnx)/)?\w+\.py)`", page))
-    assert len(modules) > 20
-    assert not [name for name in modules if not (ROOT / "retrofit" / name).exists()]
+@pytest.mark.parametrize("page", [file.name for file in sorted((ROOT / "docs").glob("*.md"))])
+def test_the_pages_name_files_that_are_there(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    folders = ("retrofit", "passes", "cli", "tests", "examples", "benchmarks", "docs", "runtime", "program", "surgery", "anatomy")
+    folders += ("pipeline", "graphs", "onnx", "storage", "checks", "training", "drawing")
+    named = set(re.findall(rf"((?:{'|'.join(folders)})/[\w/]+\.(?:py|md))\b", text))
+    named |= {f"docs/{link}" for link in re.findall(r"\]\(([^)#:]+\.md)", text) if "/" not in link}
+    assert not [name for name in named if not (ROOT / name).exists() and not (ROOT / "retrofit" / name).exists()]
+
+
+def test_the_architecture_page_names_every_package() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert not [name for name in ORDER if f"{name}/" not in text and f"{name}.py" not in text]
 
 
 def test_the_readme_names_targets_that_make_has() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.passes.altup.contraction import combine_blocks
 from retrofit.sdk import Wrapper, argument_place, find_argument, map_first
 
 
@@ -39,20 +38,6 @@ class Replicated(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return map_first(self.layer(*args, **kwargs), lambda y: torch.cat([y] * self.k, -1))
-
-
-class Combined(Wrapper):
-    """The d-wide `layer` reads Σ_i combine[i] x^i where it is handed the K·d-wide argument `wide`."""
-
-    def __init__(self, layer: nn.Module, combine: Sequence[float], wide: int | str = 0) -> None:
-        super().__init__(layer)
-        self.combine, self.place = tuple(float(weight) for weight in combine), argument_place(layer, wide)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        arguments, keywords = list(args), dict(kwargs)
-        container, key = find_argument(self.place, arguments, keywords)
-        container[key] = combine_blocks(container[key], self.combine)
-        return self.layer(*arguments, **keywords)
 
 
 class BlockScale(nn.Module):

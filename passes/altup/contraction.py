@@ -17,7 +17,7 @@ def mix(x: Tensor, a: Tensor) -> Tensor:
     """Row r of the result is Σ_c a[r,c] x^c, in the order of c: x (…, C·d) and a [R, C], or one a per token, give (…, R, d)."""
     blocks = x.unflatten(-1, (a.shape[-1], 1, -1)).unbind(-3)  # C of (…, 1, d)
     columns = a.unsqueeze(-1).unbind(-2)  # C of ([…,] R, 1)
-    mixed, add = blocks[0] * columns[0], adding()
+    mixed, add = blocks[0] * columns[0], addition()
     for c in range(1, len(blocks)):
         mixed = add(mixed, blocks[c], columns[c])
     return mixed
@@ -25,10 +25,10 @@ def mix(x: Tensor, a: Tensor) -> Tensor:
 
 def mix_and_add(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
     """Block r of the result is Σ_c a[r,c] x^c + g[r] y: y comes last, and stays bit for bit where the terms before it cancel."""
-    return adding()(mix(x, a), y.unsqueeze(-2), g).flatten(-2)
+    return addition()(mix(x, a), y.unsqueeze(-2), g).flatten(-2)
 
 
-def adding() -> Callable[..., Tensor]:
+def addition() -> Callable[..., Tensor]:
     """What adds a product to a sum: in its place, or beside it where a model is exported: a graph without side effects is cheap."""
     return torch.addcmul if torch.compiler.is_exporting() else Tensor.addcmul_
 

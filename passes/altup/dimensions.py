@@ -75,22 +75,22 @@ def same_extent(step: Step) -> int | None:
     return step.dim if step.out[-step.dim] == step.extent else None
 
 
-def swapped(step: Step) -> int:
+def after_transpose(step: Step) -> int:
     size = len(step.before)
     first, second = step.axes(1, "dim0", size - 2)[0], step.axes(2, "dim1", size - 1)[0]
     return size - {first: second, second: first}.get(step.index, step.index)
 
 
-def permuted(step: Step) -> int:
+def after_permute(step: Step) -> int:
     return len(step.before) - step.axes(1, "dims").index(step.index)
 
 
-def unsqueezed(step: Step) -> int:
+def after_unsqueeze(step: Step) -> int:
     axis = int(step.argument(1, "dim", 0)) % (len(step.before) + 1)
     return step.dim + (axis > step.index)
 
 
-def squeezed(step: Step) -> int | None:
+def after_squeeze(step: Step) -> int | None:
     if step.extent == 1:
         return None
     axes = step.axes(1, "dim") if len(step.node.args) > 1 else range(len(step.before))
@@ -101,7 +101,7 @@ def split_axes(step: Step, name: str) -> list[int]:
     return step.axes(1, "dim") if name == "unbind" else step.axes(2, "dim")
 
 
-def along(position: int) -> Callable[[Step], int | None]:
+def after_selection_along(position: int) -> Callable[[Step], int | None]:
     """A selection along the dimensions that the argument at `position` names."""
 
     def rule(step: Step) -> int | None:
@@ -110,31 +110,31 @@ def along(position: int) -> Callable[[Step], int | None]:
     return rule
 
 
-def selected(step: Step) -> int | None:
+def after_select(step: Step) -> int | None:
     (axis,) = step.axes(1, "dim")
     return None if axis == step.index else step.dim - (axis > step.index)
 
 
-def indexed(step: Step) -> int | None:
+def after_index(step: Step) -> int | None:
     touched = [position for position, pick in enumerate(step.argument(1, "indices", ())) if pick is not None]
     return step.dim if step.index not in touched and step.out[-step.dim] == step.extent else None
 
 
-def written(step: Step) -> int | None:
+def after_index_put(step: Step) -> int | None:
     """`index_put` over leading dimensions."""
     return step.dim if step.dim == 1 and step.out == step.before else None
 
 
-def joined(step: Step) -> int | None:
+def after_join(step: Step) -> int | None:
     return None if step.index in step.axes(1, "dim") else step.dim
 
 
-def padded(step: Step) -> int | None:
+def after_pad(step: Step) -> int | None:
     padding = list(step.argument(1, "pad", ()))
     return None if any(padding[2 * step.dim - 2 : 2 * step.dim]) else step.dim
 
 
-def reduced(step: Step) -> int | None:
+def after_reduction(step: Step) -> int | None:
     given = step.argument(1, "dim", None)
     if given is None or isinstance(given, fx.Node):
         return GONE if op(step.node) in ("any", "all") else None
@@ -145,17 +145,17 @@ def reduced(step: Step) -> int | None:
 
 
 RULES: dict[str, Callable[[Step], int | None]] = {
-    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "mT", "numpy_T"), swapped),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "mT", "numpy_T"), after_transpose),
     **dict.fromkeys(("expand", "expand_as", "detach", "alias", "clone", "contiguous", "getitem"), same_extent),
-    **dict.fromkeys(("slice", "narrow", "index_select", "flip"), along(1)),
-    **dict.fromkeys(("pad", "constant_pad_nd"), padded),
-    **dict.fromkeys(JOIN, joined),
-    **dict.fromkeys(REDUCTIONS, reduced),
-    "roll": along(2),
-    "permute": permuted,
-    "unsqueeze": unsqueezed,
-    "squeeze": squeezed,
-    "select": selected,
-    "index": indexed,
-    "index_put": written,
+    **dict.fromkeys(("slice", "narrow", "index_select", "flip"), after_selection_along(1)),
+    **dict.fromkeys(("pad", "constant_pad_nd"), after_pad),
+    **dict.fromkeys(JOIN, after_join),
+    **dict.fromkeys(REDUCTIONS, after_reduction),
+    "roll": after_selection_along(2),
+    "permute": after_permute,
+    "unsqueeze": after_unsqueeze,
+    "squeeze": after_squeeze,
+    "select": after_select,
+    "index": after_index,
+    "index_put": after_index_put,
 }

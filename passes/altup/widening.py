@@ -1,9 +1,9 @@
 """What it takes to run a model's stream K blocks wide: which modules to lift, replicate or widen, decided on the captured graph.
 
 Width is propagated through the graph outside the layers, from the look-ups that become wide to the heads that read the wide stream.
-An operation that treats the wide dimension element by element passes it on. A contribution of the dense width is replicated at the
-module, buffer or parameter it comes from. An operation that reads across the width is applied block by block, by lifting the
-outermost module call it lies in. What none of these covers is refused with the reason.
+An operation that treats the wide dimension element by element has a wide result. A contribution of the dense width is replicated at
+the module, buffer or parameter it comes from. An operation that reads across the width is applied block by block, by lifting the
+outermost module call around it. What none of these covers is refused with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from retrofit.sdk import (
     Key,
     Layer,
     Stack,
-    carried,
+    carried_operands,
     is_heavy,
     op,
     shape,
@@ -35,7 +35,7 @@ from retrofit.sdk import (
 
 
 @dataclasses.dataclass(frozen=True)
-class Wide:
+class WideValue:
     """A value that becomes K blocks wide: the dimension, counted from the end, and the block that holds the dense value."""
 
     dim: int
@@ -48,66 +48,67 @@ class WideLayer:
     """One call of a layer in the wide stream."""
 
     layer: Layer
-    index: int  # depth in its stack
     home: int  # block that holds the dense stream before it
     narrow: dict[Key, int] = dataclasses.field(default_factory=dict)  # other wide arguments and their home blocks
 
 
 @dataclasses.dataclass
-class WidePlan:
-    """The edits that let a stack's stream be K blocks wide."""
+class WideningPlan:
+    """What is done outside the layers, by name and path, so that the stream can be K blocks wide."""
 
-    layers: list[WideLayer] = dataclasses.field(default_factory=list)
+    layers: dict[tuple[str, int], WideLayer] = dataclasses.field(default_factory=dict)  # by module path and call
     tables: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # token table → paths of the modules that look it up
     blockwise: dict[str, Key] = dataclasses.field(default_factory=dict)  # module path → its wide argument
     replicated: list[str] = dataclasses.field(default_factory=list)  # module paths whose output is replicated
     buffers: list[str] = dataclasses.field(default_factory=list)  # buffers repeated along the last dimension
     parameters: list[str] = dataclasses.field(default_factory=list)  # parameters repeated along the last dimension
-    heads: dict[str, HeadSite] = dataclasses.field(default_factory=dict)  # by parameter name
+    heads: dict[str, WideProduct] = dataclasses.field(default_factory=dict)  # by parameter name
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadSite:
-    """A product that reads the wide stream: its weight, the dimension of it to widen, the module called, its wide argument."""
+class WideProduct:
+    """A product that reads the wide stream: the dimension of its weight to widen, the module called."""
 
-    parameter: str
     dim: int
-    path: str
-    key: Key
-    home: int
+    path: str  # of the module whose argument is the stream, "" where the product is in code that has it from elsewhere
 
 
-class Widening:
+class WidthPropagation:
     """The propagation of width through one program, for the stacks and token tables that are to be wide."""
 
     def __init__(
-        self, anatomy: Anatomy, stacks: list[Stack], homes: dict[str, list[int]], tables: list[fx.Node], ends: dict[str, bool]
+        self,
+        anatomy: Anatomy,
+        stacks: list[Stack],
+        homes: dict[str, list[int]],
+        look_ups: list[fx.Node],
+        wide_ends: dict[str, bool],
     ) -> None:
-        """`homes` gives for each stack, by entry node, the home block before each layer and after the last; `tables` are the
-        look-ups that become wide; `ends` says for each stack whether the stream leaves it wide."""
+        """By each stack's entry node: `homes`, the home block before each layer and after the last, and `wide_ends`, whether the
+        stream leaves the stack wide. `look_ups` are those of the token tables that become wide."""
         self.anatomy, self.flow = anatomy, anatomy.flow
-        self.plan = WidePlan()
-        self.tables = tables
-        self.wide: dict[fx.Node, Wide] = {}
+        self.plan = WideningPlan()
+        self.look_ups = look_ups
+        self.wide: dict[fx.Node, WideValue] = {}
         self.lifted: set[Call] = set()
         self.replicas: set[Call] = set()  # calls whose output is replicated
         self.calls: dict[Call, WideLayer] = {}
-        self.leaves: dict[Call, Wide | None] = {}
+        self.leaves: dict[Call, WideValue | None] = {}  # what each layer returns as the stream, None: no wide value
         by_site = {(call.path, call.index): call for call in anatomy.program.calls}
         for stack in stacks:
             blocks = homes[stack.entry]
             for depth, layer in enumerate(stack.layers):
                 call = by_site[(layer.name, layer.call)]
-                self.calls[call] = WideLayer(layer, depth, blocks[depth])
+                self.calls[call] = WideLayer(layer, blocks[depth])
                 last = depth == len(stack.layers) - 1
-                self.leaves[call] = Wide(1, blocks[depth + 1]) if not last or ends[stack.entry] else None
+                self.leaves[call] = WideValue(1, blocks[depth + 1]) if not last or wide_ends[stack.entry] else None
         self.heads = self.find_heads()
-        self.live = 0  # what the outputs hang on
+        self.live = 0  # ancestors of the outputs, as a bit mask
         for node in anatomy.program.outputs.values():
             self.live |= self.flow.ancestors[node]
 
     def find_heads(self) -> set[fx.Node]:
-        """The product that makes the model's per-token output and every product with the same weight."""
+        """The product that makes the model's per-token output."""
         head = self.anatomy.head
         return {node for node in self.flow.nodes if head is not None and node.name == head.node}
 
@@ -119,14 +120,14 @@ class Widening:
             remedy="use embedding=recycled, which leaves everything outside the layers as it is",
         )
 
-    def run(self) -> WidePlan:
+    def run(self) -> WideningPlan:
         """The plan; raises `DoesNotFitError` at the first operation the wide stream cannot pass."""
         for node in self.flow.nodes:
             layer = self.layer_around(node)
             if layer is not None:
                 self.leave_layer(layer, node)
                 continue
-            if node in self.tables:
+            if node in self.look_ups:
                 self.look_up(node)
                 continue
             if any(call.encloses(self.flow.call_of(node)) for call in self.lifted):
@@ -137,7 +138,7 @@ class Widening:
             for key, source in call.inputs.items():
                 if source in self.wide and key != wide_layer.layer.stream_in:
                     wide_layer.narrow[key] = self.wide[source].home
-            self.plan.layers.append(wide_layer)
+            self.plan.layers[wide_layer.layer.name, wide_layer.layer.call] = wide_layer
         self.check_outputs()
         return self.plan
 
@@ -145,21 +146,21 @@ class Widening:
         return next((call for call in self.flow.call_of(node).chain if call in self.calls), None)
 
     def leave_layer(self, call: Call, node: fx.Node) -> None:
-        """What a layer hands on as the stream is wide, unless the stack ends there."""
-        if call.outputs.get(self.calls[call].layer.stream_out) is node and self.leaves[call] is not None:
+        """What a layer returns as the stream is wide, unless the stack ends there."""
+        if call.outputs.get(self.calls[call].layer.stream_places()[1]) is node and self.leaves[call] is not None:
             self.wide[node] = self.leaves[call]  # type: ignore[assignment]
         inputs = set(call.inputs.values())
         for part in node.all_input_nodes:
             if part in self.wide and part not in inputs and self.layer_around(part) is not call:
-                raise self.refuse(node, f"layer {call.path} reads the wide value {part.name}, which is none of its arguments")
+                raise self.refuse(node, f"layer {call.path} reads the wide value {part.name}, which is not one of its arguments")
 
     def look_up(self, node: fx.Node) -> None:
         table = self.flow.program.parameters[node.args[0]]  # type: ignore[index]
-        self.note(self.plan.tables.setdefault(table, []), self.flow.call_of(node).path)
-        self.wide[node] = Wide(1, 0)
+        self.record(self.plan.tables.setdefault(table, []), self.flow.call_of(node).path)
+        self.wide[node] = WideValue(1, 0)
 
     def pass_through(self, node: fx.Node) -> None:
-        """Width goes on through `node`, or the call it lies in is lifted, or it is the head."""
+        """The result of `node` is wide, or the call around it is lifted, or it is the head."""
         if node in self.heads:
             self.reach_head(node)
             return
@@ -171,7 +172,7 @@ class Widening:
         ):
             return
         if len({kind.home for kind in kinds}) > 1:
-            raise self.refuse(node, "it combines wide values whose dense blocks stand at different places")
+            raise self.refuse(node, "it combines wide values of which different blocks hold the dense one")
         home, computed = next(iter(kinds)).home, any(kind.computed for kind in kinds)
         after = dimension_after(node, inputs[0], self.wide[inputs[0]].dim) if len({kind.dim for kind in kinds}) == 1 else None
         if after is None and not self.live & self.flow.bit(node) and not is_heavy(node) and name not in NORM:
@@ -187,7 +188,7 @@ class Widening:
             if not self.replicate(part):
                 self.lift(node)
                 return
-        self.wide[node] = Wide(after, home, computed)
+        self.wide[node] = WideValue(after, home, computed)
 
     def broadcasts(self, part: fx.Node, node: fx.Node, dim: int) -> bool:
         """Whether a narrow operand meets the wide dimension with extent one, or is no value that meets it."""
@@ -209,20 +210,18 @@ class Widening:
             raise self.refuse(node, "the product that makes the outputs does not read the stream with a plain weight matrix")
         dim = 1 if op(node) == "linear" or (size[1] == product.in_features and size[0] == product.out_features) else 0
         call = self.flow.call_of(node)
-        key = next((key for key, part in call.inputs.items() if part is source), -1)
-        self.plan.heads[product.parameter] = HeadSite(
-            product.parameter, dim, call.path if key != -1 else "", key, self.wide[source].home
-        )
+        path = call.path if source in call.inputs.values() else ""
+        self.plan.heads[product.parameter] = WideProduct(dim, path)
 
     def replicate(self, node: fx.Node) -> bool:
-        """The narrow contribution `node` is replicated where it comes from; False where that cannot be said."""
+        """Plan to replicate the contribution `node` at the buffer, parameter or module it comes from; whether there is one."""
         chain = [node]
         while True:
             current = chain[-1]
             if current in self.flow.program.buffers:
-                return self.note(self.plan.buffers, self.flow.program.buffers[current])
+                return self.record(self.plan.buffers, self.flow.program.buffers[current])
             if current in self.flow.program.parameters:
-                return self.note(self.plan.parameters, self.flow.program.parameters[current])
+                return self.record(self.plan.parameters, self.flow.program.parameters[current])
             if any(user not in self.wide_users(current, chain) for user in self.flow.uses[current]):
                 return False
             outer = [
@@ -232,37 +231,38 @@ class Widening:
             ]
             if outer and next(iter(outer[-1].outputs.values())) is current and next(iter(outer[-1].outputs)) in (None, 0):
                 self.replicas.add(outer[-1])
-                return self.note(self.plan.replicated, outer[-1].path)
-            sources = carried(current, {*self.flow.depends, *current.all_input_nodes})
+                return self.record(self.plan.replicated, outer[-1].path)
+            sources = carried_operands(current, {*self.flow.depends, *current.all_input_nodes})
             below = [part for part in sources if (shape(part) or (0,))[-1] == (shape(node) or (1,))[-1]]
             if len(below) != 1 or op(current) not in LAYOUT | CAST | DROPOUT | SELECTION | {"mul", "div", "getitem"}:
                 return False
             chain.append(below[0])
 
     def wide_users(self, node: fx.Node, chain: list[fx.Node]) -> set[fx.Node]:
-        """The users of a narrow contribution that will find it replicated: those on its way and those that meet a wide value."""
+        """The users of a narrow contribution that may read it replicated: those on its way and those that read a wide value."""
         return {user for user in self.flow.uses[node] if user in chain or any(part in self.wide for part in user.all_input_nodes)}
 
     def holds_wide(self, call: Call) -> bool:
         return any(call.encloses(self.flow.call_of(node)) for node in self.wide)
 
     @staticmethod
-    def note(found: list[str], name: str) -> bool:
+    def record(found: list[str], name: str) -> bool:
+        """True, and `name` is in `found`."""
         if name not in found:
             found.append(name)
         return True
 
     def lift(self, node: fx.Node) -> None:
-        """The outermost call around `node` that takes the wide value as an argument is applied block by block."""
+        """The outermost call around `node` that takes the wide value as an argument is to be applied block by block."""
         fitting = [call for call in self.flow.call_of(node).chain if call.path and self.liftable(call)]
         if not fitting:
             raise self.refuse(
-                node, f"{op(node)} reads across the stream's width and lies in no module that takes the stream as an argument"
+                node, f"{op(node)} reads across the stream's width, and no module around it takes the stream as an argument"
             )
         call = fitting[-1]
         siblings = [other for other in self.flow.program.calls if other.path == call.path]
-        unlike = [other for other in siblings if not any(part in self.wide for part in other.inputs.values())]
-        if any(other.number < call.number for other in unlike):
+        others = [other for other in siblings if not any(part in self.wide for part in other.inputs.values())]
+        if any(other.number < call.number for other in others):
             raise self.refuse(node, f"{call.path} is called on the wide stream and on another value")
         keys = [key for key, part in call.inputs.items() if part in self.wide]
         source = call.inputs[keys[0]]
@@ -280,19 +280,19 @@ class Widening:
             self.plan.blockwise.pop(path, None)
         for leaves in call.outputs.values():
             if self.flow.reaches(source, leaves):
-                self.wide[leaves] = Wide(1, home, computed)
+                self.wide[leaves] = WideValue(1, home, computed)
 
     def liftable(self, call: Call) -> bool:
         """Whether the call takes one wide argument, as its last dimension, and holds no look-up, layer or head."""
         inputs = {part for part in call.inputs.values() if part in self.wide}
         if len(inputs) != 1 or self.wide[next(iter(inputs))].dim != 1 or not call.outputs:
             return False
-        held = [node for node in (*self.tables, *self.heads) if call.encloses(self.flow.call_of(node))]
+        held = [node for node in (*self.look_ups, *self.heads) if call.encloses(self.flow.call_of(node))]
         return not held and not any(call.encloses(inner) for inner in self.calls)
 
     def check_outputs(self) -> None:
-        """The model returns nothing wide but the stream itself; replicated modules are so at every call; no widened weight has a
-        reader at its dense width."""
+        """Raises `DoesNotFitError` where an output of the model would be wide, where only some calls of a module are to be
+        replicated, or where a widened weight has a reader at its dense width."""
         for call in self.flow.program.calls:
             if call.path in self.plan.replicated and call not in self.replicas:
                 node = next(iter(call.outputs.values()))
@@ -304,7 +304,7 @@ class Widening:
         weights = {*self.plan.tables, *self.plan.heads}
         for placeholder, name in self.flow.program.parameters.items():
             if name in weights:
-                known = {*self.tables, *self.heads}
+                known = {*self.look_ups, *self.heads}
                 strays = [user for user in placeholder.users if user not in known and not leads_to(user, known)]
                 if strays:
                     raise self.refuse(strays[0], f"{name} is also read here, at its dense width")

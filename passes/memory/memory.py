@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm as grouped_mm
 
 from retrofit.sdk import (
+    NO_STREAM,
     Anatomy,
     ArgumentPlace,
     Branch,
@@ -430,8 +431,7 @@ class Application:
         outer = self.calls[layer.name, layer.call]
         ends = [self.nodes[layer.entry], self.nodes[layer.exit]]
         if all(width_of(node) == stack.width for node in ends):
-            known = layer.stream_in not in (-1, None) and layer.stream_out != -1
-            return Beside(layer.name, layer.stream_in, layer.stream_out) if known else None  # type: ignore[arg-type]
+            return None if NO_STREAM in (layer.stream_in, layer.stream_out) else Beside(layer.name, *layer.stream_places())
         results = [self.nodes[branch.output] for branch in layer.branches]
         base = self.nodes[layer.branches[0].source]  # where the branches leave the stream, perhaps while it is wide
         within = [call for call in owner_of(results, self.flow).chain if outer.encloses(call) and call is not outer]
@@ -443,7 +443,7 @@ class Application:
         return None
 
     def one_stream(self, node: fx.Node, other: fx.Node) -> bool:
-        return node in self.flow.upward(other) or other in self.flow.upward(node)
+        return node in self.flow.carried_chain(other) or other in self.flow.carried_chain(node)
 
     def made_of(self, node: fx.Node, parts: list[fx.Node]) -> bool:
         return all(self.flow.reaches(part, node) for part in parts)
@@ -461,7 +461,7 @@ class Application:
         read = {
             key: self.flow.position[node]
             for key, node in call.inputs.items()
-            if key is not None and width_of(node) == width and self.flow.heavily_reaches(node, self.nodes[branch.output])
+            if key is not None and width_of(node) == width and self.flow.reaches_through_heavy_op(node, self.nodes[branch.output])
         }
         leaves = [key for key, node in call.outputs.items() if is_float(node) and width_of(node) == width]
         if not read or not leaves:
@@ -471,10 +471,10 @@ class Application:
     def together(self, branch: Branch) -> Beside | str:
         """Where the modules of this FFN, between which the layer's own code stands, become one; or why they cannot."""
         try:
-            site = parse_feed_forward(branch, self.model, self.flow, self.nodes)
+            site = parse_feed_forward(branch, self.model, self.flow)
         except DoesNotFitError as error:
             return error.why or error.what
-        return Beside(site.path, site.stream_in if site.stream_in is not None else 0, None, site if site.passing else None)
+        return Beside(site.path, site.stream_in if site.stream_in is not None else 0, None, site if site.bypassed else None)
 
     def wrap(self, place: Beside, plan: Plan) -> None:
         memory, module, width, site = self.memory, self.model.get_submodule(place.path), plan.stack.width, place.spread
@@ -492,7 +492,7 @@ class Application:
         if site is not None:
             module = Together(site, self.model.get_submodule(site.into[0].module), module)
             if site.dropout:
-                self.notes.append(f"{site.path}: {site.dropped}")
+                self.notes.append(f"{site.path}: {site.dropout_note}")
         wrapper = MemoryLayer(module, table, stream_in=place.stream_in, stream_out=place.stream_out)
         if site is None:
             self.edit.replace_module(place.path, wrapper)

@@ -127,7 +127,7 @@ def is_made_of_ids(flow: Dataflow, node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or node not in flow.depends:
         return False
-    if value.dtype != torch.bool and not any(op(step) in LOGIC for step in flow.upward(node)):
+    if value.dtype != torch.bool and not any(op(step) in LOGIC for step in flow.carried_chain(node)):
         return False
     return not any(flow.reaches(weight, node) for weight in flow.program.parameters if weight in flow.position)
 

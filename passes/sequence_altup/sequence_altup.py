@@ -32,6 +32,7 @@ from retrofit.passes.sequence_altup.numbering import is_numbering, is_same_of_an
 from retrofit.passes.sequence_altup.observation import Observation, Watch
 from retrofit.passes.sequence_altup.strided_layers import METHODS, StridedLayer
 from retrofit.sdk import (
+    NO_STREAM,
     Anatomy,
     Call,
     DoesNotFitError,
@@ -149,7 +150,7 @@ class Application:
         """Why the layer's module cannot be strided, as far as the anatomy says; "" where it can."""
         if not layer.name:
             return "no module owns the layer: its additions stand in the model's own code"
-        if layer.stream_in in (-1, None) or layer.stream_out == -1:
+        if NO_STREAM in (layer.stream_in, layer.stream_out):
             return "the module does not take the stream as an argument and return it"
         if any(isinstance(part, StridedLayer) for part in self.model.get_submodule(layer.name).modules()):
             return "it is strided already"
@@ -201,7 +202,8 @@ class Application:
 
     def layer_calls(self, seen: Observation) -> dict[Call, fx.Node]:
         """Every call of a layer's module, and the stream it returns."""
-        places = {layer.name: layer.stream_out for layer in self.anatomy.layers if layer.name}
+        layers = [layer for layer in self.anatomy.layers if layer.name and NO_STREAM not in (layer.stream_in, layer.stream_out)]
+        places = {layer.name: layer.stream_places()[1] for layer in layers}
         return {
             call: call.outputs[places[call.path]]
             for call in seen.program.calls
@@ -223,12 +225,13 @@ class Application:
         """The layer's module is strided."""
         module = self.model.get_submodule(layer.name)
         call = watch.larger.call_of(layer)
+        stream_in, stream_out = layer.stream_places()
         wrapper = METHODS[self.how.method](
             module,
             self.how.k,
             name=layer.name,
-            stream_in=layer.stream_in if layer.stream_in is not None else 0,
-            stream_out=layer.stream_out,
+            stream_in=stream_in,
+            stream_out=stream_out,
             follows=found,
             returns=handed_back(call, module, layer),
             unread=tuple(watch.larger.objects.get(layer.name, ())),
@@ -256,7 +259,8 @@ class Application:
         if other.length - one.length < length - before and other.length:
             return "its stream has several positions a token, and which of them are anchors is not defined"
         call = other.call_of(layer)
-        entry, exit_ = call.inputs.get(layer.stream_in), call.outputs.get(layer.stream_out)
+        stream_in, stream_out = layer.stream_places()
+        entry, exit_ = call.inputs.get(stream_in), call.outputs.get(stream_out)
         if entry is None or exit_ is None or shape(entry) != shape(exit_):
             return "it hands on a stream of another shape"
         for name, kind in other.objects.get(layer.name, {}).items():
@@ -301,7 +305,7 @@ class Application:
 
     def obstacle_in(self, stack: Stack, layer: Layer, call: Call, seen: Observation, length: int) -> str:
         """Why the layer cannot be strided, as far as its code and what reads it say; "" where it can."""
-        exit_ = call.outputs[layer.stream_out]
+        exit_ = call.outputs[layer.stream_places()[1]]
         if not learns(seen.flow, exit_):
             return "the outputs hang on it by choices only, so that nothing would be learnt"
         if self.how.k == 1:
@@ -312,7 +316,7 @@ class Application:
 
     def counts_itself(self, layer: Layer, call: Call, seen: Observation, length: int) -> str:
         """Why not, where the layer numbers the tokens itself, by how many it is handed: those kept would lose their positions."""
-        exit_ = call.outputs[layer.stream_out]
+        exit_ = call.outputs[layer.stream_places()[1]]
         inside = [node for node in seen.flow.nodes if node.op == "call_function" and call.encloses(seen.flow.call_of(node))]
         for node in inside:
             if (
@@ -360,7 +364,7 @@ class Application:
 
 def stream_of(module: nn.Module, layer: Layer) -> Path:
     """The argument by which the layer's module is handed the stream."""
-    return path_of(module, layer.stream_in if layer.stream_in is not None else 0)
+    return path_of(module, layer.stream_places()[0])
 
 
 def handed_back(call: Call, module: nn.Module, layer: Layer) -> dict[int | str, Path]:

@@ -43,9 +43,9 @@ from retrofit.sdk import (
     feed_forwards,
     install,
     option,
-    out_first,
-    parameters_of,
     selected_depths,
+    weight_and_bias,
+    weight_out_first,
 )
 
 DOWN = "down"  # what the matrix that writes y is called in a mixture
@@ -225,7 +225,7 @@ class Application:
             block = MoEBlock(site, self.model.get_submodule(site.path), moe)
             install(site, block, self.edit)
             if site.dropout:
-                self.notes.append(f"{site.path}: {site.dropped}")
+                self.notes.append(f"{site.path}: {site.dropout_note}")
             what = f"E={shared.experts} experts" + (f", those of {group.name}" if len(group.sites) > 1 else "")
             self.sites.append(Site(site.path, what))
         router = moe.router.weight.numel()
@@ -239,9 +239,9 @@ class Application:
 
     def stacked(self, matrices: Sequence[Matrix]) -> ExpertMatrices:
         """One matrix of each expert."""
-        weights, biases = zip(*(parameters_of(matrix, self.model) for matrix in matrices), strict=True)
+        weights, biases = zip(*(weight_and_bias(matrix, self.model) for matrix in matrices), strict=True)
         trains = any(weight.requires_grad for weight in weights)
-        weight = nn.Parameter(torch.stack([out_first(matrix, self.model) for matrix in matrices]), requires_grad=trains)
+        weight = nn.Parameter(torch.stack([weight_out_first(matrix, self.model) for matrix in matrices]), requires_grad=trains)
         if biases[0] is None:
             return ExpertMatrices(weight, None)
         bias = nn.Parameter(torch.stack([bias.detach() for bias in biases]), requires_grad=trains)
@@ -252,7 +252,7 @@ class Application:
         count = 0
         for name, matrix in matrices_of(site).items():
             stacked: Any = moe.get_submodule(name)
-            weight, bias = parameters_of(matrix, self.model)
+            weight, bias = weight_and_bias(matrix, self.model)
             layouts = ((weight, stacked.weight, not matrix.out_first), (bias, stacked.bias, False))
             for old, new, transposed in layouts:
                 if old is not None and id(old) not in self.placed:
@@ -265,7 +265,7 @@ class Application:
     def drop(self, site: FeedForward, why: str) -> None:
         """What `site` has and no expert holds is accounted for as dropped."""
         for matrix in matrices_of(site).values():
-            for old in parameters_of(matrix, self.model):
+            for old in weight_and_bias(matrix, self.model):
                 if old is not None and id(old) not in self.placed:
                     self.edit.drop_parameter(old, why)
 
@@ -357,7 +357,7 @@ def form(site: FeedForward, model: nn.Module, functions: list[tuple[Tensor, tupl
 
     `functions` are the hidden functions seen so far: values and steps.
     """
-    matrices = {name: parameters_of(matrix, model) for name, matrix in matrices_of(site).items()}
+    matrices = {name: weight_and_bias(matrix, model) for name, matrix in matrices_of(site).items()}
     return (
         ("width", site.width),
         ("hidden units", site.units),

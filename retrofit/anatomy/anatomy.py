@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import networkx
     from torch import fx, nn
 
-    from retrofit.program.capture import Program
     from retrofit.program.dataflow import Dataflow
+    from retrofit.program.program import Program
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,22 +59,22 @@ def folds_at(word: tuple[int, ...], start: int) -> Iterator[Fold]:
     yield Fold(start, 1)
     for period in range(1, (len(word) - start) // 2 + 1):
         unit = word[start : start + period]
-        if word[start + period : start + 2 * period] != unit or not primitive(unit):
+        if word[start + period : start + 2 * period] != unit or not is_primitive(unit):
             continue
-        body = tuple(moved(fold, start) for fold in shortest(unit)) if period > 1 else ()
+        body = tuple(shifted(fold, start) for fold in shortest(unit)) if period > 1 else ()
         times = 1
         while word[start + times * period : start + (times + 1) * period] == unit:
             times += 1
             yield Fold(start, times, body)
 
 
-def primitive(word: tuple[int, ...]) -> bool:
+def is_primitive(word: tuple[int, ...]) -> bool:
     """Whether no shorter word, repeated, gives this one."""
     return not any(len(word) % period == 0 and word == word[:period] * (len(word) // period) for period in range(1, len(word)))
 
 
-def moved(fold: Fold, by: int) -> Fold:
-    return Fold(fold.start + by, fold.times, tuple(moved(inner, by) for inner in fold.body))
+def shifted(fold: Fold, by: int) -> Fold:
+    return Fold(fold.start + by, fold.times, tuple(shifted(inner, by) for inner in fold.body))
 
 
 def height(fold: Fold) -> int:

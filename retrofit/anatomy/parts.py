@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+import enum
+from typing import Final, Literal
 
-if TYPE_CHECKING:
-    pass
+from retrofit.errors import DoesNotFitError
 
+
+class NoStream(enum.Enum):
+    """What `Layer.stream_in` and `Layer.stream_out` are where no argument, or no output, of the layer is the stream."""
+
+    NO_STREAM = "no stream"
+
+
+NO_STREAM: Final = NoStream.NO_STREAM
 
 Role = Literal["self-attention", "cross-attention", "ffn", "moe", "other mixer"]
 
@@ -39,17 +47,29 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer of a stack: a module call that takes the stream in and hands it on."""
+    """One layer of a stack: a module call that takes the stream as an argument and returns it."""
 
     name: str  # module path; "" where no module owns the layer
     call: int  # which call of that module this is (0 unless the module is shared across depth)
     branches: tuple[Branch, ...]
     norms: tuple[str, ...]  # paths (or nodes) of the normalisations
     parameters: int
-    stream_in: int | str | None  # positional index or keyword the stream enters by
-    stream_out: int | str | None  # index into the returned tuple, key of the returned mapping, None: the value itself
+    stream_in: int | str | NoStream  # position or keyword of the argument that is the stream
+    stream_out: int | str | NoStream | None  # index or key of the stream in what is returned, None: the returned value itself
     entry: str  # graph node of the stream at entry
     exit: str  # graph node of the stream at exit
+
+    def stream_places(self) -> tuple[int | str, int | str | None]:
+        """`stream_in` and `stream_out` of a layer that a wrapper can be put around; raises `DoesNotFitError` for any other."""
+        if self.name and not isinstance(self.stream_in, NoStream) and not isinstance(self.stream_out, NoStream):
+            return self.stream_in, self.stream_out
+        raise DoesNotFitError(
+            f"layer {self.name or self.exit} cannot be wrapped",
+            why="the module does not take the stream as an argument and return it"
+            if self.name
+            else "the residual additions are in the model's own code, no module owns a layer",
+            remedy="write each layer as a module that takes the stream and returns it",
+        )
 
     @property
     def attentions(self) -> tuple[Branch, ...]:

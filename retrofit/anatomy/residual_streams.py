@@ -49,9 +49,9 @@ def addends(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
         while (
             (op(inner) in LAYOUT | CAST | DROPOUT or (op(inner) in ("mul", "div") and len(inner.all_input_nodes) == 1))
             and len(flow.uses[inner]) == 1
-            and len(flow.carries[inner]) == 1
+            and len(flow.carried_operands[inner]) == 1
         ):
-            inner = flow.carries[inner][0]
+            inner = flow.carried_operands[inner][0]
         if is_addition(inner, flow) and len(flow.uses[inner]) == 1:
             leaves.extend(addends(inner, flow))
         else:
@@ -59,14 +59,14 @@ def addends(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
     return leaves
 
 
-def absorbed(node: fx.Node, flow: Dataflow) -> bool:
+def is_term_of_larger_sum(node: fx.Node, flow: Dataflow) -> bool:
     """Whether another sum takes this one in as one of its terms."""
     while len(flow.uses[node]) == 1:
         (user,) = flow.uses[node]
         if is_addition(user, flow):
             return True
         light = op(user) in LAYOUT | CAST | DROPOUT or (op(user) in ("mul", "div") and len(user.all_input_nodes) == 1)
-        if not light or flow.carries.get(user) != [node]:
+        if not light or flow.carried_operands.get(user) != [node]:
             return False
         node = user
     return False
@@ -76,7 +76,7 @@ def is_stream_after(base: fx.Node, term: fx.Node, flow: Dataflow, latest: Latest
     """Whether `term` is the stream itself, further on than `base`: a sum of the two blends them and adds no branch."""
     one = latest.get(term)
     while one is not None:
-        if base in flow.upward(one.base):
+        if base in flow.carried_chain(one.base):
             return True
         one = one.previous
     return False
@@ -87,8 +87,8 @@ def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | Non
     terms = addends(node, flow)
     best: tuple[int, int, fx.Node, list[fx.Node]] | None = None
     for trunk in terms:
-        for base in flow.upward(trunk):
-            branches = [term for term in terms if term is not trunk and flow.heavily_reaches(base, term)]
+        for base in flow.carried_chain(trunk):
+            branches = [term for term in terms if term is not trunk and flow.reaches_through_heavy_op(base, term)]
             if any(is_stream_after(base, term, flow, latest) for term in branches):
                 break
             if branches:
@@ -104,21 +104,21 @@ def residual_chains(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
     residuals: dict[fx.Node, Residual] = {}
     latest: Latest = {}
     for node in flow.nodes:
-        found = residual_at(node, flow, latest) if is_addition(node, flow) and not absorbed(node, flow) else None
+        found = residual_at(node, flow, latest) if is_addition(node, flow) and not is_term_of_larger_sum(node, flow) else None
         if found is not None:
             residuals[node] = found
             found.previous = latest.get(found.base)
             latest[node] = found
             continue
-        sources = flow.carries[node] or (
-            [part for part in node.all_input_nodes if same_width(part, node)] if is_addition(node, flow) else []
+        sources = flow.carried_operands[node] or (
+            [part for part in node.all_input_nodes if has_same_width(part, node)] if is_addition(node, flow) else []
         )
         before = [latest[part] for part in sources if latest.get(part) is not None]
         latest[node] = max(before, key=lambda one: flow.position[one.add], default=None)  # type: ignore[union-attr]
-    return outermost(longest_chains(list(residuals.values()), flow), flow), latest
+    return outermost_chains(longest_chains(list(residuals.values()), flow), flow), latest
 
 
-def same_width(part: fx.Node, node: fx.Node) -> bool:
+def has_same_width(part: fx.Node, node: fx.Node) -> bool:
     return (shape(part) or (0,))[-1] == (shape(node) or (1,))[-1]
 
 
@@ -132,7 +132,7 @@ def longest_chains(residuals: list[Residual], flow: Dataflow) -> list[list[Resid
     alike: dict[fx.Node, list[Residual]] = {}
     for one in residuals:
         alike.setdefault(one.base, []).append(one)
-    held = {one for group in alike.values() for one in group for other in group if holds(other, one, flow)}
+    held = {one for group in alike.values() for one in group for other in group if feeds_branch_of(other, one, flow)}
     for end in sorted(residuals, key=lambda one: (-length[one], one in held, flow.position[one.add])):
         chain: list[Residual] = []
         current: Residual | None = end
@@ -145,7 +145,7 @@ def longest_chains(residuals: list[Residual], flow: Dataflow) -> list[list[Resid
     return chains
 
 
-def holds(outer: Residual, inner: Residual, flow: Dataflow) -> bool:
+def feeds_branch_of(outer: Residual, inner: Residual, flow: Dataflow) -> bool:
     """Whether a branch of `outer` is computed from the sum of `inner`."""
     return outer is not inner and any(flow.reaches(inner.add, branch) for branch in outer.branches)
 
@@ -161,7 +161,7 @@ def runs_inside(inner: list[Residual], outer: list[Residual], flow: Dataflow) ->
     )
 
 
-def outermost(chains: list[list[Residual]], flow: Dataflow) -> list[list[Residual]]:
+def outermost_chains(chains: list[list[Residual]], flow: Dataflow) -> list[list[Residual]]:
     """The chains that run inside no other; one addition around a longer chain does not count as a stream of its own."""
     streams = []
     for chain in chains:

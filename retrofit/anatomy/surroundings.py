@@ -61,7 +61,7 @@ def surroundings(anatomy: Anatomy) -> Surroundings:
 def part_piece(anatomy: Anatomy, parts: Sequence[Part], counted: set[int | str]) -> Piece:
     """One weight under all the names it is used by, with the small parameters beside it (a bias)."""
     part = parts[0]
-    homes = tuple(dict.fromkeys(anatomy.graph.nodes.get(one.node, {}).get("module") or one.name for one in parts))
+    homes = tuple(dict.fromkeys(anatomy.flow.call_of(anatomy.node(one.node)).path or one.name for one in parts))
     owner = lookup(anatomy.model, homes[0], "get_submodule") if len(homes) == 1 else None
     weight = lookup(anatomy.model, part.parameter, "get_parameter")
     own = list(owner.parameters(recurse=False)) if owner is not None else []

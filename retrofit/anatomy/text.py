@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -37,11 +38,11 @@ class Row:
 def table(anatomy: Anatomy) -> str:
     """The anatomy as text of at most 100 columns, layers that repeat written once."""
     around = surroundings(anatomy)
-    lines = [*wrapped(headline(anatomy, around), WIDTH), "", *aligned(list(rows(anatomy, around)))]
+    lines = [*wrap_lines(headline(anatomy, around), WIDTH), "", *align(list(rows(anatomy, around)))]
     if anatomy.tied:
-        lines += ["", "tied", *listed(" = ".join(group) for group in anatomy.tied)]
+        lines += ["", "tied", *indented_lines(" = ".join(group) for group in anatomy.tied)]
     if anatomy.notes:
-        lines += ["", "notes", *listed(anatomy.notes)]
+        lines += ["", "notes", *indented_lines(anatomy.notes)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -73,12 +74,12 @@ def rows(anatomy: Anatomy, around: Surroundings) -> Iterator[Row]:
 
 def part_row(name: str, piece: Piece, remark: str = "") -> Row:
     shape = " × ".join(map(str, piece.part.shape)) if piece.part is not None else ""
-    return Row(0, name, piece.name, joined([shape, remark]), piece.parameters or None)
+    return Row(0, name, piece.name, join_facts([shape, remark]), piece.parameters or None)
 
 
 def stack_rows(stack: Stack, size: int) -> Iterator[Row]:
     facts = [f"width {stack.width}", "causal" if stack.causal else "not causal", plural(len(stack.layers), "layer")]
-    yield Row(0, stack.kind, stack.name or "(the model itself)", joined(facts), size)
+    yield Row(0, stack.kind, stack.name or "(the model itself)", join_facts(facts), size)
     written: dict[Hashable, str] = {}  # structure → where in this stack it is written out
     for fold in fold_layers(stack.layers):
         depth = 1
@@ -97,7 +98,7 @@ def layer_rows(layers: Sequence[Layer], positions: Sequence[int], depth: int, sa
     first, times = layers[0], len(layers)
     name = common_name([layer.name for layer in layers]) if all(layer.name for layer in layers) else "(no module)"
     facts = [sharing(layers) or ("each" if times > 1 else ""), f"as {same}" if same else ""]
-    yield Row(depth, layer_range(positions) + (f" ×{times}" if times > 1 else ""), name, joined(facts), first.parameters)
+    yield Row(depth, layer_range(positions) + (f" ×{times}" if times > 1 else ""), name, join_facts(facts), first.parameters)
     if same:
         return
     for branch in first.branches:
@@ -108,10 +109,10 @@ def layer_rows(layers: Sequence[Layer], positions: Sequence[int], depth: int, sa
 
 def branch_row(branch: Branch, layer: Layer, depth: int) -> Row:
     facts = [heads(branch), "gated" if branch.gated else "", *shapes(branch)]
-    return Row(depth, branch.role, owner(branch, layer), joined(facts), branch.parameters)
+    return Row(depth, branch.role, owner(branch, layer), join_facts(facts), branch.parameters)
 
 
-def aligned(entries: Sequence[Row]) -> list[str]:
+def align(entries: Sequence[Row]) -> list[str]:
     """The rows under their headings, in columns, long cells wrapped; a module with nothing beside it takes both columns."""
     numbers = [f"{row.parameters:,}" if row.parameters is not None else "" for row in entries]
     parts = ["  " * row.depth + row.part for row in entries]
@@ -122,7 +123,7 @@ def aligned(entries: Sequence[Row]) -> list[str]:
     lines = [line_of(["part", "module", "what", "parameters"], (first, second, third, last)), "─" * WIDTH]
     for row, part, number in zip(entries, parts, numbers, strict=True):
         widths = (first, second, third, last) if row.what else (first, second + len(GAP) + third, 0, last)
-        cells = [wrapped(part, first, 2 * row.depth), wrapped(row.module, widths[1]), wrapped(row.what, third), [number]]
+        cells = [wrap_lines(part, first, 2 * row.depth), wrap_lines(row.module, widths[1]), wrap_lines(row.what, third), [number]]
         lines += [line_of(texts, widths) for texts in itertools.zip_longest(*cells, fillvalue="")]
     return lines
 
@@ -133,14 +134,14 @@ def line_of(texts: Sequence[str], widths: Sequence[int]) -> str:
     return GAP.join([*columns, texts[-1].rjust(widths[-1])])
 
 
-def listed(texts: Iterator[str] | Sequence[str]) -> list[str]:
-    return [GAP + line for text in texts for line in wrapped(text, WIDTH - len(GAP))]
+def indented_lines(texts: Iterator[str] | Sequence[str]) -> list[str]:
+    return [GAP + line for text in texts for line in wrap_lines(text, WIDTH - len(GAP))]
 
 
-def wrapped(text: str, width: int, indent: int = 0) -> list[str]:
+def wrap_lines(text: str, width: int, indent: int = 0) -> list[str]:
     """`text` in lines of at most `width`, broken where it hurts least; lines after the first begin with `indent` spaces."""
     lines, line = [], ""
-    for piece in pieces(clean(text), width - indent):
+    for piece in pieces(printable(text), width - indent):
         if line.strip() and len((line + piece).rstrip()) > width:
             lines.append(line)
             line = " " * indent + piece.lstrip(" ")
@@ -158,12 +159,12 @@ def pieces(text: str, width: int, breaks: Sequence[str] = BREAKS) -> Iterator[st
         yield from [piece] if len(piece.rstrip()) <= width else pieces(piece, width, breaks[1:])
 
 
-def joined(facts: Iterable[str]) -> str:
+def join_facts(facts: Iterable[str]) -> str:
     """The facts side by side, lines to be broken between them."""
     return f"{TOGETHER}· ".join(fact.replace(" ", TOGETHER) for fact in facts if fact)
 
 
-def clean(text: str) -> str:
+def printable(text: str) -> str:
     """The text without characters that would break a line."""
     return "".join(letter if letter.isprintable() or letter == TOGETHER else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
@@ -186,7 +187,9 @@ def plain(anatomy: Anatomy) -> dict[str, Any]:
 
 
 def as_data(value: Any) -> Any:
-    """Dataclasses as dictionaries of their fields, tuples as lists."""
+    """Dataclasses as dictionaries of their fields, tuples as lists, members of an enumeration by their values."""
+    if isinstance(value, enum.Enum):
+        return value.value
     if dataclasses.is_dataclass(value):
         return {field.name: as_data(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return [as_data(item) for item in value] if isinstance(value, (tuple, list)) else value

@@ -16,10 +16,10 @@ def shapes(branch: Branch) -> list[str]:
     groups: dict[tuple[int, int], list[Projection]] = {}
     for one in sorted(branch.projections, key=lambda one: ORDER.index(one.role) if one.role in ORDER else len(ORDER)):
         groups.setdefault((one.in_features, one.out_features), []).append(one)
-    return [f"{counted([one.role for one in group])} {before}→{after}" for (before, after), group in groups.items()]
+    return [f"{count_words([one.role for one in group])} {before}→{after}" for (before, after), group in groups.items()]
 
 
-def counted(words: Sequence[str]) -> str:
+def count_words(words: Sequence[str]) -> str:
     """The words in order, each once, with how often it occurs where that is more than once."""
     return ", ".join(f"{word} ×{words.count(word)}" if words.count(word) > 1 else word for word in dict.fromkeys(words))
 

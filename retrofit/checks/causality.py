@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from retrofit.checks.cache import keeps_cache
-from retrofit.checks.departure import Departure, at, first_departure, recorded
+from retrofit.checks.activations import at_positions, record_activations
+from retrofit.checks.context import Context
+from retrofit.checks.divergence import Divergence, first_divergence
+from retrofit.checks.finding import Finding, failed, passed, skipped
+from retrofit.checks.stepping import keeps_cache
+from retrofit.checks.subject import Subject
 from retrofit.runtime.example_inputs import special_ids
-from retrofit.runtime.outcomes import Finding, failed, passed, skipped
 from retrofit.runtime.probes import Inputs, is_token_ids, logits_of, ordinary_ids, resized_like, run, scale_of, tolerance_of
-
-if TYPE_CHECKING:
-    from retrofit.checks.subject import Subject
 
 BIDIRECTIONAL = 0.9  # of the earlier outputs, the share that moves when a model reads both ways
 
@@ -29,36 +29,66 @@ class Leak:
     where: str  # one of them
 
 
-def check(subject: Subject) -> Finding:
-    if subject.reference is not None and subject.reference.leaks is None:
-        return skipped("the dense model does not run on other tokens")
-    found = leaks(subject.model, subject.inputs)
-    if not found:
-        return skipped("its outputs do not stand for tokens one by one")
-    causal = [name for name, leak in found.items() if must_be_causal(subject, name, leak)]
-    if not causal:
-        return skipped(
-            "the dense model is not causal" if subject.reference is not None else "it reads both ways, and keeps no cache"
-        )
-    measured = ", ".join(
-        f"{name}: {found[name].share:.0%} of the earlier outputs moved, by at most {found[name].gap:.1e}" for name in causal
+@dataclasses.dataclass(frozen=True)
+class CausalityMeasurement:
+    """The leaks by input, and the inputs along which a model decodes on a cache although it seems to read both ways."""
+
+    leaks: dict[str, Leak]
+    cached: frozenset[str] = frozenset()  # tried only where there is no dense model, which says better what is meant
+
+    @property
+    def causal(self) -> frozenset[str]:
+        """The inputs of which a later token never changed an earlier output."""
+        return frozenset(name for name, leak in self.leaks.items() if leak.share == 0.0)
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether later tokens change earlier outputs, whichever the input."""
+        return bool(self.leaks) and not self.causal
+
+
+def measure(
+    subject: Subject, before: CausalityMeasurement | None = None, context: Context | None = None
+) -> CausalityMeasurement | None:
+    """The leaks; None where the dense model does not run on other tokens."""
+    if context is not None and context.has_reference and before is None:
+        return None
+    leaks = find_leaks(subject.model, subject.inputs)
+    if context is None or context.has_reference:
+        return CausalityMeasurement(leaks)
+    bidirectional = [name for name, leak in leaks.items() if leak.share >= BIDIRECTIONAL]
+    return CausalityMeasurement(
+        leaks, frozenset(name for name in bidirectional if keeps_cache(subject.model, subject.inputs, name))
     )
-    leaking = next((name for name in causal if found[name].share), None)
+
+
+def judge(now: CausalityMeasurement | None, before: CausalityMeasurement | None, context: Context) -> Finding:
+    if now is None:
+        return skipped("the dense model does not run on other tokens")
+    if not now.leaks:
+        return skipped("its outputs do not belong to tokens one by one")
+    causal = [name for name, leak in now.leaks.items() if must_be_causal(name, leak, now, before)]
+    if not causal:
+        return skipped("the dense model is not causal" if before is not None else "it reads both ways, and keeps no cache")
+    measured = ", ".join(
+        f"{name}: {now.leaks[name].share:.0%} of the earlier outputs moved, by at most {now.leaks[name].gap:.1e}" for name in causal
+    )
+    leaking = next((name for name in causal if now.leaks[name].share), None)
     if leaking is None:
         return passed(measured)
-    departure = departure_by_future(subject.model, subject.inputs, leaking)
-    return failed(measured, f"{found[leaking].where}\n{departure.said(subject.placed)}")
+    divergence = locate_leak(context.subject.model, context.subject.inputs, leaking)
+    return failed(measured, f"{now.leaks[leaking].where}\n{divergence.describe(context.place)}")
 
 
-def must_be_causal(subject: Subject, name: str, leak: Leak) -> bool:
+def must_be_causal(name: str, leak: Leak, now: CausalityMeasurement, before: CausalityMeasurement | None) -> bool:
     """Whether the dense model is causal in that input; without one, whether this one is meant to be."""
-    if subject.reference is not None:
-        return name in subject.reference.causal
-    return leak.share < BIDIRECTIONAL or keeps_cache(subject.model, subject.inputs, name)
+    if before is not None:
+        return name in before.causal
+    return leak.share < BIDIRECTIONAL or name in now.cached
 
 
-def leaks(model: nn.Module, inputs: Inputs) -> dict[str, Leak]:
-    """For each input of token ids that the outputs stand one a token for: what changing later tokens did to earlier outputs."""
+def find_leaks(model: nn.Module, inputs: Inputs) -> dict[str, Leak]:
+    """What changing later tokens did to earlier outputs, for each input of token ids with one output a token."""
     outputs = logits_of(run(model, inputs))
     if outputs.dim() != 3 or outputs.shape[1] < 2:
         return {}
@@ -67,7 +97,7 @@ def leaks(model: nn.Module, inputs: Inputs) -> dict[str, Leak]:
 
 
 def leak_of(model: nn.Module, inputs: Inputs, name: str) -> Leak:
-    base, changed, early = leak_runs(model, inputs, name)
+    base, changed, early = with_changed_futures(model, inputs, name)
     before, after = logits_of(run(model, base)), logits_of(run(model, changed))
     moves = (before - after).abs().amax(-1).float().nan_to_num(float("inf")) / scale_of(before)  # (rows, length)
     leaking = early & (moves > tolerance_of(before) / 10)
@@ -78,7 +108,7 @@ def leak_of(model: nn.Module, inputs: Inputs, name: str) -> Leak:
     return Leak(float(moves[early].max()), float(leaking.sum() / early.sum()), where)
 
 
-def leak_runs(model: nn.Module, inputs: Inputs, name: str) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
+def with_changed_futures(model: nn.Module, inputs: Inputs, name: str) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
     """Sequences, the same with their later tokens changed, each from another position on, and which positions are earlier."""
     length = inputs[name].shape[1]
     places = sorted({1, length // 2, length - 1} - {0})
@@ -90,11 +120,11 @@ def leak_runs(model: nn.Module, inputs: Inputs, name: str) -> tuple[dict[str, An
     return base, {**base, name: torch.where(early, ids, others)}, early
 
 
-def departure_by_future(model: nn.Module, inputs: Inputs, name: str) -> Departure:
+def locate_leak(model: nn.Module, inputs: Inputs, name: str) -> Divergence:
     """The first module whose earlier outputs move when later tokens change."""
-    base, changed, early = leak_runs(model, inputs, name)
-    with recorded(model) as before:
+    base, changed, early = with_changed_futures(model, inputs, name)
+    with record_activations(model) as before:
         tolerance = tolerance_of(logits_of(run(model, base))) / 10
-    with recorded(model) as after:
+    with record_activations(model) as after:
         run(model, changed)
-    return first_departure(at(after, early), at(before, early), tolerance)
+    return first_divergence(at_positions(after, early), at_positions(before, early), tolerance)

@@ -3,60 +3,61 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from torch import nn
 
-from retrofit.checks.departure import still_whole
-from retrofit.program.cost import Cost
-from retrofit.runtime.outcomes import Finding, failed, listed, passed
+from retrofit.checks.context import Context
+from retrofit.checks.divergence import unchanged_modules
+from retrofit.checks.finding import Finding, failed, first_few, passed
+from retrofit.checks.subject import Subject
+from retrofit.program.cost import Cost, cost_of
 
-if TYPE_CHECKING:
-    from retrofit.checks.subject import Subject
+
+def measure(subject: Subject, before: Cost | None = None, context: Context | None = None) -> Cost:
+    return cost_of(subject.program)
 
 
-def check(subject: Subject) -> Finding:
-    after = subject.cost
-    before = subject.reference.cost if subject.reference is not None else None
+def judge(now: Cost, before: Cost | None, context: Context) -> Finding:
     if before is None:
-        measured = f"{after.parameters:,} parameters, {after.flops_per_token:,} FLOPs a token"
-        return passed(measured, "no dense model") if after.flops else failed(measured, "no product was found in the graph")
-    parameters = f"parameters {before.parameters:,} → {after.parameters:,}"
-    measured = f"{parameters}, FLOPs a token {before.flops_per_token:,} → {after.flops_per_token:,}"
-    whole = all(fate.kind != "dropped" for fate in subject.fates.values())
-    if subject.rewrites is not None and whole and after.parameters - before.parameters != subject.claimed:
-        return failed(measured, f"claimed are {subject.claimed:,} new parameters; never read: {unread(subject)}")
-    if subject.exact and (missing := work_left_out(subject, before, after)):
-        return failed(measured, f"an exact rewrite leaves out no work: {listed(missing)}")
+        measured = f"{now.parameters:,} parameters, {now.flops_per_token:,} FLOPs a token"
+        return passed(measured, "no dense model") if now.flops else failed(measured, "no product was found in the graph")
+    parameters = f"parameters {before.parameters:,} → {now.parameters:,}"
+    measured = f"{parameters}, FLOPs a token {before.flops_per_token:,} → {now.flops_per_token:,}"
+    whole = all(fate.kind != "dropped" for fate in context.fates.values())
+    if context.rewrites is not None and whole and now.parameters - before.parameters != context.claimed:
+        return failed(measured, f"claimed are {context.claimed:,} new parameters; never read: {unread_parameters(context)}")
+    if context.exact and (missing := omitted_work(now, before, context)):
+        return failed(measured, f"an exact rewrite leaves out no work: {first_few(missing)}")
     return passed(measured)
 
 
-def unread(subject: Subject) -> str:
+def unread_parameters(context: Context) -> str:
     """The parameters that the graph never reads."""
+    subject = context.subject
     read = {id(subject.parameters[name]) for node, name in subject.program.parameters.items() if node in subject.reached}
-    return listed(subject.placed(name) for name, value in subject.model.named_parameters() if id(value) not in read) or "none"
+    return first_few(context.place(name) for name, value in subject.model.named_parameters() if id(value) not in read) or "none"
 
 
-def work_left_out(subject: Subject, before: Cost, after: Cost) -> list[str]:
+def omitted_work(now: Cost, before: Cost, context: Context) -> list[str]:
     """The dense modules that do less than they did."""
-    names = still_whole(subject.fates, before.by_module)
-    modules = dict(subject.model.named_modules(remove_duplicate=False))
+    names = unchanged_modules(context.fates, before.by_module)
+    modules = dict(context.subject.model.named_modules(remove_duplicate=False))
     did, does = Counter[object](), Counter[object]()
     for path, count in before.by_module.items():
         if path in names:
-            did[held(modules.get(names[path]))] += count
-    for path, count in after.by_module.items():
-        does[held(modules.get(path))] += count
-    keys = {path: held(modules.get(names[path])) for path in before.by_module if path in names}
+            did[weights_key(modules.get(names[path]))] += count
+    for path, count in now.by_module.items():
+        does[weights_key(modules.get(path))] += count
+    keys = {path: weights_key(modules.get(names[path])) for path in before.by_module if path in names}
     less = [
-        f"{subject.placed(names[path])} does {does[key]:,} FLOPs, did {did[key]:,}"
+        f"{context.place(names[path])} does {does[key]:,} FLOPs, did {did[key]:,}"
         for path, key in keys.items()
         if does[key] < did[key]
     ]
-    return less or (["the whole does less than before"] if after.flops < before.flops else [])
+    return less or (["the whole does less than before"] if now.flops < before.flops else [])
 
 
-def held(module: nn.Module | None) -> object:
+def weights_key(module: nn.Module | None) -> object:
     """What is counted as one: modules on the same weights, under whichever of their names the work was found."""
     weights = tuple(id(parameter) for parameter in module.parameters()) if module is not None else ()
     return weights or id(module)

@@ -1,4 +1,4 @@
-"""What is remembered of a parameter so that it can be recognised later without keeping it: shape, dtype, checksum, a sample."""
+"""The fingerprint of a parameter, by which it is recognised later without keeping it: shape, dtype, checksum, a sample."""
 
 from __future__ import annotations
 
@@ -16,35 +16,34 @@ SAMPLE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """A parameter as it was."""
+    """What is kept of a tensor that holds a parameter, or a multiple of one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    checksum: int
+    checksum: int | None  # of the values divided by the scale; None where that would round them
     sample: torch.Tensor  # some of its elements, at fixed places, in float64
     trainable: bool
-    storage: int  # names that are one tensor have one storage
+    storage: int  # names of one tensor have one storage
+    scale: float = 1.0
 
     @staticmethod
-    def of(value: torch.Tensor, storage: int = 0) -> Fingerprint:
-        return Fingerprint(tuple(value.shape), value.dtype, checksum(value), sample(value), value.requires_grad, storage)
+    def of(value: torch.Tensor, storage: int = 0, scale: float = 1.0) -> Fingerprint:
+        """The fingerprint of `value`, which is `scale` times a parameter."""
+        crc = checksum(value, scale) if abs(math.frexp(scale)[0]) == 0.5 else None  # a power of two
+        return Fingerprint(tuple(value.shape), value.dtype, crc, sample(value), value.requires_grad, storage, scale)
 
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    def is_of(self, value: torch.Tensor) -> bool:
-        """Whether `value` is the parameter, bit for bit."""
-        return tuple(value.shape) == self.shape and value.dtype == self.dtype and checksum(value) == self.checksum
-
-    def is_of_scaled(self, value: torch.Tensor, scale: float) -> bool:
-        """Whether `value` is `scale` times the parameter: bit for bit where that is a power of two, else by the sample."""
-        if tuple(value.shape) != self.shape:
+    def matches(self, now: Fingerprint) -> bool:
+        """Whether `now` holds this parameter times its scale: bit for bit where that is a power of two, else by the sample."""
+        if now.shape != self.shape:
             return False
-        if value.dtype == self.dtype and abs(math.frexp(scale)[0]) == 0.5:
-            return checksum(value, scale) == self.checksum
-        precision = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
-        return torch.allclose(sample(value), scale * self.sample, rtol=2 * precision, atol=0.0)
+        if now.dtype == self.dtype and now.checksum is not None:
+            return now.checksum == self.checksum
+        precision = torch.finfo(now.dtype).eps if now.dtype.is_floating_point else 0.0
+        return torch.allclose(now.sample, now.scale * self.sample, rtol=2 * precision, atol=0.0)
 
 
 def chunks(value: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -73,15 +72,15 @@ def sample(value: torch.Tensor, most: int = SAMPLE) -> torch.Tensor:
 
 def fingerprints(model: nn.Module) -> dict[str, Fingerprint]:
     """A fingerprint of every parameter by each of its names; shared ones are read once."""
-    seen: dict[int, Fingerprint] = {}
-    found: dict[str, Fingerprint] = {}
+    prints: dict[int, Fingerprint] = {}
+    by_name: dict[str, Fingerprint] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if id(parameter) not in seen:
-            seen[id(parameter)] = Fingerprint.of(parameter, len(seen))
-        found[name] = seen[id(parameter)]
-    return found
+        if id(parameter) not in prints:
+            prints[id(parameter)] = Fingerprint.of(parameter, len(prints))
+        by_name[name] = prints[id(parameter)]
+    return by_name
 
 
-def elements(prints: Iterable[Fingerprint]) -> int:
+def count_elements(prints: Iterable[Fingerprint]) -> int:
     """The number of elements, shared ones counted once."""
     return sum({one.storage: one.elements for one in prints}.values())

@@ -6,25 +6,24 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from retrofit.checks.context import Context
+from retrofit.checks.finding import Finding, failed, first_few, passed, skipped
+from retrofit.checks.subject import Subject
 from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.outcomes import Finding, failed, listed, passed, skipped
 from retrofit.runtime.probes import Inputs, accepts, named_outputs, resized_like
 
-if TYPE_CHECKING:
-    from retrofit.checks.subject import Subject
-
-NUDGE = 1e-2  # how far a parameter moves to stand for a training step
+NUDGE = 1e-2  # how far a parameter moves to simulate a training step
 BATCHES = ((True, 23, 1), (True, 29, 1), (False, 31, 1))  # training mode, seed, times the rows: one may reach what others leave out
 MORE = ((True, 37, 8), (False, 43, 8), (True, 47, 8))  # for a rewritten model, whose layers may see fewer tokens of each
 
 
 @dataclasses.dataclass(frozen=True)
-class Gradients:
+class GradientsMeasurement:
     """What the trainable parameters received, and from which loss."""
 
     trainable: int
@@ -32,109 +31,133 @@ class Gradients:
     broken: frozenset[str]  # those that received infinities, or no numbers
     own_loss: bool
     loss_error: str = ""  # why it was not the model's own
+    names: frozenset[str] = frozenset()  # of all parameters, each of their names
+    frozen: frozenset[str] = frozenset()  # of those that do not train
+    never: frozenset[str] = frozenset()  # those that may wait for others to move and receive nothing when these have
 
 
-def check(subject: Subject) -> Finding:
-    """Those that the dense model did not train are excused; those that wait for others to move must follow when these have."""
-    if subject.reference is not None and subject.reference.gradients is None:
-        return skipped("the dense model cannot be trained on such inputs")
-    names = [name for name, _ in subject.model.named_parameters()]
-    idle = idle_before(subject) | among_idle(subject)
-    late = {name for name in names if any(f".{name}".endswith(f".{given}") for given in second_step(subject))}
-    found = gradients(subject.model, subject.inputs, subject.first.logits.shape, idle | late, BATCHES + MORE)
-    loss = "the model's own loss" if found.own_loss else "the outputs' cross-entropy"
-    measured = f"{found.trainable - len(found.zero)} of {found.trainable} parameters receive one from {loss}"
-    if frozen := frozen_since(subject):
-        return failed(measured, f"trained before, or new, and frozen: {listed(map(subject.placed, frozen))}")
-    if not found.trainable:
-        return skipped("no parameter is trainable")
-    if broken := found.broken - broken_before(subject):
-        return failed(measured, f"not finite: {listed(map(subject.placed, sorted(broken)))}")
-    if missing := found.zero - idle - late:
-        return failed(measured, f"zero or none: {listed(map(subject.placed, sorted(missing)))}")
-    if not found.own_loss and lost_loss(subject):
-        return failed(measured, f"the dense model's own loss worked, this one's does not: {found.loss_error}")
-    if waiting := found.zero & late:
-        others = set(names) - late - {fate.name for fate in subject.fates.values() if fate.kind in ("kept", "moved")}
+def measure(
+    subject: Subject, before: GradientsMeasurement | None = None, context: Context | None = None
+) -> GradientsMeasurement | None:
+    """Gradients of a few batches: of a dense model for frozen parameters too, of one under verification until none is missing.
+
+    None where the dense model cannot be trained on such inputs.
+    """
+    names = frozenset(subject.parameters)
+    frozen = frozenset(name for name, parameter in subject.parameters.items() if not parameter.requires_grad)
+    shape = subject.run().logits.shape
+    if context is None:
+        with thawed(subject.model):
+            found = collect_gradients(subject.model, subject.inputs, shape)
+        return dataclasses.replace(found, names=names, frozen=frozen)
+    if context.has_reference and before is None:
+        return None
+    idle, late = may_be_zero(before, context), late_parameters(context)
+    found = collect_gradients(subject.model, subject.inputs, shape, idle | late, BATCHES + MORE)
+    never: frozenset[str] = frozenset()
+    waiting = found.zero & late
+    if waiting and found.zero <= idle | late and not found.broken - once_broken(before, context):
+        others = {name for name, _ in subject.model.named_parameters()} - late
+        others -= {fate.name for fate in context.fates.values() if fate.kind in ("kept", "moved")}
         with nudged(subject.model, others):
-            after = gradients(subject.model, subject.inputs, subject.first.logits.shape, expected=idle)
-        if never := waiting & (after.zero | after.broken):
-            return failed(measured, f"zero even when the others have moved: {listed(map(subject.placed, sorted(never)))}")
+            after = collect_gradients(subject.model, subject.inputs, shape, expected=idle)
+        never = waiting & (after.zero | after.broken)
+    return dataclasses.replace(found, names=names, frozen=frozen, never=never)
+
+
+def judge(now: GradientsMeasurement | None, before: GradientsMeasurement | None, context: Context) -> Finding:
+    """Those that the dense model did not train are excused; those that wait for others to move must follow when these have."""
+    if now is None:
+        return skipped("the dense model cannot be trained on such inputs")
+    idle, late = may_be_zero(before, context), late_parameters(context)
+    loss = "the model's own loss" if now.own_loss else "the outputs' cross-entropy"
+    measured = f"{now.trainable - len(now.zero)} of {now.trainable} parameters receive one from {loss}"
+    if frozen := newly_frozen(now, before, context):
+        return failed(measured, f"trained before, or new, and frozen: {first_few(map(context.place, frozen))}")
+    if not now.trainable:
+        return skipped("no parameter is trainable")
+    if broken := now.broken - once_broken(before, context):
+        return failed(measured, f"not finite: {first_few(map(context.place, sorted(broken)))}")
+    if missing := now.zero - idle - late:
+        return failed(measured, f"zero or none: {first_few(map(context.place, sorted(missing)))}")
+    if not now.own_loss and before is not None and before.own_loss:
+        return failed(measured, f"the dense model's own loss worked, this one's does not: {now.loss_error}")
+    if now.never:
+        return failed(measured, f"zero even when the others have moved: {first_few(map(context.place, sorted(now.never)))}")
+    if waiting := now.zero & late:
         measured += f", {len(waiting)} from the second step on"
-    excused = found.zero & idle
-    return passed(measured, f"unused in the dense model too: {listed(sorted(excused))}" if excused else "")
+    excused = now.zero & idle
+    return passed(measured, f"unused in the dense model too: {first_few(sorted(excused))}" if excused else "")
 
 
-def second_step(subject: Subject) -> list[str]:
-    """The parameters, by name or the end of it, whose gradient is zero until others have moved."""
-    return [name for rewrite in subject.rewrites or () for name in rewrite.second_step]
+# ── Which gradients may be missing ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def lost_loss(subject: Subject) -> bool:
-    dense = subject.reference.gradients if subject.reference is not None else None
-    return dense is not None and dense.own_loss
+def late_parameters(context: Context) -> frozenset[str]:
+    """The parameters whose gradient is zero until others have moved: rewrites announce them by name or the end of it."""
+    announced = [name for rewrite in context.rewrites or () for name in rewrite.second_step]
+    names = [name for name, _ in context.subject.model.named_parameters()]
+    return frozenset(name for name in names if any(f".{name}".endswith(f".{end}") for end in announced))
 
 
-def frozen_since(subject: Subject) -> list[str]:
+def newly_frozen(now: GradientsMeasurement, before: GradientsMeasurement | None, context: Context) -> list[str]:
     """The parameters that do not train though the dense ones did: dense ones that did themselves, and new ones."""
-    if subject.reference is None:
+    if before is None:
         return []
-    trained = {name for name, one in subject.reference.parameters.items() if one.trainable}
-    old = [fate.name for name, fate in subject.fates.items() if name in trained and fate.name in subject.parameters]
-    new = list(subject.new_parameters) if trained else []
-    return [name for name in dict.fromkeys([*old, *new]) if not subject.parameters[name].requires_grad]
+    trained = before.names - before.frozen
+    old = [fate.name for name, fate in context.fates.items() if name in trained and fate.name in now.names]
+    new = list(context.new_parameters) if trained else []
+    return [name for name in dict.fromkeys([*old, *new]) if name in now.frozen]
 
 
-def idle_before(subject: Subject) -> frozenset[str]:
+def may_be_zero(before: GradientsMeasurement | None, context: Context) -> frozenset[str]:
     """The parameters that need receive nothing: none did in the dense model; without one, those that no output depends on."""
-    if subject.reference is not None:
-        dense = subject.reference.gradients
-        return now_called(subject, dense.zero if dense is not None else frozenset())
+    if before is not None:
+        return current_names(before.zero, context) | new_among_idle(before, context.new_parameters)
+    subject = context.subject
     reached = {id(subject.parameters[name]) for node, name in subject.program.parameters.items() if node in subject.reached}
     return frozenset(name for name, parameter in subject.model.named_parameters() if id(parameter) not in reached)
 
 
-def among_idle(subject: Subject) -> frozenset[str]:
+def new_among_idle(before: GradientsMeasurement, new_parameters: Collection[str]) -> frozenset[str]:
     """The new parameters in parts of the model where no gradient arrived in the dense one: in the nearest with parameters then."""
-    dense = subject.reference.gradients if subject.reference is not None else None
-    if dense is None:
-        return frozenset()
-    assert subject.reference is not None
     reached: dict[str, bool] = {}  # by part
-    for name in subject.reference.parameters:
-        for part in parts_of(name):
-            reached[part] = reached.get(part, False) or name not in dense.zero
-    nearest = {name: next((part for part in parts_of(name) if part in reached), "") for name in subject.new_parameters}
+    for name in before.names:
+        for part in enclosing_modules(name):
+            reached[part] = reached.get(part, False) or name not in before.zero
+    nearest = {name: next((part for part in enclosing_modules(name) if part in reached), "") for name in new_parameters}
     return frozenset(name for name, part in nearest.items() if part and not reached[part])
 
 
-def parts_of(name: str) -> list[str]:
+def enclosing_modules(name: str) -> list[str]:
     """The modules that a parameter is in, by path, from the inside out."""
     path = name.split(".")
     return [".".join(path[:count]) for count in range(len(path) - 1, 0, -1)]
 
 
-def broken_before(subject: Subject) -> frozenset[str]:
+def once_broken(before: GradientsMeasurement | None, context: Context) -> frozenset[str]:
     """The parameters whose gradient was not finite in the dense model."""
-    dense = subject.reference.gradients if subject.reference is not None else None
-    return now_called(subject, dense.broken if dense is not None else frozenset())
+    return current_names(before.broken, context) if before is not None else frozenset()
 
 
-def now_called(subject: Subject, dense: frozenset[str]) -> frozenset[str]:
-    """The names that dense parameters go by in the rewritten model."""
-    names = {id(parameter): name for name, parameter in subject.model.named_parameters()}
-    homes = [subject.parameters.get(subject.fates[name].name) for name in dense if name in subject.fates]
-    return frozenset(names[id(home)] for home in homes if home is not None)
+def current_names(dense: Collection[str], context: Context) -> frozenset[str]:
+    """The names of dense parameters in the rewritten model."""
+    names = {id(parameter): name for name, parameter in context.subject.model.named_parameters()}
+    places = [context.subject.parameters.get(context.fates[name].name) for name in dense if name in context.fates]
+    return frozenset(names[id(place)] for place in places if place is not None)
+
+
+# ── Backward passes ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @torch.enable_grad()
-def gradients(
+def collect_gradients(
     model: nn.Module,
     inputs: Inputs,
     shape: torch.Size,
     expected: Collection[str] = (),
     batches: Collection[tuple[bool, int, int]] = BATCHES,
-) -> Gradients:
+) -> GradientsMeasurement:
     """What each trainable parameter receives from a backward pass, and those left out from more; `shape` is that of the logits.
 
     No more is tried once the parameters without gradient are all among `expected`. No gradient is kept.
@@ -153,7 +176,7 @@ def gradients(
             break
     model.eval()
     broken = frozenset(name for name, finite in received.items() if not finite)
-    return Gradients(len(trainable), frozenset(trainable.keys() - received.keys()), broken, own, error)
+    return GradientsMeasurement(len(trainable), frozenset(trainable.keys() - received.keys()), broken, own, error)
 
 
 @contextlib.contextmanager
@@ -171,9 +194,9 @@ def thawed(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(trainable: dict[str, nn.Parameter], received: dict[str, bool]) -> Iterator[None]:
-    """Within this context it is noted which parameters get a gradient that is not zero, and whether it is finite; none is kept."""
+    """Within this context `received` gets the names of non-zero gradients, and whether they are finite; no gradient is kept."""
 
-    def note(name: str) -> Any:
+    def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             assert gradient is not None
@@ -185,7 +208,7 @@ def watched(trainable: dict[str, nn.Parameter], received: dict[str, bool]) -> It
 
         return hook
 
-    handles = [parameter.register_post_accumulate_grad_hook(note(name)) for name, parameter in trainable.items()]
+    handles = [parameter.register_post_accumulate_grad_hook(recorder(name)) for name, parameter in trainable.items()]
     try:
         yield
     finally:

@@ -1,67 +1,89 @@
-"""The graph check: captured again, the model is the dense one wherever nothing was announced, and its outputs are laid out alike.
+"""The graph check: captured again, the model is the dense one where no rewrite was announced; its outputs have the same layout.
 
-Alike at other batch sizes and lengths too. Where a rewrite left a module whole, the graph of its operations is the dense model's;
-code that branches on values may take another branch where other values come.
+The layout holds at other batch sizes and lengths too. Where a rewrite left a module whole, the graph of its operations is the dense
+model's; code that branches on values may take another branch where other values come.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
 
-from retrofit.checks.reference import Layout, Probe, other_shapes
-from retrofit.checks.untouched import graphs_of, touched
-from retrofit.errors import first_line
-from retrofit.runtime.outcomes import Finding, failed, layout, listed, passed
-from retrofit.runtime.probes import describe, is_per_token
+from retrofit.checks.context import Context
+from retrofit.checks.finding import Finding, Raised, attempt, failed, first_few, format_layout, passed
+from retrofit.checks.graph_hashes import GraphHashes, changed_modules, hash_modules
+from retrofit.checks.subject import Layout, Subject
+from retrofit.program.program import Program
+from retrofit.runtime.probes import Inputs, describe, is_per_token
 
-if TYPE_CHECKING:
-    from retrofit.checks.subject import Subject
+Layouts = dict[str, Layout]
 
 
-def check(subject: Subject) -> Finding:
-    nodes = sum(node.op == "call_function" for node in subject.program.graph.nodes)
-    if subject.program.branches and subject.reference is not None and not subject.reference.branches:
-        return failed(f"{nodes} nodes", "it branches on the values of tensors, and the dense model does not")
-    expected = expected_outputs(subject)
-    for inputs, outputs, probe in expected:
-        try:
-            found = (subject.answer_to(probe) if probe is not None else Probe.of(subject.model, inputs)).outputs
-        except Exception as error:
-            return failed(f"{nodes} nodes", f"it does not run on {describe(inputs)}: {first_line(error)}")
+@dataclasses.dataclass(frozen=True)
+class GraphMeasurement:
+    """A captured graph and the layouts of what the model returns."""
+
+    capture_error: str  # why there is no graph; "" where there is one
+    nodes: int
+    branches: bool  # whether the code branches on the values of tensors
+    hashes: GraphHashes  # of the calls of its modules
+    layouts: tuple[Layouts | Raised, ...]  # for inputs of each shape
+
+
+def measure(subject: Subject, before: GraphMeasurement | None = None, context: Context | None = None) -> GraphMeasurement:
+    """The graph and the layouts; modules are hashed where there is another model to compare them with."""
+    program = attempt(lambda: subject.program)
+    runs = [attempt(subject.run, shape) for shape in range(len(subject.shapes))]
+    layouts = tuple(one if isinstance(one, Raised) else one.layouts for one in runs)
+    if isinstance(program, Raised):
+        return GraphMeasurement(program.error, 0, True, {}, layouts)
+    compared = context is None or (context.has_reference and context.rewrites is not None)
+    return GraphMeasurement("", operations(program), program.branches, hash_modules(program) if compared else {}, layouts)
+
+
+def operations(program: Program) -> int:
+    return sum(node.op == "call_function" for node in program.graph.nodes)
+
+
+def judge(now: GraphMeasurement, before: GraphMeasurement | None, context: Context) -> Finding:
+    if now.capture_error:
+        return failed("", now.capture_error)
+    nodes = f"{now.nodes} nodes"
+    if now.branches and before is not None and not before.branches:
+        return failed(nodes, "it branches on the values of tensors, and the dense model does not")
+    shapes = context.subject.shapes
+    expected = before.layouts if before is not None else [layouts_for(now.layouts[0], shapes[0], shape) for shape in shapes]
+    for inputs, layouts, right in zip(shapes, now.layouts, expected, strict=True):
+        if isinstance(layouts, Raised):
+            return failed(nodes, f"it does not run on {describe(inputs)}: {layouts.error}")
+        assert not isinstance(right, Raised)  # the dense model ran on every shape
         wrong = [
-            f"{name} is {said(found.get(name))}, not {said(output)}"
-            for name, output in outputs.items()
-            if found.get(name) != output
+            f"{name} is {format_or_missing(layouts.get(name))}, not {format_or_missing(layout)}"
+            for name, layout in right.items()
+            if layouts.get(name) != layout
         ]
         if wrong:
-            return failed(f"{nodes} nodes", f"on {describe(inputs)}, {'; '.join(wrong)}")
-    others = subject.program.branches and not subject.exact  # values, and so branches
-    if subject.reference is not None and subject.rewrites is not None and not others:
-        dense = subject.reference.graphs
-        if changed := touched(dense, graphs_of(subject.program), subject.fates, subject.rewrites):
-            return failed(f"{nodes} nodes", f"not announced, and yet another graph than the dense model's: {listed(changed)}")
-    return passed(f"{nodes} nodes, {len(expected)} shapes of inputs")
+            return failed(nodes, f"on {describe(inputs)}, {'; '.join(wrong)}")
+    other_branches = now.branches and not context.exact  # other values, and so perhaps other branches
+    if before is not None and context.rewrites is not None and not other_branches:
+        changed = changed_modules(before.hashes, now.hashes, context.fates, context.rewrites)
+        if changed:
+            return failed(nodes, f"not announced, and yet another graph than the dense model's: {first_few(changed)}")
+    return passed(f"{nodes}, {len(shapes)} shapes of inputs")
 
 
-def expected_outputs(subject: Subject) -> list[tuple[dict[str, Any], dict[str, Layout], Probe | None]]:
-    """Inputs of several shapes, and what they must give: what they gave in the dense model, else what follows from the first."""
-    if subject.reference is not None:
-        return [(probe.inputs, probe.outputs, probe) for probe in subject.reference.probes]
-    shapes = [subject.inputs, *other_shapes(subject.model, subject.inputs)]
-    return [(inputs, scaled(subject.first, inputs), None) for inputs in shapes]
-
-
-def scaled(first: Probe, inputs: dict[str, Any]) -> dict[str, Layout]:
-    """The outputs of a probe, as they are to be for inputs of another shape: laid out (batch, length or not, …)."""
-    pairs = [(value, inputs[name]) for name, value in first.inputs.items() if is_per_token(value)]
+def layouts_for(first: Layouts | Raised, first_inputs: Inputs, inputs: Inputs) -> Layouts | Raised:
+    """The layouts, (batch, length or not, …), that follow for `inputs` from those for the first inputs."""
+    if isinstance(first, Raised):
+        return first
+    pairs = [(value, inputs[name]) for name, value in first_inputs.items() if is_per_token(value)]
     lengths = {value.shape[1]: other.shape[1] for value, other in pairs}
     rows = next(value.shape[0] for value in inputs.values() if hasattr(value, "shape"))
     return {
         name: ((rows, *(lengths.get(extent, extent) for extent in shape[1:2]), *shape[2:]), dtype)
-        for name, (shape, dtype) in first.outputs.items()
+        for name, (shape, dtype) in first.items()
         if shape
     }
 
 
-def said(output: Layout | None) -> str:
-    return "missing" if output is None else layout(*output)
+def format_or_missing(layout: Layout | None) -> str:
+    return "missing" if layout is None else format_layout(*layout)

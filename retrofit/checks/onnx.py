@@ -1,47 +1,75 @@
 """The onnx check: exported to ONNX and run by ONNX Runtime, the model gives what it gives in torch, on inputs of other shapes.
 
-It costs more than the other checks together (a trace with free sizes, a translation, a cleaning for each file), so it is made where
-it is asked for: `verify(model, checks=["onnx"])`, `retrofit verify --onnx`.
+It costs more than the other checks together (a trace with dynamic shapes, a translation, a cleaning for each file), so it runs only
+where it is named: `verify(model, checks=["onnx"])`, `retrofit verify --onnx`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from retrofit.checks.context import Context
+from retrofit.checks.finding import Finding, failed, passed, skipped
+from retrofit.checks.subject import Subject
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.onnx.exporter.cleaning import gap_of
-from retrofit.onnx.exporter.exporting import PARITY, Exported, dtype_of, export_onnx, other_sizes
+from retrofit.onnx.exporter.exporting import PARITY, dtype_of, export_onnx, other_sizes
 from retrofit.onnx.exporter.parts import PAST_KEY_VALUES, ExportPart, plan
 from retrofit.onnx.exporter.sessions import Running, installed
 from retrofit.pipeline.replaying import recipe
-from retrofit.runtime.outcomes import Finding, failed, passed, skipped
-
-if TYPE_CHECKING:
-    from retrofit.checks.subject import Subject
 
 
-def check(subject: Subject) -> Finding:
-    if why := why_not(subject.model):
-        return skipped(why)
+@dataclasses.dataclass(frozen=True)
+class OnnxMeasurement:
+    """How far the files that a model is exported to are from it; without files where it cannot be exported."""
+
+    files: int = 0
+    gap: float = 0.0
+    cached: bool = False
+    why_no_cache: str = ""
+    what_failed: str = ""
+    why: str = ""
+    unsupported: str = ""  # why nothing can be compared here
+
+
+def measure(subject: Subject, before: OnnxMeasurement | None = None, context: Context | None = None) -> OnnxMeasurement:
+    """The model exported and compared, its files removed again."""
+    if why := why_unsupported(subject.model):
+        return OnnxMeasurement(unsupported=why)
     try:
-        made = exported(subject.model, subject.inputs)
+        with tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
+            exported = export_onnx(subject.model, Path(folder) / "model.onnx", example_inputs=subject.inputs)
     except CaptureError as error:
-        return excused(subject, error)
-    files = f"{len(made.files)} files" if len(made.files) > 1 else "1 file"
-    gap = max(file.gap for file in made.files if file.gap is not None)
-    cache = " with the cache" if made.cached else ""
-    return passed(
-        f"{gap:.1e} on other shapes, {files}{cache}", f"without its cache: {made.why_no_cache}" if made.why_no_cache else ""
-    )
+        return OnnxMeasurement(what_failed=error.what, why=error.why)
+    gap = max(file.gap for file in exported.files if file.gap is not None)
+    return OnnxMeasurement(len(exported.files), gap, exported.cached, exported.why_no_cache)
 
 
-def why_not(model: nn.Module) -> str:
+def judge(now: OnnxMeasurement, before: OnnxMeasurement | None, context: Context) -> Finding:
+    """A rewritten model can be exported where the dense model can; a dense model need not be exportable."""
+    if now.unsupported:
+        return skipped(now.unsupported)
+    if not now.what_failed:
+        files = f"{now.files} files" if now.files > 1 else "1 file"
+        cache = " with the cache" if now.cached else ""
+        note = f"without its cache: {now.why_no_cache}" if now.why_no_cache else ""
+        return passed(f"{now.gap:.1e} on other shapes, {files}{cache}", note)
+    why = f"{now.what_failed}: {now.why}" if now.why else now.what_failed
+    if not context.has_reference and not recipe(context.subject.model):
+        return skipped(why)
+    if before is None and context.dense is not None:
+        before = measure(Subject(context.dense, context.subject.shapes))
+    if before is not None and before.what_failed:
+        return skipped(f"the dense model cannot be exported either: {before.what_failed}")
+    return failed("", why)
+
+
+def why_unsupported(model: nn.Module) -> str:
     """Why nothing can be compared here; "" where it can."""
     if missing := installed("onnxscript", "onnxruntime"):
         return f"{missing[0]} is not installed: pip install 'retrofit[onnx]'"
@@ -49,31 +77,12 @@ def why_not(model: nn.Module) -> str:
     return "" if dtype in PARITY else f"ONNX Runtime does not compute in {str(dtype).removeprefix('torch.')} on the CPU"
 
 
-def exported(model: nn.Module, inputs: Mapping[str, Any]) -> Exported:
-    """The model exported and compared, its files gone again; raises `CaptureError` where that cannot be done."""
-    with tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
-        return export_onnx(model, Path(folder) / "model.onnx", example_inputs=inputs)
-
-
-def excused(subject: Subject, error: CaptureError) -> Finding:
-    """A model that was rewritten must go where the dense model goes; a dense model need not go anywhere."""
-    why = f"{error.what}: {error.why}" if error.why else error.what
-    if subject.reference is None and not recipe(subject.model):
-        return skipped(why)
-    if subject.dense is not None:
-        try:
-            exported(subject.dense, subject.inputs)
-        except CaptureError as own:
-            return skipped(f"the dense model cannot be exported either: {own.what}")
-    return failed("", why)
-
-
-# ── A file that is there already ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── A file that exists already ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_file(path: Path, subject: Subject) -> Finding:
     """Whether the ONNX file, whoever wrote it, computes what the model does: the part of the model that its inputs say it is."""
-    if why := why_not(subject.model):
+    if why := why_unsupported(subject.model):
         return skipped(why)
     running = Running(path)
     part = part_like(running, subject)
@@ -109,6 +118,6 @@ def part_like(running: Running, subject: Subject) -> ExportPart:
         raise RetrofitError(
             f"the file is no part of {type(subject.model).__name__}",
             why=f"it takes {', '.join(list(running.inputs)[:4])}… and returns {', '.join(running.outputs[:3])}…",
-            remedy="give the model that it was exported from",
+            remedy="name the model that it was exported from",
         )
     return max(found, key=lambda part: len(set(part.outputs) & set(running.outputs)))

@@ -2,107 +2,77 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
 
 import torch
 from torch import nn
 
-from retrofit.checks.departure import Departure, Trail, first_departure, recorded
-from retrofit.checks.trial import Trial, judged
-from retrofit.runtime.outcomes import Finding, attempted, merged, skipped
-from retrofit.runtime.probes import (
-    Inputs,
-    accepts,
-    filler_id,
-    has_two_sides,
-    ids_name,
-    is_decoder_side,
-    is_per_token,
-    logits_of,
-    output_ids_name,
-    resized_like,
-    run,
-    tolerance_of,
-)
-
-if TYPE_CHECKING:
-    from retrofit.checks.subject import Subject
+from retrofit.checks.activations import Activations, record_activations
+from retrofit.checks.comparison import Comparison, judge_comparison
+from retrofit.checks.context import Context
+from retrofit.checks.divergence import Divergence, first_divergence
+from retrofit.checks.finding import Finding, Raised, attempt, failed, merge, skipped
+from retrofit.checks.padded_inputs import pad_inputs, takes_padding
+from retrofit.checks.subject import Subject
+from retrofit.runtime.probes import Inputs, accepts, logits_of, output_ids_name, run, tolerance_of
 
 SIDES = ("left", "right")
-PADS = 3  # padding tokens put before or after a sequence
 
 
-def check(subject: Subject) -> Finding:
-    if not takes_padding(subject.model, subject.inputs):
+@dataclasses.dataclass(frozen=True)
+class PaddingMeasurement:
+    """For each side a padded sequence against the same alone; no side where the model takes no padding."""
+
+    sides: dict[str, Comparison | Raised]
+
+
+def measure(subject: Subject, before: PaddingMeasurement | None = None, context: Context | None = None) -> PaddingMeasurement:
+    """The sides on which the dense model can be padded."""
+    sides = [side for side in SIDES if before is None or isinstance(before.sides.get(side), Comparison)]
+    possible = takes_padding(subject.model, subject.inputs)
+    return PaddingMeasurement({side: attempt(compare_padded, subject.model, subject.inputs, side) for side in sides if possible})
+
+
+def judge(now: PaddingMeasurement, before: PaddingMeasurement | None, context: Context) -> Finding:
+    if not takes_padding(context.subject.model, context.subject.inputs):
         return skipped("it takes no attention mask, or no token ids to pad")
-    return merged({side: attempted(judge, subject, side) for side in SIDES})
+    return merge({side: judge_side(side, now, before, context) for side in SIDES})
 
 
-def judge(subject: Subject, side: str) -> Finding:
-    dense = subject.reference.padding.get(side) if subject.reference is not None else None
-    if subject.reference is not None and dense is None:
+def judge_side(side: str, now: PaddingMeasurement, before: PaddingMeasurement | None, context: Context) -> Finding:
+    ours, dense = now.sides.get(side), before.sides.get(side) if before is not None else None
+    if ours is None:
         return skipped("the dense model does not run when padded")
-    trial = padding(subject.model, subject.inputs, side)
-    if not trial.agrees and subject.reference is None and side == "left" and not accepts(subject.model, "position_ids"):
-        return Finding("skipped", f"{trial.gap:.1e}", "it cannot be told the positions, so padding on the left may shift them")
-    return judged(
-        trial, dense, subject.exact, lambda: departure_by_padding(subject.model, subject.inputs, side).said(subject.placed)
-    )
+    if isinstance(ours, Raised):
+        return failed("", ours.error)
+    model, inputs = context.subject.model, context.subject.inputs
+    if not ours.agrees and before is None and side == "left" and not accepts(model, "position_ids"):
+        return skipped("it takes no positions, so padding on the left may shift them", f"{ours.gap:.1e}")
+    dense = dense if isinstance(dense, Comparison) else None
+    return judge_comparison(ours, dense, context.exact, lambda: locate_padding(model, inputs, side).describe(context.place))
 
 
-def takes_padding(model: nn.Module, inputs: Inputs) -> bool:
-    """Whether the model has token ids to pad and an attention mask to say so with."""
-    name = ids_name(inputs)
-    return name is not None and inputs[name].shape[1] > PADS + 1 and accepts(model, "attention_mask")
-
-
-def padding(model: nn.Module, inputs: Inputs, side: str) -> Trial:
+def compare_padded(model: nn.Module, inputs: Inputs, side: str) -> Comparison:
     """A sequence padded in a batch, against the same sequence alone."""
-    alone, long, kept = padded(model, inputs, side)
+    alone, long, kept = pad_inputs(model, inputs, side)
     plain = logits_of(run(model, alone))
     outputs = logits_of(run(model, long))
-    return Trial.of(outputs[:1, kept] if output_ids_name(long, outputs) else outputs[:1], plain)
+    return Comparison.of(outputs[:1, kept] if output_ids_name(long, outputs) else outputs[:1], plain)
 
 
-def padded(model: nn.Module, inputs: Inputs, side: str) -> tuple[dict[str, Any], dict[str, Any], slice]:
-    """A sequence alone, the same sequence padded in a batch with a longer one, and where the outputs for it stand there.
-
-    Padding on the left comes with the positions that `generate` derives from the mask, where the model takes positions.
-    """
-    long = resized_like(model, inputs, 2, seed=13)
-    name = ids_name(inputs)
-    assert name is not None
-    width = long[name].shape[1]
-    kept = slice(PADS, None) if side == "left" else slice(None, width - PADS)
-    mask = torch.ones_like(long[name], dtype=torch.long)
-    mask[0] = 0
-    mask[0, kept] = 1
-    long["attention_mask"] = mask
-    long[name] = long[name].masked_fill(mask == 0, filler_id(model))
-    if side == "left" and not has_two_sides(inputs) and accepts(model, "position_ids"):
-        long["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    alone = {
-        key: value[:1] if isinstance(value, torch.Tensor) and value.shape[:1] == (2,) else value for key, value in long.items()
-    }
-    for key, value in alone.items():
-        if is_per_token(value) and not is_decoder_side(key) and value.shape[1] == width:
-            alone[key] = value[:, kept]
-    return alone, long, slice(None) if has_two_sides(inputs) else kept
-
-
-def departure_by_padding(model: nn.Module, inputs: Inputs, side: str) -> Departure:
+def locate_padding(model: nn.Module, inputs: Inputs, side: str) -> Divergence:
     """The first module whose output for a sequence depends on its padding."""
-    alone, long, kept = padded(model, inputs, side)
-    with recorded(model) as plain:
+    alone, long, kept = pad_inputs(model, inputs, side)
+    with record_activations(model) as plain:
         tolerance = tolerance_of(logits_of(run(model, alone)))
-    with recorded(model) as filled:
+    with record_activations(model) as padded:
         run(model, long)
-    ours: Trail = {}
-    theirs: Trail = {}
+    now: Activations = {}
+    before: Activations = {}
     for path, values in plain.items():
-        for one, other in zip(values, filled.get(path, []), strict=False):
-            row = other[:1] if other.shape[1:] == one.shape[1:] else other[:1, kept]
+        for one, other in zip(values, padded.get(path, []), strict=False):
+            row: torch.Tensor = other[:1] if other.shape[1:] == one.shape[1:] else other[:1, kept]
             if row.shape == one.shape:
-                theirs.setdefault(path, []).append(one)
-                ours.setdefault(path, []).append(row)
-    return first_departure(ours, theirs, tolerance)
+                before.setdefault(path, []).append(one)
+                now.setdefault(path, []).append(row)
+    return first_divergence(now, before, tolerance)

@@ -2,82 +2,104 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
 
-from retrofit.checks.fingerprint import Fingerprint, elements
-from retrofit.runtime.outcomes import Finding, failed, layout, listed, passed, skipped
+from torch import nn
 
-if TYPE_CHECKING:
-    from retrofit.checks.subject import Subject
+from retrofit.checks.context import Context
+from retrofit.checks.finding import Finding, failed, first_few, format_layout, passed, skipped
+from retrofit.checks.fingerprint import Fingerprint, count_elements, fingerprints
+from retrofit.checks.subject import Subject
+from retrofit.surgery.edit import Fate
 
 
-def check(subject: Subject) -> Finding:
-    if subject.reference is None:
+@dataclasses.dataclass(frozen=True)
+class ParametersMeasurement:
+    """The dense parameters by their dense names, as the model holds them, and the size of all its parameters."""
+
+    prints: dict[str, Fingerprint]
+    elements: int
+
+
+def measure(subject: Subject, before: ParametersMeasurement | None = None, context: Context | None = None) -> ParametersMeasurement:
+    """The fingerprint of every dense parameter: in a rewritten model of what is where its fate says."""
+    elements = sum(parameter.numel() for parameter in subject.model.parameters())
+    if before is None or context is None:
+        return ParametersMeasurement(fingerprints(subject.model) if context is None else {}, elements)
+    storages = {id(parameter): index for index, parameter in enumerate(subject.model.parameters())}
+    prints = {
+        name: fingerprint_at(subject, fate, storages[id(subject.parameters[fate.name])])
+        for name, fate in context.fates.items()
+        if name in before.prints and fate.kind != "dropped" and fate.name in subject.parameters
+    }
+    return ParametersMeasurement(prints, elements)
+
+
+def fingerprint_at(subject: Subject, fate: Fate, storage: int) -> Fingerprint:
+    """The fingerprint of the dense parameter that lies where `fate` says."""
+    value: nn.Parameter = subject.parameters[fate.name]
+    if fate.kind == "widened":
+        return Fingerprint.of(value[fate.index], storage, fate.scale)
+    if fate.layout is not None:
+        order = subject.model.get_buffer(fate.layout.order) if fate.layout.order else None
+        return Fingerprint.of(fate.layout.dense(value, order), storage)
+    return Fingerprint.of(value, storage)
+
+
+def judge(now: ParametersMeasurement, before: ParametersMeasurement | None, context: Context) -> Finding:
+    if before is None:
         return skipped("there is no dense model to compare with")
-    dense = subject.reference.parameters
-    kinds = [subject.fates[name].kind if name in subject.fates else "lost" for name in dense]
-    new = added(subject)
+    kinds = [context.fates[name].kind if name in context.fates else "lost" for name in before.prints]
+    new = now.elements - count_elements(
+        one for name, one in before.prints.items() if name in context.fates and context.fates[name].kind != "dropped"
+    )
     measured = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) + f", {new:,} new elements"
-    problems = [f"{name}: {reason}" for name, one in dense.items() if (reason := problem(subject, name, one))]
-    problems += [f"{' and '.join(names)} were one parameter and are several" for names in torn(subject)]
+    reasons = {name: what_is_wrong(name, now.prints.get(name), one, context) for name, one in before.prints.items()}
+    problems = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    problems += [f"{' and '.join(names)} were one parameter and are several" for names in untied(now, before)]
     if problems:
-        return failed(measured, listed(problems))
-    if subject.rewrites is not None and new != subject.claimed:
-        return failed(measured, f"claimed are {subject.claimed:,}{formulas(subject)}; {strangers(subject)}")
+        return failed(measured, first_few(problems))
+    if context.rewrites is not None and new != context.claimed:
+        return failed(measured, f"claimed are {context.claimed:,}{formulas(context)}; {unannounced(context)}")
     return passed(measured)
 
 
-def problem(subject: Subject, name: str, one: Fingerprint) -> str:
-    """What is wrong with a dense parameter's fate, "" where nothing is."""
-    fate = subject.fates.get(name)
+def what_is_wrong(name: str, now: Fingerprint | None, before: Fingerprint, context: Context) -> str:
+    """What is wrong with the fate of a dense parameter, "" where nothing is."""
+    fate = context.fates.get(name)
     if fate is None:
-        return "nobody accounts for it"
+        return "no edit accounts for it"
     if fate.kind == "dropped":
-        return f"an exact rewrite dropped it: {fate.why}" if subject.exact else "" if fate.why else "dropped without a reason"
-    value = subject.parameters.get(fate.name)
-    if value is None:
+        return f"an exact rewrite dropped it: {fate.why}" if context.exact else "" if fate.why else "dropped without a reason"
+    if now is None:
         return f"it is said to be {fate.name or 'nameless'} now, and there is no such parameter"
+    site = context.site_of(fate.name)
     if fate.kind == "widened":
         what = "what it was" if fate.scale == 1.0 else f"{fate.scale:g} times what it was"
-        return (
-            ""
-            if one.is_of_scaled(value[fate.index], fate.scale)
-            else f"its part of {fate.name} is not {what}{subject.site_of(fate.name)}"
-        )
+        return "" if before.matches(now) else f"its part of {fate.name} is not {what}{site}"
     if fate.layout is not None:
-        order = subject.model.get_buffer(fate.layout.order) if fate.layout.order else None
-        whole = one.is_of(fate.layout.dense(value, order))
-        return "" if whole else f"{fate.name} does not hold it where it should{subject.site_of(fate.name)}"
-    if (tuple(value.shape), value.dtype) != (one.shape, one.dtype):
-        return f"{fate.name} is {layout(value.shape, value.dtype)}, was {layout(one.shape, one.dtype)}"
-    return "" if one.is_of(value) else f"{fate.name} does not hold the values it held{subject.site_of(fate.name)}"
+        whole = now.dtype == before.dtype and before.matches(now)
+        return "" if whole else f"{fate.name} does not hold it where it should{site}"
+    if (now.shape, now.dtype) != (before.shape, before.dtype):
+        return f"{fate.name} is {format_layout(now.shape, now.dtype)}, was {format_layout(before.shape, before.dtype)}"
+    return "" if before.matches(now) else f"{fate.name} does not hold the values it held{site}"
 
 
-def torn(subject: Subject) -> list[list[str]]:
+def untied(now: ParametersMeasurement, before: ParametersMeasurement) -> list[list[str]]:
     """The groups of names that were one parameter and are several."""
-    assert subject.reference is not None
     groups: dict[int, list[str]] = {}
-    for name, one in subject.reference.parameters.items():
-        if name in subject.fates and subject.fates[name].name in subject.parameters:
+    for name, one in before.prints.items():
+        if name in now.prints:
             groups.setdefault(one.storage, []).append(name)
-    return [names for names in groups.values() if len({id(subject.parameters[subject.fates[name].name]) for name in names}) > 1]
+    return [names for names in groups.values() if len({now.prints[name].storage for name in names}) > 1]
 
 
-def added(subject: Subject) -> int:
-    """How many elements there are beyond those of the dense parameters that were not dropped."""
-    assert subject.reference is not None
-    left = [
-        one for name, one in subject.reference.parameters.items() if name in subject.fates and subject.fates[name].kind != "dropped"
-    ]
-    return sum(parameter.numel() for parameter in subject.model.parameters()) - elements(left)
-
-
-def formulas(subject: Subject) -> str:
-    said = "; ".join(rewrite.formula for rewrite in subject.rewrites or () if rewrite.formula)
+def formulas(context: Context) -> str:
+    said = "; ".join(rewrite.formula for rewrite in context.rewrites or () if rewrite.formula)
     return f" ({said})" if said else ""
 
 
-def strangers(subject: Subject) -> str:
+def unannounced(context: Context) -> str:
     """The new parameters that lie in no rewritten site, else all the new ones."""
-    outside = [name for name in subject.new_parameters if not subject.site_of(name)]
-    return f"in no rewritten site: {listed(outside)}" if outside else f"new are {listed(subject.new_parameters) or 'none'}"
+    outside = [name for name in context.new_parameters if not context.site_of(name)]
+    return f"in no rewritten site: {first_few(outside)}" if outside else f"new are {first_few(context.new_parameters) or 'none'}"

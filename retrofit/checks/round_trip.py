@@ -2,74 +2,123 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from retrofit.checks.reference import attempt, loose_tensors, other_shapes, unsaved_buffers
-from retrofit.checks.tracing import is_within
+from retrofit.checks.context import Context
+from retrofit.checks.finding import Finding, Raised, attempt, failed, first_few, passed, skipped
+from retrofit.checks.parameter_matching import is_within
+from retrofit.checks.subject import Subject, other_shapes
 from retrofit.errors import CheckpointError
 from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.outcomes import Finding, failed, listed, passed, skipped
 from retrofit.runtime.probes import distance, logits_of, run, same_bits
 from retrofit.storage.checkpoint import load, save
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 
-if TYPE_CHECKING:
-    from retrofit.checks.subject import Subject
-
 LARGEST = 8 * 2**30  # bytes; a larger model is not written to disk for a check
 SHARD = "256MB"
+DIRECTORY, FILE, STATE_DICT = "a directory", "a .pt file", "a state dict"
 
 
-def check(subject: Subject) -> Finding:
-    """A model that cannot be built again from a file gets its own weights back from one instead."""
+@dataclasses.dataclass(frozen=True)
+class Trip:
+    """What came back of a model that was written to disk and read again."""
+
+    medium: str = ""
+    gap: float | None = None  # between the outputs; None where they are the same bits
+    lost: tuple[str, ...] = ()  # parameters that came back with other bits
+    culprit: str = ""  # what is not as it was saved
+    restored: tuple[str, ...] = ()  # unsaved buffers of the dense model with which the outputs are the same bits
+    note: str = ""  # why it was this medium
+    omitted: str = ""  # why there was no trip
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTripMeasurement:
+    """What of a model no file holds, and how the model comes back from one; a dense model is not written to disk."""
+
+    loose: tuple[str, ...]  # tensors that are plain attributes, and not saved
+    unsaved: frozenset[str]  # buffers that are not saved
+    trip: Trip | None = None
+
+
+def measure(subject: Subject, before: RoundTripMeasurement | None = None, context: Context | None = None) -> RoundTripMeasurement:
+    """With a context, the trip through a file too; a model that cannot be built again gets its own weights back from one."""
+    loose, unsaved = tuple(loose_tensors(subject.model)), frozenset(unsaved_buffers(subject.model))
+    if context is None:
+        return RoundTripMeasurement(loose, unsaved)
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*subject.model.parameters(), *subject.model.buffers()))
     with tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
         if size > LARGEST or 2 * size > shutil.disk_usage(folder).free:
-            return skipped(f"it would take {size / 2**30:.1f} GiB on disk; save it and run `retrofit verify` on the result")
-        if is_transformers(subject.model):
-            return through(subject, Path(folder) / "model")
-        try:
-            return through(subject, Path(folder) / "model.pt")
-        except CheckpointError as error:
-            return through_state_dict(subject, Path(folder) / "weights.pt", error.what)
+            reason = f"it would take {size / 2**30:.1f} GiB on disk; save it and run `retrofit verify` on the result"
+            trip = Trip(omitted=reason)
+        elif is_transformers(subject.model):
+            trip = save_and_load(context, Path(folder) / "model", before)
+        else:
+            try:
+                trip = save_and_load(context, Path(folder) / "model.pt", before)
+            except CheckpointError as error:
+                loses = len(loose) > len(before.loose if before is not None else loose)
+                path = Path(folder) / "weights.pt"
+                trip = Trip(STATE_DICT) if loses else dataclasses.replace(save_weights(subject, path), note=error.what)
+    return RoundTripMeasurement(loose, unsaved, trip)
 
 
-def through(subject: Subject, path: Path) -> Finding:
-    """Whether the model saved at `path` and loaded from there gives the same bits, also on another shape if it runs on that.
+def judge(now: RoundTripMeasurement, before: RoundTripMeasurement | None, context: Context) -> Finding:
+    trip = now.trip
+    assert trip is not None
+    if trip.omitted:
+        return skipped(trip.omitted)
+    if trip.lost:
+        return failed(f"through {trip.medium}", f"not what was saved: {first_few(map(context.place, trip.lost))}")
+    attributes = [name for name in now.loose if before is not None and name not in before.loose]
+    if trip.medium == STATE_DICT and before is not None and len(now.loose) > len(before.loose):
+        return failed(f"through {trip.medium}", f"plain attributes are not saved: {first_few(attributes)}")
+    if trip.gap is not None:
+        return failed(f"{trip.gap:.1e} through {trip.medium}", trip.culprit)
+    if trip.restored:
+        note = f"but for buffers that the dense model does not save either: {first_few(trip.restored)}"
+        return passed(f"bit-identical through {trip.medium}", note)
+    return passed(f"bit-identical through {trip.medium}", trip.note)
+
+
+# ── Through a file or directory ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | None) -> Trip:
+    """The model saved at `path` and loaded from there gives its outputs, also on another shape if it runs on that.
 
     It has every weight bit for bit, and then computes with those of the model: there is never a second copy of them in memory.
     """
-    keep(subject.model, path)
-    with transformers_bookkeeping.as_mapped():
+    subject, medium = context.subject, FILE if path.suffix else DIRECTORY
+    save_in_shards(subject.model, path)
+    with transformers_bookkeeping.leave_weights_mapped():
         loaded = load(path).to(device_of(subject.model)).eval()
     if lost := share_weights(subject, loaded):
-        return failed(f"through {medium(path)}", f"not what was saved: {listed(map(subject.placed, lost))}")
-    excuse = ""
-    others = [one for one in other_shapes(subject.model, subject.inputs)[:1] if attempt(run, subject.model, one) is not None]
+        return Trip(medium, lost=tuple(lost))
+    restored: tuple[str, ...] = ()
+    others = [
+        one for one in other_shapes(subject.model, subject.inputs)[:1] if not isinstance(attempt(run, subject.model, one), Raised)
+    ]
     for inputs in (subject.inputs, *others):
         ours, theirs = logits_of(run(subject.model, inputs)), logits_of(run(loaded, inputs))
         if not same_bits(ours, theirs):
-            gap, blame, own = distance(theirs, ours), unfaithful(subject, loaded), put_back(subject, loaded)
+            gap, culprit, buffers = distance(theirs, ours), find_culprit(context, loaded), restore_buffers(subject, loaded, before)
             if not same_bits(ours, logits_of(run(loaded, inputs))):
-                return failed(f"{gap:.1e} through {medium(path)}", blame)
-            excuse = f"but for buffers that the dense model does not save either: {listed(own)}"
-    return passed(f"bit-identical through {medium(path)}", excuse)
+                return Trip(medium, gap, culprit=culprit)
+            restored = tuple(buffers)
+    return Trip(medium, restored=restored)
 
 
-def medium(path: Path) -> str:
-    return "a .pt file" if path.suffix else "a directory"
-
-
-def keep(model: nn.Module, path: Path) -> None:
-    """The model is at `path`, a directory's weights in many small files: each is mapped by itself, and let go by itself."""
+def save_in_shards(model: nn.Module, path: Path) -> None:
+    """The model is at `path`, a directory's weights in many small files: each is mapped by itself, and released by itself."""
     if path.suffix:
         save(model, path)
     else:
@@ -88,12 +137,12 @@ def share_weights(subject: Subject, loaded: nn.Module) -> list[str]:
     return lost
 
 
-def put_back(subject: Subject, loaded: nn.Module) -> list[str]:
+def restore_buffers(subject: Subject, loaded: nn.Module, before: RoundTripMeasurement | None) -> list[str]:
     """The unsaved buffers that the dense model had too have in `loaded` the values of the model; their names.
 
     A model that was cast after it was built, `model.half()`, has cast them as well, and building it again does not.
     """
-    dense = [name.split(".") for name in subject.reference.unsaved] if subject.reference is not None else []
+    dense = [name.split(".") for name in before.unsaved] if before is not None else []
     now = unsaved_buffers(subject.model)
     found = {name: buffer for name, buffer in now.items() if any(is_within(old, name.split(".")) for old in dense)}
     for name, buffer in found.items():
@@ -102,61 +151,76 @@ def put_back(subject: Subject, loaded: nn.Module) -> list[str]:
     return list(found)
 
 
-def unfaithful(subject: Subject, loaded: nn.Module) -> str:
+# ── What is not saved ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def loose_tensors(model: nn.Module) -> list[str]:
+    """The names of the tensors that modules hold as plain attributes, which no state dict has."""
+    modules = [(f"{path}." if path else "", vars(module)) for path, module in model.named_modules()]
+    return [f"{prefix}{key}" for prefix, held in modules for key, value in held.items() if isinstance(value, torch.Tensor)]
+
+
+def unsaved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that are not part of the state dict, which a model sets itself when it is built."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in saved}
+
+
+def find_culprit(context: Context, loaded: nn.Module) -> str:
     """What is not as it was saved, where the parameters are."""
-    own = subject.model.state_dict()
+    model = context.subject.model
+    own = model.state_dict()
     changed = [name for name, value in loaded.state_dict().items() if name not in own or not same_bits(own[name], value)]
     if changed:
-        return f"not what was saved: {listed(map(subject.placed, changed))}"
+        return f"not what was saved: {first_few(map(context.place, changed))}"
     theirs = dict(loaded.named_modules())
-    modules = [(path, module) for path, module in subject.model.named_modules() if not is_transformers(module)]
-    settings = [f"{path}.{key}" for path, module in modules for key in differing(module, theirs.get(path))]
-    return f"every saved tensor came back; not saved: {listed(map(subject.placed, settings)) or 'something that it computes with'}"
+    modules = [(path, module) for path, module in model.named_modules() if not is_transformers(module)]
+    settings = [f"{path}.{key}" for path, module in modules for key in differing_values(module, theirs.get(path))]
+    return (
+        f"every saved tensor came back; not saved: {first_few(map(context.place, settings)) or 'something that it computes with'}"
+    )
 
 
-def differing(module: nn.Module, other: nn.Module | None) -> list[str]:
-    """The numbers, words, tensors and buffers of a module that another has not, or has otherwise."""
-    ours, theirs = plain(module), plain(other) if other is not None else {}
-    return [key for key, value in ours.items() if key not in theirs or not same(value, theirs[key])]
+def differing_values(module: nn.Module, other: nn.Module | None) -> list[str]:
+    """The numbers, words, tensors and buffers of a module that another lacks, or has otherwise."""
+    ours, theirs = plain_values(module), plain_values(other) if other is not None else {}
+    return [key for key, value in ours.items() if key not in theirs or not is_same(value, theirs[key])]
 
 
-def plain(module: nn.Module) -> dict[str, object]:
+def plain_values(module: nn.Module) -> dict[str, object]:
     kinds = (bool, int, float, str, tuple, torch.Tensor)
     return {key: value for key, value in [*vars(module).items(), *module._buffers.items()] if isinstance(value, kinds)}
 
 
-def same(one: object, other: object) -> bool:
+def is_same(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_bits(one, other)
     return isinstance(other, type(one)) and bool(one == other)
 
 
-def through_state_dict(subject: Subject, path: Path, why: str) -> Finding:
-    """Whether the model computes the same with the weights read back from a file, and holds no new tensor that the file lacks."""
-    loose = loose_tensors(subject.model)
-    before = subject.reference.loose if subject.reference is not None else frozenset(loose)
-    if len(loose) > len(before):
-        return failed(
-            "through a state dict", f"plain attributes are not saved: {listed(name for name in loose if name not in before)}"
-        )
+# ── Through the weights alone ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def save_weights(subject: Subject, path: Path) -> Trip:
+    """The model computes with its own weights, read back from a file."""
     torch.save(subject.model.state_dict(), path)
     state = torch.load(path, weights_only=True, mmap=True, map_location=device_of(subject.model))
-    learnt = {name for name, one in subject.model.named_parameters(remove_duplicate=False) if one.requires_grad}
-    for name in learnt & set(state):
-        state[name].requires_grad_()  # torch multiplies otherwise by what does not learn
-    state = {name: state[name] for name in places(subject.model, state)}
+    trainable = {name for name, one in subject.parameters.items() if one.requires_grad}
+    for name in trainable & set(state):
+        state[name].requires_grad_()  # torch multiplies differently by weights that do not train
+    state = {name: state[name] for name in one_name_each(subject.model, state)}
     with torch.no_grad():
         # the state has every name of a tied weight
-        answer = torch.func.functional_call(subject.model, state, (), dict(subject.inputs), tie_weights=False)
-        theirs = logits_of(answer)
+        output = torch.func.functional_call(subject.model, state, (), dict(subject.inputs), tie_weights=False)
+        theirs = logits_of(output)
     ours = logits_of(run(subject.model, subject.inputs))
-    if not same_bits(ours, theirs):
-        return failed(f"{distance(theirs, ours):.1e} through a state dict", "its own weights, read back, give something else")
-    return passed("bit-identical through a state dict", why)
+    if same_bits(ours, theirs):
+        return Trip(STATE_DICT)
+    return Trip(STATE_DICT, distance(theirs, ours), culprit="its own weights, read back, give something else")
 
 
-def places(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Of the names of weights one for each place: a module that stands in several layers has its weights once."""
+def one_name_each(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """One name for each weight of each module: a module registered in several layers has its weights once."""
     found: dict[tuple[int, str], str] = {}
     for name in names:
         path, _, leaf = name.rpartition(".")

@@ -10,9 +10,10 @@ from retrofit.anatomy.folding import Fold, fold_layers
 from retrofit.anatomy.parts import Branch, Stack
 from retrofit.anatomy.surroundings import Piece, Surroundings
 from retrofit.anatomy.wording import compact
-from retrofit.drawing.canvas import BODY, BRACKET, NAME, Point
+from retrofit.drawing.faces import BODY, BRACKET, NAME
 from retrofit.drawing.layer_picture import BRANCH_AT, EDGE, NARROWEST, Frame, Inlet, panel_width
 from retrofit.drawing.placement import Placement
+from retrofit.drawing.sheet import Point
 
 MARGIN, GUTTER = 36.0, 84.0
 WIDEST_PIECE = 430.0

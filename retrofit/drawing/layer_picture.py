@@ -8,8 +8,9 @@ from collections.abc import Hashable, Sequence
 from retrofit.anatomy.folding import common_name, relative, structure
 from retrofit.anatomy.parts import Branch, Layer
 from retrofit.anatomy.wording import compact, heads, layer_range, owner, shapes, sharing
-from retrofit.drawing.canvas import BODY, FAINT, NAME, TITLE, Canvas, Face, Point
+from retrofit.drawing.faces import BODY, FAINT, NAME, TITLE, Face
 from retrofit.drawing.placement import Norms
+from retrofit.drawing.sheet import Point, Sheet
 
 STREAM, WIRE = "#475569", "#64748b"
 PANEL, PANEL_EDGE = "#f8fafc", "#d8dee6"
@@ -131,10 +132,10 @@ def captions(layers: Sequence[Layer], same: str, norms: Sequence[str]) -> list[s
 
 
 class LayerPicture:
-    """Draws layers into one column of a canvas, upwards."""
+    """Draws layers into one column of a sheet, upwards."""
 
-    def __init__(self, canvas: Canvas, frame: Frame) -> None:
-        self.canvas, self.frame = canvas, frame
+    def __init__(self, sheet: Sheet, frame: Frame) -> None:
+        self.sheet, self.frame = sheet, frame
         self.inlets: list[Inlet] = []
         self.drawn: dict[Hashable, str] = {}  # structure → the layers it was drawn in full for
         self.brief = False  # whether the layer at hand was drawn before
@@ -153,20 +154,20 @@ class LayerPicture:
         lines = captions(layers, f"as {same}" if self.brief else "", norms.unplaced)
         top = y - HEADER - LINE * (len(lines) - 1)
         self.header(layers, positions, lines, top)
-        self.canvas.panel(frame.left, top, frame.width, bottom - top, PANEL, PANEL_EDGE)
+        self.sheet.panel(frame.left, top, frame.width, bottom - top, PANEL, PANEL_EDGE)
         return top
 
     def header(self, layers: Sequence[Layer], positions: Sequence[int], lines: Sequence[str], top: float) -> None:
         left, right = self.frame.clear
         size = f"{compact(layers[0].parameters)}{' each' if len(layers) > 1 and not sharing(layers) else ''}"
-        self.canvas.text(left, top + 23, layer_range(positions).capitalize(), TITLE, width=right - left - BODY.width(size) - 12)
-        self.canvas.text(right, top + 23, size, BODY, "end")
+        self.sheet.text(left, top + 23, layer_range(positions).capitalize(), TITLE, width=right - left - BODY.width(size) - 12)
+        self.sheet.text(right, top + 23, size, BODY, "end")
         for number, line in enumerate(lines):
-            self.canvas.text(left, top + 39 + LINE * number, line, BODY if number else NAME, width=right - left)
+            self.sheet.text(left, top + 39 + LINE * number, line, BODY if number else NAME, width=right - left)
 
     def branches(self, layer: Layer, group: Sequence[int], norms: Norms, y: float) -> float:
         """The branches of `group` side by side between one tap and one ⊕; returns the upper edge of the ⊕."""
-        frame, canvas = self.frame, self.canvas
+        frame, sheet = self.frame, self.sheet
         room = frame.width - BRANCH_AT - EDGE
         width = (room - (len(group) - 1) * BESIDE) / len(group)
         own = {index: norms.before.get(index, ()) for index in group}
@@ -184,26 +185,26 @@ class LayerPicture:
         for place, index in enumerate(group):
             offset = BRANCH_AT + place * (width + BESIDE)
             riser = frame.at(offset + RISER)
-            canvas.wire(bends([(frame.stream, tap), (first, tap), (first, fork), (riser, fork), (riser, floor)]), WIRE, arrow=True)
-            canvas.wire([(riser, roof), (riser, join), (frame.stream + frame.side * PLUS, join)], WIRE, arrow=True)
+            sheet.wire(bends([(frame.stream, tap), (first, tap), (first, fork), (riser, fork), (riser, floor)]), WIRE, arrow=True)
+            sheet.wire([(riser, roof), (riser, join), (frame.stream + frame.side * PLUS, join)], WIRE, arrow=True)
             self.pills(before[index], layer, riser, level, width - RISER)
             self.pills(after[index], layer, riser, roof - STEP, width - RISER)
             self.branch_box(layer.branches[index], layer, frame.box(offset, width), roof, width, floor - roof)
             if layer.branches[index].role == "cross-attention":
                 self.inlets.append(Inlet(layer.branches[index], (frame.at(offset + width), (roof + floor) / 2)))
-        canvas.plus(frame.stream, join, STREAM, PLUS)
+        sheet.plus(frame.stream, join, STREAM, PLUS)
         return join - PLUS
 
     def branch_box(self, branch: Branch, layer: Layer, x: float, y: float, width: float, height: float) -> None:
         _, fill, edge = LOOKS[branch.role]
-        canvas, size = self.canvas, compact(branch.parameters)
-        canvas.box(x, y, width, height, fill, edge)
+        sheet, size = self.sheet, compact(branch.parameters)
+        sheet.box(x, y, width, height, fill, edge)
         baseline = y + PAD + 10
-        canvas.text(x + PAD, baseline, title_of(branch), TITLE, width=width - 2 * PAD - BODY.width(size) - 8)
-        canvas.text(x + width - PAD, baseline, size, BODY, "end")
+        sheet.text(x + PAD, baseline, title_of(branch), TITLE, width=width - 2 * PAD - BODY.width(size) - 8)
+        sheet.text(x + width - PAD, baseline, size, BODY, "end")
         for text, face in [] if self.brief else texts(branch, layer):
             baseline += LINE
-            canvas.text(x + PAD, baseline, text, face, width=width - 2 * PAD)
+            sheet.text(x + PAD, baseline, text, face, width=width - 2 * PAD)
 
     def stream_norms(self, names: Sequence[str], layer: Layer, y: float) -> float:
         """Norms that act on the stream itself, upwards from `y`."""
@@ -218,11 +219,11 @@ class LayerPicture:
 
     def pill(self, x: float, y: float, name: str, room: float) -> float:
         """A norm with its lower edge at `y`, its name beside it; returns its upper edge."""
-        canvas, top = self.canvas, y - PILL_HEIGHT
-        canvas.box(x - PILL_WIDTH / 2, top, PILL_WIDTH, PILL_HEIGHT, "#ffffff", FAINT, PILL_HEIGHT / 2)
-        canvas.text(x, top + 14, "norm", LABEL, "middle")
+        sheet, top = self.sheet, y - PILL_HEIGHT
+        sheet.box(x - PILL_WIDTH / 2, top, PILL_WIDTH, PILL_HEIGHT, "#ffffff", FAINT, PILL_HEIGHT / 2)
+        sheet.text(x, top + 14, "norm", LABEL, "middle")
         away = self.frame.side * (PILL_WIDTH / 2 + 7)
-        canvas.text(x + away, top + 14, name, NAME, "end" if self.frame.mirrored else "start", room - PILL_WIDTH / 2 - 7)
+        sheet.text(x + away, top + 14, name, NAME, "end" if self.frame.mirrored else "start", room - PILL_WIDTH / 2 - 7)
         return top
 
 

@@ -13,10 +13,11 @@ from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.folding import Fold, leaves
 from retrofit.anatomy.surroundings import Piece, surroundings
 from retrofit.anatomy.wording import compact, plural
-from retrofit.drawing.canvas import BODY, BRACKET, FACTS, HEADLINE, MUTED, NAME, TITLE, Canvas, Face, Point
 from retrofit.drawing.columns import MARGIN, Column, bracket_width, depth, dimensions, lay_out, nodes_of, remark
+from retrofit.drawing.faces import BODY, BRACKET, FACTS, HEADLINE, MUTED, NAME, TITLE, Face
 from retrofit.drawing.layer_picture import LOOKS, STREAM, STREAM_AT, WIRE, Frame, LayerPicture
 from retrofit.drawing.placement import Placement
+from retrofit.drawing.sheet import Point, Sheet, plainly_styled
 
 BETWEEN, RISE = 18.0, 16.0  # between layers; between other boxes
 PART_FILL, PART_EDGE = "#eef2f6", "#8695a8"
@@ -27,7 +28,8 @@ MEMORY = LOOKS["cross-attention"][2]
 
 def svg(anatomy: Anatomy) -> str:
     """The anatomy drawn as one SVG file."""
-    return Picture(anatomy).draw()
+    with plainly_styled():
+        return Picture(anatomy).draw()
 
 
 class Picture:
@@ -39,7 +41,7 @@ class Picture:
         self.around = surroundings(anatomy)
         self.layout = lay_out(anatomy, self.around, self.placement)
         self.columns = self.layout.columns
-        self.canvas = Canvas()
+        self.sheet = Sheet()
         self.tied: list[Point] = []  # the right edges of the embedding's and the head's box
 
     def draw(self) -> str:
@@ -60,7 +62,7 @@ class Picture:
 
     def framed(self, right: float) -> str:
         """The finished drawing, with headline and notes."""
-        anatomy, canvas = self.anatomy, self.canvas
+        anatomy, sheet = self.anatomy, self.sheet
         name = type(anatomy.model).__name__
         facts = [plural(anatomy.parameters, "parameter")]
         if anatomy.stacks:
@@ -68,21 +70,21 @@ class Picture:
         line = " · ".join(facts)
         top = min((column.top for column in self.columns), default=0.0) - 76
         right = max(right, 2 * MARGIN + HEADLINE.width(name), 2 * MARGIN + FACTS.width(line))
-        canvas.text(MARGIN, top + 16, name, HEADLINE)
-        canvas.text(MARGIN, top + 38, line, FACTS)
+        sheet.text(MARGIN, top + 16, name, HEADLINE)
+        sheet.text(MARGIN, top + 38, line, FACTS)
         y = 48.0
         for note in anatomy.notes:
             for text in textwrap.wrap(note, max(24, int((right - 2 * MARGIN) / 7.2))):
                 y += 17
-                canvas.text(MARGIN, y, text, BODY)
-        return canvas.document(top - 28, right, y + 24, f"The anatomy of {name}", line)
+                sheet.text(MARGIN, y, text, BODY)
+        return sheet.document(top - 28, right, y + 24, f"The anatomy of {name}", line)
 
     def draw_column(self, index: int, column: Column) -> None:
         """One stack from its inputs up to its outputs."""
-        canvas, frame, stack = self.canvas, column.frame, column.stack
+        sheet, frame, stack = self.sheet, column.frame, column.stack
         inputs = ", ".join(self.placement.inputs_of(index)) or ("" if self.placement.feeding(index) else "inputs")
         if inputs:
-            canvas.wire([(frame.stream, 30), (frame.stream, 1)], WIRE, 2, arrow=True)
+            sheet.wire([(frame.stream, 30), (frame.stream, 1)], WIRE, 2, arrow=True)
             self.beside(frame, 22, inputs, NAME)
         y = column.floor
         for piece in column.stem:
@@ -92,15 +94,15 @@ class Picture:
             y -= RISE
         self.beside(frame, y - 4, " · ".join([stack.kind, f"width {stack.width}", *["causal"] * stack.causal]), BODY)
         column.entry = y - 8
-        layers = LayerPicture(canvas, frame)
+        layers = LayerPicture(sheet, frame)
         y = self.draw_folds(column, layers, column.folds, leaves(column.folds), y - 24) + BETWEEN - RISE
         column.inlets = layers.inlets
         for piece in (*column.tail, *filter(None, [column.head])):
             y = self.draw_piece(piece, frame.left, frame.right, y) - RISE
         y += RISE if column.head else 0
-        canvas.wire([(frame.stream, column.floor + (RISE if column.floor else 0)), (frame.stream, y)], STREAM, THICK)
+        sheet.wire([(frame.stream, column.floor + (RISE if column.floor else 0)), (frame.stream, y)], STREAM, THICK)
         if column.head or not self.is_read(index):
-            canvas.wire([(frame.stream, y), (frame.stream, y - 28)], WIRE, 2, arrow=True)
+            sheet.wire([(frame.stream, y), (frame.stream, y - 28)], WIRE, 2, arrow=True)
             self.beside(frame, y - 12, "logits" if column.head else "output", BODY)
             y -= 28
         column.top = y
@@ -108,7 +110,7 @@ class Picture:
     def beside(self, frame: Frame, y: float, text: str, face: Face) -> None:
         """A text next to the stream."""
         anchor = "end" if frame.mirrored else "start"
-        self.canvas.text(frame.at(STREAM_AT + 14), y, text, face, anchor, frame.width - STREAM_AT - 32)
+        self.sheet.text(frame.at(STREAM_AT + 14), y, text, face, anchor, frame.width - STREAM_AT - 32)
 
     def draw_folds(
         self,
@@ -134,8 +136,8 @@ class Picture:
     def draw_bracket(self, column: Column, fold: Fold, top: float, bottom: float) -> None:
         frame, out = column.frame, depth(fold.body) * bracket_width(column.folds)
         inner, edge = frame.at(-7 - out), frame.at(-14 - out)
-        self.canvas.wire([(inner, top + 1), (edge, top + 1), (edge, bottom - 1), (inner, bottom - 1)], MUTED, 2)
-        self.canvas.text(
+        self.sheet.wire([(inner, top + 1), (edge, top + 1), (edge, bottom - 1), (inner, bottom - 1)], MUTED, 2)
+        self.sheet.text(
             frame.at(-21 - out), (top + bottom) / 2 + 6, f"×{fold.times}", BRACKET, "start" if frame.mirrored else "end"
         )
 
@@ -143,14 +145,14 @@ class Picture:
         """A module outside the layers, its lower edge at `y`; returns its upper edge."""
         if piece.part is None:
             return self.draw_bar(piece, left, right, y)
-        canvas, width, top = self.canvas, right - left, y - PART_HEIGHT
+        sheet, width, top = self.sheet, right - left, y - PART_HEIGHT
         is_head, shape = piece is self.around.head, dimensions(piece)
         size = "tied" if is_head and self.around.tied else compact(piece.parameters or 0)
-        canvas.box(left, top, width, PART_HEIGHT, PART_FILL, PART_EDGE)
-        canvas.text(left + 12, top + 20, "Head" if is_head else "Embedding", TITLE)
-        canvas.text(right - 12, top + 20, size, BODY, "end")
-        canvas.text(left + 12, top + 37, piece.name, NAME, width=width - 36 - BODY.width(shape))
-        canvas.text(right - 12, top + 37, shape, BODY, "end")
+        sheet.box(left, top, width, PART_HEIGHT, PART_FILL, PART_EDGE)
+        sheet.text(left + 12, top + 20, "Head" if is_head else "Embedding", TITLE)
+        sheet.text(right - 12, top + 20, size, BODY, "end")
+        sheet.text(left + 12, top + 37, piece.name, NAME, width=width - 36 - BODY.width(shape))
+        sheet.text(right - 12, top + 37, shape, BODY, "end")
         if is_head or (self.anatomy.embedding is not None and piece.part.parameter == self.anatomy.embedding.parameter):
             self.tied.append((right, top + PART_HEIGHT / 2))
         return top
@@ -160,9 +162,9 @@ class Picture:
         width, top, aside = right - left, y - BAR_HEIGHT, remark(piece)
         if NAME.width(piece.name) + BODY.width(aside) > width - 40:
             aside = "" if piece.parameters is None else compact(piece.parameters)
-        self.canvas.box(left, top, width, BAR_HEIGHT, PART_FILL, PART_EDGE)
-        self.canvas.text(right - 12, top + 19, aside, BODY, "end", width / 2)
-        self.canvas.text(left + 12, top + 19, piece.name, NAME, width=width - 40 - min(BODY.width(aside), width / 2))
+        self.sheet.box(left, top, width, BAR_HEIGHT, PART_FILL, PART_EDGE)
+        self.sheet.text(right - 12, top + 19, aside, BODY, "end", width / 2)
+        self.sheet.text(left + 12, top + 19, piece.name, NAME, width=width - 40 - min(BODY.width(aside), width / 2))
         return top
 
     def is_read(self, index: int) -> bool:
@@ -181,14 +183,14 @@ class Picture:
             made = self.placement.made_from(index, source)
             doors = [point for piece, point in column.doors if made & set(nodes_of(piece, self.placement))]
             goal = doors[0] if doors else (column.frame.stream, column.entry)
-            self.canvas.wire([*self.way_to(source, index, lane), (lane, goal[1]), goal], STREAM, 2.4, arrow=True)
+            self.sheet.wire([*self.way_to(source, index, lane), (lane, goal[1]), goal], STREAM, 2.4, arrow=True)
         for inlet in column.inlets:
             (x, y), lane = inlet.point, column.frame.left - 34
             sources = self.placement.read_by(index, inlet.branch)
             for source in sources:
-                self.canvas.wire([*self.way_to(source, index, lane), (lane, y), (x, y)], MEMORY, 2, arrow=True)
+                self.sheet.wire([*self.way_to(source, index, lane), (lane, y), (x, y)], MEMORY, 2, arrow=True)
             if not sources:
-                self.canvas.wire([(x - 44, y), (x, y)], MEMORY, 2, arrow=True)
+                self.sheet.wire([(x - 44, y), (x, y)], MEMORY, 2, arrow=True)
 
     def way_to(self, source: int, index: int, lane: float) -> list[Point]:
         """From the top of the column `source` over the columns between to the lane beside the column `index`."""
@@ -200,6 +202,6 @@ class Picture:
         """A dashed line between the two boxes that hold one weight; returns the new right edge."""
         (x1, y1), (x2, y2) = self.tied
         lane = right + 22
-        self.canvas.wire([(x1, y1), (lane, y1), (lane, y2), (x2, y2)], MUTED, 1.6, dashed=True)
-        self.canvas.text(lane + 8, (y1 + y2) / 2, "tied", BODY)
+        self.sheet.wire([(x1, y1), (lane, y1), (lane, y2), (x2, y2)], MUTED, 1.6, dashed=True)
+        self.sheet.text(lane + 8, (y1 + y2) / 2, "tied", BODY)
         return lane + 8 + BODY.width("tied")

@@ -9,7 +9,8 @@ from torch import Tensor, fx, nn
 
 from retrofit.errors import CaptureError
 from retrofit.program.aten_ops import op
-from retrofit.program.capture import Program, capture
+from retrofit.program.capture import capture
+from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import named_inputs
 
 

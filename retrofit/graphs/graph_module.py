@@ -23,14 +23,17 @@ from retrofit.errors import CaptureError, DoesNotFitError, NoTransformerError
 from retrofit.graphs.attention_dropout import AttentionWithDropout, attention_dropouts
 from retrofit.graphs.default_masks import agrees_without_masks
 from retrofit.graphs.regions import Region, regions
-from retrofit.graphs.stop_gradient import own_backwards, same_gradients, stop_gradient_nodes
+from retrofit.graphs.stop_gradient import custom_backwards, same_gradients, stop_gradient_nodes
 from retrofit.graphs.structural_equality import is_structurally_equal
 from retrofit.graphs.unflatten import unflatten
 from retrofit.graphs.weight_slices import PICKING, Slices, as_parameters, weight_slices
 from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shape
-from retrofit.program.capture import Program, calls_of, capture, missing_masks, read_program
+from retrofit.program.capture import capture, missing_masks
 from retrofit.program.dataflow import Dataflow, backward_slice, forward_slice
 from retrofit.program.functionalize import mutates
+from retrofit.program.module_stacks import calls_from_metadata
+from retrofit.program.program import Program
+from retrofit.program.reading import read_program
 from retrofit.runtime.example_inputs import named_inputs
 
 QUIET = ("_assert", "sym_constrain", "_guards")
@@ -59,7 +62,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
     masks = {name: mask for name, mask in missing_masks(model, inputs).items() if name in program.inputs.values()}
     if masks and not agrees_without_masks(model, made, inputs):
         return graph_module(model, inputs | masks)  # which asks for them
-    own = own_backwards(program)
+    own = custom_backwards(program)
     if own and not same_gradients(model, made, inputs):
         raise CaptureError(
             f"{type(model).__name__} cannot be made a graph that learns as it does",
@@ -89,7 +92,7 @@ def from_exported(exported: torch.export.ExportedProgram) -> fx.GraphModule:
     model = Holder(exported).eval()
     if any(mutates(node) for node in exported.graph.nodes):
         exported = exported.run_decompositions({})  # a program of its own: the given one stays as it is
-    return emitted(model, read_program(exported, calls_of(exported)))
+    return emitted(model, read_program(exported, calls_from_metadata(exported)))
 
 
 class Holder(nn.Module):

@@ -13,13 +13,14 @@ import torch
 from torch import fx
 
 from retrofit.anatomy.anatomy import Anatomy
-from retrofit.anatomy.branch_roles import Attention, attentions, nearest_products, weight_product
-from retrofit.anatomy.feed_forwards import products_of
+from retrofit.anatomy.attention_cores import Attention, find_attentions
+from retrofit.anatomy.feed_forward_parsing import products_of
 from retrofit.anatomy.parts import Branch, Stack
+from retrofit.anatomy.weight_products import nearest_products, weight_product
 from retrofit.errors import DoesNotFitError
 from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, NORM, is_heavy, op, shape
-from retrofit.program.capture import Call
 from retrofit.program.dataflow import Dataflow
+from retrofit.program.program import Call
 
 MEANS = frozenset(("mean", "var", "var_mean", "std"))
 CHILD_NAMES = {
@@ -87,7 +88,7 @@ def called(flow: Dataflow) -> Iterator[Region]:
 def nameless(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
     """The parts of the anatomy that stand in the code of a larger module."""
     nodes = flow.named
-    cores = attentions(flow)
+    cores = find_attentions(flow)
     several = len(anatomy.stacks) > 1
     for number, stack in enumerate(anatomy.stacks):
         prefix = f"{stack.kind}{number if [one.kind for one in anatomy.stacks].count(stack.kind) > 1 else ''}." if several else ""
@@ -123,7 +124,7 @@ def stem_steps(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> I
             for node in steps:
                 if op(node) in NORM:
                     found[node, node] = "norm"
-                elif op(node) == "add" and not flow.heavily_reaches(look_up, node):
+                elif op(node) == "add" and not flow.reaches_through_heavy_op(look_up, node):
                     found |= {(part, part): "addend" for part in node.all_input_nodes if not flow.reaches(look_up, part)}
             for stretch in stretches(look_up, steps):
                 if op(stretch[-1]) == "linear" and weight_product(stretch[-1], flow) is not None:
@@ -229,12 +230,12 @@ def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cor
     if branch.role == "ffn" and any(flow.call_of(one.node) is not call for one in products):
         return spread_region([flow.call_of(one.node) for one in products], inside, flow)
     first = min(flow.position[one.node] for one in products)
-    own = [node for node in flow.computed if flow.call_of(node) is call]
+    own = [node for node in flow.computations if flow.call_of(node) is call]
     if any(flow.call_of(one.node) is not call for one in products) or set(own) <= inside:
         return None  # the products have modules of their own, or the branch has
     following = [user for user in flow.uses[last] if user in inside and is_bias(user, last, flow)]
     end = flow.position[following[0] if following else last]
-    if branch.role == "ffn" and any(first <= flow.position[node] <= end and node not in inside for node in flow.computed):
+    if branch.role == "ffn" and any(first <= flow.position[node] <= end and node not in inside for node in flow.computations):
         return None
     return Region(CHILD_NAMES[branch.role], call.path, first, end)
 
@@ -242,11 +243,11 @@ def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cor
 def spread_region(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Region | None:
     """A feed-forward whose matrices are modules of their own, where code of the module around computes what lies between them."""
     around = next(call for call in calls[0].chain if all(call.encloses(one) for one in calls))
-    places = [flow.position[node] for node in flow.computed if any(call.encloses(flow.call_of(node)) for call in calls)]
+    places = [flow.position[node] for node in flow.computations if any(call.encloses(flow.call_of(node)) for call in calls)]
     first, last = min(places), max(places)
-    within = [node for node in flow.computed if first <= flow.position[node] <= last]
+    within = [node for node in flow.computations if first <= flow.position[node] <= last]
     code = [node for node in within if flow.call_of(node) is around and op(node) not in LAYOUT | CAST | DROPOUT]
-    whole = all(node in inside for node in flow.computed if around.encloses(flow.call_of(node)))
+    whole = all(node in inside for node in flow.computations if around.encloses(flow.call_of(node)))
     if not code or whole or any(node not in inside for node in within):
         return None
     return Region(CHILD_NAMES["ffn"], around.path, first, last)

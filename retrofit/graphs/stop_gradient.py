@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx, nn
 
-from retrofit.program.autograd_notes import OWN, STOPPED, note_of
-from retrofit.program.capture import Program
+from retrofit.program.autograd_annotations import CUSTOM_BACKWARD, NO_GRAD, annotation
+from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.probes import Inputs, distance, named_outputs
 from retrofit.runtime.state_preservation import preserve_state
@@ -21,12 +21,14 @@ def stop_gradient_nodes(program: Program) -> set[fx.Node]:
         number = not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple))
         if node in program.parameters or (not number and any(part in trained for part in node.all_input_nodes)):
             trained.add(node)
-    return {node for node in trained if node.op == "call_function" and note_of(node, STOPPED)}
+    return {node for node in trained if node.op == "call_function" and annotation(node, NO_GRAD)}
 
 
-def own_backwards(program: Program) -> list[str]:
+def custom_backwards(program: Program) -> list[str]:
     """The names of the functions with a backward of their own."""
-    return sorted({name for node in program.graph.nodes if node.op == "call_function" and (name := note_of(node, OWN))})
+    return sorted(
+        {name for node in program.graph.nodes if node.op == "call_function" and (name := annotation(node, CUSTOM_BACKWARD))}
+    )
 
 
 def same_gradients(model: nn.Module, other: nn.Module, inputs: Inputs) -> bool:

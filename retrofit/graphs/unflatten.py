@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from retrofit.program.aten_ops import op
-from retrofit.program.capture import Program
+from retrofit.program.program import Program
 
 VIEWS = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"))
 PRODUCTS = frozenset(("linear", "matmul"))

@@ -12,8 +12,8 @@ from torch import Tensor, fx, nn
 
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.program.aten_ops import op
-from retrofit.program.capture import Program
 from retrofit.program.dataflow import Dataflow
+from retrofit.program.program import Program
 
 PICKING = frozenset("select slice split split_with_sizes chunk unbind getitem".split())
 Slices = dict[fx.Node, tuple[str, nn.Parameter]]

@@ -6,12 +6,9 @@ import dataclasses
 import re
 import typing
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from retrofit.errors import SpecError
-
-if TYPE_CHECKING:
-    pass
 
 
 def option(default: Any, doc: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:

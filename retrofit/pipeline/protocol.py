@@ -10,8 +10,6 @@ import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-import torch
-
 from retrofit.anatomy.sites import NearMiss, Site
 from retrofit.errors import DoesNotFitError
 from retrofit.pipeline.options import check_option, format_value
@@ -95,6 +93,8 @@ class Pass(abc.ABC, Generic[SomePlan]):
 
     def carry_out(self, plan: SomePlan, edit: Edit) -> Rewrite:
         """The plan is carried out; returns the account of it."""
+        import torch  # here, so that naming passes never waits for it
+
         edit.begin_pass()
         with torch.no_grad():
             self.apply(plan, edit)

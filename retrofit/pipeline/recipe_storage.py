@@ -12,7 +12,7 @@ from retrofit.surgery.transformers_bookkeeping import (
     is_transformers,
     keep_own_names,
     keep_published_names,
-    persistent,
+    persistent_buffers,
     shared_names,
 )
 
@@ -44,7 +44,7 @@ def stored_recipe(model: nn.Module) -> tuple[str, ...]:
 
 def store_in_config(model: Any, recipe: Sequence[str]) -> None:
     """`save_pretrained` writes the recipe, and the rewritten model's names and ties."""
-    check_room(model)
+    require_room(model)
     architecture = (stored_recipe(model) and rewritten_class(model.config)) or type(model).__name__
     inputs = stored_inputs(model)
     noted: dict[str, Any] = {"quant_method": METHOD, "recipe": list(recipe), "architecture": architecture}
@@ -111,7 +111,7 @@ def rewritten_class(config: Any) -> str | None:
     return found.get("architecture") if isinstance(found, dict) else getattr(found, "architecture", None)
 
 
-def check_room(model: Any) -> None:
+def require_room(model: Any) -> None:
     """The config holds no quantization and no persistent buffer has two names, else `CheckpointError`."""
     present = getattr(model.config, "quantization_config", None)
     if present is not None and not is_recipe(present):
@@ -122,7 +122,7 @@ def check_room(model: Any) -> None:
             remedy="rewrite the model before it is quantized, or model.dequantize() first",
         )
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    for names in shared_names(persistent(model, buffers)):
+    for names in shared_names(persistent_buffers(model, buffers)):
         raise CheckpointError(
             f"the buffer {names[0]} is also registered as {', '.join(names[1:])}",
             why="transformers ties parameters, not buffers, when it loads a model",

@@ -5,15 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import re
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from retrofit.errors import SpecError
 from retrofit.pipeline.protocol import AnyPass, Pass, Recipe
-
-if TYPE_CHECKING:
-    pass
-
 
 GROUP = "retrofit.passes"
 
@@ -51,14 +47,24 @@ def pass_names() -> list[str]:
 
 
 def load_pass(name: str) -> type[AnyPass]:
-    """The class of the pass registered as `name`."""
+    """The class of the pass installed as `name`, else of an imported one of that name."""
     for entry in importlib.metadata.entry_points(group=GROUP):
         if entry.name == name:
             kind = entry.load()
             if not (isinstance(kind, type) and issubclass(kind, Pass)):
                 raise SpecError(f"the entry point {name!r} is not a retrofit pass", why=f"it is {kind!r}")
             return kind
+    imported = next((kind for kind in subclasses(Pass) if getattr(kind, "name", None) == name), None)
+    if imported is not None:
+        return imported
     raise SpecError(f"there is no pass called {name!r}", remedy=f"choose one of {', '.join(pass_names())}")
+
+
+def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
+    """Every class derived from `kind` that has been imported."""
+    for child in kind.__subclasses__():
+        yield child
+        yield from subclasses(child)
 
 
 def as_pass(given: AnyPass | str) -> AnyPass:

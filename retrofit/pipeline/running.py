@@ -11,8 +11,8 @@ from torch import nn
 
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.pipeline.protocol import Recipe, Rewrite
-from retrofit.program.capture import Program
 from retrofit.program.cost import flops_per_token
+from retrofit.program.program import Program
 from retrofit.surgery.edit import Edit
 
 Progress = Callable[[str], None]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from retrofit.anatomy.inspection import inspect
-from retrofit.errors import RetrofitError, TrainingError
+from retrofit.errors import RetrofitError, TrainingError, first_line
 
 SUFFIXES = (".txt", ".py", ".md")
 BYTES = 256
@@ -75,9 +75,10 @@ def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever the tokenizer's own code raises
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise TrainingError(
-            f"the tokenizer in {folder} cannot be read", why=first, remedy="name the directory of another with --tokenizer"
+            f"the tokenizer in {folder} cannot be read",
+            why=first_line(error),
+            remedy="name the directory of another with --tokenizer",
         ) from error
 
 

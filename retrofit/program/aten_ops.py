@@ -1,7 +1,7 @@
-"""What each ATen operation does to a token's representation, said once for every analysis.
+"""What each ATen operation does to a token's representation, in one place for every analysis.
 
 The vocabulary: an operation *carries* an operand when its result is that operand up to layout, scale, offset, mask or
-normalisation. It is *heavy* when it multiplies representations by weights or by one another.
+normalisation. It is *heavy* when it multiplies representations by weights or by one another, or mixes tokens.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def op(node: fx.Node) -> str:
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether the node makes a single number of its own, without dimensions and from nothing else in the graph."""
+    """Whether the node creates a 0-dimensional tensor and reads no other node."""
     return node.op == "call_function" and not node.all_input_nodes and shape(node) == ()
 
 
 def shape(node: Any) -> tuple[int, ...] | None:
     """The shape of the node's value, None where it is no tensor.
 
-    A free extent is the one it was captured with, one that depends on the data is 0.
+    A dynamic size is the one it was captured with; a size that depends on the data is 0.
     """
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor):
@@ -87,20 +87,16 @@ def shape(node: Any) -> tuple[int, ...] | None:
 
 
 def extent(size: int | torch.SymInt) -> int:
-    """An extent as a number."""
+    """A size as a number."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.has_hint() else 0
     return size
 
 
 def is_float(node: fx.Node) -> bool:
+    """Whether the value is a tensor of floating-point numbers."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def operands(node: fx.Node) -> list[fx.Node]:
-    """The node operands in order, those in lists included."""
-    return list(node.all_input_nodes)
 
 
 def is_heavy(node: fx.Node) -> bool:
@@ -121,13 +117,8 @@ def mixes_tokens(node: fx.Node) -> bool:
     return name in CONVOLUTION | SCAN | POOLING or "fft" in name or name in ("roll", "associative_scan", "scan")
 
 
-def weight_operand(node: fx.Node) -> int | None:
-    """Position of the weight among the arguments of a product of a representation with a weight."""
-    return {"linear": 1, "addmm": 2, "mm": 1, "matmul": 1, "conv1d": 1, "conv2d": 1, "conv3d": 1, "convolution": 1}.get(op(node))
-
-
-def carried(node: fx.Node, depends: set[fx.Node]) -> list[fx.Node]:
-    """The operands that `node` carries on along the last dimension; `depends` are the nodes that depend on the inputs' content."""
+def carried_operands(node: fx.Node, depends: set[fx.Node]) -> list[fx.Node]:
+    """The operands that `node` carries along the last dimension; `depends` are the nodes that depend on the inputs' content."""
     name, out = op(node), shape(node)
     if out is None or not out:
         return []
@@ -145,9 +136,9 @@ def carried(node: fx.Node, depends: set[fx.Node]) -> list[fx.Node]:
         if inner is None:
             return []
         if op(inner) in NORM:
-            return carried_operand(inner, out) if node.args[1] == 0 else []
+            return same_width_operand(inner, out) if node.args[1] == 0 else []
         if op(inner) in DROPOUT | SELECTION:
-            return carried_operand(inner, out)
+            return same_width_operand(inner, out)
         return []
     if name in LAYOUT | SELECTION and whole_blocks:  # a stream of several blocks, its blocks, one of them
         return [source] if source is not None else []
@@ -168,13 +159,15 @@ def carried(node: fx.Node, depends: set[fx.Node]) -> list[fx.Node]:
     return []
 
 
-def carried_operand(node: fx.Node, out: tuple[int, ...]) -> list[fx.Node]:
+def same_width_operand(node: fx.Node, out: tuple[int, ...]) -> list[fx.Node]:
+    """The first operand, where its last dimension is that of the result."""
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     before = shape(source)
     return [source] if source is not None and before and before[-1] == out[-1] else []
 
 
 def carried_by_arithmetic(node: fx.Node, out: tuple[int, ...], depends: set[fx.Node]) -> list[fx.Node]:
+    """The one operand of a sum or product that the other only shifts, scales or masks."""
     left = node.args[0] if node.args else None
     right = node.args[1] if len(node.args) > 1 else None
     if not isinstance(right, fx.Node):
@@ -188,6 +181,7 @@ def carried_by_arithmetic(node: fx.Node, out: tuple[int, ...], depends: set[fx.N
         return part not in depends or size is None or not size or size[-1] == 1 or not is_float(part)
 
     def major(part: fx.Node) -> bool:
+        """A representation as wide as the result."""
         size = shape(part)
         return part in depends and bool(size) and size[-1] == out[-1]  # type: ignore[index]
 

@@ -1,6 +1,6 @@
-"""Constants in the code of a model without weights: the tracer makes them where the weights are, on meta, without values.
+"""Values of constants in the code of a model without weights: the tracer creates them on the meta device, without values.
 
-Captured again over weights that are fake tensors of the CPU, which take no memory, the constants are what the code says.
+Captured again on fake tensors of the CPU, which take no memory, the constants have their values.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from retrofit.errors import CaptureError
 from retrofit.program.aten_ops import SELECTION, op
-from retrofit.program.capture import Program, capture
+from retrofit.program.capture import capture
+from retrofit.program.program import Program
 
 
 def with_constant_values(program: Program, model: nn.Module) -> Program:
-    """`program` with the values of the constants by which it selects, where `model` can be captured on another device too."""
+    """`program` with the values of the constants it indexes by, where `model` can also be captured on the CPU."""
     names = {name for node, name in program.constants.items() if any(op(user) in SELECTION for user in node.users)}
     if not any(program.values[name].is_meta for name in names & program.values.keys()):
         return program
@@ -33,7 +34,7 @@ def with_constant_values(program: Program, model: nn.Module) -> Program:
 
 
 def on_fake_cpu(model: nn.Module) -> nn.Module:
-    """A copy of a model without weights, as if these were on the CPU."""
+    """A copy of a model without weights whose weights are fake tensors on the CPU."""
     twin = copy.deepcopy(model)
     made: dict[int, Tensor] = {}
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from retrofit.program.aten_ops import op
-from retrofit.program.capture import Program
+from retrofit.program.program import Program
 
 # A product costs 2 operations (multiply, add) an element and summand; of element-wise operations only multiply-adds are counted.
 
@@ -80,7 +80,7 @@ def size(node: Any) -> tuple[int, ...]:
     return tuple(extent if isinstance(extent, int) else 0 for extent in value.shape)  # 0: it depends on the data
 
 
-def summed(node: fx.Node, operand: int) -> int:
+def matrix_product(node: fx.Node, operand: int) -> int:
     """A product that sums over the last dimension of one operand."""
     return 2 * math.prod(size(node)) * size(node.args[operand])[-1]
 
@@ -105,7 +105,7 @@ def einsum(node: fx.Node) -> int:
 
 
 def indices(term: str, rank: int) -> list[str]:
-    """The indices of one operand of an einsum, those that an ellipsis stands for numbered from the right."""
+    """The indices of one operand of an einsum, those of an ellipsis numbered from the right."""
     before, dots, after = term.partition("...")
     hidden = rank - len(before) - len(after) if dots else 0
     return [*before, *(f".{place}" for place in range(hidden, 0, -1)), *after]
@@ -123,13 +123,13 @@ def transposed_convolution(node: fx.Node) -> int:
 
 FORMULAS: dict[str, Callable[[fx.Node], int]] = {
     "addcmul": lambda node: 2 * math.prod(size(node)),
-    "linear": lambda node: summed(node, 0),
-    "matmul": lambda node: summed(node, 0),
+    "linear": lambda node: matrix_product(node, 0),
+    "matmul": lambda node: matrix_product(node, 0),
     "mv": lambda node: 2 * math.prod(size(node.args[0])),
     "dot": lambda node: 2 * math.prod(size(node.args[0])),
-    "_grouped_mm": lambda node: summed(node, 0),
-    "grouped_mm": lambda node: summed(node, 0),
-    "grouped_mm_fallback": lambda node: summed(node, 0),
+    "_grouped_mm": lambda node: matrix_product(node, 0),
+    "grouped_mm": lambda node: matrix_product(node, 0),
+    "grouped_mm_fallback": lambda node: matrix_product(node, 0),
     "einsum": einsum,
     "scaled_dot_product_attention": attention,
     "conv1d": convolution,

@@ -1,6 +1,9 @@
-"""The data flow of a captured program: who depends on whom, and what a heavy operation lies between.
+"""The data flow of a captured program: what each value depends on, and where a heavy operation lies in between.
 
-Sets of ancestors are bit masks (Python integers), one bit a node, so that every question below is one `&`.
+The ancestors of every node are a bit mask, a Python integer with one bit for each node, so that "does this depend on that" is one
+`&`; all of them together cost one pass over the nodes. `networkx` holds the same edges as a graph (`Dataflow.graph`), for users of
+`Anatomy.graph` and for the layout of drawings; no query here goes through it. `backward_slice` and `forward_slice` are walks over
+the `fx` nodes themselves, for programs whose masks nobody needs.
 """
 
 from __future__ import annotations
@@ -11,37 +14,46 @@ from collections.abc import Iterable
 import networkx
 from torch import fx
 
-from retrofit.program.aten_ops import LIKE, carried, is_heavy, op, shape
-from retrofit.program.capture import Call, Program
+from retrofit.program.aten_ops import LIKE, carried_operands, is_heavy, op, shape
+from retrofit.program.program import Call, Program
 
 
 class Dataflow:
-    """Ancestors, heavy ancestors and carried operands of every node of `program`."""
+    """Ancestors, heavy ancestors and carried operands of every node of `program`.
+
+    What reads only the shape of an operand (`zeros_like`) does not depend on it. The words *heavy* and *carry* are those of
+    `aten_ops`.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.nodes = [node for node in program.graph.nodes if node.op != "output"]
         self.position = {node: index for index, node in enumerate(self.nodes)}
-        self.ancestors: dict[fx.Node, int] = {}  # the node itself included
-        self.heavy_ancestors: dict[fx.Node, int] = {}  # those with a heavy operation on the way, the node's own included
-        self.depends: set[fx.Node] = set()  # on what the inputs contain, not only on their shapes
-        self.carries: dict[fx.Node, list[fx.Node]] = {}
+        self.ancestors: dict[fx.Node, int] = {}  # bit mask, the node itself included
+        self.heavy_ancestors: dict[
+            fx.Node, int
+        ] = {}  # bit mask of those with a heavy operation on a path to the node, itself included
+        self.depends: set[fx.Node] = set()  # the nodes that depend on the contents of the inputs, not only on their shapes
+        self.carried_operands: dict[fx.Node, list[fx.Node]] = {}  # the operands that each node carries
         for node in self.nodes:
             self.visit(node)
-        self.uses = {node: [user for user in node.users if not op(user).startswith("_assert")] for node in self.nodes}
-        held = (node for node in self.nodes if node in self.depends and node.op == "call_function")
-        self.computed = [node for node in held if not op(node).startswith("_assert")]  # what is made of the inputs' contents
+        self.uses = {node: [user for user in node.users if not is_assertion(user)] for node in self.nodes}
+        # the operations on the contents of the inputs, in order
+        self.computations = [
+            node for node in self.nodes if node in self.depends and node.op == "call_function" and not is_assertion(node)
+        ]
 
     def visit(self, node: fx.Node) -> None:
+        """The masks of `node`, from those of its operands."""
         operands = [] if op(node) in LIKE else [part for part in node.all_input_nodes if part in self.position]
-        bits, heavy = 1 << self.position[node], 0
+        mask, heavy = 1 << self.position[node], 0
         for part in operands:
-            bits |= self.ancestors[part]
+            mask |= self.ancestors[part]
             heavy |= self.ancestors[part] if is_heavy(node) else self.heavy_ancestors[part]
-        self.ancestors[node], self.heavy_ancestors[node] = bits, heavy
+        self.ancestors[node], self.heavy_ancestors[node] = mask, heavy
         if node in self.program.inputs or any(part in self.depends for part in operands):
             self.depends.add(node)
-        self.carries[node] = carried(node, self.depends)
+        self.carried_operands[node] = carried_operands(node, self.depends)
 
     @functools.cached_property
     def named(self) -> dict[str, fx.Node]:
@@ -53,34 +65,37 @@ class Dataflow:
         return self.named[name]
 
     def bit(self, node: fx.Node) -> int:
+        """The mask of this node alone."""
         return 1 << self.position[node]
 
     def reaches(self, early: fx.Node, late: fx.Node) -> bool:
-        """Whether the value of `late` is computed from that of `early`."""
+        """Whether `late` is `early` or depends on it."""
         return bool(self.ancestors[late] & self.bit(early))
 
-    def heavily_reaches(self, early: fx.Node, late: fx.Node) -> bool:
+    def reaches_through_heavy_op(self, early: fx.Node, late: fx.Node) -> bool:
+        """Whether `late` depends on `early` along a path with a heavy operation on it, be it `late` itself."""
         return bool(self.heavy_ancestors[late] & self.bit(early))
 
     def between(self, early: fx.Node, late: fx.Node) -> list[fx.Node]:
-        """The nodes on the ways from `early` (left out) to `late` (included), in order."""
-        wanted, bit = self.ancestors[late], self.bit(early)
+        """The nodes on the paths from `early` (left out) to `late` (included), in order."""
+        above, bit = self.ancestors[late], self.bit(early)
         first, last = self.position[early], self.position[late]
-        return [node for node in self.nodes[first + 1 : last + 1] if wanted & self.bit(node) and self.ancestors[node] & bit]
+        return [node for node in self.nodes[first + 1 : last + 1] if above & self.bit(node) and self.ancestors[node] & bit]
 
-    def upward(self, node: fx.Node) -> list[fx.Node]:
-        """`node` and what it carries, as far up as there is exactly one carried operand."""
+    def carried_chain(self, node: fx.Node) -> list[fx.Node]:
+        """`node`, the one operand it carries, the one that this carries, and so on upwards."""
         chain = [node]
-        while len(self.carries[chain[-1]]) == 1:
-            chain.append(self.carries[chain[-1]][0])
+        while len(self.carried_operands[chain[-1]]) == 1:
+            chain.append(self.carried_operands[chain[-1]][0])
         return chain
 
     def call_of(self, node: fx.Node) -> Call:
+        """The innermost module call the node was computed in."""
         return self.program.owner.get(node, self.program.root)
 
     def parameters_of(self, nodes: list[fx.Node]) -> dict[str, int]:
-        """Name and element count of every parameter that enters the computation of `nodes` directly or through layout."""
-        found: dict[str, int] = {}
+        """Name and element count of every parameter that `nodes` read, directly or through operations on weights alone."""
+        sizes: dict[str, int] = {}
         pending, seen = list(nodes), set(nodes)
         while pending:
             for part in pending.pop().all_input_nodes:
@@ -88,11 +103,11 @@ class Dataflow:
                     size = 1
                     for extent in shape(part) or ():
                         size *= extent
-                    found[self.program.parameters[part]] = size
+                    sizes[self.program.parameters[part]] = size
                 elif part not in seen and part not in self.depends and part.op == "call_function":
                     seen.add(part)
                     pending.append(part)
-        return found
+        return sizes
 
     def graph(self) -> networkx.DiGraph:
         """The data flow as a `networkx` graph: nodes by name, with operation, shape and module path."""
@@ -111,20 +126,25 @@ class Dataflow:
         return graph
 
 
+def is_assertion(node: fx.Node) -> bool:
+    """Whether the operation only checks something about its operands."""
+    return op(node).startswith("_assert")
+
+
 def backward_slice(results: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that the results are computed from, themselves included."""
+    """The nodes that the results depend on, themselves included."""
     found: set[fx.Node] = set()
-    waiting = list(results)
-    while waiting:
-        node = waiting.pop()
+    pending = list(results)
+    while pending:
+        node = pending.pop()
         if node not in found:
             found.add(node)
-            waiting.extend(node.all_input_nodes)
+            pending.extend(node.all_input_nodes)
     return found
 
 
 def forward_slice(sources: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The sources, and those of the nodes, which come in order, that are computed from one of them."""
+    """The sources, and those of `nodes`, which come in order, that depend on one of them."""
     found = set(sources)
     for node in nodes:
         if not found.isdisjoint(node.all_input_nodes):

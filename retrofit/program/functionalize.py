@@ -1,8 +1,9 @@
-"""Operations that write into what they read become ones that give a new value.
+"""Functionalize a graph: in-place operations become pure ones.
 
-`torch` can do that for any program, by tracing it once more, which takes long. Here every operation is gone through once, in order,
-knowing what each value that shares memory with a written one has become by then: what is read later is read from there, a view is
-had anew, and what was written into a view is put back into what it is a view of.
+`torch` can do that for any program by tracing it once more, which is slow. Here each operation is visited once, in order, with an
+alias analysis: which values may share memory, which are views and of what, and which node holds the current contents of each. A
+value read after an in-place write is read from its current node, a view is computed again, and what was written into a view is
+scattered into its base.
 """
 
 from __future__ import annotations
@@ -16,24 +17,33 @@ from torch import Tensor, fx
 from retrofit.program.aten_ops import ACTIVATION, ATTENTION, CONVOLUTION, NORM, PRODUCT, op
 
 aten: Any = torch.ops.aten
-ANEW = (PRODUCT | CONVOLUTION | ATTENTION | NORM | ACTIVATION) - {"einsum"}  # an einsum of one operand may only turn it
-# What gives what a view is one of: an operation and its operands, from that as it was, the view as it is, the view's other ones.
-PutBack = Callable[..., tuple[Any, tuple[Any, ...]]]
-PUT_BACK: dict[Any, PutBack] = {
+# Operations whose result never lies in the memory of an operand. An einsum of one operand may only transpose it.
+NON_ALIASING = (PRODUCT | CONVOLUTION | ATTENTION | NORM | ACTIVATION) - {"einsum"}
+# The operation, with its operands, that puts a view's new contents back into its base: from the base before the write, the new
+# contents, and the view's other arguments.
+ViewInverse = Callable[..., tuple[Any, tuple[Any, ...]]]
+VIEW_INVERSES: dict[Any, ViewInverse] = {
     aten.slice.Tensor: lambda base, part, *how: (aten.slice_scatter.default, (base, part, *how)),
     aten.select.int: lambda base, part, *how: (aten.select_scatter.default, (base, part, *how)),
     aten.diagonal.default: lambda base, part, *how: (aten.diagonal_scatter.default, (base, part, *how)),
     aten.transpose.int: lambda base, part, *how: (aten.transpose.int, (part, *how)),
     aten.t.default: lambda base, part: (aten.t.default, (part,)),
-    aten.permute.default: lambda base, part, order: (aten.permute.default, (part, back_from(order))),
+    aten.permute.default: lambda base, part, order: (aten.permute.default, (part, inverse_permutation(order))),
     aten.unsqueeze.default: lambda base, part, dim: (aten.squeeze.dim, (part, dim)),
 }
-VMAP = "torch._functorch.predispatch"  # where the operations are that begin a vmap and end it
-VIEWS = {*PUT_BACK, aten.view.default, aten.expand.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
+VIEWS = {
+    *VIEW_INVERSES,
+    aten.view.default,
+    aten.expand.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
+VMAP = "torch._functorch.predispatch"  # the module of the operations that begin and end a vmap
 
 
-class UnknownError(Exception):
-    """What a value has become by now is not known."""
+class UnknownValueError(Exception):
+    """The current contents of a value are not known."""
 
 
 def mutates(node: fx.Node) -> bool:
@@ -42,10 +52,10 @@ def mutates(node: fx.Node) -> bool:
 
 
 def functionalize(graph: fx.Graph) -> bool:
-    """Whether no operation of the graph writes into an operand, now.
+    """Rewrites the graph so that no operation writes into an operand; returns whether that was possible.
 
-    Where one writes into an input or a weight, or into memory that a value read later may or may not share, the graph is left as
-    it is. So is one with a `vmap` in it, which hangs on the order of its operations.
+    The graph is left as it is where an operation writes into an input or a weight, or into memory that a value read later may or
+    may not share, and where it holds a `vmap`, which depends on the order of its operations.
     """
     if any(getattr(node.target, "__module__", "") == VMAP for node in graph.nodes):
         return False
@@ -54,158 +64,157 @@ def functionalize(graph: fx.Graph) -> bool:
     for node in graph.nodes:
         copied[node] = trial.node_copy(node, copied.__getitem__)
     try:
-        Aliasing(trial).run()
-    except UnknownError:
+        Functionalizer(trial).run()
+    except UnknownValueError:
         return False
-    Aliasing(graph).run()
+    Functionalizer(graph).run()
     return True
 
 
-class Aliasing:
-    """What the values of a graph are by now, while its operations are gone through."""
+class Functionalizer:
+    """Rewrites a graph in order, with an alias analysis of what it has visited."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.sharing: dict[fx.Node, set[fx.Node]] = {}  # with which others a value shares its memory, or may
-        self.base: dict[fx.Node, fx.Node] = {}  # what a view is one of
-        self.same: dict[fx.Node, fx.Node] = {}  # into what the operation wrote that gives this
-        self.now: dict[fx.Node, fx.Node | None] = {}  # what it is now, if another; None where that is to be had anew
-        self.made: list[fx.Node] = []
+        self.aliases: dict[fx.Node, set[fx.Node]] = {}  # value → the values that may share its memory, itself included
+        self.view_base: dict[fx.Node, fx.Node] = {}  # view → its base
+        self.write_target: dict[fx.Node, fx.Node] = {}  # result of an in-place operation → the value it was written into
+        self.current: dict[fx.Node, fx.Node | None] = {}  # value → the node of its current contents; None: to be computed again
+        self.inserted: list[fx.Node] = []
 
     def run(self) -> None:
-        """No operation writes into an operand; raises `UnknownError` half way, where some value is not known."""
+        """No operation writes into an operand; raises `UnknownValueError` half way where the contents of a value are not known."""
         for node in list(self.graph.nodes):
-            sources = node.all_input_nodes
-            for source in sources:
-                value = self.current(source, node)
-                if value is not source:
-                    node.replace_input_with(source, value)
+            operands = node.all_input_nodes
+            for operand in operands:
+                value = self.current_value(operand, node)
+                if value is not operand:
+                    node.replace_input_with(operand, value)
             if mutates(node):
-                self.write(node, sources)
-            elif node.op == "call_function" and may_share(node) and holds_tensors(node):
-                self.share(node, sources)
+                self.rewrite_in_place_op(node, operands)
+            elif node.op == "call_function" and may_alias_operand(node) and holds_tensors(node):
+                self.add_alias(node, operands)
                 if node.target in VIEWS:
-                    self.base[node] = sources[0]
-        for node in reversed(self.made):
+                    self.view_base[node] = operands[0]
+        for node in reversed(self.inserted):
             if not node.users:
                 self.graph.erase_node(node)
 
-    def current(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """What the value is by now, for a reader."""
-        if node in self.same:
-            return self.current(self.same[node], reader)
-        value = self.now.get(node, node)
+    def current_value(self, node: fx.Node, reader: fx.Node) -> fx.Node:
+        """The node that holds the current contents of `node` where `reader` reads it; a stale view is computed again there."""
+        if node in self.write_target:
+            return self.current_value(self.write_target[node], reader)
+        value = self.current.get(node, node)
         if value is None:
-            if node not in self.base:
-                raise UnknownError
-            base = self.current(self.base[node], reader)
+            if node not in self.view_base:
+                raise UnknownValueError
+            base = self.current_value(self.view_base[node], reader)
             with self.graph.inserting_before(reader):
                 value = self.graph.call_function(node.target, (base, *node.args[1:]), node.kwargs)  # type: ignore[arg-type]
             value.meta = dict(node.meta)
-            self.made.append(value)
-            self.now[node] = value
+            self.inserted.append(value)
+            self.current[node] = value
         return value
 
-    def share(self, node: fx.Node, others: list[fx.Node]) -> None:
-        """The value may lie in the memory of others."""
-        family = {node}.union(*(self.sharing.get(one, {one}) for one in others if holds_tensors(one)))
+    def add_alias(self, node: fx.Node, others: list[fx.Node]) -> None:
+        """`node` may share memory with the others, and with what these may share it with."""
+        family = {node}.union(*(self.aliases.get(one, {one}) for one in others if holds_tensors(one)))
         for one in family:
-            self.sharing[one] = family
+            self.aliases[one] = family
 
-    def write(self, node: fx.Node, sources: list[fx.Node]) -> None:
-        """The operation gives a new value, which what it wrote into is by now, and all that shares its memory is to be had anew."""
-        written, other = sources[0], without_writing(node)
-        family = self.sharing.get(written, {written})
-        if other is None or any(one.op != "call_function" for one in family):
-            raise UnknownError
-        node.target = other
-        before = self.levels(written, node)
-        self.now |= dict.fromkeys(family, None)
-        self.share(node, [written])
-        self.same[node] = written
+    def rewrite_in_place_op(self, node: fx.Node, operands: list[fx.Node]) -> None:
+        """The operation is pure: its result is the current contents of what it wrote into, and all aliases of that are stale."""
+        written, pure = operands[0], functional_overload(node)
+        family = self.aliases.get(written, {written})
+        if pure is None or any(one.op != "call_function" for one in family):
+            raise UnknownValueError
+        node.target = pure
+        chain = self.view_chain(written, node)
+        self.current |= dict.fromkeys(family, None)
+        self.add_alias(node, [written])
+        self.write_target[node] = written
         value = last = node
-        for one, base in before:
-            self.now[one] = value
-            if one in self.same or base is None:
+        for one, base in chain:
+            self.current[one] = value
+            if one in self.write_target or base is None:
                 continue
-            put_back = PUT_BACK[one.target]
-            target, args = put_back(base, value, *one.args[1:])
+            target, args = VIEW_INVERSES[one.target](base, value, *one.args[1:])
             with self.graph.inserting_after(last):
                 value = last = self.graph.call_function(target, args)
-            value.meta = dict(node.meta) | {"val": self.base[one].meta["val"]}
-            self.made.append(value)
+            value.meta = dict(node.meta) | {"val": self.view_base[one].meta["val"]}
+            self.inserted.append(value)
 
-    def levels(self, written: fx.Node, reader: fx.Node) -> list[tuple[fx.Node, fx.Node | None]]:
-        """What is written, what that is a view of, and so on, as far as it can be put back; with what each is a view of, by now."""
-        found: list[tuple[fx.Node, fx.Node | None]] = []
+    def view_chain(self, written: fx.Node, reader: fx.Node) -> list[tuple[fx.Node, fx.Node | None]]:
+        """`written`, its base, the base of that, and so on as far as views have inverses; each with its base's current node."""
+        chain: list[tuple[fx.Node, fx.Node | None]] = []
         one = written
-        while one in self.same or (one in self.base and one.target in PUT_BACK and not one.kwargs):
-            if one in self.same:
-                found.append((one, None))
-                one = self.same[one]
+        while one in self.write_target or (one in self.view_base and one.target in VIEW_INVERSES and not one.kwargs):
+            if one in self.write_target:
+                chain.append((one, None))
+                one = self.write_target[one]
                 continue
             try:
-                found.append((one, self.current(self.base[one], reader)))
-            except UnknownError:  # lost before: whoever reads it will not get it
+                chain.append((one, self.current_value(self.view_base[one], reader)))
+            except UnknownValueError:  # unknown since an earlier write: reading it will raise
                 break
-            one = self.base[one]
-        return [*found, (one, None)]
+            one = self.view_base[one]
+        return [*chain, (one, None)]
 
 
 def holds_tensors(node: fx.Node) -> bool:
-    """Whether the value is a tensor, or several."""
+    """Whether the value is a tensor, or a list or tuple of them."""
     return isinstance(node.meta.get("val"), (Tensor, list, tuple))
 
 
-def back_from(order: list[int]) -> list[int]:
-    """The order that undoes one."""
+def inverse_permutation(order: list[int]) -> list[int]:
+    """The permutation that undoes `order`."""
     return [[one % len(order) for one in order].index(place) for place in range(len(order))]
 
 
-def remove_inference_only_ops(graph: fx.Graph) -> None:
-    """What was written over whole is what it was written over with: `aten.copy`, its functional form, has no derivative."""
+def replace_nondifferentiable_copies(graph: fx.Graph) -> None:
+    """Every `aten.copy`, the pure form of `copy_`, becomes a cast with a clone or an expansion: it has no derivative itself."""
     for node in list(graph.nodes):
         if node.target is not aten.copy.default or not isinstance(node.args[1], fx.Node):
             continue
-        source, made = node.args[1], node.meta["val"]
+        source, result = node.args[1], node.meta["val"]
         value = source.meta["val"]
-        if (value.dtype, value.device) != (made.dtype, made.device):
+        if (value.dtype, value.device) != (result.dtype, result.device):
             with graph.inserting_before(node):
-                source = graph.call_function(aten._to_copy.default, (source,), {"dtype": made.dtype, "device": made.device})
-            source.meta["val"] = value.to(device=made.device, dtype=made.dtype)
-        if [*map(str, value.shape)] == [*map(str, made.shape)]:
+                source = graph.call_function(aten._to_copy.default, (source,), {"dtype": result.dtype, "device": result.device})
+            source.meta["val"] = value.to(device=result.device, dtype=result.dtype)
+        if [*map(str, value.shape)] == [*map(str, result.shape)]:
             node.target, node.args, node.kwargs = aten.clone.default, (source,), {}
         else:
             node.target, node.args, node.kwargs = aten.expand_as.default, (source, node.args[0]), {}
 
 
-def may_share(node: fx.Node) -> bool:
-    """Whether the value may lie in the memory of an operand: it is a view, or what the operation was handed.
+def may_alias_operand(node: fx.Node) -> bool:
+    """Whether the value may lie in the memory of an operand: it is a view of one, or the operand itself.
 
-    Of an operation that is made of others the schema does not say (`type_as`, and dropout in evaluation).
+    The schema of a composite operation does not say (`type_as`, and dropout in evaluation).
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
-    if op(node) in ANEW:
+    if op(node) in NON_ALIASING:
         return False
-    made_of_others = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    return made_of_others or any(one.alias_info is not None and not one.alias_info.is_write for one in target._schema.arguments)
+    is_composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return is_composite or any(one.alias_info is not None and not one.alias_info.is_write for one in target._schema.arguments)
 
 
-def without_writing(node: fx.Node) -> Any:
-    """The operation that gives what `node`, `x.add_(y)` say, leaves in its first operand; None where there is none such."""
+def functional_overload(node: fx.Node) -> Any:
+    """The operation that returns what `node`, such as `x.add_(y)`, writes into its first operand; None where there is none."""
     target: Any = node.target
     schema = target._schema
     namespace, _, name = schema.name.partition("::")
     written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
-    other = getattr(packet, schema.overload_name or "default", None)
-    if other is None or written != [True, *[False] * (len(written) - 1)]:
+    pure = getattr(packet, schema.overload_name or "default", None)
+    if pure is None or written != [True, *[False] * (len(written) - 1)]:
         return None
-    if [one.name for one in other._schema.arguments] != [one.name for one in schema.arguments]:
+    if [one.name for one in pure._schema.arguments] != [one.name for one in schema.arguments]:
         return None
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: one.meta["val"])
-    value, left = other(*args, **kwargs), node.meta["val"]
-    same = isinstance(value, Tensor) and value.dtype == left.dtype and value.shape == left.shape
-    return other if same else None
+    value, expected = pure(*args, **kwargs), node.meta["val"]
+    same = isinstance(value, Tensor) and value.dtype == expected.dtype and value.shape == expected.shape
+    return pure if same else None

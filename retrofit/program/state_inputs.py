@@ -6,7 +6,7 @@ from torch import fx
 
 from retrofit.errors import DoesNotFitError
 from retrofit.program.aten_ops import CAST, JOIN, LAYOUT, SELECTION, op
-from retrofit.program.capture import Program
+from retrofit.program.program import Program
 
 
 def state_inputs(program: Program) -> list[str]:

@@ -124,7 +124,7 @@ def ids_name(inputs: Inputs, decoder: bool = False) -> str | None:
     return next((name for name, value in inputs.items() if is_token_ids(value) and is_decoder_side(name) == decoder), None)
 
 
-def generates(model: nn.Module, inputs: Inputs) -> bool:
+def can_generate(model: nn.Module, inputs: Inputs) -> bool:
     """Whether the model says it can generate, and takes token ids to go on from."""
     says = getattr(model, "can_generate", None)
     return ids_name(inputs) is not None and callable(says) and bool(says())

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Within this context nothing warns, and transformers says nothing but errors and draws no progress bars."""
-    from transformers.utils import logging
+def quiet(*, progress_bars: bool = False) -> Iterator[None]:
+    """Within this context nothing warns, and transformers logs nothing and shows progress bars only where they are wanted."""
+    from transformers.utils import logging  # here, so that --help never waits for it
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.set_verbosity(logging.CRITICAL)
+    if not progress_bars:
+        logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -27,7 +27,7 @@ REFERENCE = re.compile(r"(?P<model>[\w.]+:[\w.]+)(?:\((?P<config>[\w.]+:[\w.]+)\
 BUILD = "save it with torch.save(model) and load it with allow_pickle, or load(path, build=…) with a function that builds it"
 
 
-def describe(model: nn.Module) -> tuple[str, dict[str, Any]]:
+def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:
     """The architecture and config to build the model's dense form from; raises `CheckpointError` where nothing could."""
     kind = type(model)
     if isinstance(model, fx.GraphModule):
@@ -36,12 +36,12 @@ def describe(model: nn.Module) -> tuple[str, dict[str, Any]]:
         )
     if isinstance(model, PreTrainedModel):
         known = getattr(transformers, kind.__name__, None) is kind
-        return kind.__name__ if known else reference(kind, "model"), transformers_config(model)
+        return kind.__name__ if known else importable_name(kind, "model"), transformers_config(model)
     config = getattr(model, "config", None)
-    architecture = reference(kind, "model")
+    architecture = importable_name(kind, "model")
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
-        architecture += f"({reference(type(config), 'config')})"
+        architecture += f"({importable_name(type(config), 'config')})"
     elif isinstance(config, Mapping):
         fields = dict(config)
     else:
@@ -81,7 +81,7 @@ def transformers_config(model: PreTrainedModel) -> dict[str, Any]:
     return config
 
 
-def reference(kind: type, what: str) -> str:
+def importable_name(kind: type, what: str) -> str:
     """`package.module:Class`; raises for a class that has no such name."""
     if "<locals>" in kind.__qualname__:
         raise CheckpointError(
@@ -94,10 +94,10 @@ def reference(kind: type, what: str) -> str:
 
 def takes_config(kind: type, config: Mapping[str, Any]) -> bool:
     """Whether the class is built from one argument, or by the config's entries as keywords."""
-    return takes_one(kind) or takes_keywords(kind, config)
+    return takes_one_argument(kind) or takes_keywords(kind, config)
 
 
-def takes_one(kind: type) -> bool:
+def takes_one_argument(kind: type) -> bool:
     """Whether the constructor has exactly one parameter."""
     named = [p for p in inspect.signature(kind).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return len(named) == 1
@@ -115,7 +115,7 @@ def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], ty
     """The model's class and, where it has one, its config's; with `imports` a module that has not been imported may be."""
     match = REFERENCE.fullmatch(architecture)
     if match is None:
-        kind, config_kind = named_class(architecture), None
+        kind, config_kind = transformers_class(architecture), None
     else:
         kind = resolve(match["model"], imports=imports)
         config_kind = resolve(match["config"], imports=imports) if match["config"] else None
@@ -130,7 +130,7 @@ def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], ty
     return kind, config_kind
 
 
-def named_class(name: str) -> Any:
+def transformers_class(name: str) -> Any:
     """The transformers model class of that name: the library's, or else one that somebody derived and imported."""
     derived = subclasses(PreTrainedModel)
     return (
@@ -169,12 +169,12 @@ def resolve(name: str, *, imports: bool) -> Any:
 def empty_model(kind: type[nn.Module], config_kind: type | None, config: dict[str, Any]) -> nn.Module:
     """The model on the CPU, its parameters not initialised, its buffers as its constructor makes them."""
     built = config_kind(**config) if config_kind is not None else config
-    with uninitialised():
-        return kind(built) if takes_one(kind) else kind(**config)
+    with skip_initialisation():
+        return kind(built) if takes_one_argument(kind) else kind(**config)
 
 
 @contextlib.contextmanager
-def uninitialised() -> Iterator[None]:
+def skip_initialisation() -> Iterator[None]:
     """Parameters keep whatever memory they were given: `torch.nn.init` fills only tensors that are not parameters."""
 
     def skipping(fill: Any) -> Any:

@@ -1,7 +1,7 @@
 """Models as exported programs: `.pt2` files in and out.
 
 A `.pt2` file is what `torch.export.save` writes: a graph, its weights, an example of its inputs. Read, it is a graph module; to be
-written, a model is exported again with free sizes, and the recipe lies beside the graph.
+written, a model is exported again with dynamic shapes, and the recipe is an extra file in the archive.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, first_line
 from retrofit.graphs.graph_module import from_exported
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.replaying import replayed_inputs
-from retrofit.program.capture import as_called, no_cache, silence_tracer
+from retrofit.program.capture import as_plain_module
 from retrofit.program.dynamic_shapes import with_dynamic_shapes
+from retrofit.program.tracing_contexts import disable_cache, silence_tracer
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.modes import evaluation_mode
 
 SUFFIX = ".pt2"
 RECIPE = "retrofit.json"  # the extra file with the recipe
@@ -30,18 +32,17 @@ def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_
     """The model is at `path` as an exported program of any batch and length its code allows, with its recipe."""
     inputs = replayed_inputs(model) if example_inputs is None else named_inputs(model, example_inputs)
     inputs = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), silence_tracer(), no_cache(model):
+        with evaluation_mode(model), torch.no_grad(), silence_tracer(), disable_cache(model):
             exported = with_dynamic_shapes(
-                model, inputs, lambda sizes: torch.export.export(as_called(model), (), inputs, dynamic_shapes=sizes, strict=False)
+                model,
+                inputs,
+                lambda sizes: torch.export.export(as_plain_module(model), (), inputs, dynamic_shapes=sizes, strict=False),
             )
     except Exception as error:  # whatever the model's own code raises
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{type(model).__name__} cannot be exported", why=first, remedy="save it as a .pt file") from error
-    finally:
-        model.train(training)
+        raise CheckpointError(
+            f"{type(model).__name__} cannot be exported", why=first_line(error), remedy="save it as a .pt file"
+        ) from error
     with whole_file(path, force=force) as file:
         torch.export.save(exported, file, extra_files={RECIPE: json.dumps(list(recipe_storage.stored_recipe(model)))})
     return path
@@ -55,9 +56,10 @@ def load_exported(path: Path) -> fx.GraphModule:
             exported = torch.export.load(path, extra_files=extra)
         model = from_exported(exported)
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{path} cannot be read as an exported program", why=first, remedy="give a file that torch.export.save wrote"
+            f"{path} cannot be read as an exported program",
+            why=first_line(error),
+            remedy="give a file that torch.export.save wrote",
         ) from error
     args, kwargs = exported.example_inputs or ((), {})
     names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]

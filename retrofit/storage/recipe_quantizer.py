@@ -1,6 +1,6 @@
 """Replays a recipe on the empty skeleton that `from_pretrained` is about to fill: to transformers a quantizer, but of nothing.
 
-Imported by `retrofit.hub` when transformers is; its interface is transformers' `HfQuantizer`.
+Imported by `retrofit.storage.transformers_hook` when transformers is; its interface is transformers' `HfQuantizer`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class RecipeConfig(QuantizationConfigMixin):
 
 
 class RecipeReplay(HfQuantizer):
-    """Rewrites the skeleton before its weights arrive, and vouches for them afterwards."""
+    """Rewrites the skeleton before its weights arrive, and checks these afterwards."""
 
     quantization_config: RecipeConfig
 
     def __bool__(self) -> bool:
-        """False: where transformers asks only whether there is a quantization, a weight is cast as in any other model."""
+        """False: where transformers tests only whether there is a quantization, a weight is cast as in any other model."""
         return False
 
     def is_serializable(self) -> bool:
@@ -53,7 +53,7 @@ class RecipeReplay(HfQuantizer):
         self.dense = set(model.modules())
         transformers_bookkeeping.keep_own_names(model)
         if recipe and architecture in (None, type(model).__name__):
-            self.dense = rewrite(model, recipe)
+            self.dense = rewrite_skeleton(model, recipe)
         elif recipe:
             self.dense = rewrite_as_part(model, recipe, str(architecture))
         self.shapes = shapes_of(model)
@@ -68,7 +68,7 @@ class RecipeReplay(HfQuantizer):
         del model.hf_quantizer
         recipe_storage.store_recipe(model, self.quantization_config.recipe)
         transformers_bookkeeping.align_weights(model)
-        check_filled(model, self.dense, self.shapes)
+        require_filled(model, self.dense, self.shapes)
         for name in self.frozen:
             model.get_parameter(name).requires_grad_(False)
         rebuild_buffers(model, self.dense)
@@ -81,7 +81,7 @@ def register() -> None:
         auto.register_quantizer(recipe_storage.METHOD)(RecipeReplay)
 
 
-def rewrite(model: Any, recipe: list[str]) -> set[nn.Module]:
+def rewrite_skeleton(model: Any, recipe: list[str]) -> set[nn.Module]:
     """The skeleton has the structure that the recipe gives it; returns the modules it had before."""
     from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
 
@@ -100,22 +100,23 @@ def rewrite_as_part(model: Any, recipe: list[str], architecture: str) -> set[nn.
     The base class becomes the base of the rewritten class, whatever that returns; a class with a head of its own is rewritten by
     itself, and its base must come out the same. Returns the modules that are not new.
     """
-    from retrofit.storage.architecture import named_class
 
-    kind = named_class(architecture)
+    from retrofit.storage.architecture import transformers_class  # not before, for the same reason
+
+    kind = transformers_class(architecture)
     if kind is None:
         raise CheckpointError(
             f"the recipe {', '.join(recipe)} was applied to {architecture}, which transformers does not have",
             remedy="import the package that defines it first",
         )
     whole = kind(model.config)
-    dense = rewrite(whole, recipe)
+    dense = rewrite_skeleton(whole, recipe)
     if type(whole.base_model) is type(model):
         vars(model).update(vars(whole.base_model), retrofit_recipe=tuple(recipe))
         transformers_bookkeeping.keep_own_names(model)
         keep_on_one_device(model, dense)
         return dense | {model}
-    dense = rewrite(model, recipe)
+    dense = rewrite_skeleton(model, recipe)
     ours, theirs = shapes_of(model.base_model), shapes_of(whole.base_model)
     other = [name for name, shape in ours.items() if theirs.get(name) != shape]
     if other:
@@ -154,7 +155,7 @@ def keep_on_one_device(model: Any, dense: set[nn.Module]) -> None:
             model._no_split_modules = {*model._no_split_modules, type(module).__name__}
 
 
-def check_filled(model: Any, dense: set[nn.Module], shapes: dict[str, torch.Size]) -> None:
+def require_filled(model: Any, dense: set[nn.Module], shapes: dict[str, torch.Size]) -> None:
     """Each tensor has its skeleton's shape and each of a new module came from the file, else `CheckpointError`."""
     state = model.state_dict(keep_vars=True)
     wrong = [name for name, tensor in state.items() if not tensor.is_meta and tensor.shape != shapes.get(name, tensor.shape)]

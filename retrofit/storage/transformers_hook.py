@@ -1,16 +1,17 @@
 """A retrofitted transformers model is saved and loaded by the stock `save_pretrained` and `from_pretrained`.
 
 The recipe travels in the place that transformers keeps for "this skeleton must be changed before the weights fit it":
-`config.quantization_config`. `install` puts its reader, `retrofit.skeleton`, into transformers' table of quantizers as soon as that
-table exists, without importing transformers. Nothing is quantized, and nothing says so on the live model: `hf_quantizer`,
-`is_quantized` and `quantization_method` are never left behind, so `Trainer`, PEFT, `.half()` and `generate` see an ordinary model.
+`config.quantization_config`. `install` puts its reader, `retrofit.storage.recipe_quantizer`, into transformers' table of
+quantizers as soon as that table exists, without importing transformers. Nothing is quantized, and nothing says so on the live
+model: `hf_quantizer`, `is_quantized` and `quantization_method` are never left behind, so `Trainer`, PEFT, `.half()` and `generate`
+see an ordinary model.
 
 What a pass's modules must do to survive the trip (the skeleton is built on the meta device and then filled from the file):
 
 - every buffer is persistent, so that it is loaded like a weight; one that is not has its module's `rebuild_buffers()` called after
   loading, which must set the values from the module's own attributes on the buffers' present device;
 - a module registered at several places holds no persistent buffers (a frozen parameter does the same and can be tied);
-- parameters follow the dtype and device of the weights they stand beside, or name a dtype of their own.
+- parameters have the dtype and device of the weights they are used with, or name a dtype of their own.
 """
 
 from __future__ import annotations
@@ -20,10 +21,6 @@ import importlib.machinery
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 TABLE = "transformers.quantizers.auto"  # the module that holds the table
 

@@ -31,7 +31,7 @@ def align_weights(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def as_mapped() -> Iterator[None]:
+def leave_weights_mapped() -> Iterator[None]:
     """Within this context a rewritten model's weights stay where its file is mapped, and nothing is copied when it is loaded."""
     token = LEFT_AS_MAPPED.set(True)
     try:
@@ -46,7 +46,7 @@ def is_transformers(model: Any) -> bool:
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
-def persistent(model: nn.Module, buffers: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def persistent_buffers(model: nn.Module, buffers: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The buffers that are part of the state dict."""
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")

@@ -18,11 +18,12 @@ from transformers.utils import WEIGHTS_NAME, logging
 
 from retrofit.errors import CheckpointError, TrainingError
 from retrofit.pipeline.text import codec_for, windows_of
+from retrofit.runtime.modes import preserve_modes
 from retrofit.storage import architecture
 from retrofit.storage.checkpoint import ONNX, OTHER_FORMATS, save
 from retrofit.storage.exported_program import SUFFIX
 from retrofit.training.label_loss import with_loss
-from retrofit.training.objectives import Collator, kept_modes, objective_for
+from retrofit.training.objectives import Collator, objective_for
 from retrofit.training.runs import TrainingRun, finish_folder, refuse_to_overwrite, run_folder
 from retrofit.training.settings import Settings
 from retrofit.training.windows import hold_out, in_order, shuffled
@@ -105,7 +106,7 @@ def refuse_unsavable(model: nn.Module, target: Path) -> None:
     if target.suffix in OTHER_FORMATS:
         raise CheckpointError(f"{target}: models are not saved as {target.suffix}", remedy="name a .pt file or a directory")
     if target.suffix not in (SUFFIX, ONNX):
-        architecture.describe(model)
+        architecture.describe_architecture(model)
 
 
 class Pretraining(Trainer):
@@ -226,7 +227,7 @@ def returned_as_lent(model: nn.Module) -> Iterator[None]:
     settings = vars(model.config) if isinstance(getattr(model, "config", None), PreTrainedConfig) else {}
     use_cache = settings.get("use_cache", MISSING)
     try:
-        with kept_modes(model):
+        with preserve_modes(model):
             yield
     finally:
         for name in LEFT_BEHIND:

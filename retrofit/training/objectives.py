@@ -6,16 +6,16 @@ and 10 % stay); span corruption (T5, arXiv:1910.10683: 15 % of the tokens, in sp
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from retrofit.errors import TrainingError
+from retrofit.errors import TrainingError, first_line
 from retrofit.pipeline.text import Codec
+from retrofit.runtime.modes import evaluation_mode
 
 IGNORED = -100  # a label that no loss counts
 DENSITY = 0.15  # share of the tokens that is hidden
@@ -151,20 +151,8 @@ def objective_for(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objec
     A config with an encoder and a decoder asks for span corruption. Of the others, those whose outputs never depend on later tokens
     learn the next token, the rest hidden ones.
     """
-    with kept_modes(model), torch.no_grad():
-        model.eval()
+    with evaluation_mode(model), torch.no_grad():
         return found_by_asking(model, codec, window)
-
-
-@contextlib.contextmanager
-def kept_modes(model: nn.Module) -> Iterator[None]:
-    """Afterwards every module of `model` is in training or evaluation mode as it was."""
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def found_by_asking(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objective:
@@ -260,11 +248,10 @@ def run(model: nn.Module, inputs: Example) -> list[Any]:
     try:
         outputs = model(**{key: torch.atleast_2d(value).to(device) for key, value in inputs.items()})
     except Exception as error:  # whatever the model's own code raises
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         labelled = "labels" in inputs
         raise TrainingError(
             f"{type(model).__name__} cannot {'compute a loss for' if labelled else 'read'} {inputs['input_ids'].shape[-1]} tokens",
-            why=f"{type(error).__name__}: {first}",
+            why=first_line(error),
             remedy="train a model with a language-modelling head" if labelled else "give a shorter --length",
         ) from error
     return list(outputs.values()) if isinstance(outputs, Mapping) else list(outputs)

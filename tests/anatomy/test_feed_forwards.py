@@ -15,16 +15,10 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import retrofit
-from retrofit.anatomy.feed_forwards import (
-    FeedForward,
-    FeedForwardBlock,
-    RowMajor,
-    feed_forwards,
-    install,
-    linear,
-    out_first,
-    parameters_of,
-)
+from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock, RowMajor, install, linear
+from retrofit.anatomy.feed_forward_parsing import feed_forwards
+from retrofit.anatomy.feed_forward_sites import FeedForward
+from retrofit.anatomy.weight_matrices import weight_and_bias, weight_out_first
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.surgery.edit import Edit, Rearranged
 
@@ -53,9 +47,9 @@ class Rebuilt(FeedForwardBlock):
         super().__init__(site, old)
         self.hidden, self.ports = site.hidden, site.ports
         self.into = nn.ModuleList(
-            linear(nn.Parameter(out_first(matrix, model)), parameters_of(matrix, model)[1]) for matrix in site.into
+            linear(nn.Parameter(weight_out_first(matrix, model)), weight_and_bias(matrix, model)[1]) for matrix in site.into
         )
-        self.down = RowMajor(nn.Parameter(out_first(site.out, model).t()), parameters_of(site.out, model)[1])
+        self.down = RowMajor(nn.Parameter(weight_out_first(site.out, model).t()), weight_and_bias(site.out, model)[1])
 
     def compute(self, x: Tensor) -> Tensor:
         units = torch.arange(self.units)
@@ -87,9 +81,9 @@ def test_every_feed_forward_is_found_and_put_together_again(name: str) -> None:
     roles, ports, bias, passing = FOUND[name]
     for site in sites:
         assert tuple(matrix.role for matrix in site.into) == roles and site.out.role == "down"
-        assert (len(site.ports), site.gated, len(site.passing)) == (ports, ports > 1, passing)
+        assert (len(site.ports), site.gated, len(site.bypassed)) == (ports, ports > 1, passing)
         assert all((matrix.bias is not None) == bias for matrix in (*site.into, site.out))
-        assert out_first(site.out, model).shape == (site.width, site.units)
+        assert weight_out_first(site.out, model).shape == (site.width, site.units)
     rebuilt(model, sites)
     with torch.no_grad():
         torch.testing.assert_close(zoo.logits(model(**others)), expected, atol=1e-5, rtol=1e-4)
@@ -104,7 +98,7 @@ def test_casts_inside_of_which_the_tracer_asserts_something_are_steps() -> None:
     torch.manual_seed(0)
     model = Model(8, Casting(8, 24, "silu", True)).eval()
     expected, sites = model(IDS), sites_of(model, {"ids": IDS})
-    assert [(site.path, site.passing) for site in sites] == [("layers.0.f", ())]
+    assert [(site.path, site.bypassed) for site in sites] == [("layers.0.f", ())]
     rebuilt(model, sites)
     torch.testing.assert_close(model(IDS), expected)
 
@@ -131,7 +125,7 @@ def test_the_hidden_part_takes_any_choice_of_units(kind: str) -> None:
         handle.remove()
         z = []
         for port in site.ports:
-            weight, bias = out_first(site.into[port.matrix], model), parameters_of(site.into[port.matrix], model)[1]
+            weight, bias = weight_out_first(site.into[port.matrix], model), weight_and_bias(site.into[port.matrix], model)[1]
             columns = port.columns(units)
             z.append(F.linear(x, weight[columns], None if bias is None else bias[columns]))
         torch.testing.assert_close(site.hidden(*z), caught[0][:, units])
@@ -189,7 +183,7 @@ def spread(between: Callable[[Tensor], Tensor]) -> Model:
 def test_code_in_the_module_that_reads_is_part_of_the_feed_forward() -> None:
     model = spread(lambda h: h)
     sites, expected = sites_of(model, {"ids": IDS}), model(IDS)
-    assert [(site.passing, site.path, site.dropout) for site in sites] == [
+    assert [(site.bypassed, site.path, site.dropout) for site in sites] == [
         ((f"layers.{depth}.reading",), f"layers.{depth}.writing", 0.4) for depth in range(2)
     ]
     z = torch.rand(200, 64) + 1
@@ -236,7 +230,7 @@ def test_modules_that_hand_on_more_than_one_tensor_stay() -> None:
     model.layers = nn.ModuleList(Handing(0.0) for _ in range(2))
     sites, missed = feed_forwards(retrofit.inspect(model.eval(), {"ids": IDS}))
     assert not sites and len(missed) == 2
-    assert all("reading hands on more than one tensor" in miss.why for miss in missed)
+    assert all("reading returns more than one tensor" in miss.why for miss in missed)
 
 
 @torch.no_grad()
@@ -279,7 +273,7 @@ def test_what_does_not_come_apart_is_named_with_the_reason() -> None:
     assert {miss.name for miss in missed} == {"layers.0.f", "layers.2.f"}
     reasons = {miss.name: miss.why for miss in missed}
     assert "meet in" in reasons["layers.0.f"] and "softmax" in reasons["layers.0.f"]
-    assert "beside two layers of matrices" in reasons["layers.2.f"]
+    assert "besides two layers of matrices" in reasons["layers.2.f"]
 
 
 def test_only_the_depths_asked_for() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import transformers
 from support import zoo
-from support.own_models import Own
+from support.own_models import Block, Own
 from torch import nn
 
 import retrofit
 from retrofit.anatomy.anatomy import Anatomy
-from retrofit.errors import CaptureError, NoTransformerError
+from retrofit.anatomy.parts import NO_STREAM
+from retrofit.errors import CaptureError, DoesNotFitError, NoTransformerError
 
 
 def anatomy(identity: str, **overrides: object) -> Anatomy:
@@ -208,3 +211,84 @@ def test_layers_reached_through_a_slice_are_found_where_modules_are_shared() -> 
         layer.mlp.act_fn = model.model.layers[0].mlp.act_fn
     found = retrofit.inspect(model, example_inputs=zoo.inputs(entry, model))
     assert [layer.name for layer in found.stacks[0].layers] == [f"model.layers.{depth}" for depth in range(4)]
+
+
+class KeyedBlock(Block):
+    """A layer that returns the stream in a mapping, under the key −1."""
+
+    def forward(self, y: torch.Tensor) -> dict[int, torch.Tensor]:
+        return {-1: super().forward(y)}
+
+
+class KeyedStack(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.ModuleList(KeyedBlock(24) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        for block in self.b:
+            y = block(y)[-1]
+        return self.c(y)
+
+
+def test_minus_one_is_a_key_like_any_other() -> None:
+    layers = retrofit.inspect(KeyedStack()).stacks[0].layers
+    assert [layer.stream_places() for layer in layers] == [(0, -1)] * 3
+
+
+class StoringBlock(Block):
+    """A layer that finds the stream in a box and leaves it there: neither an argument nor what it returns."""
+
+    def forward(self, box: list[dict[str, torch.Tensor]]) -> None:
+        box[0]["stream"] = super().forward(box[0]["stream"])
+
+
+class StoringStack(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.ModuleList(StoringBlock(24) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        box = [{"stream": self.a(x)}]
+        for block in self.b:
+            block(box)
+        return self.c(box[0]["stream"])
+
+
+def test_a_layer_without_the_stream_among_its_arguments_says_so() -> None:
+    found = retrofit.inspect(StoringStack())
+    layer = found.stacks[0].layers[0]
+    assert layer.name == "b.0" and layer.stream_in is NO_STREAM and layer.stream_out is NO_STREAM
+    with pytest.raises(DoesNotFitError, match=r"b\.0 cannot be wrapped") as caught:
+        layer.stream_places()
+    assert "take the stream as an argument" in caught.value.why
+    data = json.loads(json.dumps(found.to_dict()))["stacks"][0]["layers"][0]
+    assert data["stream_in"] == data["stream_out"] == "no stream"
+
+
+def test_a_layer_that_no_module_owns_says_so() -> None:
+    layer = retrofit.inspect(WrittenOut()).stacks[0].layers[0]
+    assert not layer.name and layer.stream_in is NO_STREAM and layer.stream_out is NO_STREAM
+    with pytest.raises(DoesNotFitError) as caught:
+        layer.stream_places()
+    assert "no module owns a layer" in caught.value.why
+
+
+class WrittenOut(Own):
+    """The layers' additions are in the model's own code."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        for block in self.b:
+            one, two, three = block.o(block.m(y)).chunk(3, -1)
+            y = y + block.p((one @ two.mT / one.shape[-1] ** 0.5).softmax(-1) @ three)
+            y = y + block.r(torch.relu(block.q(block.n(y))))
+        return self.c(y)
+
+
+def test_inspection_and_its_table_build_no_networkx_graph() -> None:
+    found = retrofit.inspect(Own())
+    assert str(found) and found.to_dict()
+    assert "graph" not in vars(found)
+    assert found.graph.has_node(found.head.node) and "graph" in vars(found)

@@ -22,7 +22,8 @@ from transformers import GPT2LMHeadModel
 
 import retrofit
 from retrofit.checks.reference import Reference
-from retrofit.checks.verification import CHECKS, Report
+from retrofit.checks.registry import CHECKS
+from retrofit.checks.report import Report
 
 # ── The models ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -8,7 +8,6 @@ import random
 import weakref
 import zlib
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -22,12 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import retrofit
 from retrofit.anatomy.sites import Site
-from retrofit.checks.cache import Decoded, difference, own_failing
+from retrofit.checks.cache import own_failing
 from retrofit.checks.fingerprint import Fingerprint, checksum, fingerprints
-from retrofit.checks.gradients import Gradients, among_idle, gradients, nudged, thawed
+from retrofit.checks.generation import Decoded, difference
+from retrofit.checks.gradients import GradientsMeasurement, collect_gradients, new_among_idle, nudged, thawed
+from retrofit.checks.parameter_matching import match_parameters
 from retrofit.checks.reference import Reference
-from retrofit.checks.tracing import trace
-from retrofit.checks.verification import CHECKS, check_rewrite
+from retrofit.checks.registry import CHECKS
+from retrofit.checks.verify import check_rewrite
 from retrofit.errors import RetrofitError
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.program.capture import capture
@@ -104,9 +105,9 @@ class Positioned(Plain):
             handle.remove()
 
 
-def test_a_model_that_cannot_be_told_its_positions_is_not_blamed_for_padding_on_the_left() -> None:
+def test_a_model_that_takes_no_positions_is_not_blamed_for_padding_on_the_left() -> None:
     (check,) = retrofit.verify(Positioned(), checks=("padding",)).checks
-    assert check.status == "passed" and "left: it cannot be told the positions" in check.why
+    assert check.status == "passed" and "left: it takes no positions" in check.why
 
 
 class Lagging(nn.Module):
@@ -130,9 +131,9 @@ def test_what_a_dense_cache_gets_wrong_is_not_held_against_a_rewrite(forgets: bo
     model: Any = llama()
     model.model.layers[0] = Lagging(model.model.layers[0], forgets)
     reference = Reference.of(model)
-    assert reference.generated is not None and reference.generated.agrees != forgets
-    assert f"the dense model does not agree with itself: {way}" in own_failing(reference, "beam")
-    assert bool(own_failing(reference, "greedy")) == forgets
+    assert reference["cache"].generated["greedy"].logits.agrees != forgets
+    assert f"the dense model does not agree with itself: {way}" in own_failing(reference["cache"], "beam", reads_ahead=False)
+    assert bool(own_failing(reference["cache"], "greedy", reads_ahead=False)) == forgets
     retrofit.apply(model, "sparse-ffn(sparsity=8)", verify=False)
     report = retrofit.verify(model, reference, checks=("cache",))
     assert report.ok and f"{way}: the dense model does not agree with itself" in report["cache"].why
@@ -238,10 +239,11 @@ def test_an_approximate_rewrite_is_measured_and_not_failed() -> None:
     model.lm_head.weight.data.mul_(1.5)
     rewrite = Rewrite("scaled()", exact=False, sites=(Site("lm_head", "scaled"),))
     fates = {
-        name: Fate("dropped", "", "scaled") if name == "lm_head.weight" else Fate("kept", name) for name in reference.parameters
+        name: Fate("dropped", "", "scaled") if name == "lm_head.weight" else Fate("kept", name)
+        for name in reference["parameters"].prints
     }
     report = check_rewrite(model, reference, (rewrite,), fates, checks=("function",))
-    logits = [probe.logits.flatten(0, 1).double() for probe in reference.probes]
+    logits = [one.flatten(0, 1).double() for one in reference["function"].logits]
     terms = [(one.softmax(-1) * (one.log_softmax(-1) - (1.5 * one).log_softmax(-1))).sum(-1) for one in logits]  # KL(p ‖ q)
     assert report.ok
     assert report["function"].measured == f"KL {torch.cat(terms).mean():.2e} nats, top-1 agreement 100.0%"
@@ -273,12 +275,13 @@ def test_a_checksum_reads_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_changed_element_is_noticed(shape: tuple[int, ...], dtype: torch.dtype, data: st.DataObject) -> None:
     value = torch.randn(shape).to(dtype)
     one = Fingerprint.of(value)
-    assert one.is_of(value.clone()) and one.is_of_scaled(value * 0.25, 0.25) and one.is_of_scaled(value / 3, 1 / 3)
+    assert one.matches(Fingerprint.of(value.clone()))
+    assert one.matches(Fingerprint.of(value * 0.25, scale=0.25)) and one.matches(Fingerprint.of(value / 3, scale=1 / 3))
     changed = value.clone()
     flat = changed.view(-1)
     place = data.draw(st.integers(0, flat.numel() - 1))
     flat[place] = torch.nextafter(flat[place].float(), torch.tensor(9.0)) if dtype == torch.float32 else flat[place] * 1.25 + 1
-    assert not one.is_of(changed) and not one.is_of_scaled(changed * 0.25, 0.25)
+    assert not one.matches(Fingerprint.of(changed)) and not one.matches(Fingerprint.of(changed * 0.25, scale=0.25))
 
 
 class Wrapped(nn.Module):
@@ -298,10 +301,10 @@ def test_dense_parameters_are_traced_by_name_and_content(scale: float) -> None:
     prints = fingerprints(nn.Sequential(linear, norm, nn.Linear(3, 5)))
     wrapped = Wrapped(linear, scale)
     model = nn.ModuleDict({"0": wrapped, "norm": norm, "2": nn.Linear(2, 2)})
-    fates = trace(prints, model)
+    fates = match_parameters(prints, model)
     assert (fates["0.weight"].kind, fates["0.weight"].name) == ("widened", "0.layer.weight")
     assert fates["0.weight"].index == (slice(0, 3), slice(4, 8)) and fates["0.weight"].scale == scale
-    assert prints["0.weight"].is_of_scaled(wrapped.layer.weight[fates["0.weight"].index], scale)
+    assert prints["0.weight"].matches(Fingerprint.of(wrapped.layer.weight[fates["0.weight"].index], scale=scale))
     assert fates["0.bias"] == Fate("moved", "0.layer.bias", "its module was wrapped")
     assert (fates["1.weight"].kind, fates["1.weight"].name) == ("moved", "norm.weight")
     assert fates["2.weight"].kind == "dropped"
@@ -312,7 +315,7 @@ def test_what_is_dropped_needs_a_reason_and_an_approximate_rewrite(exact: bool, 
     model = Plain()
     reference = Reference.of(model)
     model.value.register_parameter("bias", None)
-    fates = {name: Fate("kept", name) for name in reference.parameters} | {"value.bias": Fate("dropped", "", why)}
+    fates = {name: Fate("kept", name) for name in reference["parameters"].prints} | {"value.bias": Fate("dropped", "", why)}
     report = check_rewrite(model, reference, (Rewrite("test()", exact, ()),), fates, checks=("parameters",))
     assert report.ok is ok, str(report)
 
@@ -342,7 +345,7 @@ def test_a_parameter_may_wait_for_others_when_it_says_so_and_then_must_learn(
     model.head = LowRank(model.head, alive)
     values = {name: parameter.clone() for name, parameter in model.named_parameters()}
     rewrite = Rewrite("low-rank()", True, (Site("head", "low rank"),), new_parameters=2 * 8 + 2 * 31, second_step=second_step)
-    report = check_rewrite(model, reference, (rewrite,), trace(reference.parameters, model))
+    report = check_rewrite(model, reference, (rewrite,), match_parameters(reference["parameters"].prints, model))
     assert report["gradients"].status == ("passed" if ok else "failed"), str(report)
     assert ok or "head.u (in head: low rank)" in report["gradients"].why
     assert report["parameters"].status == report["function"].status == "passed"
@@ -362,7 +365,7 @@ def test_gradients_are_seen_and_not_kept() -> None:
     model.key.requires_grad_(False)
     model.value.weight.register_hook(lambda gradient: gradient * float("nan"))
     inputs = named_inputs(model)
-    found = gradients(model, inputs, model(**inputs).shape)
+    found = collect_gradients(model, inputs, model(**inputs).shape)
     assert (found.trainable, found.broken) == (7, {"value.weight"})
     assert found.zero == set()
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -435,17 +438,15 @@ def test_flops_of_each_kind_of_product() -> None:
 
 def test_new_parameters_where_no_gradient_arrived_before_need_none() -> None:
     zero = frozenset({"guide.first.w", "guide.second.w", "trunk.first.w"})
-    parameters = dict.fromkeys([*zero, "trunk.second.w"])
-    reference = SimpleNamespace(gradients=Gradients(4, zero, frozenset(), True), parameters=parameters)
+    before = GradientsMeasurement(4, zero, frozenset(), True, names=frozenset({*zero, "trunk.second.w"}))
     new = ("guide.first.c1", "guide.third.c1", "trunk.first.c1", "trunk.second.c1", "trunk.third.c1", "c1")
-    subject: Any = SimpleNamespace(reference=reference, new_parameters=new)
-    assert among_idle(subject) == {"guide.first.c1", "guide.third.c1", "trunk.first.c1"}
+    assert new_among_idle(before, new) == {"guide.first.c1", "guide.third.c1", "trunk.first.c1"}
 
 
 def test_frozen_parameters_are_known_to_be_reached() -> None:
     model, inputs = llama(), {"input_ids": torch.arange(3, 9)[None]}
     frozen = [parameter.requires_grad_(False) for parameter in model.model.layers[0].parameters()]
     with thawed(model):
-        assert not gradients(model, inputs, torch.Size((1, 6, model.config.vocab_size))).zero
+        assert not collect_gradients(model, inputs, torch.Size((1, 6, model.config.vocab_size))).zero
     assert not any(parameter.requires_grad for parameter in frozen)
     assert sum(parameter.requires_grad for parameter in model.parameters()) == len(list(model.parameters())) - len(frozen)

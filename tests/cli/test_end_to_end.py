@@ -208,6 +208,56 @@ def test_inspect_shows_prints_and_draws(here: Path, capsys: pytest.CaptureFixtur
     assert main(["inspect", "llama", "--svg", "llama.svg", "--force"]) == 0
 
 
+def retrofit_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, timeout=180)
+
+
+def test_inspect_with_a_pass_says_what_it_would_do_and_does_nothing(here: Path) -> None:
+    before = contents(here)
+    done = retrofit_command("inspect", "model.pt", "--pass", "sum")
+    assert (done.returncode, done.stderr) == (0, "")
+    table = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    assert table["recipe"].strip() == "sum()"
+    assert table["would rewrite"].strip() == "1 site, the same function at step 0"
+    dense, extra = sum(parameter.numel() for parameter in gpt2().parameters()), 300 * 32
+    assert f"{extra:,} parameters" in table["adds"]
+    assert f"{dense:,} → {dense + extra:,}" in table["parameters"]
+    assert re.search(r"[1-9][\d,]* → [1-9][\d,]*", table["FLOPs per token"])
+    assert contents(here) == before
+
+
+def test_a_plan_as_json_is_that_of_the_library(here: Path) -> None:
+    Path("passes.txt").write_text("sum\nsum\n")
+    done = retrofit_command("inspect", "gpt2", "--json", "--recipe", "passes.txt")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == retrofit.plan_of(gpt2(), "sum", "sum").to_dict()
+
+
+def test_a_pass_that_fits_nowhere_is_planned_and_counted_as_bad_input(here: Path) -> None:
+    config = transformers.ViTConfig(
+        image_size=16, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48
+    )
+    transformers.ViTForImageClassification(config).save_pretrained("vit")
+    done = retrofit_command("inspect", "--pass", "sum", "vit")
+    assert done.returncode == 2
+    table = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    assert table["would rewrite"].strip() == "nothing: apply would refuse it"
+    assert "no token embedding" in table["leaves alone"]
+    assert done.stderr.startswith("retrofit: sum: apply would refuse")
+    assert main(["apply", "--pass", "sum", "vit"]) == 2
+
+
+def test_a_recipe_does_what_its_passes_do(here: Path) -> None:
+    Path("passes.txt").write_text("sum  # first\naltup(k=3, selection=same)\n")
+    assert main(["apply", "--no-verify", "--recipe", "passes.txt", "model.pt"]) == 0
+    passes = ["--pass", "sum", "--pass", "altup", "--k", "3", "--selection", "same"]
+    assert main(["apply", "--no-verify", *passes, "model.pt", "-o", "one_by_one.pt"]) == 0
+    assert Path("model.sum.altup.pt").read_bytes() == Path("one_by_one.pt").read_bytes()
+    assert main(["apply", "--no-verify", "--pass", "sum", "gpt2"]) == 0
+    assert main(["apply", "--no-verify", "--recipe", "gpt2.sum/config.json", "gpt2", "-o", "as_the_other"]) == 0
+    assert contents(Path("as_the_other")) == contents(Path("gpt2.sum"))
+
+
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Applying passes leaves the model alone: what is tested is what lies before and after."""

@@ -5,23 +5,30 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrofit.cli import main, progress
-from retrofit.cli.tables import change, columns
+from retrofit.cli import main
+from retrofit.cli.folding import fold_lines
+from retrofit.cli.progress import Progress
+from retrofit.cli.recipes import read_recipe
+from retrofit.cli.tables import change, print_table
 from retrofit.cli.writing import beside, free, naming
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError
+from retrofit.pipeline.registry import parse_spec
 
-COMMANDS = ("apply", "inspect", "verify", "train", "passes")
+COMMANDS = ("apply", "inspect", "verify", "export", "train", "passes")
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
@@ -50,7 +57,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
         import sys
         from retrofit.cli import main
         code = main({arguments})
-        heavy = sorted({{"torch", "transformers", "numpy", "matplotlib", "networkx", "onnx"}} & set(sys.modules))
+        heavy = sorted({{"torch", "transformers", "numpy", "matplotlib", "networkx", "onnx", "rich"}} & set(sys.modules))
         sys.exit(f"imported {{heavy}}" if heavy else code)
     """)
     assert (done.returncode, done.stderr) == (0, "")
@@ -61,6 +68,19 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
     assert all(command in listed for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "passes"])
+def test_help_and_errors_say_what_a_model_may_be(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forms = (".pt checkpoint", "Hugging Face directory", ".pt2 exported program", ".onnx file")
+    assert main([command, "--help"]) == 0
+    described = " ".join(capsys.readouterr().out.split())
+    assert all(form in described for form in forms)
+    needed = {"apply": ["--pass", "sum"], "train": ["--data", "text.txt", "--steps", "1"]}.get(command, [])
+    for model in ([], [str(tmp_path / "nothing")]):
+        assert main([command, *needed, *model]) == 2
+        said = capsys.readouterr().err
+        assert all(form in said for form in forms)
 
 
 def test_help_wins_over_what_stands_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,51 +260,185 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_shows_the_stage_on_a_terminal_and_clears_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "TURN", 0.001)
+HIDE, SHOW, CLEAR = "\x1b[?25l", "\x1b[?25h", "\x1b[2K"  # the cursor; the line
+
+
+def test_progress_shows_the_stage_and_the_time_on_a_terminal_and_clears_them() -> None:
     terminal, file = Terminal(), io.StringIO()
     for stream in (terminal, file):
-        with progress.Progress(stream) as stage:
-            stage("reading model.pt")
-            time.sleep(0.05)
+        with Progress(stream) as stage:
+            stage("reading [bold]model.pt")
+            time.sleep(0.3)
             stage("capturing")
-            time.sleep(0.05)
+            time.sleep(0.3)
     shown = terminal.getvalue()
-    assert shown.index("reading model.pt") < shown.index("capturing")
-    assert "\n" not in shown
-    assert shown.endswith(progress.CLEAR)
+    assert shown.index("reading [bold]model.pt") < shown.index("capturing")
+    assert "0:00:00" in shown
+    assert (shown.count(HIDE), shown.count(SHOW)) == (1, 1)
+    assert "capturing" not in shown.rpartition(CLEAR)[2]
     assert file.getvalue() == ""
 
 
 def test_progress_keeps_to_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "TURN", 0.001)
-    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("NO_COLOR", "1")
     terminal = Terminal()
-    with progress.Progress(terminal) as stage:
+    with Progress(terminal) as stage:
         stage("rewriting with " + "x" * 100)
-        time.sleep(0.05)
-    lines = terminal.getvalue().split(progress.CLEAR)
-    assert max(map(len, lines)) == 19
+        time.sleep(0.3)
+    frames = [frame.splitlines()[0] for frame in terminal.getvalue().split(CLEAR) if "rewriting" in frame]
+    assert frames and all(frame.endswith("…") and len(frame) == 30 for frame in frames)
 
 
 def test_the_spinner_ends_with_the_work_that_fails() -> None:
-    stage = progress.Progress(Terminal())
-    with pytest.raises(ValueError, match="odd"), stage:
+    terminal = Terminal()
+    with pytest.raises(ValueError, match="odd"), Progress(terminal):
         raise ValueError("odd")
-    assert not stage.spinner.is_alive()
+    shown = terminal.getvalue()
+    assert SHOW in shown
+    time.sleep(0.3)
+    assert terminal.getvalue() == shown
+
+
+class Gone(Terminal):
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_work_goes_on_where_the_terminal_is_gone() -> None:
+    with Progress(Gone()) as stage:
+        stage("working")
+
+
+def printed(rows: Sequence[Sequence[str]], stream: io.StringIO, **options: Any) -> str:
+    print_table(rows, stream=stream, **options)
+    return stream.getvalue()
 
 
 @given(
-    st.lists(st.tuples(st.text("ab ", max_size=5), st.text("cd", min_size=1, max_size=9), st.text("ef", min_size=1)), min_size=1)
+    st.lists(st.tuples(st.text("ab []:", max_size=5), st.text("cd", min_size=1, max_size=9), st.text("ef", min_size=1)), min_size=1)
 )
 def test_columns_line_up(rows: list[tuple[str, str, str]]) -> None:
-    lines = columns(rows).split("\n")
+    lines = printed(rows, io.StringIO()).splitlines()
     starts = {len(line) - len(row[-1]) for line, row in zip(lines, rows, strict=True)}
     assert len(starts) == 1
     assert all(line.endswith(row[-1]) for line, row in zip(lines, rows, strict=True))
+
+
+def test_what_is_piped_is_whole_and_plain_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    cell = "one [red]two[/red] :smile: " * 100
+    rows = [("verified", "passed"), ("a much longer name than the others", cell.strip())]
+    lines = printed(rows, io.StringIO(), headings=("name", "what")).splitlines()
+    assert lines == [
+        "name                                what",
+        "verified                            passed",
+        f"a much longer name than the others  {cell.strip()}",
+    ]
+
+
+def test_a_terminal_gets_colour_unless_it_is_told_not_to_and_its_own_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    rows = [("function", "passed", "word " * 30)]
+    green = "\x1b[32m"
+    coloured = printed(rows, Terminal())
+    assert green in coloured
+    bare = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in coloured.splitlines()]
+    assert len(bare) > 3 and max(map(len, bare)) <= 40
+    assert "".join(bare).count("word") == 30
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert green not in printed(rows, Terminal())
+
+
+@pytest.mark.parametrize(
+    ("lines", "folded"),
+    [
+        ([], []),
+        (["h.0: kept 91%", "h.1: kept 95%"], ["h.0: kept 91%", "h.1: kept 95%"]),
+        (["h.0: kept 91%", "h.1: kept 95.5%", "h.2: kept 9%"], ["3 × h.0–2: kept 9–95.5%"]),
+        ([f"layers.{i}.mlp: 1 of 4" for i in (0, 2, 4)], ["3 × layers.*.mlp: 1 of 4"]),
+        ([f"s.{i}.l.{j}: x" for i in (0, 1) for j in (0, 1)], ["4 × s.0–1.l.0–1: x"]),
+        (["a.1: 1,000 new", "said once", "a.2: 20 new", "a.3: 3,000 new"], ["3 × a.1–3: 20–3,000 new", "said once"]),
+        (["same"] * 4, ["4 × same"]),
+        (["h.0: up", "h.1: down", "h.2: up and down"], ["h.0: up", "h.1: down", "h.2: up and down"]),
+    ],
+)
+def test_lines_of_one_kind_fold_into_one_that_counts_them(lines: list[str], folded: list[str]) -> None:
+    assert fold_lines(lines) == folded
+
+
+@given(st.lists(st.sampled_from(["h.0: x", "h.1: x", "h.7: x", "y 1.5", "y 2", "z"])))
+def test_folding_counts_every_line(lines: list[str]) -> None:
+    counted = [re.match(r"(\d+) × ", line) for line in fold_lines(lines)]
+    assert sum(int(found[1]) if found else 1 for found in counted) == len(lines)
 
 
 def test_a_change_says_by_how_much() -> None:
     assert change(1000, 1500) == "1,000 → 1,500 (+50.0%)"
     assert change(1000, 1000) == "1,000 → 1,000 (+0.0%)"
     assert change(0, 7) == "0 → 7"
+
+
+# Recipes
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("plain.txt", "# widen, then sum\naltup(k=3, init=hop)  # comment\n\n  sum\n"),
+        ("list.json", '["altup(k=3,init=hop)", "sum()"]'),
+        (
+            "config.json",
+            '{"model_type": "gpt2", "quantization_config": {"recipe": ["altup(k=3)", "sum"]}}',
+        ),
+    ],
+)
+def test_a_recipe_is_text_or_json_or_the_config_of_a_model(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    recipe = read_recipe(tmp_path / name)
+    assert [one.name for one in recipe] == ["altup", "sum"]
+    assert recipe[0].spec() == parse_spec("altup(k=3)").spec()
+    (tmp_path / "again").write_text("\n".join(one.spec() for one in recipe))
+    assert read_recipe(tmp_path / "again") == recipe
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"altup(k=2)\naltpu\n", ["recipe, line 2", "no pass called 'altpu'"]),
+        (b"altup(k=zero)", ["recipe, line 1", "k="]),
+        (b'["sum", "sum(x=1)"]', ["recipe, pass 2", "unknown option"]),
+        (b'["sum"', ["is not a recipe", "it is not JSON"]),
+        (b"{}", ["is not a recipe", "no list of passes"]),
+        (b"[1, 2]", ["is not a recipe", "no list of passes"]),
+        (b"# nothing yet\n", ["names no pass"]),
+        (b"\xff\xfe\x00", ["is not a recipe", "it is not text"]),
+        (None, ["recipe", "no such file"]),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_named(
+    content: bytes | None, says: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "recipe"
+    if content is not None:
+        file.write_bytes(content)
+    assert main(["apply", "--recipe", str(file), "model.pt"]) == 2
+    said = capsys.readouterr().err
+    assert all(part in said for part in says)
+    assert "nothing foresaw" not in said
+
+
+@pytest.mark.parametrize("command", ["apply", "inspect"])
+def test_passes_come_from_one_place(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--pass", "sum", "--recipe", "passes.txt", "model.pt"]) == 2
+    assert "--pass and --recipe together" in capsys.readouterr().err
+
+
+def test_a_plan_is_not_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--pass", "sum", "--svg", "model.svg", "model.pt"]) == 2
+    said = capsys.readouterr().err
+    assert "--svg with --pass" in said and "way out: leave out the passes" in said

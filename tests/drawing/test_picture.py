@@ -16,19 +16,35 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import matplotlib
 import networkx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import sketches
-from support.drawings import SVG, apart, box, drawing, labels, layers_told, number, sheet, text_box, wires, within
+from support.drawings import (
+    SVG,
+    apart,
+    boxes,
+    drawing,
+    labels,
+    layers_told,
+    number,
+    shape,
+    shapes,
+    sheet,
+    text_box,
+    texts,
+    wires,
+    within,
+)
 
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.folding import Fold, fold_layers, fold_sequence, leaves
 from retrofit.anatomy.parts import Branch, Layer, Part, Projection, Role, Stack
-from retrofit.anatomy.text import plain, table, wrapped
+from retrofit.anatomy.text import plain, table, wrap_lines
 from retrofit.anatomy.wording import compact, layer_range
-from retrofit.drawing.canvas import Face
+from retrofit.drawing.faces import Face
 from retrofit.drawing.layer_picture import LOOKS, PANEL, STREAM
 from retrofit.drawing.picture import svg
 from retrofit.drawing.placement import Placement
@@ -272,7 +288,7 @@ def test_weights_shared_over_depth_are_said_to_be() -> None:
 @modest
 @given(st.text(), st.integers(4, 60), st.integers(0, 3))
 def test_wrapping_keeps_every_letter_and_the_width(text: str, width: int, indent: int) -> None:
-    lines = wrapped(text, width, indent)
+    lines = wrap_lines(text, width, indent)
     assert max(map(len, lines)) <= width
     letters = text.replace(" ", "").replace("\N{NO-BREAK SPACE}", "")
     assert "".join(lines).replace(" ", "") == "".join(letter if letter.isprintable() else "\ufffd" for letter in letters)
@@ -321,10 +337,9 @@ def test_plain_data_of_any_anatomy_is_json(anatomy: Anatomy) -> None:
 @given(anatomies)
 def test_any_anatomy_is_drawn_well_formed_and_without_collisions(anatomy: Anatomy) -> None:
     root = drawing(anatomy)
-    background, *boxes = (box(rect) for rect in root.iter(f"{SVG}rect"))
-    assert background == sheet(root)
-    assert all(within(one, background) for one in boxes)
-    for one, other in itertools.combinations(boxes, 2):
+    found = boxes(root)
+    assert all(within(one, sheet(root)) for one in found)
+    for one, other in itertools.combinations(found, 2):
         assert apart(one, other) or within(one, other) or within(other, one)
     shown = labels(root)
     for stack in anatomy.stacks:
@@ -336,27 +351,38 @@ def test_any_anatomy_is_drawn_well_formed_and_without_collisions(anatomy: Anatom
 @every_sketch
 def test_no_text_meets_another_or_leaves_the_sheet(sketch: Callable[[], Anatomy]) -> None:
     root = drawing(sketch())
-    texts = [text_box(text) for text in root.iter(f"{SVG}text")]
-    assert all(within(text, sheet(root)) for text in texts)
-    for one, other in itertools.combinations(texts, 2):
+    written = [text_box(text) for text in texts(root)]
+    assert all(within(text, sheet(root)) for text in written)
+    for one, other in itertools.combinations(written, 2):
         assert apart(one, other)
-    points = [
-        tuple(map(float, pair))
-        for path in root.iter(f"{SVG}path")
-        for pair in re.findall(r"(-?[\d.]+) (-?[\d.]+)", path.get("d", ""))
-    ]
-    assert points and all(within((x, y, x, y), sheet(root)) for x, y in points)
+    drawn = shapes(root, "panel", "box", "wire", "arrow", "plus", "cross")
+    assert drawn and all(within(one.box, sheet(root)) for one in drawn)
 
 
 @every_sketch
 def test_a_drawing_needs_nothing_from_outside(sketch: Callable[[], Anatomy]) -> None:
     text = svg(sketch())
     root = ElementTree.fromstring(text)
-    assert {element.tag.removeprefix(SVG) for element in root.iter()} <= {"svg", "title", "desc", "rect", "text", "path", "circle"}
-    assert not re.search(r"href|url\(|javascript|@import", text)
+    tags = {element.tag.removeprefix(SVG) for element in root.iter()}
+    assert tags <= {"svg", "title", "desc", "defs", "style", "g", "text", "path"}
+    assert not re.search(r"href|url\(|javascript|@import|DOCTYPE", text)
     assert text.count("http") == 1
-    background = next(root.iter(f"{SVG}rect"))
-    assert background.get("fill") == "#ffffff"
+    background = shape("background", next(root.iter(f"{SVG}path")))
+    assert (background.box, background.fill) == (sheet(root), "#ffffff")
+
+
+@every_sketch
+def test_a_drawing_is_named_for_those_who_cannot_see_it_and_its_text_is_text(sketch: Callable[[], Anatomy]) -> None:
+    anatomy = sketch()
+    root = drawing(anatomy)
+    assert root.get("role") == "img"
+    assert [element.tag.removeprefix(SVG) for element in root][:2] == ["title", "desc"]
+    name = type(anatomy.model).__name__
+    assert root[0].text == f"The anatomy of {name}"
+    assert f"{anatomy.parameters:,} parameters" in (root[1].text or "")
+    assert name in [text.text for text in texts(root)]
+    ids = [element.get("id") for element in root.iter() if element.get("id")]
+    assert len(ids) == len(set(ids))
 
 
 def times(folds: Sequence[Fold]) -> list[int]:
@@ -374,17 +400,17 @@ def test_repeated_layers_are_bracketed_and_said_how_often(sketch: Callable[[], A
 def test_every_addition_to_the_stream_is_drawn_once_for_each_layer_drawn(sketch: Callable[[], Anatomy]) -> None:
     anatomy = sketch()
     rows = [stack.layers[fold.start] for stack in anatomy.stacks for fold, _ in leaves(fold_layers(stack.layers))]
-    assert len(list(drawing(anatomy).iter(f"{SVG}circle"))) == sum(len({branch.add for branch in layer.branches}) for layer in rows)
+    assert len(shapes(drawing(anatomy), "plus")) == sum(len({branch.add for branch in layer.branches}) for layer in rows)
 
 
 def test_the_encoder_is_left_and_its_result_reaches_the_cross_attention() -> None:
     root = drawing(sketches.encoder_decoder())
     _, fill, edge = LOOKS["cross-attention"]
-    (cross,) = (box(rect) for rect in root.iter(f"{SVG}rect") if rect.get("fill") == fill)
+    (cross,) = (one.box for one in shapes(root, "box") if one.fill == fill)
     (((x1, y1), (x2, y2)),) = wires(root, edge)
-    assert x1 < x2 == cross[0]
+    assert x1 < x2 == pytest.approx(cross[0], abs=1e-3)
     assert cross[1] < y2 < cross[3]
-    panels = sorted(box(rect) for rect in root.iter(f"{SVG}rect") if rect.get("fill") == PANEL)
+    panels = sorted(one.box for one in shapes(root, "panel") if one.fill == PANEL)
     assert panels[0][0] < x1 < panels[0][2] < panels[1][0]
     assert within(cross, panels[1])
     assert y1 < panels[0][1], "it leaves the encoder above its layers"
@@ -392,8 +418,8 @@ def test_the_encoder_is_left_and_its_result_reaches_the_cross_attention() -> Non
 
 def test_one_embedding_of_two_stacks_is_drawn_once_below_both() -> None:
     root = drawing(sketches.encoder_decoder())
-    panels = sorted(box(rect) for rect in root.iter(f"{SVG}rect") if rect.get("fill") == PANEL)
-    wide = [one for one in map(box, root.iter(f"{SVG}rect")) if one[0] == panels[0][0] and one[2] == panels[1][2]]
+    panels = sorted(one.box for one in shapes(root, "panel") if one.fill == PANEL)
+    wide = [one.box for one in shapes(root, "box") if (one.box[0], one.box[2]) == (panels[0][0], panels[1][2])]
     assert len(wide) == 1
     assert wide[0][1] > max(panel[3] for panel in panels)
     assert {"input_ids", "decoder_input_ids", "encoder.embed_tokens, decoder.embed_tokens"} <= set(labels(root))
@@ -403,7 +429,7 @@ def test_one_embedding_of_two_stacks_is_drawn_once_below_both() -> None:
 def test_tied_weights_are_linked_by_a_dashed_line(sketch: Callable[[], Anatomy]) -> None:
     anatomy = sketch()
     root = drawing(anatomy)
-    dashed = [path for path in root.iter(f"{SVG}path") if path.get("stroke-dasharray")]
+    dashed = [wire for wire in shapes(root, "wire") if "stroke-dasharray" in wire.style]
     assert len(dashed) == bool(anatomy.tied)
     assert labels(root).count("tied") == 2 * bool(anatomy.tied)  # at the line and in the head's box
 
@@ -413,10 +439,23 @@ def test_a_stack_that_begins_from_another_is_reached_through_the_module_between(
     placement = Placement(anatomy)
     assert [placement.feeding(index) for index in (0, 1)] == [[], [0]]
     root = drawing(anatomy)
-    (bar,) = (text for text in root.iter(f"{SVG}text") if text.text == "projector")
+    (bar,) = (text for text in texts(root) if text.text == "projector")
     (end,) = (end for start, end in wires(root, STREAM) if end[0] - start[0] > 100)
-    boxes = [one for one in map(box, root.iter(f"{SVG}rect")) if one[0] == end[0] and one[1] < end[1] < one[3]]
-    assert any(one[1] < number(bar, "y") < one[3] for one in boxes)
+    reached = [one for one in boxes(root) if one[0] == pytest.approx(end[0], abs=1e-3) and one[1] < end[1] < one[3]]
+    assert any(one[1] < number(bar, "y") < one[3] for one in reached)
+
+
+def test_a_drawing_is_the_same_whatever_the_users_own_style_is() -> None:
+    plain = svg(sketches.grouped_query_decoder())
+    own = {
+        "svg.fonttype": "path",
+        "font.size": 40,
+        "text.parse_math": False,
+        "patch.antialiased": False,
+        "figure.facecolor": "black",
+    }
+    with matplotlib.rc_context(own):
+        assert svg(sketches.grouped_query_decoder()) == plain
 
 
 def test_text_from_a_model_cannot_break_the_drawing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.drawings import SVG, apart, box, drawing, labels, layers_told, parameters_told, within
+from support.drawings import apart, boxes, drawing, labels, layers_told, parameters_told, within
 from torch import nn
 from transformers import (
     BertConfig,
@@ -90,8 +90,7 @@ def test_the_table_in_the_documentation_is_the_real_one() -> None:
 
 @each
 def test_the_drawing_has_no_collisions(build: Callable[[], nn.Module]) -> None:
-    boxes = [box(rect) for rect in drawing(anatomy_of(build)).iter(f"{SVG}rect")]
-    for one, other in itertools.combinations(boxes, 2):
+    for one, other in itertools.combinations(boxes(drawing(anatomy_of(build))), 2):
         assert apart(one, other) or within(one, other) or within(other, one)
 
 

@@ -17,7 +17,8 @@ from torch import nn
 
 import retrofit
 from retrofit.checks import onnx as check_onnx
-from retrofit.checks import verification
+from retrofit.checks.registry import CHECKS
+from retrofit.checks.verify import verify_onnx
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
 from retrofit.onnx.exporter import cleaning, exporting
@@ -338,7 +339,7 @@ def test_fused_operators_are_in_the_file():
 
 def test_the_check_is_made_where_it_is_asked_for():
     model = tiny_models.vit()
-    assert "onnx" not in verification.CHECKS
+    assert "onnx" not in CHECKS
     report = retrofit.verify(model, checks=["onnx"])
     assert [check.name for check in report.checks] == ["onnx"] and report["onnx"].status == "passed", str(report)
 
@@ -370,13 +371,13 @@ def test_the_check_says_what_is_missing(monkeypatch):
 
 def test_a_file_is_verified_against_the_model_it_came_from():
     model, made, _ = out("llama")
-    assert verification.verify_onnx(made.files[0].path, model).ok
+    assert verify_onnx(made.files[0].path, model).ok
     other = tiny_models.llama()
-    report = verification.verify_onnx(made.files[0].path, other)
+    report = verify_onnx(made.files[0].path, other)
     assert not report.ok and "further" in report["onnx"].why
-    assert "no part of" in verification.verify_onnx(out("bert")[1].files[0].path, other)["onnx"].why
+    assert "no part of" in verify_onnx(out("bert")[1].files[0].path, other)["onnx"].why
     for file in out("t5")[1].files:
-        report = verification.verify_onnx(file.path, out("t5")[0])
+        report = verify_onnx(file.path, out("t5")[0])
         assert report.ok and "as " in report["onnx"].measured
 
 

@@ -19,7 +19,7 @@ from support.onnx_files import file_of
 from torch import fx, nn
 
 import retrofit
-from retrofit.anatomy.inspection import by_number
+from retrofit.anatomy.layer_groups import group_by_number
 from retrofit.anatomy.parts import Branch, Projection, Role
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, RetrofitError
@@ -27,7 +27,7 @@ from retrofit.graphs.graph_module import graph_module
 from retrofit.onnx.exporter.sessions import Running, handed_on
 from retrofit.onnx.importer.importing import from_onnx
 from retrofit.onnx.importer.reading import argument
-from retrofit.passes.sparse_ffn.sparse_ffn import SparseFeedForward
+from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.rewriting import apply_reported
 from retrofit.runtime.probes import distance, resized
 
@@ -357,7 +357,7 @@ def test_a_graph_saved_as_a_checkpoint_is_told_where_to_go(tmp_path: Path) -> No
 )
 def test_the_numbers_of_weights_tell_layers_apart(names: list[str], layers: list[list[int]]) -> None:
     table = {at: [branch_of(f"{name}.weight")] for at, name in enumerate(names)}
-    assert by_number(list(table), table) == layers  # type: ignore[arg-type] # numbers stand for residual additions
+    assert group_by_number(list(table), table) == layers  # type: ignore[arg-type] # numbers stand for residual additions
 
 
 def branch_of(name: str) -> Branch:

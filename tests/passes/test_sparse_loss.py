@@ -41,13 +41,13 @@ def test_the_layer_is_its_formula_whichever_way_it_is_computed(
     y = layer(x)
     assert y.shape == (batch, length, modules, size)
     torch.testing.assert_close(y[-1, -1], formula(x[-1, -1], layer.d, layer.e))
-    torch.testing.assert_close(layer(x[:1, :1]), y[:1, :1])  # few tokens take the other way
+    torch.testing.assert_close(layer(x[:1, :1]), y[:1, :1])  # few tokens are computed the other way
 
 
 @given(modules=st.integers(1, 5), size=st.integers(1, 5), seed=st.integers(0, 99))
 @settings(deadline=None, max_examples=30)
 def test_any_permutation_can_be_represented(modules: int, size: int, seed: int) -> None:
-    """Theorem 1 of the paper: D and E of zeros and ones, where feature i goes to place f(i)."""
+    """Theorem 1 of the paper: D and E of zeros and ones, where feature i goes to output f(i)."""
     width = modules * size
     places = torch.randperm(width, generator=torch.Generator().manual_seed(seed))
     layer = Multiplicative(width, modules, size)
@@ -71,7 +71,7 @@ def test_the_fit_is_the_best_rank_one_matrix(count: int, modules: int, size: int
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_head_tells_the_dense_matrix_that_it_stands_for(bias: bool) -> None:
+def test_the_weight_of_a_head_is_the_dense_matrix_of_its_product(bias: bool) -> None:
     head = MultiplicativeHead(6, 11, 3, nn.Parameter(torch.randn(11)) if bias else None, torch.empty(0))
     x = torch.randn(2, 5, 6)
     torch.testing.assert_close(head(x), nn.functional.linear(x, head.weight, head.bias), atol=1e-5, rtol=1e-5)
@@ -85,12 +85,12 @@ def test_a_matrix_of_zeros_gives_zeros() -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [12, 13, 15])
-def test_places_beyond_the_vocabulary_never_surface(vocabulary: int) -> None:
+def test_logits_beyond_the_vocabulary_are_cut_off(vocabulary: int) -> None:
     head = MultiplicativeHead(6, vocabulary, 4, None, torch.empty(0))
     assert head(torch.randn(2, 3, 6)).shape == (2, 3, vocabulary)
 
 
-def test_a_head_that_is_multiplicative_already_is_found_exactly() -> None:
+def test_a_matrix_that_is_multiplicative_is_fitted_exactly() -> None:
     teacher = Multiplicative(8, 3, 4)
     head = MultiplicativeHead(8, 12, 3, None, torch.empty(0))
     head.fit(teacher.matrix().detach().t())
@@ -98,7 +98,7 @@ def test_a_head_that_is_multiplicative_already_is_found_exactly() -> None:
     torch.testing.assert_close(head(x), teacher(x).flatten(-2), atol=1e-4, rtol=1e-4)
 
 
-# Untied and tied heads, with a bias, with a soft cap, of a decoder beside an encoder.
+# Untied and tied heads, with a bias, with a soft cap, of an encoder-decoder model.
 @pytest.mark.parametrize(
     "name",
     [
@@ -151,14 +151,14 @@ def test_a_head_that_altup_widened_keeps_the_weights_of_its_blocks(name: str, in
         torch.testing.assert_close(model(**given).logits, plain(**given).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_altup_with_its_own_table_after_it_says_what_to_do_instead() -> None:
+def test_altup_with_a_wide_table_after_it_is_refused_with_the_remedy() -> None:
     model = zoo.build(zoo.entry("causal/llama"))
     with pytest.raises(DoesNotFitError, match="embedding=recycled"):
         retrofit.apply(model, "sparse-loss(modules=8)", "altup(k=2)", verify=False)
     retrofit.apply(model, "sparse-loss(modules=8)", "altup(k=2, embedding=recycled)")
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(SpecError, match="modules"):
         SparseLoss(modules=0)
     model = zoo.build(zoo.entry("causal/llama"))

@@ -1,4 +1,4 @@
-"""Which sizes a graph module is free in: batch and length always, those of pictures unless they get tangled."""
+"""Which sizes are dynamic in a graph module: batch and length always, those of images unless their expressions get long."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from retrofit.errors import DoesNotFitError
 from retrofit.graphs.graph_module import graph_module
-from retrofit.program import dynamic_shapes as free_sizes
-from retrofit.program.dynamic_shapes import LONGEST, operations
+from retrofit.program import dynamic_shapes
+from retrofit.program.dynamic_shapes import MAX_OPERATIONS, expression_length
 
 
 class Padded(nn.Module):
@@ -20,12 +20,12 @@ class Padded(nn.Module):
         super().__init__()
         self.multiple, self.mix = multiple, nn.Conv2d(4, 4, 1)
 
-    def forward(self, picture: Tensor) -> Tensor:
-        return self.mix(F.pad(picture, (0, (-picture.shape[-1]) % self.multiple)))
+    def forward(self, image: Tensor) -> Tensor:
+        return self.mix(F.pad(image, (0, (-image.shape[-1]) % self.multiple)))
 
 
-class Pictures(nn.Module):
-    """A classifier of pictures that are padded to one multiple after another."""
+class ImageModel(nn.Module):
+    """A classifier of images that are padded to one multiple after another."""
 
     def __init__(self, *multiples: int) -> None:
         super().__init__()
@@ -33,29 +33,29 @@ class Pictures(nn.Module):
         self.layers = nn.ModuleList(map(Padded, multiples))
 
     def forward(self, pixel_values: Tensor) -> Tensor:
-        picture = self.patches(pixel_values)
+        image = self.patches(pixel_values)
         for layer in self.layers:
-            picture = layer(picture)
-        return self.head(picture.mean((2, 3)))
+            image = layer(image)
+        return self.head(image.mean((2, 3)))
 
 
-def pictures(batch: int, height: int, width: int) -> Tensor:
+def images(batch: int, height: int, width: int) -> Tensor:
     return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(batch))
 
 
 @pytest.mark.parametrize("multiples", [(), (3,)])
-def test_sizes_of_pictures_are_free(multiples: tuple[int, ...]) -> None:
-    model = Pictures(*multiples)
-    graph = graph_module(model, {"pixel_values": pictures(2, 7, 11)})
-    torch.testing.assert_close(graph(pictures(3, 5, 17)), model(pictures(3, 5, 17)))
+def test_sizes_of_images_are_dynamic(multiples: tuple[int, ...]) -> None:
+    model = ImageModel(*multiples)
+    graph = graph_module(model, {"pixel_values": images(2, 7, 11)})
+    torch.testing.assert_close(graph(images(3, 5, 17)), model(images(3, 5, 17)))
 
 
-def test_tangled_sizes_of_pictures_are_fixed_and_the_batch_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    longest = []
-    monkeypatch.setattr(free_sizes, "operations", lambda extent: longest.append(operations(extent)) or longest[-1])
-    model = Pictures(3, 5, 7, 11)
-    graph = graph_module(model, {"pixel_values": pictures(2, 7, 13)})
-    assert max(longest) > LONGEST, "the sizes did get tangled"
-    torch.testing.assert_close(graph(pictures(3, 7, 13)), model(pictures(3, 7, 13)))
+def test_sizes_of_images_with_long_expressions_are_static_and_the_batch_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    monkeypatch.setattr(dynamic_shapes, "expression_length", lambda size: lengths.append(expression_length(size)) or lengths[-1])
+    model = ImageModel(3, 5, 7, 11)
+    graph = graph_module(model, {"pixel_values": images(2, 7, 13)})
+    assert max(lengths) > MAX_OPERATIONS, "the expressions did get long"
+    torch.testing.assert_close(graph(images(3, 7, 13)), model(images(3, 7, 13)))
     with pytest.raises(DoesNotFitError, match="pixel_values has 10 as its dimension 3"):
-        graph(pictures(3, 7, 10))
+        graph(images(3, 7, 10))

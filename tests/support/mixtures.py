@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import retrofit
-from retrofit.anatomy.feed_forwards import Port
-from retrofit.checks.tracing import blocks
+from retrofit.anatomy.feed_forward_sites import Port
 from retrofit.passes import SharedMoE
-from retrofit.passes.shared_moe.experts import ExpertMatrices, MixtureOfExperts
+from retrofit.passes.shared_moe.experts import ExpertMatrices, MixtureOfExperts, MoEBlock
 from support import zoo
 
 
@@ -33,6 +32,11 @@ def build(identity: str, spec: SharedMoE | None = None, **config: Any) -> tuple[
 @torch.no_grad()
 def logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return zoo.logits(model.eval()(**inputs)).clone()
+
+
+def blocks(model: nn.Module) -> dict[str, MoEBlock]:
+    """The blocks that replaced feed-forwards, by path."""
+    return {path: module for path, module in model.named_modules() if isinstance(module, MoEBlock)}
 
 
 def mixtures(model: nn.Module) -> list[nn.Module]:

@@ -57,8 +57,12 @@ def feed_forward(width: int, hidden: int, gated: bool = False, name: str = "mlp"
 
 
 def flow_of(graph: networkx.DiGraph) -> Any:
-    """A data flow of which no more is known than its graph."""
-    return SimpleNamespace(graph=lambda: graph, program=None)
+    """A data flow of which no more is known than its graph; its nodes are their names."""
+
+    def call_of(name: str) -> SimpleNamespace:
+        return SimpleNamespace(path=graph.nodes.get(name, {}).get("module", ""))
+
+    return SimpleNamespace(graph=lambda: graph, program=None, node=lambda name: name, call_of=call_of)
 
 
 class Sketch:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.passes.sparse_qkv.modular import ModularProjection
+from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
 from retrofit.passes.sparse_qkv.sparse_qkv import SparseQKV
 from support import zoo
 

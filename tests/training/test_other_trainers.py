@@ -12,7 +12,7 @@ import transformers
 from support import retrofitted
 from support.retrofitted import FORMS
 
-from retrofit.passes.altup.altup import AltUpLayer
+from retrofit.passes.altup.layers import AltUpLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning", "ignore:The following .*_pattern:RuntimeWarning")
 

@@ -25,13 +25,13 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from retrofit.errors import CaptureError, RetrofitError, first_line
 from retrofit.onnx.exporter.states import beside, cache_of, emptied, growth, is_of, states_of, strides_of
-from retrofit.program.capture import no_cache
+from retrofit.program.tracing_contexts import disable_cache
 from retrofit.runtime.example_inputs import device_of, forward_parameters, token_ids
 from retrofit.runtime.probes import (
     accepts,
+    can_generate,
     distance,
     extent_of,
-    generates,
     has_two_sides,
     ids_name,
     is_decoder_side,
@@ -131,7 +131,7 @@ class Whole(ExportPart):
         return padded(resized(self.model, self.given, sizes[BATCH], sizes.get(LENGTH, 0), seed), seed)
 
     def named(self, inputs: Tensors) -> Tensors:
-        with no_cache(self.model):
+        with disable_cache(self.model):
             return named_outputs(self.model(**inputs, **self.fixed))
 
     def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
@@ -342,7 +342,7 @@ def extras(model: nn.Module, inputs: Mapping[str, Any], names: tuple[str, ...]) 
         "position_ids": numbers,
         "token_type_ids": torch.zeros_like(inputs[ids]),
     }
-    with torch.no_grad(), no_cache(model):
+    with torch.no_grad(), disable_cache(model):
         expected = logits_of(model(**inputs))
         return {
             name: plain[name]
@@ -381,7 +381,7 @@ def plan(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -> Expor
     """
     two_sided = has_two_sides(inputs) and accepts(model, "encoder_outputs") and callable(getattr(model, "get_encoder", None))
     why = ""
-    if cache != "none" and ids_name(inputs) is not None and (two_sided or generates(model, inputs) or cache == "past"):
+    if cache != "none" and ids_name(inputs) is not None and (two_sided or can_generate(model, inputs) or cache == "past"):
         try:
             return ExportPlan(faithful(sides(model, inputs, keeps=True) if two_sided else (Decoder(model, inputs),)))
         except Exception as error:  # whatever the model's own code raises

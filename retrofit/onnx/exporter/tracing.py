@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from retrofit.errors import CaptureError, first_line
 from retrofit.onnx.exporter.parts import PAST, ExportPart
 from retrofit.onnx.exporter.size_bounds import holds_at_every_size
-from retrofit.program.capture import silence_tracer, without_lines
+from retrofit.program.tracing_contexts import disable_stack_traces, silence_tracer
 from retrofit.runtime.conditional import both_kept
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def traced(part: ExportPart) -> onnx_ir.Model:
     wanted = part.axes()
     example = part.example(part.sizes)
     try:
-        with patched(), silence_tracer(), silent(), without_lines(), torch.no_grad():
+        with patched(), silence_tracer(), silent(), disable_stack_traces(), torch.no_grad():
             exported = exported_program(part, example, wanted)
             symbols = names_of_sizes(exported, example, wanted)
             holds_at_every_size(exported, part, example, wanted)

@@ -14,7 +14,7 @@ from support.own_models import Own
 import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import AltUp, SumEmbedding
-from retrofit.passes.altup.altup import AltUpLayer
+from retrofit.passes.altup.layers import AltUpLayer
 from retrofit.rewriting import apply_reported
 
 MODELS = ("causal/llama", "causal/gpt2", "masked/bert", "seq2seq/t5", "image/vit", "masked/albert")
@@ -31,6 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dynamic": {"coefficients": "dynamic"},
     "some layers": {"layers": "0+2-3"},
     "some layers, lockstep": {"layers": "1", "init": "lockstep", "k": 3},
+    "some layers, dynamic": {"coefficients": "dynamic", "layers": "1"},
     "extra": {"extra": 24},
     "extra, three": {"extra": 24, "k": 3},
 }

@@ -21,9 +21,9 @@ from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAltUp
 
 from retrofit.errors import DoesNotFitError
-from retrofit.passes.altup.altup import COEFFICIENTS, AltUpLayer, DenseAltUpLayer, DynamicAltUpLayer
-from retrofit.passes.altup.blocks import BlockScale, Blockwise, Combined, DivideAndProject, Replicated
-from retrofit.passes.altup.contraction import contract
+from retrofit.passes.altup.blocks import BlockScale, Blockwise, DivideAndProject, Replicated
+from retrofit.passes.altup.contraction import combine_blocks, contract
+from retrofit.passes.altup.layers import COEFFICIENTS, AltUpLayer, DenseAltUpLayer, DynamicAltUpLayer
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -484,9 +484,9 @@ def test_replicated_and_combined_are_inverse() -> None:
     x = torch.randn(2, 3, 4)
     wide = Replicated(Doubled(), 4)(x)
     assert torch.equal(wide, torch.cat([2 * x] * 4, -1))
-    torch.testing.assert_close(Combined(nn.Identity(), [0.25] * 4)(wide), 2 * x)
+    torch.testing.assert_close(combine_blocks(wide, [0.25] * 4), 2 * x)
     a, b = torch.randn(2, 3, 4).chunk(2, -1)
-    torch.testing.assert_close(Combined(Doubled(), (1.0, 3.0))(torch.cat([a, b], -1)), 2 * a + 6 * b)
+    torch.testing.assert_close(combine_blocks(torch.cat([a, b], -1), (1.0, 3.0)), a + 3 * b)
     y, seen = Replicated(Returns(lambda y, seen: (y, seen)), 2)("mask", x)
     assert torch.equal(y, torch.cat([2 * x, 2 * x], -1)) and seen == ("mask", None, {})
 

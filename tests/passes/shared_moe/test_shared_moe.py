@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.feed_forward_models import IDS, Model, Plain
-from support.mixtures import build, logits, mixtures
+from support.mixtures import blocks, build, logits, mixtures
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,15 +17,10 @@ import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import SharedMoE
 from retrofit.passes.shared_moe.expert_load import expert_load
-from retrofit.passes.shared_moe.experts import MoEBlock
 from retrofit.rewriting import apply_reported
 
 # Gated and plain feed-forwards, both gates in one, Conv1D, parallel branches, two modules, one set of weights for all, images.
 MODELS = ("causal/llama", "causal/glm", "causal/gpt2", "causal/gpt_neox", "masked/bert", "masked/albert", "image/vit")
-
-
-def blocks(model: nn.Module) -> dict[str, MoEBlock]:
-    return {path: module for path, module in model.named_modules() if isinstance(module, MoEBlock)}
 
 
 @pytest.mark.parametrize("identity", MODELS)

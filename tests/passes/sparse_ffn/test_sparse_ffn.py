@@ -11,9 +11,12 @@ from support import zoo
 from support.feed_forward_models import IDS, Gated, Model, Plain
 
 import retrofit
+from retrofit.anatomy.feed_forward_parsing import feed_forwards
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import AltUp, SparseFFN
-from retrofit.passes.sparse_ffn.sparse_ffn import Contributions, Controller, Moments, SparseFeedForward, leading
+from retrofit.passes.sparse_ffn.contributions import ContributionMoments, Contributions
+from retrofit.passes.sparse_ffn.controller_fit import Controller, leading_singular_vectors
+from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.rewriting import apply_reported
 
 # Plain and gated, fused and Conv1D, with and without bias, parallel, spread over two modules, shared across depth, images.
@@ -95,7 +98,7 @@ def test_moments_of_data_are_those_of_a_plain_loop() -> None:
     x = torch.randn(2500, 16) * torch.rand(16) + torch.randn(16)
     with torch.no_grad():
         contributions = Contributions(site_of(model), model)
-        moments, together = Moments.seen(contributions, x)
+        moments, together = ContributionMoments.of_data(contributions, x)
         ffn = model.layers[0].f
         h = torch.relu(ffn.g(x)) * ffn.a(x)
         c = h.abs() * torch.stack([ffn.b.weight[:, unit].norm() for unit in range(96)])
@@ -117,15 +120,13 @@ def test_moments_without_data_are_those_of_normal_inputs(gated: bool) -> None:
     model = stack(gated, layers=1)
     with torch.no_grad():
         contributions = Contributions(site_of(model), model)
-        ours = Moments.of_standard_normal(contributions)
-        theirs, _ = Moments.seen(contributions, torch.randn(60_000, 16, generator=torch.Generator().manual_seed(1)))
+        ours = ContributionMoments.of_standard_normal(contributions)
+        theirs, _ = ContributionMoments.of_data(contributions, torch.randn(60_000, 16, generator=torch.Generator().manual_seed(1)))
     for mine, sampled in ((ours.c, theirs.c), (ours.xc, theirs.xc)):
         assert float((mine - sampled).norm() / sampled.norm()) < (0.15 if gated else 0.08)
 
 
 def site_of(model: Model) -> Any:
-    from retrofit.anatomy.feed_forwards import feed_forwards
-
     (site,), _ = feed_forwards(retrofit.inspect(model, {"ids": IDS}))
     return site
 
@@ -134,7 +135,7 @@ def test_the_leading_vectors_are_those_of_the_singular_value_decomposition() -> 
     torch.manual_seed(0)
     for shape, rank in (((30, 80), 4), ((12, 5), 3), ((6, 4), 6)):
         matrix = torch.randn(*shape, dtype=torch.float64) @ torch.diag(0.7 ** torch.arange(shape[1], dtype=torch.float64))
-        basis = leading(matrix, rank)
+        basis = leading_singular_vectors(matrix, rank)
         u, _, _ = torch.linalg.svd(matrix)
         kept = min(rank, *shape)
         assert basis.shape == (shape[0], rank)
@@ -151,9 +152,9 @@ def test_a_controller_that_can_tell_chooses_the_largest() -> None:
     maps = torch.randn(12, 3, generator=generator) @ torch.randn(3, 40, generator=generator)
     c = x @ maps
     joint = torch.cov(torch.cat([x, c], 1).t(), correction=0)
-    moments = Moments(x.mean(0), c.mean(0), joint[:12, :12], joint[:12, 12:])
+    moments = ContributionMoments(x.mean(0), c.mean(0), joint[:12, :12], joint[:12, 12:])
     order = torch.randperm(40, generator=generator)
-    controller = Controller.fitted(moments, order, 5, 3)
+    controller = Controller.fit(moments, order, 5, 3)
     chosen = (x @ controller.c1 @ controller.c2 + controller.bias).unflatten(1, (-1, 5)).argmax(-1)
     largest = c[:, order].unflatten(1, (-1, 5)).argmax(-1)
     assert float((chosen == largest).float().mean()) > 0.97
@@ -197,7 +198,7 @@ def test_the_energy_reported_is_that_of_the_units_that_are_active() -> None:
         kept += float(sum(row[unit] for row, unit in zip(c, chosen, strict=True)))
         best += float(c.max(1).values.sum())
         whole += float(c.sum())
-    ours, _, highest = energies(applied.rewrites[0].notes[0])
+    ours, _, highest = energies(next(note for note in applied.rewrites[0].notes if "energy kept" in note))
     assert ours == pytest.approx(100 * kept / whole, abs=0.1) and highest == pytest.approx(100 * best / whole, abs=0.1)
 
 
@@ -233,11 +234,11 @@ def test_one_token_at_a_time_with_gathered_rows_is_the_whole_sequence_at_once() 
     calls = {"gathered": 0}
     for block in blocks_of(model):
 
-        def counted(*args: Any, inner: Any = block.gathered) -> torch.Tensor:
+        def counted(*args: Any, inner: Any = block.compute_gathered) -> torch.Tensor:
             calls["gathered"] += 1
             return inner(*args)
 
-        block.gathered = counted
+        block.compute_gathered = counted
     with torch.enable_grad():  # the dense products and the mask
         whole = model(**inputs).logits.detach()
     assert calls["gathered"] == 0
@@ -317,7 +318,7 @@ def test_a_weight_that_others_use_stays_where_it_is() -> None:
         retrofit.apply(model, SparseFFN(sparsity=4), example_inputs={"ids": IDS})
 
 
-def test_only_the_layers_asked_for() -> None:
+def test_only_the_selected_layers_become_sparse() -> None:
     model = stack(gated=False, layers=3)
     retrofit.apply(model, SparseFFN(sparsity=4, layers="0+2"), example_inputs={"ids": IDS}, verify=False)
     assert [isinstance(layer.f, SparseFeedForward) for layer in model.layers] == [True, False, True]
@@ -332,3 +333,24 @@ def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
 def test_it_goes_with_altup_as_text() -> None:
     spec = SparseFFN(sparsity=8, rank=None).spec()
     assert retrofit.apply(stack(gated=False), AltUp(k=2, embedding="recycled"), spec, example_inputs={"ids": IDS}, verify=False)
+
+
+# ── The plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_plan_counts_the_controllers_and_leaves_the_model_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = Model(16, Plain(16, 96, "relu", True), Gated(16, 90, "relu", True), Gated(16, 96, "silu", False)).eval()
+    model.layers[2].f.act = act = torch.nn.PReLU()
+    before = {name: (id(one), one.detach().clone()) for name, one in model.named_parameters()}
+    plan = retrofit.plan_of(model, SparseFFN(sparsity=16, rank=3), example_inputs={"ids": IDS})
+    (planned,) = plan.passes
+    assert [site.name for site in planned.plan.sites] == ["layers.0.f", "layers.2.f"]
+    assert [(miss.name, miss.remedy) for miss in planned.plan.near_misses] == [("layers.1.f", "use sparsity=2 or 3 or 6")]
+    assert planned.plan.new_parameters == 2 * (16 * 3 + 3 * 96 + 96) == plan.parameters_after - plan.parameters_before
+    assert {name: id(one) for name, one in model.named_parameters()} == {name: held for name, (held, _) in before.items()}
+    assert all(torch.equal(one, before[name][1]) for name, one in model.named_parameters())
+    applied = apply_reported(model, SparseFFN(sparsity=16, rank=3), example_inputs={"ids": IDS}, verify=False, count_flops=False)
+    assert applied.rewrites[0].sites == planned.plan.sites and applied.rewrites[0].formula == planned.plan.formula
+    assert not any(one.is_meta for one in model.parameters())
+    assert model.layers[2].f.hidden.get_submodule("act") is act, "the plan on the copy without weights did not take the module"

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 import retrofit
-from retrofit.anatomy.attentions import attention_sites
+from retrofit.anatomy.attention_parsing import find_attention_sites
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import SparseQKV
-from retrofit.passes.sparse_qkv.alternating_least_squares import best_d, best_e, best_taps, matrices, start, together
-from retrofit.passes.sparse_qkv.modular import FEW, ModularConvolution, ModularProjection, neighbours
-from retrofit.passes.sparse_qkv.sparse_qkv import Columns, SparseAttention, Vacated
+from retrofit.passes.sparse_qkv.least_squares_fit import best_d, best_e, best_taps, dense_matrices, fit, joined
+from retrofit.passes.sparse_qkv.modular_projection import FEW, ModularConvolution, ModularProjection, ModularShape, neighbours
+from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection, IdentityProjection
+from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention
 from retrofit.rewriting import apply_reported
 
 small = st.integers(1, 3)
@@ -74,7 +75,8 @@ def test_the_parameters_number_what_the_paper_says(variant: str) -> None:
     layer = ModularProjection(variant, d, modules, size, dict.fromkeys("qkv", 1), kernel, torch.empty(0))
     mult, conv = d * d // modules + d * modules, kernel**2 * size**2 + size
     expected = {"mult-conv": mult + 3 * conv, "mult": 3 * mult, "conv": 3 * conv}[variant]
-    assert sum(parameter.numel() for parameter in layer.parameters()) == expected == layer.count()
+    assert sum(parameter.numel() for parameter in layer.parameters()) == expected
+    assert ModularShape(variant, d, modules, size, dict.fromkeys("qkv", 1), kernel).count() == expected
 
 
 @pytest.mark.parametrize("variant", ["mult-conv", "mult", "conv"])
@@ -86,7 +88,7 @@ def test_without_earlier_tokens_a_projection_is_the_matrix_it_stands_for(variant
                 parameter.zero_()
     x = torch.randn(5, 1, 12, dtype=torch.float64)
     q, k = layer(x).split([12, 6], -1)
-    dense = {letter: value.double().flatten(1) for letter, value in matrices(layer).items()}
+    dense = {letter: value.double().flatten(1) for letter, value in dense_matrices(layer).items()}
     torch.testing.assert_close(q, x @ dense["q"], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(k, x @ dense["k"], atol=1e-5, rtol=1e-5)
 
@@ -147,7 +149,7 @@ def test_the_start_is_nearer_where_it_was_calibrated() -> None:
     for given_moments in (None, moments):
         torch.manual_seed(0)
         layer = ModularProjection("mult-conv", 32, 4, 8, dict.fromkeys("qkv", 1), 3, torch.empty(0))
-        reported = start(layer, weights, given_moments)
+        reported = fit(layer, weights, given_moments)
         y = layer(x.unsqueeze(1)).squeeze(1).detach()
         dense = torch.cat([x @ weight for weight in weights.values()], -1)
         errors.append(float((y - dense).norm() / dense.norm()))
@@ -162,9 +164,9 @@ def test_projections_that_share_a_layer_start_together() -> None:
     weights = {letter: torch.randn(24, 24, generator=generator) for letter in "kv"}
     keys = ModularProjection("mult-conv", 24, 4, 6, {"k": 1}, 3, torch.empty(0))
     values = ModularProjection("mult-conv", 24, 4, 6, {"v": 1}, 3, torch.empty(0), keys.mult)
-    reported = start(together([keys, values]), weights)
+    reported = fit(joined([keys, values]), weights)
     for letter, layer in {"k": keys, "v": values}.items():
-        error = (matrices(layer)[letter].detach().flatten(1) - weights[letter]).norm() / weights[letter].norm()
+        error = (dense_matrices(layer)[letter].detach().flatten(1) - weights[letter]).norm() / weights[letter].norm()
         assert reported[letter] == pytest.approx(float(error), rel=1e-4)
         assert error < 0.95
 
@@ -204,17 +206,17 @@ def test_the_rewritten_model_is_the_dense_one_with_the_matrices_it_stands_for(na
     given_inputs = zoo.inputs(zoo.entry(name), model)
     dense = copy.deepcopy(model)
     anatomy = retrofit.inspect(dense, given_inputs)
-    sites, _ = attention_sites(anatomy, [(stack, depth) for stack in anatomy.stacks for depth in range(len(stack.layers))])
+    sites, _ = find_attention_sites(anatomy, [(stack, depth) for stack in anatomy.stacks for depth in range(len(stack.layers))])
     retrofit.apply(model, SparseQKV(output="keep"), example_inputs=given_inputs, verify=False)
     modules = dict(model.named_modules())
     with torch.no_grad():
         for site in sites:
             wrapped = isinstance(modules[site.name], SparseAttention)
-            found = matrices(modules[site.name].sparse) if wrapped else {}
+            found = dense_matrices(modules[site.name].sparse) if wrapped else {}
             for projection in site.projections:
                 path = projection.matrix.module.replace(site.name, f"{site.name}.layer") if wrapped else projection.matrix.module
                 own = getattr(modules[path], "sparse", None)
-                found |= matrices(own) if own is not None else {}
+                found |= dense_matrices(own) if own is not None else {}
                 weight = dense.get_parameter(projection.matrix.weight)
                 weight = weight.t() if projection.matrix.out_first else weight
                 for letter, places in projection.columns:
@@ -228,12 +230,12 @@ def test_the_rewritten_model_is_the_dense_one_with_the_matrices_it_stands_for(na
 def test_code_that_sets_up_fresh_weights_finds_some(rule: str) -> None:
     """A model's `_init_weights` may read the weight and bias of every projection by name."""
     for biased in (True, False):
-        gone = Vacated(biased)
+        gone = IdentityProjection(biased)
         getattr(nn.init, rule)(gone.weight)
         assert (gone.bias is not None) == biased
         if gone.bias is not None:
             nn.init.zeros_(gone.bias)
-    getattr(nn.init, rule)(Columns(0, 2, [0, 1], nn.Parameter(torch.ones(2)), None, torch.device("cpu")).weight)
+    getattr(nn.init, rule)(ColumnProjection(0, 2, [0, 1], nn.Parameter(torch.ones(2)), None, torch.device("cpu")).weight)
 
 
 def test_without_weights_the_projections_come_apart_alike() -> None:
@@ -242,7 +244,7 @@ def test_without_weights_the_projections_come_apart_alike() -> None:
     for device in ("cpu", "meta"):
         model = zoo.build(zoo.entry("causal/falcon"), device, num_hidden_layers=2)
         anatomy = retrofit.inspect(model)
-        sites, missed = attention_sites(anatomy, [(stack, depth) for stack in anatomy.stacks for depth in range(2)])
+        sites, missed = find_attention_sites(anatomy, [(stack, depth) for stack in anatomy.stacks for depth in range(2)])
         assert len(sites) == 2 and not missed
         found.append([[one.columns for one in site.projections] for site in sites])
     assert found[0] == found[1]
@@ -393,7 +395,7 @@ def test_calibration_gives_a_nearer_start() -> None:
     [
         ("causal/minicpm3", {}, "k is made by 2 matrices"),
         ("causal/llama", {"modules": 7}, "modules=7"),
-        ("causal/gemma2", {"modules": 1}, "every n-th"),
+        ("causal/gemma2", {"modules": 1}, "no stride"),
         ("masked/bert", {"output": "conv"}, "does not return"),
     ],
 )

@@ -1,0 +1,220 @@
+"""The layers of AltUp: a d-wide layer works on one block of a K·d-wide stream, and a few coefficients update all blocks.
+
+    predict   x̂^i = Σ_m p[i,m] x^m
+    compute   x̃ = layer(x^j)
+    correct   x_new^i = x̂^i + g[i] (x̃ − x̂^j)
+
+Predict and correct are one linear map over the K+1 vectors x^1 … x^K, x̃: A = [P − g p_jᵀ | g].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from retrofit.passes.altup.contraction import combine_blocks, contract, weighted_sum
+from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, find_argument, with_item
+
+
+def start_coefficients(init: str, k: int, j: int, n: int) -> tuple[Tensor, Tensor]:
+    """P [K, K] and g [K] that take the dense stream from block j to block n: all blocks carry it in lockstep, one in a hop."""
+    p, g = torch.eye(k), torch.ones(k)
+    if init == "hop":
+        p[j] = p[n]
+        g = torch.eye(k)[n]
+    return p, g
+
+
+class AltUpLayer(Wrapper):
+    """The d-wide `layer` works on block `active` of a K·d-wide stream, and `p` [K, K] and `g` [K] predict and correct all blocks.
+
+    The stream enters by the argument `stream_in` and leaves by `stream_out`, an index or key of what the layer returns (None: the
+    value itself). `narrow` names other K·d-wide arguments and the block of each that the layer receives; the rest passes unchanged.
+
+    - `expand`: the stream enters d wide, and all K blocks equal it. `combine`: it leaves d wide, as Σ_i combine[i] x^i.
+    - `rotate`: the blocks move up by one afterwards, so that a layer called at every depth works on each in turn with one `active`.
+    """
+
+    second_step: ClassVar[tuple[str, ...]] = ()  # parameters whose gradient is zero until others have moved
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        width: int,
+        k: int,
+        active: int = 0,
+        *,
+        stream_in: int | str = 0,
+        stream_out: int | str | None = None,
+        narrow: Mapping[int | str, int] | None = None,
+        expand: bool = False,
+        combine: Sequence[float] | None = None,
+        rotate: bool = False,
+    ) -> None:
+        super().__init__(layer)
+        self.width, self.k, self.active = width, k, active
+        self.stream_in, self.stream_out = argument_place(layer, stream_in), stream_out
+        self.narrow = [(argument_place(layer, key), block) for key, block in (narrow or {}).items()]
+        self.expand, self.rotate = expand, rotate
+        self.combine = None if combine is None else tuple(float(weight) for weight in combine)
+        like = next((parameter for parameter in layer.parameters() if parameter.is_floating_point()), torch.empty(()))
+        self.add_coefficients(like.device, like.dtype)
+        self.start("lockstep", active)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments, keywords = list(args), dict(kwargs)
+        container, key = find_argument(self.stream_in, arguments, keywords)
+        x = container[key]
+        self.check_width(x)
+        container[key] = block = x if self.expand else self.block(x, self.active)
+        for place, i in self.narrow:
+            container, key = find_argument(place, arguments, keywords)
+            container[key] = None if container[key] is None else self.block(container[key], i)
+        output = self.layer(*arguments, **keywords)
+        out = None if isinstance(output, Tensor) else self.stream_out
+        return with_item(output, out, self.update(x, block, output if out is None else output[out]))
+
+    def check_width(self, x: Tensor) -> None:
+        """Raises `DoesNotFitError` where the stream is not as wide as this layer takes it."""
+        width = self.width if self.expand else self.k * self.width
+        if x.shape[-1] != width:
+            raise DoesNotFitError(
+                f"a layer received a stream {x.shape[-1]} wide, where AltUp's is {width}",
+                why="it was embedded elsewhere: by the dense model's table, or by one that replaced the widened one",
+                remedy="embed with model.get_input_embeddings(), or rewrite with embedding=recycled: it takes them as before",
+            )
+
+    def block(self, x: Tensor, i: int) -> Tensor:
+        return x.narrow(-1, i * self.width, self.width)
+
+    def update(self, x: Tensor, block: Tensor, y: Tensor) -> Tensor:
+        """x_new, from the stream x, its active block and x̃ = y; `rotate`, `expand` and `combine` only change A."""
+        p, g = self.coefficients(block, y)
+        g = g.unsqueeze(-1)
+        a = torch.addcmul(p, g, p.narrow(-2, self.active, 1), value=-1)  # P − g p_jᵀ
+        if self.rotate:
+            a, g = a.roll(-1, -2), g.roll(-1, -2)
+        if self.expand:
+            a = a.sum(-1, keepdim=True)
+        if self.combine is not None:
+            a = weighted_sum(a.unbind(-2), self.combine).unsqueeze(-2)
+            g = weighted_sum(g.unbind(-2), self.combine).unsqueeze(-2)
+        return contract(x, y, a, g)
+
+    def add_coefficients(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.p = nn.Parameter(torch.empty(self.k, self.k, device=device, dtype=dtype))
+        self.g = nn.Parameter(torch.empty(self.k, device=device, dtype=dtype))
+
+    @torch.no_grad()
+    def start(self, init: str, n: int) -> None:
+        """The coefficients are those of the exact start `init` (lockstep or hop); the next layer works on block n."""
+        with self.p.device:  # "meta" where the model has no values
+            p, g = start_coefficients(init, self.k, self.active, n)
+        self.p.copy_(p)
+        self.g.copy_(g)
+
+    def coefficients(self, block: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """P and g; here the same for every token."""
+        return self.p, self.g
+
+    def freeze(self) -> None:
+        """The coefficients are buffers: saved, not trained, and not counted as parameters."""
+        for owner in (self, *(child for name, child in self.named_children() if name != "layer")):
+            for name, parameter in list(owner._parameters.items()):
+                del owner._parameters[name]
+                owner.register_buffer(name, None if parameter is None else parameter.detach())
+
+    @staticmethod
+    def count(width: int, k: int) -> int:
+        """How many parameters the method adds to a layer."""
+        return k**2 + k
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}, active={self.active}"
+
+
+class DenseAltUpLayer(AltUpLayer):
+    """Alg. 2: `p` [K·d, K·d] predicts the whole stream, x̂ = P x, and `g` [K·d, d] corrects it, x_new = x̂ + G (x̃ − x̂^j)."""
+
+    def add_coefficients(self, device: torch.device, dtype: torch.dtype) -> None:
+        wide = self.k * self.width
+        self.p = nn.Parameter(torch.empty(wide, wide, device=device, dtype=dtype))
+        self.g = nn.Parameter(torch.empty(wide, self.width, device=device, dtype=dtype))
+
+    @torch.no_grad()
+    def start(self, init: str, n: int) -> None:
+        with self.p.device:
+            p, g = start_coefficients(init, self.k, self.active, n)
+            one = torch.eye(self.width)
+        self.p.copy_(torch.kron(p, one))
+        self.g.copy_(torch.kron(g.unsqueeze(-1), one))
+
+    def update(self, x: Tensor, block: Tensor, y: Tensor) -> Tensor:
+        wide = torch.cat([x] * self.k, -1) if self.expand else x
+        predicted = F.linear(wide, self.p)
+        new = (predicted + F.linear(y.to(x.dtype) - self.block(predicted, self.active), self.g)).to(x.dtype)
+        new = new.roll(-self.width, -1) if self.rotate else new
+        return new if self.combine is None else combine_blocks(new, self.combine)
+
+    @staticmethod
+    def count(width: int, k: int) -> int:
+        return (k * width) ** 2 + k * width**2
+
+
+class DynamicAltUpLayer(AltUpLayer):
+    """Coefficients that depend on the token, as in Gemma 3n: P from the active block, g from the layer's output.
+
+    Each is its start, `base_p` or `base_g`, plus a linear map of r(v) = tanh(modality_router(router_norm(v) / d)). The names are
+    Gemma 3n's, and as there `coef_clip` bounds both maps in training. Its `correct_output_scale` has no counterpart: it scales what
+    feeds Gemma's per-layer embeddings, never the stream.
+    """
+
+    second_step: ClassVar[tuple[str, ...]] = ("modality_router.weight", "router_norm.weight")  # until the maps leave zero
+
+    def __init__(
+        self, layer: nn.Module, width: int, k: int, active: int = 0, *, coef_clip: float | None = None, **options: Any
+    ) -> None:
+        super().__init__(layer, width, k, active, **options)
+        self.coef_clip = coef_clip
+
+    def add_coefficients(self, device: torch.device, dtype: torch.dtype) -> None:
+        like: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.router_norm = nn.RMSNorm(self.width, eps=1e-6, **like)
+        self.modality_router = nn.Linear(self.width, self.k, bias=False, **like)
+        self.prediction_coefs = nn.Linear(self.k, self.k**2, bias=False, **like)
+        self.correction_coefs = nn.Linear(self.k, self.k, bias=False, **like)
+        self.register_buffer("base_p", torch.empty(self.k, self.k, **like))
+        self.register_buffer("base_g", torch.empty(self.k, **like))
+
+    @torch.no_grad()
+    def start(self, init: str, n: int) -> None:
+        with self.base_p.device:
+            p, g = start_coefficients(init, self.k, self.active, n)
+        self.base_p.copy_(p)
+        self.base_g.copy_(g)
+        self.modality_router.weight.normal_(std=self.width**0.5)  # what enters the tanh has unit variance
+        self.prediction_coefs.weight.zero_()
+        self.correction_coefs.weight.zero_()
+
+    def coefficients(self, block: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        p = self.base_p + F.linear(self.route(block), self.clipped(self.prediction_coefs.weight)).unflatten(-1, (self.k, self.k))
+        return p, self.base_g + F.linear(self.route(y), self.clipped(self.correction_coefs.weight))
+
+    def route(self, v: Tensor) -> Tensor:
+        """r(v), one value in (−1, 1) for each block: (…, d) gives (…, K)."""
+        weight = self.modality_router.weight
+        return torch.tanh(self.modality_router(self.router_norm(v.to(weight.dtype)) / self.width).float()).to(weight.dtype)
+
+    def clipped(self, weight: Tensor) -> Tensor:
+        return weight if self.coef_clip is None or not self.training else weight.clamp(-self.coef_clip, self.coef_clip)
+
+    @staticmethod
+    def count(width: int, k: int) -> int:
+        return width + k * width + k**3 + k**2
+
+
+COEFFICIENTS: dict[str, type[AltUpLayer]] = {"scalar": AltUpLayer, "dense": DenseAltUpLayer, "dynamic": DynamicAltUpLayer}

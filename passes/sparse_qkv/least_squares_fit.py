@@ -1,0 +1,252 @@
+"""The start of a modular projection: the least-squares fit to the dense one.
+
+Where no earlier token counts, multiplicative layer and convolutions multiply by the dense matrices
+Ŵ_j[i,s,n] = Σ_o D[i, r·s+o−⌊F/2⌋] (E[i,:] C_j[o])[n], where C_j[o] = W_j[o,0] are the taps of the token itself. The fit minimises
+
+    Σ_j tr (W_j − Ŵ_j)ᵀ A (W_j − Ŵ_j)        A: the second moments of x on calibration data, the identity without
+
+Given two of D, E and C the third is a linear least-squares problem, for D and E one of S or M unknowns for each input feature.
+Alternating least squares solves them in turn, each of which lowers the error, with A = I. With calibration data L-BFGS continues
+from there under A, which couples the features. The taps of earlier tokens are zero: the dense model reads none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from retrofit.passes.multiplicative import Multiplicative, nearest_product
+from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution, ModularProjection, neighbours
+from retrofit.sdk import Enough
+
+SWEEPS = 12  # of the alternation (benchmarks/sparse_qkv_start.py)
+STEPS = 40  # of L-BFGS
+RIDGE = 1e-5  # added to the diagonal of a system, as a fraction of its mean
+ROWS = 256  # input features solved for at a time
+TOKENS = 8192  # that the second moments are averaged over
+
+Targets = Mapping[str, Tensor]  # by letter: (d, S/r, N)
+
+
+class SecondMoments:
+    """The average of x xᵀ over the rows it is called with: an observer for `Calibration.observe`."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.tokens = 0
+
+    def __call__(self, rows: Tensor) -> None:
+        rows = rows.float()
+        self.total = rows.t() @ rows + (0 if self.total is None else self.total)
+        self.tokens += len(rows)
+        if self.tokens >= TOKENS:
+            raise Enough
+
+    def mean(self) -> Tensor | None:
+        return None if self.total is None else self.total / self.tokens
+
+
+def joined(projections: Sequence[ModularProjection]) -> ModularProjection:
+    """Projections that share a multiplicative layer as one projection of the same layers: fitting it fits them all."""
+    first = projections[0]
+    strides = {letter: stride for one in projections for letter, stride in one.strides.items()}
+    like = torch.empty(0, device="meta")
+    whole = ModularProjection(first.variant, first.width, first.module_count, first.size, strides, first.kernel, like)
+    for one in projections:
+        for name, layer in one.named_children():
+            setattr(whole, name, layer)
+    return whole
+
+
+def fit(projection: ModularProjection, weights: Mapping[str, Tensor], moments: Tensor | None = None) -> dict[str, float]:
+    """`projection` is fitted to the dense `weights`, (d, columns) by letter; returns the relative error of each under `moments`.
+
+    On the meta device it does nothing and returns no errors.
+    """
+    if any(weight.is_meta for weight in weights.values()):
+        return {}
+    targets = {letter: weight.float().unflatten(-1, (-1, projection.size)) for letter, weight in weights.items()}
+    with torch.no_grad():
+        if projection.variant == "mult":
+            for letter, weight in weights.items():
+                multiplicative(projection, letter).fit(weight)
+        else:
+            alternate(projection, targets)
+    if moments is not None:
+        descend(projection, targets, moments)
+    with torch.no_grad():
+        return relative_errors(dense_matrices(projection), targets, moments)
+
+
+def multiplicative(projection: ModularProjection, letter: str) -> Multiplicative:
+    found = projection.get_submodule(f"mult_{letter}")
+    assert isinstance(found, Multiplicative)
+    return found
+
+
+def convolution(projection: ModularProjection, letter: str) -> ModularConvolution:
+    found = projection.get_submodule(f"conv_{letter}")
+    assert isinstance(found, ModularConvolution)
+    return found
+
+
+def dense_matrices(projection: ModularProjection) -> dict[str, Tensor]:
+    """The dense matrix by which the projection multiplies where no earlier token counts, by letter: (d, S/r, N)."""
+    if projection.variant == "mult":
+        products = {letter: multiplicative(projection, letter) for letter in projection.strides}
+        return {letter: one.matrix().float().unflatten(-1, one.modules_and_size) for letter, one in products.items()}
+    d, e = factors(projection)
+    m, kernel = d.unsqueeze(-1) * e.unsqueeze(-2), projection.kernel
+    inputs = {stride: neighbours(m, kernel, stride) for stride in set(projection.strides.values())}
+    taps = {letter: convolution(projection, letter).weight[:, 0].float() for letter in projection.strides}
+    return {letter: inputs[stride] @ taps[letter].flatten(0, 1) for letter, stride in projection.strides.items()}
+
+
+def factors(projection: ModularProjection) -> tuple[Tensor, Tensor]:
+    """D and E; without a multiplicative layer those that split x into modules."""
+    if projection.variant == "mult-conv":
+        return projection.mult.d.float(), projection.mult.e.float()
+    device = next(projection.parameters()).device
+    feature, size = torch.arange(projection.width, device=device), projection.width // projection.module_count
+    d = torch.nn.functional.one_hot(feature // size, projection.module_count)
+    return d.float(), torch.nn.functional.one_hot(feature % size, size).float()
+
+
+def relative_errors(found: Targets, targets: Targets, moments: Tensor | None) -> dict[str, float]:
+    """The error of each letter relative to its target, in the norm of `moments`."""
+    return {letter: distance(found[letter], target, moments) for letter, target in targets.items()}
+
+
+def distance(found: Tensor, target: Tensor, moments: Tensor | None) -> float:
+    return float(length((found - target).flatten(1), moments) / length(target.flatten(1), moments))
+
+
+def length(matrix: Tensor, moments: Tensor | None) -> Tensor:
+    """The root of tr Mᵀ A M."""
+    return matrix.norm() if moments is None else (matrix * (moments @ matrix)).sum().clamp_min(0).sqrt()
+
+
+# ── Without data ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def alternate(projection: ModularProjection, targets: Targets) -> None:
+    """Taps, D and E are in turn the least-squares solution given the others."""
+    kernel, strides = projection.kernel, projection.strides
+    d, e = factors(projection)
+    identity = torch.eye(projection.module_count, device=d.device).unsqueeze(-1)
+    reach = {letter: neighbours(identity, kernel, stride).permute(2, 0, 1) for letter, stride in strides.items()}  # (F, S, S/r)
+    taps: dict[str, Tensor] = {}
+    if projection.variant == "conv":
+        taps = {letter: best_taps(d, e, reach[letter], target) for letter, target in targets.items()}
+    else:
+        widest = max(targets, key=lambda letter: targets[letter].shape[1])
+        d, e = nearest_product(targets[widest])
+        for _ in range(SWEEPS):
+            taps = {letter: best_taps(d, e, reach[letter], target) for letter, target in targets.items()}
+            d = torch.cat([best_d(e[rows], reach, taps, targets, rows) for rows in chunks(len(d))])
+            e = torch.cat([best_e(d[rows], reach, taps, targets, rows) for rows in chunks(len(d))])
+            tiny = torch.finfo(d.dtype).tiny
+            ratio = (d.norm(dim=1, keepdim=True).clamp_min(tiny) / e.norm(dim=1, keepdim=True).clamp_min(tiny)).sqrt()
+            d, e = d / ratio, e * ratio
+        projection.mult.d.copy_(d)
+        projection.mult.e.copy_(e)
+    for letter, tap in taps.items():
+        weight = convolution(projection, letter).weight
+        weight.zero_()
+        weight[:, 0].copy_(tap)
+
+
+def chunks(count: int) -> list[slice]:
+    return [slice(first, first + ROWS) for first in range(0, count, ROWS)]
+
+
+def best_taps(d: Tensor, e: Tensor, reach: Tensor, target: Tensor) -> Tensor:
+    """C[o] for D, E: (F, M, N)."""
+    kernel, size = len(reach), e.shape[1]
+    spread = torch.einsum("osg,is->iog", reach, d)  # (d, F, S/r)
+    gram = torch.einsum("iog,ipg->opi", spread, spread)
+    system = torch.stack([torch.stack([(e * pair.unsqueeze(-1)).t() @ e for pair in row]) for row in gram])  # (F, F, M, M)
+    right = torch.stack([e.t() @ torch.einsum("ig,ign->in", spread[:, o], target) for o in range(kernel)])  # (F, M, N)
+    return solve(system.transpose(1, 2).reshape(kernel * size, kernel * size), right.flatten(0, 1)).unflatten(0, (kernel, size))
+
+
+def best_d(e: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: slice) -> Tensor:
+    """D of the input features `rows` for E and C: (rows, S)."""
+    modules = next(iter(reach.values())).shape[1]
+    system, right = e.new_zeros(len(e), modules, modules), e.new_zeros(len(e), modules)
+    for letter, tap in taps.items():
+        read = torch.einsum("im,omn->ion", e, tap)  # (rows, F, N)
+        gram = torch.einsum("ion,ipn->iop", read, read)
+        overlap = torch.einsum("osg,ptg->opst", reach[letter], reach[letter])
+        system += torch.einsum("iop,opst->ist", gram, overlap)
+        right += torch.einsum("osg,iog->is", reach[letter], torch.einsum("ign,ion->iog", targets[letter][rows], read))
+    return solve(system, right)
+
+
+def best_e(d: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: slice) -> Tensor:
+    """E of the input features `rows` for D and C: (rows, M)."""
+    size = next(iter(taps.values())).shape[1]
+    system, right = d.new_zeros(len(d), size, size), d.new_zeros(len(d), size)
+    for letter, tap in taps.items():
+        spread = torch.einsum("osg,is->iog", reach[letter], d)
+        gram = torch.einsum("iog,ipg->iop", spread, spread)
+        overlap = torch.einsum("omn,pkn->opmk", tap, tap)
+        system += torch.einsum("iop,opmk->imk", gram, overlap)
+        right += torch.einsum("ion,omn->im", torch.einsum("iog,ign->ion", spread, targets[letter][rows]), tap)
+    return solve(system, right)
+
+
+def solve(system: Tensor, right: Tensor) -> Tensor:
+    """The solution of a positive semi-definite system, or of a batch of them; zero where the system is zero."""
+    diagonal = system.diagonal(dim1=-2, dim2=-1)
+    ridge = RIDGE * diagonal.mean(-1, keepdim=True) + torch.finfo(system.dtype).tiny
+    return torch.linalg.solve(system + torch.diag_embed(ridge.expand_as(diagonal)), right)
+
+
+# ── With data ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.enable_grad()
+def descend(projection: ModularProjection, targets: Targets, moments: Tensor) -> None:
+    """L-BFGS lowers the error under `moments`, whose gradient by a matrix is 2 A (Ŵ − W)."""
+    names = [name for name, _ in projection.named_parameters() if not name.endswith("bias")]
+    parameters = [projection.get_parameter(name) for name in names]
+    values = [one.detach().float().clone().requires_grad_() for one in parameters]
+    total = sum(float(length(target.flatten(1), moments)) ** 2 for target in targets.values())
+    optimizer = torch.optim.LBFGS(values, max_iter=STEPS, history_size=20, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        found = dense_matrices_with(projection, dict(zip(names, values, strict=True)))
+        value = torch.zeros((), device=moments.device)
+        for letter, target in targets.items():
+            rest = (found[letter] - target).flatten(1)
+            weighted = moments @ rest.detach()
+            value += (rest.detach() * weighted).sum() / total
+            rest.backward(2 * weighted / total, retain_graph=True)
+        return value
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for one, value in zip(parameters, values, strict=True):
+            one.copy_(value)
+
+
+def dense_matrices_with(projection: ModularProjection, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`dense_matrices` with other values for the parameters."""
+    return torch.func.functional_call(
+        DenseMatrices(projection), {f"projection.{name}": value for name, value in values.items()}, ()
+    )
+
+
+class DenseMatrices(torch.nn.Module):
+    """`dense_matrices` of a projection as a module's forward."""
+
+    def __init__(self, projection: ModularProjection) -> None:
+        super().__init__()
+        self.projection = projection
+
+    def forward(self) -> dict[str, Tensor]:
+        return dense_matrices(self.projection)

@@ -1,0 +1,114 @@
+"""An attention whose queries, keys and values are computed by a sparse projection in front of the attention's own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.passes.sparse_qkv.mask_gates import lookback_gates, visible_keys
+from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
+from retrofit.passes.sparse_qkv.replaced_projections import BiasProjection, SparseOutput
+from retrofit.sdk import (
+    ArgumentPlace,
+    AttentionSite,
+    Key,
+    TokenHistory,
+    Wrapper,
+    argument_place,
+    batch_first,
+    cache_among,
+    find_argument,
+    histories_of,
+    with_item,
+)
+
+
+class SparseAttention(Wrapper):
+    """Calls the attention `layer` with [Q|K|V] instead of x, in cross-attention with Q; `output`, if any, is applied to its result.
+
+    Where modules inside the attention read x as well, it is called with [Q|K|V|x]. Without `sparse` it is called with x: then its
+    projections compute for themselves.
+
+    Where `sparse` or `output` reads earlier tokens, those of earlier calls with the same cache count too: the cache keeps their
+    last F−1 tokens by the name of this module. What the mask hides from the attention is hidden from the convolutions.
+    """
+
+    def __init__(self, layer: nn.Module, site: AttentionSite, sparse: ModularProjection | None) -> None:
+        super().__init__(layer)
+        self.name, self.cross, self.appends_stream, self.tokens_first = site.name, site.cross, bool(site.readers), site.tokens_first
+        self.sparse = sparse
+        self.output: SparseOutput | None = None
+        self.out_key = site.out_key
+        self.stream_in = place_of(layer, site.stream_in)
+        self.source_in = None if site.source_in is None else place_of(layer, site.source_in)
+        self.mask = None if site.mask is None else place_of(layer, site.mask.key)
+        self.true_hides = site.mask is not None and site.mask.true_hides
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments, keywords = list(args), dict(kwargs)
+        container, key = find_argument(self.stream_in, arguments, keywords)
+        x, mask = container[key], tensor_argument(self.mask, arguments, keywords)
+        stream = batch_first(x, self.tokens_first)  # (batch, T, d)
+        cache = cache_among(arguments, keywords)
+        histories = None if cache is None else histories_of(cache)
+        visible = None if self.cross or mask is None else visible_keys(mask, stream.shape[1], self.true_hides)
+        if self.cross and mask is not None and (histories is None or self.name not in histories):
+            self.zero_hidden_source(mask, stream.shape[1], arguments, keywords)
+        if self.sparse is not None:
+            columns = project_with_history(self.sparse, stream, visible, histories, self.name)
+            packed = torch.cat([columns, stream.to(columns.dtype)], -1) if self.appends_stream else columns
+            packed = batch_first(packed, self.tokens_first)
+            arguments = [packed if value is x else value for value in arguments]
+            keywords = {name: packed if value is x else value for name, value in keywords.items()}
+        result = self.layer(*arguments, **keywords)
+        if self.output is None:
+            return result
+        y = result if self.out_key is None else result[self.out_key]
+        z = project_with_history(self.output.sparse, batch_first(y, self.tokens_first), visible, histories, f"{self.name}.output")
+        return with_item(result, self.out_key, batch_first(BiasProjection.forward(self.output, z), self.tokens_first))
+
+    def zero_hidden_source(self, mask: Tensor, tokens: int, arguments: list[Any], keywords: dict[str, Any]) -> None:
+        """The source is zero where no query may see it: the convolutions read nothing there."""
+        if self.source_in is None:
+            return
+        container, key = find_argument(self.source_in, arguments, keywords)
+        source = container[key]
+        visible = visible_keys(mask, tokens, self.true_hides)
+        if source is not None and visible is not None and visible.shape[-1] == source.shape[0 if self.tokens_first else 1]:
+            kept = visible.any(1).unsqueeze(-1).to(source.dtype)  # (batch or 1, keys, 1)
+            container[key] = source * (kept.transpose(0, 1) if self.tokens_first else kept)
+
+
+def place_of(module: nn.Module, key: Key) -> ArgumentPlace:
+    """Where `module` takes the argument `key`, which is not None."""
+    assert key is not None
+    return argument_place(module, key)
+
+
+def tensor_argument(place: ArgumentPlace | None, args: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor at a place of a call, None where there is none."""
+    if place is None:
+        return None
+    position, keyword = place
+    value = kwargs.get(keyword) if keyword is not None else None
+    if value is None and position is not None and position < len(args):
+        value = args[position]
+    return value if isinstance(value, Tensor) else None
+
+
+def project_with_history(
+    projection: ModularProjection, x: Tensor, visible: Tensor | None, histories: dict[str, TokenHistory] | None, name: str
+) -> Tensor:
+    """`projection` of x after the earlier tokens in the cache's history `name`: zeros before the first, and where not `visible`."""
+    m = projection.in_modules(x)
+    past = projection.kernel - 1
+    if not past:
+        return projection.project(x, m, None)
+    before = m.new_zeros(m.shape[0], past, *m.shape[2:]) if histories is None or name not in histories else histories[name].last()
+    if histories is not None:
+        if name not in histories:
+            histories[name] = TokenHistory(past, m)
+        histories[name].push(m)
+    return projection.project(x, torch.cat([before.to(m.dtype), m], 1), lookback_gates(visible, m.shape[1], past))

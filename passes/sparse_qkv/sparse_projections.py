@@ -1,0 +1,109 @@
+"""The sparse projections of one attention as modules: built, fitted to the dense weights, and installed in the model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, nn
+
+from retrofit.passes.sparse_qkv.attention_plan import AttentionPlan, separate_streams
+from retrofit.passes.sparse_qkv.least_squares_fit import fit, joined
+from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
+from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection, IdentityProjection, SparseOutput, StreamSlice
+from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention, place_of
+from retrofit.sdk import AttentionSite, Edit, Matrix, SiteProjection, weight_and_bias, weight_out_first, weights_by_letter
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseProjections:
+    """The modules of an `AttentionPlan`; separate projections of one stream share their `mult`."""
+
+    site: AttentionSite
+    shared: ModularProjection | None
+    separate: dict[str, ModularProjection]  # by module
+    output: ModularProjection | None
+
+    @classmethod
+    def build(cls, plan: AttentionPlan, like: Tensor) -> SparseProjections:
+        """The modules with random weights, of the device and dtype of `like`."""
+        shared = None if plan.shared is None else plan.shared.build(like)
+        separate: dict[str, ModularProjection] = {}
+        for group in separate_streams(plan.site):
+            mult = None
+            for one in group:
+                module = plan.separate[one.matrix.module].build(like, mult)
+                mult = module.mult if module.variant == "mult-conv" else None
+                separate[one.matrix.module] = module
+        return cls(plan.site, shared, separate, None if plan.output is None else plan.output.build(like))
+
+    def fit(self, model: nn.Module, moments: dict[str, Tensor | None]) -> dict[str, float]:
+        """The modules are fitted to the dense weights of `model`; returns the relative error by letter.
+
+        `moments` holds the second moments of what each dense module multiplies, by module; it is empty without calibration data.
+        """
+        weights = weights_by_letter(self.site, model)
+        errors: dict[str, float] = {}
+        if self.shared is not None:
+            errors |= fit_letters(self.shared, weights, moments.get(self.site.stream_projections[0].matrix.module))
+        for group in separate_streams(self.site):
+            paths = [one.matrix.module for one in group]
+            errors |= fit_letters(joined([self.separate[path] for path in paths]), weights, moments.get(paths[0]))
+        if self.output is not None and self.site.out is not None:
+            errors |= fit_letters(
+                self.output, {"out": weight_out_first(self.site.out, model).t()}, moments.get(self.site.out.module)
+            )
+        return errors
+
+    def install(self, edit: Edit, keep_output: bool) -> None:
+        """The attention computes its projections by these modules; its output layer stays, is replaced, or goes."""
+        site, model = self.site, edit.model
+        device = model.get_parameter(site.projections[0].matrix.weight).device
+        column = 0  # of what the attention is called with instead of x
+        for one in site.projections:
+            weight, bias = weight_and_bias(one.matrix, model)
+            separate = self.separate.get(one.matrix.module)
+            start = 0 if separate is not None else column
+            column += one.width if separate is None else 0
+            replacement = ColumnProjection(start, one.width, column_order(one), bias, separate, device, site.tokens_first)
+            edit.replace_module(one.matrix.module, replacement)
+            edit.drop_parameter(weight, "sparse layers fitted to it replace it")
+        outer_output = None if keep_output or site.out is None else self.install_output(edit, site.out)
+        for reader in site.readers if self.shared is not None else ():  # one may contain the output layer
+            module = model.get_submodule(reader.path)
+            edit.replace_module(reader.path, StreamSlice(module, place_of(module, reader.key), column))
+        if self.shared is not None or outer_output is not None:
+            wrapper = SparseAttention(model.get_submodule(site.name), site, self.shared)
+            wrapper.output = outer_output if outer_output is None else outer_output.train(wrapper.layer.training)
+            edit.replace_module(site.name, wrapper)
+
+    def install_output(self, edit: Edit, out: Matrix) -> SparseOutput | None:
+        """The dense output layer is gone; returns its replacement where that reads earlier tokens, and belongs into the wrapper."""
+        weight, bias = weight_and_bias(out, edit.model)
+        outer: SparseOutput | None = None
+        why = "a sparse layer fitted to it replaces it"
+        replacement: nn.Module = IdentityProjection(bias is not None)
+        if self.output is None:
+            why = "the method has no output layer"
+            if bias is not None:
+                edit.drop_parameter(bias, why)
+        elif self.output.kernel > 1:
+            outer = SparseOutput(self.output, bias)
+        else:
+            replacement = SparseOutput(self.output, bias)
+        edit.replace_module(out.module, replacement)
+        edit.drop_parameter(weight, why)
+        return outer
+
+
+def fit_letters(projection: ModularProjection, weights: dict[str, Tensor], moments: Tensor | None) -> dict[str, float]:
+    """`projection` is fitted to the weights of its letters; returns their relative errors."""
+    return fit(projection, {letter: weights[letter] for letter in projection.strides}, moments)
+
+
+def column_order(projection: SiteProjection) -> list[int]:
+    """For each column of a dense projection, which of its columns it is when they are sorted by letter."""
+    places = [column for _, columns in projection.columns for column in columns]
+    order = [0] * len(places)
+    for new, column in enumerate(places):
+        order[column] = new
+    return order

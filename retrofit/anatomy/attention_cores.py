@@ -1,0 +1,119 @@
+"""The attentions of a program: the two products of three representations with a softmax between, fused or written out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import fx
+
+from retrofit.program.aten_ops import (
+    ACTIVATION,
+    ATTENTION,
+    CAST,
+    DROPOUT,
+    JOIN,
+    LAYOUT,
+    MASKING,
+    PRODUCT,
+    SELECTION,
+    op,
+    shape,
+)
+from retrofit.program.dataflow import Dataflow
+
+SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax"))
+
+
+ARITHMETIC = frozenset("add sub mul div max maximum getitem".split())
+
+
+SCALING = LAYOUT | CAST | DROPOUT | SELECTION | MASKING | JOIN | ACTIVATION | ARITHMETIC  # what scores pass before the softmax
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """One attention in the graph: its operands and the node that holds its result."""
+
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    result: fx.Node
+    masks: tuple[fx.Node, ...]
+    causal_flag: bool
+
+    @property
+    def heads(self) -> int | None:
+        size = shape(self.query)
+        return size[1] if size is not None and len(size) == 4 else None
+
+
+def find_attentions(flow: Dataflow) -> list[Attention]:
+    """Every attention in the program, fused or written out."""
+    found = []
+    for node in flow.nodes:
+        if op(node) in ATTENTION:
+            query, key, value = (part for part in node.args[:3] if isinstance(part, fx.Node))
+            mask = (
+                node.args[3] if len(node.args) > 3 and op(node) == "scaled_dot_product_attention" else node.kwargs.get("attn_mask")
+            )
+            flag = bool(node.args[5]) if len(node.args) > 5 else bool(node.kwargs.get("is_causal", False))
+            found.append(Attention(query, key, value, node, (mask,) if isinstance(mask, fx.Node) else (), flag))
+        elif op(node) in SOFTMAX:
+            written_out = attention_around(node, flow)
+            if written_out is not None:
+                found.append(written_out)
+    return found
+
+
+def attention_around(softmax: fx.Node, flow: Dataflow) -> Attention | None:
+    """The attention around a softmax: scores are a product of two representations, and its result weighs a third."""
+    scores, masks = score_product(softmax, flow)
+    result = weighing_product(softmax, flow)
+    if scores is None or result is None:
+        return None
+    query, key = (part for part in product_operands(scores) if part in flow.depends)
+    values = [part for part in product_operands(result) if not flow.reaches(softmax, part)]
+    return Attention(query, key, values[0], result, tuple(masks), False) if values else None
+
+
+def product_operands(node: fx.Node) -> list[fx.Node]:
+    """The factors of a product node, in order."""
+    name = op(node)
+    if name == "einsum":
+        return list(node.all_input_nodes)
+    first = 1 if name in ("baddbmm", "addmm", "addbmm") else 0
+    return [part for part in node.args[first : first + 2] if isinstance(part, fx.Node)]
+
+
+def score_product(softmax: fx.Node, flow: Dataflow) -> tuple[fx.Node | None, list[fx.Node]]:
+    """The product of two input-dependent operands that the softmax normalises, and the masks and biases added on the way."""
+    pending, seen, masks = [softmax.args[0]], set(), []
+    while pending:
+        node = pending.pop(0)
+        if not isinstance(node, fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        if op(node) in PRODUCT and sum(part in flow.depends for part in product_operands(node)) == 2:
+            if op(node) == "baddbmm" and isinstance(node.args[0], fx.Node):
+                masks.append(node.args[0])
+            return node, masks
+        if op(node) in SCALING:
+            for part in node.all_input_nodes:
+                (pending if flow.heavy_ancestors[part] and part in flow.depends else masks).append(part)
+    return None, masks
+
+
+def weighing_product(softmax: fx.Node, flow: Dataflow) -> fx.Node | None:
+    """The product in which the softmax's result weighs values that depend on the inputs."""
+    pending, seen = [softmax], set()
+    while pending:
+        node = pending.pop(0)
+        for user in flow.uses[node]:
+            if user in seen:
+                continue
+            seen.add(user)
+            if op(user) in PRODUCT and sum(part in flow.depends for part in product_operands(user)) == 2:
+                return user
+            if op(user) in LAYOUT | CAST | DROPOUT | SELECTION | MASKING | {"mul", "div", "add", "getitem"}:
+                pending.append(user)
+    return None

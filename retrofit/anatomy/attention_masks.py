@@ -1,0 +1,76 @@
+"""The argument by which an attention module receives its mask."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import torch
+from torch import fx
+
+from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy.attention_cores import find_attentions
+from retrofit.anatomy.attention_sites import AttentionSite, MaskArgument
+from retrofit.anatomy.mask_values import mask_value
+from retrofit.errors import CaptureError
+from retrofit.program.aten_ops import shape
+from retrofit.program.capture import capture, missing_masks
+from retrofit.program.dataflow import Dataflow
+from retrofit.program.program import Call, Key
+
+
+def with_mask_arguments(sites: list[AttentionSite], anatomy: Anatomy) -> list[AttentionSite]:
+    """The sites, each with the argument by which its module receives a mask, where there is one.
+
+    A model that was captured without a mask may pass none to its attentions: it is captured again with one.
+    """
+    masks = mask_arguments(sites, anatomy.flow)
+    model, examples = anatomy.model, anatomy.program.examples
+    if len(masks) < len(sites) and (missing := missing_masks(model, examples)):
+        with contextlib.suppress(CaptureError):
+            masks = mask_arguments(sites, Dataflow(capture(model, examples | missing))) | masks
+    return [dataclasses.replace(site, mask=masks.get(site.name)) for site in sites]
+
+
+def mask_arguments(sites: list[AttentionSite], flow: Dataflow) -> dict[str, MaskArgument]:
+    """The mask arguments of the sites in a captured model, by the name of the site."""
+    program = flow.program
+    cores = find_attentions(flow)
+    first_calls: dict[str, Call] = {}
+    for call in program.calls:
+        first_calls.setdefault(call.path, call)
+    found: dict[str, MaskArgument] = {}
+    for site in sites:
+        owner = first_calls.get(site.name, program.root)
+        masks = [mask for core in cores if owner.encloses(flow.call_of(core.result)) for mask in core.masks]
+        keys = [key for mask in masks if (key := mask_key(owner, mask, site, flow)) is not None]
+        if owner is not program.root and keys:
+            found[site.name] = MaskArgument(keys[0], true_hides(owner.inputs[keys[0]], flow))
+    return found
+
+
+def mask_key(call: Call, mask: fx.Node, site: AttentionSite, flow: Dataflow) -> Key:
+    """The argument of a call from which `mask` is computed without any weight of the model: None where there is none."""
+    weights = [node for node in flow.program.parameters if node in flow.position]
+    stream = shape(call.inputs.get(site.stream_in))
+    for key, node in call.inputs.items():
+        size = shape(node) or ()
+        if key in (None, site.stream_in, site.source_in) or len(size) not in (2, 4):
+            continue
+        if len(size) == 2 and stream is not None and size[0] not in (1, stream[site.tokens_first]):
+            continue  # it is (queries, keys), the same for every row of the batch
+        is_learned = any(flow.reaches(weight, node) for weight in weights)
+        if flow.reaches(node, mask) and not is_learned:
+            return key
+    return None
+
+
+def true_hides(node: fx.Node, flow: Dataflow) -> bool:
+    """Whether True means hidden in the mask at `node`: without padding it is True nowhere, or for no token and itself."""
+    with torch.device("cpu"):
+        value = mask_value(node, flow)
+    if value is None or value.dim() < 2:
+        return False
+    if value.shape[-1] == value.shape[-2]:
+        return value.dtype == torch.bool and not bool(value.diagonal(dim1=-2, dim2=-1).any())
+    return value.dim() == 2 and not bool(value.any())

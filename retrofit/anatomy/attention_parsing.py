@@ -1,0 +1,295 @@
+"""The attentions of a model taken apart: which modules project queries, keys and values, of which streams, and what follows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from torch import fx
+
+from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy.attention_cores import Attention, find_attentions
+from retrofit.anatomy.attention_masks import with_mask_arguments
+from retrofit.anatomy.attention_sites import LETTERS, REST, AttentionSite, SiteProjection, StreamReader
+from retrofit.anatomy.branches import owner_of
+from retrofit.anatomy.parts import Branch, Stack
+from retrofit.anatomy.projection_columns import column_letters
+from retrofit.anatomy.sites import NearMiss, collect_near_miss
+from retrofit.anatomy.weight_matrices import Matrix, layout_source, matrix_of, operand_chain, product_result
+from retrofit.anatomy.weight_products import WeightProduct, nearest_products, weight_product
+from retrofit.errors import DoesNotFitError
+from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, op, shape
+from retrofit.program.constants import with_constant_values
+from retrofit.program.dataflow import Dataflow
+from retrofit.program.program import Call, Key
+
+
+def find_attention_sites(anatomy: Anatomy, depths: Iterable[tuple[Stack, int]]) -> tuple[list[AttentionSite], list[NearMiss]]:
+    """The attentions at `depths` whose projections can be replaced, one a module, in order, and a near miss for each other."""
+    flow = Dataflow(with_constant_values(anatomy.program, anatomy.model))
+    cores = find_attentions(flow)
+    sites: dict[str, AttentionSite] = {}
+    near_misses: list[NearMiss] = []
+    for stack, depth in depths:
+        layer = stack.layers[depth]
+        for branch in layer.attentions:
+            name = branch.name or layer.name or branch.output
+            with collect_near_miss(name, near_misses):
+                site = AttentionParser(branch, stack, flow, cores).site()
+                sites.setdefault(site.name, site)
+    first_misses = {miss.name: miss for miss in reversed(near_misses)}  # one for a module that several depths share
+    return with_mask_arguments(list(sites.values()), anatomy), [miss for miss in near_misses if first_misses[miss.name] is miss]
+
+
+@dataclasses.dataclass(frozen=True)
+class InputStream:
+    """What projections of an attention multiply, and the argument of the attention's module that it is."""
+
+    node: fx.Node
+    key: Key  # None where they do not all read one argument
+    why_no_key: str = ""
+
+
+class AttentionParser:
+    """Takes one attention branch apart; `site` raises `DoesNotFitError` where its projections cannot be replaced."""
+
+    def __init__(self, branch: Branch, stack: Stack, flow: Dataflow, cores: list[Attention]) -> None:
+        self.branch, self.stack, self.flow = branch, stack, flow
+        self.region = flow.between(flow.node(branch.source), flow.node(branch.output))
+        inside = set(self.region)
+        self.cores = [core for core in cores if core.result in inside]
+
+    def unfit(self, why: str) -> DoesNotFitError:
+        return DoesNotFitError(f"the attention {self.branch.name or self.branch.output} does not come apart", why=why)
+
+    def site(self) -> AttentionSite:
+        if len(self.cores) != 1:
+            raise self.unfit(f"the branch holds {len(self.cores)} attentions, not one")
+        (core,) = self.cores
+        products = self.products(core)
+        owner = self.owner(products)
+        reuses = [node for product in products for node in self.reuses(product, owner)]
+        projections = tuple(self.projection(product, core) for product in products)
+        if sum(REST in one.letters for one in projections) > 1:
+            raise self.unfit("more than one of its projections has columns that are no query, key or value")
+        cross = self.branch.role == "cross-attention"
+        of_x = [product for product, one in zip(products, projections, strict=True) if not cross or "q" in one.letters]
+        of_source = [product for product in products if product not in of_x]
+        if cross and (len(of_x) != 1 or set(projections[products.index(of_x[0])].letters) - {"q", REST}):
+            raise self.unfit("queries are projected together with keys or values of another stream")
+        x = self.input_stream(of_x, owner)
+        source = self.input_stream(of_source, owner) if cross else x
+        why_separate = x.why_no_key or (reuses[0] if reuses else "")
+        readers: tuple[StreamReader, ...] = ()
+        tokens_first = self.tokens_first(x, source, core)
+        if not why_separate:
+            try:
+                readers = self.other_readers(x.node, owner, of_x)
+            except DoesNotFitError as error:
+                why_separate = error.why
+        out, why_no_out = None, ""
+        try:
+            out = self.output_product(core)
+        except DoesNotFitError as error:
+            why_no_out = error.why
+        out_keys = self.output_keys(out, owner) if out is not None else []
+        paths = [call.path for call in self.flow.program.calls]
+        return AttentionSite(
+            name=owner.path,
+            cross=cross,
+            causal=self.stack.causal,
+            calls=paths.count(owner.path),
+            heads=head_count(projections, shape(core.query) or ()),
+            width=(shape(x.node) or ())[-1],
+            stream_in=x.key,
+            source_in=source.key,
+            projections=projections,
+            out=self.matrix(out) if out is not None else None,
+            out_shape=(out.in_features, out.out_features) if out is not None else (0, 0),
+            why_no_out=why_no_out,
+            returns_out=bool(out_keys),
+            out_key=out_keys[0] if out_keys else None,
+            readers=readers,
+            why_separate=why_separate,
+            tokens_first=tokens_first,
+        )
+
+    def products(self, core: Attention) -> list[WeightProduct]:
+        """The products that make q, k and v, each once, in order, without keys and values that another layer has made."""
+        found: dict[fx.Node, WeightProduct] = {}
+        for letter, operand in zip(LETTERS, (core.query, core.key, core.value), strict=True):
+            nearest = nearest_products([operand], self.flow)
+            if any(
+                product.node not in found and self.flow.reaches(product.node, core.query) for product in nearest if letter != "q"
+            ):
+                continue  # an earlier layer's
+            if len(nearest) != 1:
+                names = ", ".join(sorted({product.parameter for product in nearest})) or "none"
+                raise self.unfit(
+                    f"{letter} is made by {len(nearest)} matrices ({names}), and only one can be replaced for each letter"
+                )
+            if nearest[0].batched:
+                raise self.unfit(f"the weight {nearest[0].parameter} has more than two dimensions")
+            found.setdefault(nearest[0].node, nearest[0])
+        return sorted(found.values(), key=lambda product: self.flow.position[product.node])
+
+    def owner(self, products: list[WeightProduct]) -> Call:
+        """The innermost module call in which all the products are made by modules inside it."""
+        owner = owner_of([product.node for product in products], self.flow)
+        while owner.path and any(self.flow.call_of(product.node) is owner for product in products):
+            if owner.parent is None or len(products) > 1:
+                break
+            owner = owner.parent  # one module makes them all: the owner is the module around it
+        if not owner.path:
+            raise self.unfit("its projections are applied in the model's own code, and no module owns them")
+        return owner
+
+    def reuses(self, product: WeightProduct, owner: Call) -> list[str]:
+        """The other products with the same weight by the same module inside `owner`, each as a reason.
+
+        Raises `DoesNotFitError` where that module does more than the product, or where another module uses the weight.
+        """
+        call, flow = self.flow.call_of(product.node), self.flow
+        if call is owner or not self.is_alone(product):
+            raise self.unfit(f"the weight {product.parameter} is applied by the code of {call.path or 'the model'} itself")
+        others = [
+            node
+            for node in flow.nodes
+            if node is not product.node
+            and owner.encloses(flow.call_of(node))
+            and (other := weight_product(node, flow)) is not None
+            and other.parameter == product.parameter
+        ]
+        whys = [f"the weight {product.parameter} also projects something else ({node.name})" for node in others]
+        if any(flow.call_of(node).path != call.path for node in others):
+            raise self.unfit(whys[0])
+        return whys
+
+    def is_alone(self, product: WeightProduct) -> bool:
+        """Whether the module that makes the product does nothing else."""
+        call, flow = self.flow.call_of(product.node), self.flow
+        inside = [node for node in flow.nodes if node in flow.depends and call.encloses(flow.call_of(node))]
+        return bool(call.path) and all(op(node) in LAYOUT | CAST | {"add"} or node is product.node for node in inside)
+
+    def result(self, product: WeightProduct) -> fx.Node:
+        """What the projection's module returns."""
+        call = self.flow.call_of(product.node)
+        if list(call.outputs) != [None]:
+            raise self.unfit(f"the module {call.path} does not return one tensor")
+        return call.outputs[None]
+
+    def matrix(self, product: WeightProduct) -> Matrix:
+        return matrix_of(product, self.flow, set(self.flow.nodes))
+
+    def projection(self, product: WeightProduct, core: Attention) -> SiteProjection:
+        result = self.result(product)
+        size = shape(result) or ()
+        if len(size) != 3 or size[-1] != product.out_features:
+            raise self.unfit(f"the module {self.flow.call_of(product.node).path} returns {size}")
+        letters = column_letters(result, core, self.flow)
+        if unread := [column for column, letter in enumerate(letters) if not letter]:
+            raise self.unfit(f"nothing reads {len(unread)} of the {len(letters)} columns of {product.parameter}")
+        kinds = sorted(dict.fromkeys(letters), key=lambda letter: (*LETTERS, REST).index(letter[0]))
+        places = ((kind, tuple(column for column, letter in enumerate(letters) if letter == kind)) for kind in kinds)
+        source = operand_chain(product, self.flow)[-1]
+        return SiteProjection(self.matrix(product), tuple(places), source.name, product.in_features)
+
+    def input_stream(self, products: list[WeightProduct], owner: Call) -> InputStream:
+        """What the products multiply: an argument of `owner` that they all read; where there is none, what the first reads."""
+        chains = [operand_chain(product, self.flow) for product in products]
+        for key, node in owner.inputs.items():
+            if key is not None and all(node in chain for chain in chains):
+                return InputStream(node, key)
+        why = f"its projections do not all read one argument of {owner.path}"
+        for product, chain in zip(products, chains, strict=True):
+            if not set(owner.inputs.values()) & set(chain):
+                made = f"the result of {op(product.source)} in the code of {owner.path}"
+                return InputStream(chains[0][-1], None, f"{product.parameter} multiplies {made}, and no argument of it")
+        return InputStream(chains[0][-1], None, why)
+
+    def tokens_first(self, x: InputStream, source: InputStream, core: Attention) -> bool:
+        """Whether x is (length, batch, width); raises `DoesNotFitError` where it is no sequence, or the source one token."""
+        size, source_size, query = shape(x.node) or (), shape(source.node) or (), shape(core.query) or ()
+        tokens_first = len(size) == 3 and not is_batch_first(size, query)
+        if len(size) != 3 or len(source_size) != 3 or (tokens_first and not is_batch_first((size[1], size[0], size[2]), query)):
+            raise self.unfit(f"what it projects is {size}, and not laid out (batch, length, width)")
+        if source_size[0 if tokens_first else 1] == 1:
+            raise self.unfit("with the example inputs it attends to one token only: give larger example_inputs=")
+        return tokens_first
+
+    def other_readers(self, x: fx.Node, owner: Call, products: list[WeightProduct]) -> tuple[StreamReader, ...]:
+        """The modules inside `owner` that read x, besides its projections; raises `DoesNotFitError` where its own code does."""
+        flow = self.flow
+        projecting = {product.node for product in products}
+        readers: dict[StreamReader, None] = {}
+        pending, copies = [x], {x}  # x in any layout or dtype
+        while pending:
+            node = pending.pop()
+            for user in flow.uses[node]:
+                if user in copies or user in projecting or not owner.encloses(flow.call_of(user)):
+                    continue
+                if layout_source(user, flow) is node:
+                    copies.add(user)
+                    pending.append(user)
+                elif (reader := self.reader(user, node, owner, products)) is not None:
+                    readers[reader] = None
+                else:
+                    raise self.unfit(f"besides its projections, {user.name} (operation {op(user)}) reads the stream")
+        if any(node in copies for node in owner.outputs.values()):
+            raise self.unfit(f"{owner.path} returns its input stream")
+        return tuple(readers)
+
+    def reader(self, user: fx.Node, stream: fx.Node, owner: Call, products: list[WeightProduct]) -> StreamReader | None:
+        """The outermost module inside `owner` that takes the stream as an argument, contains `user` and projects nothing."""
+        found = None
+        for call in self.flow.call_of(user).chain:
+            if call is owner or any(call.encloses(self.flow.call_of(product.node)) for product in products):
+                break
+            keys = [key for key, node in call.inputs.items() if key is not None and node is stream]
+            found = StreamReader(call.path, keys[0]) if keys else found
+        calls = [call for call in self.flow.program.calls if found is not None and call.path == found.path]
+        return found if all(any(outer.path == owner.path for outer in call.chain) for call in calls) else None
+
+    def output_product(self, core: Attention) -> WeightProduct:
+        """The first product that follows the core; raises `DoesNotFitError` where none can be replaced."""
+        flow = self.flow
+        after = [
+            product
+            for node in self.region
+            if flow.reaches(core.result, node) and (product := weight_product(node, flow)) is not None
+        ]
+        first = [one for one in after if not any(flow.reaches(other.node, one.node) for other in after if other is not one)]
+        if len(first) != 1 or first[0].batched:
+            raise self.unfit(f"{len(first)} products with weights follow it at once, not one")
+        (product,) = first
+        if not self.is_alone(product):
+            where = flow.call_of(product.node).path or "the model"
+            raise self.unfit(f"the weight {product.parameter} is applied by the code of {where} itself")
+        return product
+
+    def output_keys(self, out: WeightProduct, owner: Call) -> list[Key]:
+        """Where in its result `owner` returns the product with the output matrix, as it is or after dropout."""
+        if not owner.encloses(self.flow.call_of(out.node)):
+            return []
+        result = product_result(out, self.flow, set(self.flow.nodes))
+        return [key for key, node in owner.outputs.items() if before_dropout(node, result) is result]
+
+
+def before_dropout(node: fx.Node, result: fx.Node) -> fx.Node:
+    """What `node` is after dropout and changes of layout, back to `result` at the earliest."""
+    while node is not result and op(node) in DROPOUT | LAYOUT | {"getitem"} and shape(node) == shape(result):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_batch_first(x: tuple[int, ...], query: tuple[int, ...]) -> bool:
+    """Whether x is (batch, length, width), inferred from the queries: (…, length, features), or batch first in another order."""
+    if len(query) < 3:
+        return False
+    return query[-2] == x[1] or (query[0] == x[0] and (len(query) > 4 or x[0] not in query[1:-1]))  # more than 4: in blocks
+
+
+def head_count(projections: Iterable[SiteProjection], query: tuple[int, ...]) -> int:
+    """How many heads share the columns of the queries."""
+    (columns,) = [len(places) for one in projections for letter, places in one.columns if "q" in letter]
+    return columns // query[-1] if columns % query[-1] == 0 else query[-3]

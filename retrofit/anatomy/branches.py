@@ -1,0 +1,61 @@
+"""The branches of a residual stream, and the innermost module calls that own parts of a program."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from retrofit.anatomy.attention_cores import Attention
+from retrofit.anatomy.branch_roles import role_of
+from retrofit.anatomy.parts import Branch
+from retrofit.anatomy.projection_roles import describe_projections
+from retrofit.anatomy.residual_streams import Residual
+from retrofit.program.aten_ops import is_heavy
+from retrofit.program.dataflow import Dataflow
+from retrofit.program.program import Call
+
+
+def is_mixer(branch: Branch) -> bool:
+    return branch.role not in ("ffn", "moe")
+
+
+def is_in_branch(core: Attention, chain: list[Residual], flow: Dataflow) -> bool:
+    return any(flow.reaches(core.result, branch) for one in chain for branch in one.branches)
+
+
+def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataflow) -> list[list[Branch]]:
+    """For each residual addition of a stream, what its branches are."""
+    origin = chain[0].base
+    table = []
+    for one in chain:
+        branches = []
+        for output in one.branches:
+            region = flow.between(one.base, output)
+            role = role_of(region, cores, origin, flow)
+            own = [core for core in cores if core.result in set(region)]
+            made = describe_projections(region, role, cores, flow)
+            sizes = flow.parameters_of(region)
+            sizes.update({item.name: item.in_features * item.out_features for item in made if item.name not in sizes})
+            branches.append(
+                Branch(
+                    role=role,
+                    name=owner_of([node for node in region if is_heavy(node)] or region, flow).path,
+                    projections=made,
+                    parameters=sum(sizes.values()),
+                    source=one.base.name,
+                    output=output.name,
+                    add=one.add.name,
+                    heads=own[0].heads if own else None,
+                    gated=any(item.role in ("gate", "gate_up") for item in made) and role in ("ffn", "moe"),
+                )
+            )
+        table.append(branches)
+    return table
+
+
+def owner_of(nodes: list[fx.Node], flow: Dataflow) -> Call:
+    """The innermost call that all of `nodes` were made in."""
+    common = flow.call_of(nodes[0])
+    for node in nodes[1:]:
+        call = flow.call_of(node)
+        common = next(outer for outer in common.chain if outer.encloses(call))
+    return common

@@ -1,0 +1,60 @@
+"""Modules that replace a feed-forward, and how one is installed in a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from retrofit.anatomy.feed_forward_sites import FeedForward
+from retrofit.surgery.edit import Edit
+from retrofit.surgery.wrappers import argument_place, find_argument
+
+
+class FeedForwardBlock(nn.Module):
+    """A module that replaces the feed-forward `site`, until then part of `old`; a subclass computes y in `compute`."""
+
+    def __init__(self, site: FeedForward, old: nn.Module) -> None:
+        super().__init__()
+        self.width, self.units = site.width, site.units
+        self.place = argument_place(old, site.stream_in if site.stream_in is not None else 0)
+        self.tail = site.tail
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        container, key = find_argument(self.place, list(args), dict(kwargs))
+        y = self.compute(container[key])
+        return y if self.tail is None else self.tail(y)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """y of x: (…, d) to (…, d)."""
+        raise NotImplementedError
+
+
+class RowMajor(Conv1D):
+    """y = h W + b with W stored (d_ff, d): the row of a hidden unit is contiguous, and the bias may be missing."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        nn.Module.__init__(self)
+        self.nx, self.nf = weight.shape
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t(), self.bias)
+
+
+def linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    """An `nn.Linear` that holds these very parameters."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = weight
+    layer.bias = bias  # type: ignore[assignment]
+    return layer
+
+
+def install(site: FeedForward, block: nn.Module, edit: Edit) -> None:
+    """`block`, which maps x to y, replaces the feed-forward."""
+    for path in site.bypassed:
+        edit.replace_module(path, nn.Identity())
+    edit.replace_module(site.path, block)

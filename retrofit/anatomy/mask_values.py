@@ -1,0 +1,89 @@
+"""What the masks of an attention hide, by running the part of the graph that computes them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map_only
+
+from retrofit.anatomy.attention_cores import Attention
+from retrofit.program.aten_ops import (
+    extent,
+    op,
+    shape,
+)
+from retrofit.program.dataflow import Dataflow
+
+LARGEST_MASK_INPUT = 1 << 20  # elements of a parameter that a mask may be computed from
+
+
+def is_causal(core: Attention, flow: Dataflow) -> bool:
+    """Whether no query position can see a later key; masks are computed with every input position real."""
+    if core.causal_flag:
+        return True
+    with torch.device("cpu"):  # whatever device a skeleton is being built on
+        values = [value for mask in core.masks if (value := mask_value(mask, flow)) is not None]
+        square = [value for value in values if value.dim() >= 2 and value.shape[-1] == value.shape[-2]]
+        visible = [unmasked_keys(value) for value in square]
+        return bool(visible) and not bool(functools.reduce(torch.logical_and, visible).triu(1).any())
+
+
+def unmasked_keys(mask: torch.Tensor) -> torch.Tensor:
+    """Which keys a mask shows: a boolean one that hides every position from itself says what is hidden."""
+    if mask.dtype != torch.bool:
+        return mask > -1e4
+    return mask if mask.diagonal(dim1=-2, dim2=-1).any() else ~mask
+
+
+def zeros_for(node: fx.Node) -> Any:
+    """A value of the shape of `node`, for operations that read nothing else of it."""
+    example = node.meta["val"]
+    if not isinstance(example, torch.Tensor):
+        return extent(example)
+    size = shape(node) or ()
+    if math.prod(size) > LARGEST_MASK_INPUT:
+        raise ValueError(f"{node.name} is too large")
+    return torch.zeros(size, dtype=example.dtype)
+
+
+def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
+    """The value of a mask for inputs without padding; parameters count as zeros, None where it hangs on a large tensor."""
+    program = flow.program
+    wanted = [node for node in flow.nodes if flow.ancestors[mask] & flow.bit(node)]
+    values: dict[fx.Node, Any] = {}
+    for node in wanted:
+        example = node.meta.get("val")
+        if node.op == "placeholder":
+            if not isinstance(example, torch.Tensor):
+                values[node] = example
+                continue
+            size = shape(node) or ()
+            if math.prod(size) > LARGEST_MASK_INPUT:
+                return None
+            held = program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
+            if node in program.inputs:
+                values[node] = torch.ones(size, dtype=example.dtype)
+            elif held is not None and not held.is_meta:
+                values[node] = held.detach().cpu()
+            else:
+                values[node] = torch.zeros(size, dtype=example.dtype)
+            continue
+        if node.op != "call_function":
+            return None
+        try:
+            arguments = fx.node.map_arg(
+                (node.args, dict(node.kwargs)), lambda part: values[part] if part in values else zeros_for(part)
+            )
+            args, kwargs = tree_map_only(torch.device, lambda device: torch.device("cpu"), arguments)
+            if op(node).startswith("_assert"):
+                values[node] = None
+                continue
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        except Exception:  # a mask whose operations do not run outside the graph says nothing
+            return None
+    result = values.get(mask)
+    return result if isinstance(result, torch.Tensor) else None

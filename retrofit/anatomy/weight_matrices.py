@@ -1,0 +1,111 @@
+"""The weights of a branch: which parameter a product multiplies by, how it is stored, and where its bias and its result are."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor, fx, nn
+
+from retrofit.anatomy.weight_products import WeightProduct
+from retrofit.errors import DoesNotFitError
+from retrofit.program.aten_ops import CAST, LAYOUT, op, shape
+from retrofit.program.dataflow import Dataflow
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A weight that a product multiplies by, with its bias: whose it is and how it is stored."""
+
+    module: str  # path of the module that multiplies by it
+    role: str  # gate, up, gate_up, down
+    weight: str  # parameter names
+    bias: str | None
+    out_first: bool  # stored (out, in), as nn.Linear does, and not (in, out)
+
+
+def layout_source(node: fx.Node, flow: Dataflow) -> fx.Node | None:
+    """The tensor that `node` only casts or lays out anew, its last dimension kept; None where it computes more."""
+    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    before, after = shape(source), shape(node)
+    same = op(node) in LAYOUT | CAST and before and after and before[-1] == after[-1]
+    return source if same and source in flow.depends else None
+
+
+def operand_chain(product: WeightProduct, flow: Dataflow) -> list[fx.Node]:
+    """The tensor that the product reads, then the tensors that it is a cast or another layout of, back to the first."""
+    chain = [product.source]
+    while (before := layout_source(chain[-1], flow)) is not None:
+        chain.append(before)
+    return chain
+
+
+def bias_add(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
+    """The node that adds a bias to a product's result, and the bias; None where there is none."""
+    users = flow.uses[node]
+    if len(users) != 1 or op(users[0]) != "add":
+        return None
+    (other,) = [part for part in users[0].all_input_nodes if part is not node] or [None]
+    size = shape(node)
+    if other in flow.program.parameters and shape(other) == (size or (0,))[-1:]:
+        return users[0], other  # type: ignore[return-value]
+    return None
+
+
+def product_result(product: WeightProduct, flow: Dataflow, inside: set[fx.Node]) -> fx.Node:
+    """The node that holds the product's result with its bias, in the layout that the nodes `inside` continue with."""
+    node = product.node
+    while True:
+        if (added := bias_add(node, flow)) is not None:
+            node = added[0]
+            continue
+        following = [user for user in flow.uses[node] if user in inside]
+        if len(following) == 1 and op(following[0]) in LAYOUT and layout_source(following[0], flow) is node:
+            node = following[0]
+            continue
+        return node
+
+
+def matrix_of(product: WeightProduct, flow: Dataflow, inside: set[fx.Node], role: str = "") -> Matrix:
+    """The weight and bias of a product; raises `DoesNotFitError` where the weight is not a parameter as it is stored."""
+    names = flow.program.parameters
+    weight = next(node for node, name in names.items() if name == product.parameter)
+    out_first = op(product.node) == "linear"
+    node = next(
+        part
+        for part in product.node.all_input_nodes
+        if part is weight or (part not in flow.depends and product.parameter in flow.parameters_of([part]))
+    )
+    while node is not weight:
+        if op(node) in ("t", "transpose", "permute", "mT", "numpy_T"):
+            out_first = not out_first
+        elif op(node) not in LAYOUT | CAST:
+            raise unreadable(product, f"is computed (operation {op(node)})")
+        node = next(part for part in node.all_input_nodes)
+    if shape(weight) != ((product.out_features, product.in_features) if out_first else (product.in_features, product.out_features)):
+        raise unreadable(product, f"is {shape(weight)}")
+    bias: fx.Node | None = None
+    others = [part for part in product.node.all_input_nodes if part in names and part is not weight]
+    if others:
+        bias = others[0]
+    elif (added := bias_add(product.node, flow)) is not None:
+        bias = added[1]
+    else:
+        following = [user for user in flow.uses[product.node] if user in inside and layout_source(user, flow) is product.node]
+        if following and (added := bias_add(following[0], flow)) is not None:
+            bias = added[1]
+    return Matrix(flow.call_of(product.node).path, role, product.parameter, names[bias] if bias is not None else None, out_first)
+
+
+def unreadable(product: WeightProduct, how: str) -> DoesNotFitError:
+    return DoesNotFitError(f"the weight {product.parameter} cannot be read", why=f"the weight {product.parameter} {how}")
+
+
+def weight_and_bias(matrix: Matrix, model: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """The parameters of `matrix` in `model`, as they are stored; the bias is None where there is none."""
+    return model.get_parameter(matrix.weight), None if matrix.bias is None else model.get_parameter(matrix.bias)
+
+
+def weight_out_first(matrix: Matrix, model: nn.Module) -> Tensor:
+    """The weight laid out (out, in), whichever way it is stored."""
+    weight = model.get_parameter(matrix.weight).detach()
+    return weight if matrix.out_first else weight.t()

@@ -1,0 +1,47 @@
+"""How a model under verification came to be: what was rewritten in it, and where the dense parameters went."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from torch import nn
+
+from retrofit.checks.subject import Subject
+from retrofit.pipeline.protocol import Rewrite
+from retrofit.surgery.edit import Fate
+
+
+@dataclasses.dataclass
+class Context:
+    """What a check may know of the model under verification apart from its own measurements."""
+
+    subject: Subject
+    has_reference: bool  # whether there is a dense model to compare with
+    rewrites: tuple[Rewrite, ...] | None = None  # None where their account is lost
+    fates: dict[str, Fate] = dataclasses.field(default_factory=dict)  # of the dense parameters; empty without a reference
+    exact: bool = True  # whether the model is to compute the dense function
+    reads_ahead: bool = False  # whether later tokens change earlier outputs of the dense model, for every input of it
+    dense: nn.Module | None = None  # the dense model itself, where it is at hand
+
+    @functools.cached_property
+    def new_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that no dense parameter became; shared ones once."""
+        parameters = self.subject.parameters
+        old = {id(parameters[fate.name]) for fate in self.fates.values() if fate.name in parameters}
+        return {name: parameter for name, parameter in self.subject.model.named_parameters() if id(parameter) not in old}
+
+    @property
+    def claimed(self) -> int:
+        """How many new elements the rewrites claim."""
+        return sum(rewrite.new_parameters - rewrite.superseded for rewrite in self.rewrites or ())
+
+    def site_of(self, name: str) -> str:
+        """The innermost rewritten site that a module or parameter lies in, for a message; "" where it lies in none."""
+        sites = [site for rewrite in self.rewrites or () for site in rewrite.sites if f"{name}.".startswith(f"{site.name}.")]
+        site = max(sites, key=lambda one: len(one.name), default=None)
+        return f" (in {site.name}: {site.what})" if site is not None else ""
+
+    def place(self, name: str) -> str:
+        """A name with the site it lies in."""
+        return name + self.site_of(name)

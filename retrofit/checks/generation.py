@@ -1,0 +1,89 @@
+"""What `generate` decodes with its cache and without."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.checks.comparison import Comparison
+from retrofit.runtime.probes import (
+    Inputs,
+    distance,
+    filler_id,
+    has_two_sides,
+    ids_name,
+    is_decoder_side,
+    resized,
+    scale_of,
+    tolerance_of,
+)
+
+PROMPT, NEW_TOKENS = 6, 4
+BEAMS = {"greedy": 1, "beam": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What `generate` returned: the tokens, the logits they were chosen from, the beams' scores."""
+
+    tokens: torch.Tensor
+    logits: tuple[torch.Tensor, ...]
+    scores: torch.Tensor | None
+
+
+@torch.no_grad()
+def decode(model: nn.Module, inputs: Inputs, beams: int, use_cache: bool) -> Decoded:
+    """A few tokens generated without sampling."""
+    prompt = resized(model, {key: value for key, value in inputs.items() if not is_decoder_side(key)}, 2, PROMPT, seed=19)
+    name = ids_name(inputs)
+    assert name is not None
+    prompt["attention_mask"] = torch.ones_like(prompt[name], dtype=torch.long)
+    config = getattr(model, "generation_config", None)
+    for setting in ("pad_token_id", *(["decoder_start_token_id"] if has_two_sides(inputs) else [])):
+        if getattr(config, setting, None) is None:
+            prompt[setting] = filler_id(model)
+    settings = {
+        "num_beams": beams,
+        "do_sample": False,
+        "max_new_tokens": NEW_TOKENS,
+        "min_new_tokens": NEW_TOKENS,
+        "use_cache": use_cache,
+    }
+    output: Any = model.generate(  # type: ignore[operator]
+        **{**prompt, **settings}, return_dict_in_generate=True, output_logits=True, output_scores=True
+    )
+    return Decoded(output.sequences, output.logits, getattr(output, "sequences_scores", None))
+
+
+def compare_logits(cached: Decoded, plain: Decoded) -> Comparison:
+    """The logits that tokens were chosen from on a cache, against those without it, as far as the same tokens were chosen."""
+    steps = len(plain.logits)
+    same = torch.stack([(cached.tokens[:, : i - steps] == plain.tokens[:, : i - steps]).all() for i in range(steps)])
+    ours, theirs = (torch.stack(one.logits)[same.to(one.logits[0].device)] for one in (cached, plain))
+    return Comparison.of(ours, theirs)
+
+
+def difference(cached: Decoded, plain: Decoded) -> str:
+    """Where two decodings chose differently although one choice was clearly better; "" where they agree."""
+    rows = set(range(len(plain.tokens)))
+    for step, logits in enumerate(plain.logits):
+        place = step - len(plain.logits)
+        ours, theirs = cached.tokens[:, place], plain.tokens[:, place]
+        for row in rows & set((ours != theirs).nonzero().flatten().tolist()):
+            margin = float((logits[row, theirs[row]] - logits[row, ours[row]]).abs()) / scale_of(logits[row])
+            if margin > tolerance_of(logits):
+                return f"row {row} takes token {int(ours[row])} at step {step} with the cache and {int(theirs[row])} without"
+            rows.discard(row)  # a tie: what follows it may differ
+    return ""
+
+
+def difference_of_beams(cached: Decoded, plain: Decoded) -> str:
+    """Whether the best beams differ, and by more than rounding would let their scores differ."""
+    if torch.equal(cached.tokens, plain.tokens):
+        return ""
+    assert cached.scores is not None and plain.scores is not None
+    gap = distance(cached.scores, plain.scores)
+    return "" if gap <= tolerance_of(plain.logits[0]) else f"the best beams differ, their scores by {gap:.1e}"

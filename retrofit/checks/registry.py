@@ -1,0 +1,38 @@
+"""The checks by name, in the order of the report.
+
+A check is a module with two functions. `measure(subject, before, context)` measures a model: the dense one, where there is neither
+`before` nor `context`, and the one under verification, where `before` is what it measured on the dense model. It returns a small
+frozen dataclass, or None where there is nothing to measure. `judge(now, before, context)` compares the two and runs the model only
+to locate the cause of a failure.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from retrofit.checks import cache, causality, cost, function, gradients, graph, onnx, padding, parameters, round_trip
+from retrofit.checks.context import Context
+from retrofit.checks.finding import Finding
+from retrofit.checks.subject import Subject
+
+
+class Check(Protocol):
+    """One way to find a defect in a rewritten model."""
+
+    def measure(self, subject: Subject, before: Any = None, context: Context | None = None) -> Any: ...
+
+    def judge(self, now: Any, before: Any, context: Context) -> Finding: ...
+
+
+CHECKS: dict[str, Check] = {
+    "graph": graph,
+    "parameters": parameters,
+    "function": function,
+    "causality": causality,
+    "padding": padding,
+    "cache": cache,
+    "gradients": gradients,
+    "round trip": round_trip,
+    "cost": cost,
+}
+ON_REQUEST: dict[str, Check] = {"onnx": onnx}  # each costs more than all the others together

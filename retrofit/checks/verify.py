@@ -1,0 +1,134 @@
+"""`verify`: a report on a model, one check at a time; a check that raises has failed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from retrofit.checks import onnx
+from retrofit.checks.context import Context
+from retrofit.checks.finding import Finding, Raised, attempt, failed
+from retrofit.checks.parameter_matching import match_parameters
+from retrofit.checks.reference import Reference
+from retrofit.checks.registry import CHECKS, ON_REQUEST
+from retrofit.checks.report import CheckResult, Report
+from retrofit.checks.subject import Subject, other_shapes
+from retrofit.errors import RetrofitError
+from retrofit.pipeline.protocol import Rewrite
+from retrofit.pipeline.replaying import recipe, rewrites
+from retrofit.program.program import Program
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.state_preservation import preserve_state
+from retrofit.surgery.edit import Fate
+
+
+def verify(
+    model: nn.Module,
+    reference: nn.Module | Reference | None = None,
+    example_inputs: Any = None,
+    *,
+    checks: Collection[str] = tuple(CHECKS),
+) -> Report:
+    """The report of the checks on `model`; `reference` is the dense model it was rewritten from, or what was measured on that.
+
+    Without a reference the model is held to its own promises only; a measured one brings its own example inputs. The model is left
+    as it was. Raises `RetrofitError` for a model on the meta device, for one whose inputs cannot be derived and for a check that
+    does not exist. The check `onnx` runs only where `checks` names it.
+    """
+    require_weights(model)
+    require_known(checks)
+    dense = None
+    if isinstance(reference, nn.Module):
+        require_weights(reference)
+        dense, reference = reference, Reference.of(reference, named_inputs(model, example_inputs))
+    made = rewrites(model)
+    exact = all(one.exact for one in (made if made is not None else recipe(model) or ()))
+    if reference is None:
+        inputs = named_inputs(model, example_inputs)
+        subject = Subject(model, (inputs, *other_shapes(model, inputs)))
+        return run_checks(Context(subject, has_reference=False, rewrites=made, exact=exact), None, checks)
+    context = Context(
+        compared_subject(model, reference),
+        has_reference=True,
+        rewrites=made,
+        fates=match_parameters(reference["parameters"].prints, model),
+        exact=exact,
+        dense=dense,
+    )
+    return run_checks(context, reference, checks)
+
+
+def verify_onnx(path: str | Path, model: nn.Module, example_inputs: Any = None) -> Report:
+    """The report of the check `onnx` on an ONNX file: whether it computes what `model`, or a part of it, does."""
+    require_weights(model)
+    subject = Subject(model, (named_inputs(model, example_inputs),))
+    return Report((timed("onnx", model, lambda: onnx.check_file(Path(path), subject)),))
+
+
+def check_rewrite(
+    model: nn.Module,
+    reference: Reference,
+    rewrites: tuple[Rewrite, ...],
+    fates: Mapping[str, Fate],
+    *,
+    program: Program | None = None,
+    checks: Collection[str] = tuple(CHECKS),
+) -> Report:
+    """The report of the checks on a model just rewritten, its dense parameters being where `fates` says.
+
+    A `program` captured since the rewriting spares a capture.
+    """
+    require_weights(model)
+    require_known(checks)
+    exact = all(one.exact for one in rewrites)
+    subject = compared_subject(model, reference, program)
+    return run_checks(Context(subject, True, rewrites, dict(fates), exact), reference, checks)
+
+
+def compared_subject(model: nn.Module, reference: Reference, program: Program | None = None) -> Subject:
+    """The model with the inputs that the dense model was measured on."""
+    return Subject(model, tuple(named_inputs(model, inputs) for inputs in reference.shapes), program)
+
+
+def require_weights(model: nn.Module) -> None:
+    """Raises `RetrofitError` for a model without weights to run with."""
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise RetrofitError(
+            f"{type(model).__name__} cannot be verified",
+            why=f"{empty} has no values: it is on the meta device",
+            remedy="load its weights first",
+        )
+
+
+def require_known(checks: Collection[str]) -> None:
+    """Raises `RetrofitError` for a check that does not exist."""
+    unknown = [name for name in checks if name not in CHECKS and name not in ON_REQUEST]
+    if unknown:
+        raise RetrofitError(f"there is no check called {unknown[0]!r}", remedy=f"choose among {', '.join([*CHECKS, *ON_REQUEST])}")
+
+
+def run_checks(context: Context, reference: Reference | None, checks: Collection[str]) -> Report:
+    """The results of the named checks; none depends on another's."""
+    if reference is not None and reference["causality"] is not None:
+        context.reads_ahead = reference["causality"].reads_ahead
+
+    def run_check(name: str) -> Finding:
+        check, before = (CHECKS | ON_REQUEST)[name], reference[name] if reference is not None else None
+        return check.judge(check.measure(context.subject, before, context), before, context)
+
+    model = context.subject.model
+    return Report(tuple(timed(name, model, lambda name=name: run_check(name)) for name in CHECKS | ON_REQUEST if name in checks))  # type: ignore[misc]
+
+
+def timed(name: str, model: nn.Module, check: Callable[[], Finding]) -> CheckResult:
+    """The result of one check on an undisturbed model; one that raises has failed with what it raised."""
+    start = time.perf_counter()
+    with preserve_state(model):
+        found = attempt(check)
+    finding = failed("", found.error) if isinstance(found, Raised) else found
+    return CheckResult(name, finding.status, finding.measured, finding.why, time.perf_counter() - start)

@@ -1,0 +1,104 @@
+"""Markers: identity operations in a trace that record which tensor enters and leaves which module call.
+
+While a model is traced, hooks put one on each tensor that a submodule receives or returns. Afterwards they are removed from the
+graph again, and what they marked becomes the inputs and outputs of the calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from retrofit.program.module_stacks import innermost_call
+from retrofit.program.program import Call, Key
+
+
+class Marker:
+    """Marks the tensors on one side of one call, each tensor once: modules compare arguments with `is`."""
+
+    def __init__(self, call: int, leaves: bool) -> None:
+        self.call, self.leaves = call, leaves
+        self.marked: dict[int, torch.Tensor] = {}  # by the identity of the tensor
+
+    def mark(self, item: Any, key: Key) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        if id(item) not in self.marked:
+            self.marked[id(item)] = torch.ops.retrofit.mark(item, self.call, self.leaves, repr(key))
+        return self.marked[id(item)]
+
+    def mark_all(self, value: Any) -> Any:
+        """`value` with a marker on every tensor in it, one level of tuple, list or mapping deep."""
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.mark(item, position) for position, item in enumerate(value)))
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.mark(item, position) for position, item in enumerate(value))
+        if isinstance(value, MutableMapping):
+            for key in list(value):
+                if isinstance(value[key], torch.Tensor):
+                    value[key] = self.mark(value[key], key)
+            return value
+        return self.mark(value, None)
+
+
+@contextlib.contextmanager
+def mark_calls(model: nn.Module) -> Iterator[list[Call]]:
+    """Within this context every call of a submodule of `model` is recorded, and its tensors are marked."""
+    calls = [Call("", 0, 0, None)]
+    stack = [calls[0]]
+    counts: dict[str, int] = {}
+    handles: list[Any] = []
+
+    def before(path: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = Call(path, counts.get(path, 0), len(calls), stack[-1])
+            counts[path] = call.index + 1
+            calls.append(call)
+            stack.append(call)
+            marker = Marker(call.number, leaves=False)
+            return marker.mark_all(tuple(args)), marker.mark_all(dict(kwargs))
+
+        return hook
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return Marker(stack.pop().number, leaves=True).mark_all(output)
+
+    try:
+        for path, module in model.named_modules():
+            if path:
+                handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
+                handles.append(module.register_forward_hook(after, with_kwargs=True))
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
+    """The graph has no markers and the calls have their inputs and outputs; returns the innermost call of every node."""
+    owner: dict[fx.Node, Call] = {}
+    mark = torch.ops.retrofit.mark.default
+    by_path: dict[tuple[str, int], Call] = {(call.path, call.index): call for call in calls}
+    for node in list(graph.nodes):
+        if node.op not in ("call_function", "get_attr"):
+            continue
+        if node.target is mark:
+            source, number, leaves, key = node.args
+            call = calls[number]
+            (call.outputs if leaves else call.inputs).setdefault(parse_key(key), source)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            continue
+        owner[node] = innermost_call(node, by_path, calls[0])
+    return owner
+
+
+def parse_key(text: str) -> Key:
+    """The key that a marker holds as its `repr`."""
+    if text == "None":
+        return None
+    return int(text) if text.lstrip("-").isdigit() else text[1:-1]

@@ -1,0 +1,65 @@
+"""A captured program: the graph, what its placeholders hold, and every module call with its inputs and outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+Key = int | str | None
+
+
+@dataclasses.dataclass
+class Call:
+    """One call of one module: the node passed as each argument, the node returned as each output."""
+
+    path: str
+    index: int  # 0 for the first call of that module, 1 for its second
+    number: int  # position among all calls, in the order they began
+    parent: Call | None
+    inputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
+    outputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    @property
+    def chain(self) -> Iterator[Call]:
+        """This call and the calls around it, innermost first."""
+        call: Call | None = self
+        while call is not None:
+            yield call
+            call = call.parent
+
+    def encloses(self, other: Call) -> bool:
+        """Whether `other` is this call, or was made while it ran."""
+        return any(call is self for call in other.chain)
+
+
+@dataclasses.dataclass
+class Program:
+    """A captured model: its graph, what each placeholder holds, its module calls."""
+
+    graph: fx.Graph
+    parameters: dict[fx.Node, str]  # placeholder → parameter name
+    buffers: dict[fx.Node, str]  # placeholder → buffer name
+    constants: dict[fx.Node, str]
+    inputs: dict[fx.Node, str]  # placeholder → name of the argument
+    outputs: dict[str, fx.Node]  # name of the output → node
+    calls: list[Call]  # the root call, of the model itself, first
+    owner: dict[fx.Node, Call]  # the innermost call a node was computed in
+    values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of the constants and buffers
+    examples: dict[str, Any] = dataclasses.field(default_factory=dict)  # the arguments it was captured with, by name
+    returns: Any = None  # the class that the model's outputs come in
+    branches: bool = False  # whether the code branches on values: the program then holds the branches these inputs take
+
+    @property
+    def root(self) -> Call:
+        """The call of the model itself."""
+        return self.calls[0]

@@ -1,0 +1,63 @@
+"""Hugging Face directories: the model that `config.json` and the weights next to it describe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from retrofit.errors import CheckpointError, first_line
+from retrofit.runtime.quiet import quiet
+from retrofit.storage.architecture import transformers_class
+from retrofit.storage.filling import config_class, from_state, require_match
+
+
+def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, path: Path) -> nn.Module:
+    """The transformers model that config.json describes, with these weights, under its own or its published names."""
+    directory = config if config.is_dir() else config.parent
+    kind = directory_class(directory)
+    return from_state(kind, config_class(kind).from_pretrained(directory, local_files_only=True), state, dtype, path)
+
+
+def load_directory(path: Path, dtype: torch.dtype | None) -> nn.Module:
+    """The transformers model in the directory, every weight of it from there."""
+    kind: type[Any] = directory_class(path)
+    with quiet(progress_bars=True):
+        model, found = kind.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True, local_files_only=True)
+    require_match(found["missing_keys"], (), found["mismatched_keys"])
+    return model
+
+
+def directory_class(path: Path) -> type[PreTrainedModel]:
+    """The class that config.json names."""
+    file = path / "config.json"
+    if not file.is_file():
+        adapter = (path / "adapter_config.json").is_file()
+        raise CheckpointError(
+            f"there is no config.json in {path}",
+            why="it holds a PEFT adapter, which is not a whole model" if adapter else "",
+            remedy="merge the adapter into its model and save that" if adapter else "give a directory that save_pretrained wrote",
+        )
+    try:
+        named = json.loads(file.read_text(encoding="utf-8"))
+        architectures = named.get("architectures")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} is not a config", why=first_line(error)) from error
+    if not architectures:
+        raise CheckpointError(f'{file} does not say which model it is: "architectures" is missing', remedy="add the class's name")
+    kind = transformers_class(architectures[0])
+    if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+        return kind
+    known = named.get("model_type") in transformers.CONFIG_MAPPING
+    raise CheckpointError(
+        f"{file}: there is no model class {architectures[0]!r}",
+        why=f"transformers {transformers.__version__} does not have it"
+        + ("" if known else f", and knows no model_type {named.get('model_type')!r}"),
+        remedy="install the version it was saved with, or import the package that defines it first",
+    )

@@ -1,0 +1,107 @@
+"""Models filled with weights: exactly those that a file holds, each of them there and of the right shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from retrofit.errors import CheckpointError
+from retrofit.pipeline import recipe_storage, replaying
+from retrofit.runtime.quiet import quiet
+from retrofit.surgery import transformers_bookkeeping
+
+
+def fill_model(model: nn.Module, recipe: Iterable[str], state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> nn.Module:
+    """The model, rewritten by the recipe, with exactly these weights: the tensors themselves, tied where the model's were."""
+    recipe = tuple(recipe)
+    if recipe:
+        replaying.replay(model, recipe)
+        recipe_storage.store_recipe(model, recipe)
+    own = model.state_dict()
+    different = {name: (tensor.shape, own[name].shape) for name, tensor in state.items() if name in own}
+    require_match(
+        missing=[name for name in own if name not in state],
+        unexpected=[name for name in state if name not in own],
+        mismatched=[(name, *shapes) for name, shapes in different.items() if shapes[0] != shapes[1]],
+    )
+    groups = transformers_bookkeeping.shared_names(model.named_parameters(remove_duplicate=False))
+    model.load_state_dict(state, strict=True, assign=True)
+    for first, *others in groups:
+        for name in others:
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+    return model.to(dtype).eval() if dtype is not None else model.eval()
+
+
+def fill_transformers(
+    kind: type[PreTrainedModel],
+    config: Mapping[str, Any],
+    recipe: Iterable[str],
+    state: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
+    path: Path,
+) -> nn.Module:
+    """The transformers model of this config and recipe with these weights, built and filled by `from_pretrained` itself."""
+    fields = dict(config)
+    generation = fields.pop("generation_config", None)
+    named = fields.get("quantization_config") or {
+        "quant_method": recipe_storage.METHOD
+    }  # without a recipe too: the names are the model's own
+    fields["quantization_config"] = {**named, "recipe": list(recipe)}
+    model = from_state(kind, config_class(kind).from_dict(fields), state, dtype, path)
+    if dtype is None:
+        restore_dtypes(model, state)
+    if generation is not None and model.can_generate():
+        model.generation_config = GenerationConfig.from_dict(generation)
+    return model
+
+
+def config_class(kind: type[PreTrainedModel]) -> type[PreTrainedConfig]:
+    if kind.config_class is None:
+        raise CheckpointError(
+            f"{kind.__name__} does not say which config it takes", remedy="build it yourself: load(path, build=…)"
+        )
+    return kind.config_class
+
+
+def from_state(
+    kind: type[Any], config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, path: Path
+) -> PreTrainedModel:
+    """The transformers model with exactly these weights."""
+    with quiet():
+        model, found = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(state),
+            dtype=dtype or config.dtype or "auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    require_match(found["missing_keys"], found["unexpected_keys"], found["mismatched_keys"])
+    model.config.name_or_path = str(path)
+    return model
+
+
+def restore_dtypes(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
+    """A weight that was saved in another dtype than its neighbours has that dtype again."""
+    for name, tensor in state.items():
+        weight = model.get_parameter_or_buffer(name)
+        if weight.dtype != tensor.dtype:
+            weight.data = tensor
+
+
+def require_match(missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[tuple[str, Any, Any]]) -> None:
+    """The weights are the model's, name by name and shape by shape, else `CheckpointError` with the first few that are not."""
+    problems = [f"missing: {name}" for name in sorted(missing)]
+    problems += [f"not in the model: {name}" for name in sorted(unexpected)]
+    problems += [f"{name} is {list(saved)}, the model's {list(own)}" for name, saved, own in sorted(mismatched)]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(
+            "the weights do not fit the model", why="; ".join(problems[:5]) + more, remedy="give the config they were saved with"
+        )

@@ -1,0 +1,140 @@
+"""A `.pt` file: what it holds of a model, and the model rebuilt from what it holds."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from retrofit.errors import CheckpointError, first_line
+from retrofit.pipeline import recipe_storage
+from retrofit.storage.architecture import describe_architecture, empty_model, find_class
+from retrofit.storage.directories import fill_from_config
+from retrofit.storage.filling import fill_model, fill_transformers
+
+FORMAT = "retrofit/1"
+
+
+def checkpoint_contents(model: nn.Module) -> dict[str, Any]:
+    """What a `.pt` file holds of the model."""
+    architecture, config = describe_architecture(model)
+    return {
+        "format": FORMAT,
+        "architecture": architecture,
+        "config": config,
+        "recipe": list(recipe_storage.stored_recipe(model)),
+        "state_dict": compact_state(model.state_dict()),
+    }
+
+
+def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors as a plain dict, tied ones still one storage, and none that would drag a larger storage into the file."""
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"{name} is a {type(tensor).__name__} and not a tensor", why="a file that may hold any object could run code"
+            )
+        if tensor.is_meta:
+            raise CheckpointError(f"{name} has no value here", why="it is on the meta device, or offloaded to disk")
+    used: dict[int, set[tuple[int, int]]] = {}
+    for tensor in state.values():
+        storage = tensor.untyped_storage().data_ptr()
+        used.setdefault(storage, set()).add((tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+
+    def fills(tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return sum(size for _, size in used[storage.data_ptr()]) >= storage.nbytes()
+
+    return {name: tensor if fills(tensor) else tensor.clone() for name, tensor in state.items()}
+
+
+def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
+    """What the file holds; raises `CheckpointError` where it is not whole, or is code and not admitted by `allow_pickle`."""
+    try:
+        mapped = zipfile.is_zipfile(path)  # torch's container before 1.6 cannot be mapped
+        return torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read", why=error.strerror or str(error)) from error
+    except Exception as error:
+        foreign = re.search(r"GLOBAL ([\w.]+)|Unsupported class ([\w.]+)|Trying to \w+ (\S+)", str(error))
+        if foreign and not allow_pickle:
+            raise CheckpointError(
+                f"{path} holds a pickled Python object ({next(filter(None, foreign.groups()))}), not only weights",
+                why="reading such a file runs whatever code it names",
+                remedy="if you trust whoever wrote it: allow_pickle=True (--allow-pickle)",
+            ) from error
+        raise CheckpointError(
+            f"{path} cannot be read as a checkpoint",
+            why=f"it is cut short, damaged, or of another kind ({first_line(error)})",
+            remedy="copy or download it again, or give a file that retrofit.save or torch.save wrote",
+        ) from error
+
+
+def rebuild_model(
+    content: Any,
+    path: Path,
+    *,
+    config: str | Path | None,
+    build: Callable[[], nn.Module] | None,
+    dtype: torch.dtype | None,
+    imports: bool,
+) -> nn.Module:
+    """The model that a file's content describes."""
+    if isinstance(content, nn.Module):
+        return content.to(dtype).eval() if dtype is not None else content.eval()
+    if is_checkpoint(content):
+        state, recipe = content["state_dict"], content["recipe"]
+        if build is not None:
+            return fill_model(build(), recipe, state, dtype)
+        kind, config_kind = find_class(content["architecture"], imports=imports)
+        if issubclass(kind, PreTrainedModel):
+            return fill_transformers(kind, content["config"], recipe, state, dtype, path)
+        return fill_model(empty_model(kind, config_kind, content["config"]), recipe, state, dtype)
+    if not is_state_dict(content):
+        raise CheckpointError(
+            f"{path} is not a checkpoint",
+            why=f"it holds {describe_content(content)}",
+            remedy="give a file that retrofit.save wrote, or a state dict",
+        )
+    if build is not None:
+        return fill_model(build(), (), content, dtype)
+    if config is None:
+        raise CheckpointError(
+            f"{path} holds weights and not the model they belong to",
+            remedy="name the directory of its config.json: config=DIR (--config DIR), or load(path, build=…)",
+        )
+    return fill_from_config(Path(config), content, dtype, path)
+
+
+def is_checkpoint(content: Any) -> bool:
+    """Whether the file is one of this format; raises for a later one or one with entries missing."""
+    if not isinstance(content, dict) or not str(content.get("format", "")).startswith("retrofit/"):
+        return False
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"the format {content['format']} is not known", remedy="install a later retrofit")
+    kinds = {"architecture": str, "config": dict, "recipe": list, "state_dict": dict}
+    wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
+    if wrong or not is_state_dict(content["state_dict"]):
+        raise CheckpointError("the checkpoint is incomplete", why=f"not as they should be: {', '.join(wrong) or 'state_dict'}")
+    return True
+
+
+def is_state_dict(content: Any) -> bool:
+    return (
+        isinstance(content, Mapping)
+        and len(content) > 0
+        and all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items())
+    )
+
+
+def describe_content(content: Any) -> str:
+    """What something is, in a few words."""
+    if isinstance(content, Mapping):
+        return f"a mapping with {', '.join(map(str, list(content)[:5])) or 'nothing'}"
+    return f"a {type(content).__name__}"

@@ -1,0 +1,268 @@
+"""The sparse feed-forward as a module: both inference paths and training against loops written from the paper's formulas."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.feed_forward_models import ACTIVATIONS, IDS, Fused, Gated, Model, Plain
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import retrofit
+from retrofit.passes import SparseFFN
+from retrofit.passes.sparse_ffn.sparse_feed_forward import ALWAYS, FEW, SparseFeedForward
+
+
+def sparse_block(ffn: nn.Module, d: int, **options: Any) -> SparseFeedForward:
+    """The feed-forward made sparse, its controller drawn at random."""
+    model = Model(d, ffn).eval()
+    retrofit.apply(model, SparseFFN(**options), example_inputs={"ids": IDS}, verify=False)
+    block = model.layers[0].f
+    assert isinstance(block, SparseFeedForward)
+    if block.c1 is not None:
+        with torch.no_grad():
+            for parameter in (block.c1, block.c2, block.bias):
+                parameter.normal_()
+    return block
+
+
+def oracle(ffn: nn.Module, block: SparseFeedForward, x: Tensor) -> Tensor:
+    """The formula, token by token and block by block, from the dense module's weights."""
+    n, rows = block.sparsity, x.reshape(-1, x.shape[-1])
+    out = torch.zeros_like(rows)
+    weight, bias = ffn.b.weight, ffn.b.bias
+    for t, token in enumerate(rows):
+        logits = token @ block.c1 @ block.c2 + block.bias
+        for first in range(0, len(logits), n):
+            inside = logits[first : first + n]
+            unit = int(block.order[first + int(inside.argmax())])
+            h = hidden_unit(ffn, token, unit)
+            if block.multiply:
+                h = h * inside.softmax(0).max()
+            out[t] += h * (math.sqrt(n) if block.factor != 1 else 1.0) * weight[:, unit]
+        if bias is not None:
+            out[t] += bias
+    return out.view(x.shape)
+
+
+def hidden_unit(ffn: nn.Module, x: Tensor, unit: int) -> Tensor:
+    """One hidden unit of one token."""
+    if isinstance(ffn, Fused):
+        d_ff = ffn.b.in_features
+        gate, up = (2 * unit, 2 * unit + 1) if ffn.turns else (unit, d_ff + unit)
+        return F.silu(x @ ffn.w[:, gate] + ffn.c[gate]) * (x @ ffn.w[:, up] + ffn.c[up])
+    offset = 0.0 if ffn.a.bias is None else ffn.a.bias[unit]
+    z = x @ ffn.a.weight[unit] + offset
+    if not isinstance(ffn, Gated):
+        return ffn.act(z)
+    return ffn.act(x @ ffn.g.weight[unit] + (0.0 if ffn.g.bias is None else ffn.g.bias[unit])) * z
+
+
+@torch.no_grad()
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(["plain", "gated", "fused", "turns"]),
+    st.sampled_from(list(ACTIVATIONS)),
+    st.booleans(),
+    st.integers(2, 9),
+    st.sampled_from([2, 3, 8, 16, 32]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_both_paths_are_the_formula(
+    kind: str, act: str, bias: bool, d: int, n: int, blocks: int, rank: int, multiply: bool, scale: bool
+) -> None:
+    torch.manual_seed(n * d)
+    d_ff = n * blocks
+    ffn = {"plain": lambda: Plain(d, d_ff, act, bias), "gated": lambda: Gated(d, d_ff, act, bias)}.get(
+        kind, lambda: Fused(d, d_ff, kind == "turns")
+    )()
+    dense = copy.deepcopy(ffn)
+    block = sparse_block(ffn, d, sparsity=n, rank=min(rank, d), multiply_by_controller=multiply, scale=scale)
+    few, many = torch.randn(1, max(1, n // FEW), d), torch.randn(3, n, d)
+    assert block.prefers_gather(few) and block.prefers_gather(many) == (n >= ALWAYS)
+    with torch.enable_grad():
+        assert block.prefers_gather(few) == (n >= FEW) and not block.prefers_gather(many)
+    for x, gradients in itertools.product((few, many), (True, False)):
+        with torch.set_grad_enabled(gradients):
+            torch.testing.assert_close(block(x).detach(), oracle(dense, block, x).detach(), atol=2e-5, rtol=2e-4)
+
+
+@torch.no_grad()
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]), st.integers(1, 4), st.booleans())
+def test_the_two_paths_agree_in_every_dtype(dtype: torch.dtype, tokens: int, multiply: bool) -> None:
+    torch.manual_seed(tokens)
+    block = sparse_block(Gated(16, 96, "silu", True), 16, sparsity=32, multiply_by_controller=multiply).to(dtype)
+    x = torch.randn(tokens, 16).to(dtype)
+    together = torch.cat([x, torch.randn(40, 16).to(dtype)])
+    ours = block(x)
+    with torch.enable_grad():  # where a gradient is to come back, many tokens are masked
+        assert not block.prefers_gather(together)
+        theirs = block(together)[:tokens].detach()
+    assert ours.dtype == theirs.dtype == dtype
+    tolerance = {torch.bfloat16: 3e-2, torch.float16: 3e-3}.get(dtype, 1e-5)
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+@torch.no_grad()
+def test_exactly_one_unit_of_a_block_is_active() -> None:
+    torch.manual_seed(0)
+    block = sparse_block(Plain(8, 48, "gelu", True), 8, sparsity=6)
+    seen = []
+    block.down.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    block(torch.randn(4, 30, 8))
+    assert seen[0].view(4, 30, 8, 6).count_nonzero(-1).eq(1).all()
+
+
+def test_equal_logits_choose_the_first_unit_on_both_paths() -> None:
+    block = sparse_block(Plain(8, 64, "gelu", True), 8, sparsity=16)
+    with torch.no_grad():
+        block.c2.zero_()
+        block.bias.zero_()
+        x = torch.randn(2, 8)
+        first = torch.arange(0, 64, 16)
+        expected = F.gelu(F.linear(x, block.up.weight[first], block.up.bias[first])) @ block.down.weight[first] + block.down.bias
+        torch.testing.assert_close(block(x), expected)
+        torch.testing.assert_close(block(x.repeat(20, 1))[:2], expected)
+
+
+def test_a_block_of_one_is_the_dense_feed_forward_without_a_controller() -> None:
+    torch.manual_seed(0)
+    ffn = Gated(8, 24, "silu", True)
+    dense = copy.deepcopy(ffn)
+    block = sparse_block(ffn, 8, sparsity=1)
+    x = torch.randn(3, 5, 8)
+    assert (block.c1, block.c2, block.bias) == (None, None, None)
+    for training in (False, True):
+        torch.testing.assert_close(block.train(training)(x), dense(x), atol=1e-6, rtol=1e-5)
+
+
+# ── Training ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_training_is_the_straight_through_gumbel_softmax() -> None:
+    """The mask and its gradient, from the noise that the same seed gives, one block at a time."""
+    block = sparse_block(Plain(8, 24, "relu", True), 8, sparsity=4, temperature=0.5).train()
+    for hard in (0.0, 1.0):
+        block.hard = hard
+        logits = torch.randn(7, 6, 4, requires_grad=True)
+        torch.manual_seed(5)
+        mask = block.sample_mask(logits)
+        torch.manual_seed(5)
+        noise = -torch.empty(7, 6, 4).exponential_().log()
+        (ours,) = torch.autograd.grad((mask * torch.arange(4.0)).sum(), logits)
+        for t in range(7):
+            for b in range(6):
+                one = logits[t, b].detach().requires_grad_()
+                soft = ((one + noise[t, b]) / 0.5).softmax(0)
+                expected = F.one_hot(soft.argmax(), 4).float() if hard else soft.detach()
+                torch.testing.assert_close(mask[t, b].detach(), expected)
+                (theirs,) = torch.autograd.grad((soft * torch.arange(4.0)).sum(), one)
+                torch.testing.assert_close(ours[t, b], theirs)
+
+
+def test_a_batch_is_hard_three_times_in_ten() -> None:
+    block = sparse_block(Plain(8, 24, "relu", True), 8, sparsity=4).train()
+    torch.manual_seed(0)
+    masks = [block.sample_mask(torch.randn(5, 6, 4)) for _ in range(400)]
+    one_hot = [bool(((mask == 0) | (mask == 1)).all()) for mask in masks]
+    assert 0.22 < sum(one_hot) / len(one_hot) < 0.38
+    assert all(bool((mask.sum(-1) - 1).abs().max() < 1e-5) for mask in masks)
+
+
+def test_noise_chooses_each_unit_as_often_as_its_softmax_says() -> None:
+    block = sparse_block(Plain(8, 24, "relu", True), 8, sparsity=4, hard=1.0).train()
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    torch.manual_seed(0)
+    share = block.sample_mask(logits.expand(20000, 1, 4)).mean((0, 1))
+    torch.testing.assert_close(share, logits.softmax(0), atol=0.015, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"multiply_by_controller": True}, {"scale": True}])
+def test_every_parameter_learns(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    block = sparse_block(Gated(8, 24, "silu", True), 8, sparsity=4, **options).train()
+    block(torch.randn(50, 8)).square().sum().backward()
+    for name, parameter in block.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_gradients_of_both_inference_paths_agree(few: bool) -> None:
+    torch.manual_seed(0)
+    block = sparse_block(Gated(8, 64, "silu", True), 8, sparsity=32)
+    x = torch.randn(3, 8)
+    other = copy.deepcopy(block)
+    block(x).square().sum().backward()
+    padded = torch.cat([x, torch.zeros(40, 8)])
+    (other(padded)[:3].square().sum()).backward()
+    for name in ("up.weight", "gate.weight", "gate.bias", "down.weight", "down.bias"):
+        torch.testing.assert_close(block.get_parameter(name).grad, other.get_parameter(name).grad, atol=1e-5, rtol=1e-4)
+
+
+# ── In the ecosystem ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def test_it_is_copied_and_pickled_whole() -> None:
+    torch.manual_seed(0)
+    block = sparse_block(Fused(8, 64, True), 8, sparsity=16)
+    x = torch.randn(2, 8)
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert torch.equal(other(x), block(x)) and torch.equal(other(x.repeat(20, 1)), block(x.repeat(20, 1)))
+
+
+@torch.no_grad()
+def test_a_wrapped_matrix_is_called_and_not_gathered_from() -> None:
+    class Doubled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.weight = inner, inner.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.inner(x)
+
+    torch.manual_seed(0)
+    block = sparse_block(Plain(8, 64, "relu", False), 8, sparsity=16)
+    x = torch.randn(2, 8)
+    before = block(x)
+    block.down = Doubled(block.down)
+    assert not block.prefers_gather(x)
+    torch.testing.assert_close(block(x), 2 * before)
+    block.up = Doubled(block.up)
+    torch.testing.assert_close(block(x), 4 * before)
+
+
+@torch.no_grad()
+def test_an_exported_block_takes_any_number_of_tokens() -> None:
+    torch.manual_seed(0)
+    block = sparse_block(Gated(8, 64, "silu", True), 8, sparsity=32)
+    tokens = torch.export.Dim("tokens", min=2, max=512)
+    program = torch.export.export(block, (torch.randn(3, 8),), dynamic_shapes={"args": ({0: tokens},)}, strict=False)
+    for count in (2, 3, 40):
+        x = torch.randn(count, 8)
+        torch.testing.assert_close(program.module()(x), block(x), atol=1e-5, rtol=1e-4)
+
+
+def test_under_autocast_the_controller_is_as_exact_as_without() -> None:
+    torch.manual_seed(0)
+    block = sparse_block(Gated(16, 64, "silu", True), 16, sparsity=16)
+    x = torch.randn(40, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = block.logits(x)
+        many, few = block(x), block(x[:2])
+    assert inside.dtype == torch.float32 and torch.equal(inside, block.logits(x))
+    assert many.dtype == few.dtype == torch.bfloat16
+    torch.testing.assert_close(many[:2], few, atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(many.float(), block(x), atol=5e-2, rtol=5e-2)

@@ -1,0 +1,79 @@
+"""A pass that is a package of its own: installed, found by its entry point, used, saved and loaded; and the page that builds it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "examples" / "external_pass"
+PAGE = ROOT / "docs" / "write_a_pass.md"
+
+USE = """
+import sys, torch, transformers, retrofit
+from retrofit.cli import main
+assert main(["passes", "low-rank"]) == 0
+torch.manual_seed(0)
+config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=99, bos_token_id=0, eos_token_id=0)
+model = transformers.GPT2LMHeadModel(config).eval()
+ids = torch.arange(24).view(2, 12)
+before = model(ids).logits
+retrofit.apply(model, "low-rank(rank=3)", "altup(k=2)")
+torch.testing.assert_close(model(ids).logits, before, atol=1e-4, rtol=1e-4)
+model.save_pretrained(sys.argv[1])
+again = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert torch.equal(again(ids).logits, model(ids).logits)
+print([one.spec() for one in retrofit.recipe(again)])
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that has the package installed."""
+    source, target = tmp_path_factory.mktemp("source") / "package", tmp_path_factory.mktemp("site")
+    shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*command, "--target", str(target), str(source)], check=True, capture_output=True, timeout=120)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(target), os.environ.get("PYTHONPATH")]))}
+
+
+@pytest.fixture(scope="module")
+def used(installed: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What a program prints that uses the installed pass, and the model that it saved."""
+    model = tmp_path_factory.mktemp("used") / "model"
+    done = subprocess.run([sys.executable, "-c", USE, str(model)], env=installed, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, model
+
+
+def test_an_installed_pass_is_found_used_saved_and_loaded(used: tuple[str, Path]) -> None:
+    printed, _ = used
+    assert "--rank" in printed
+    assert "low-rank(rank=3, alpha=16.0, branches=all, layers=all)" in printed
+
+
+def test_its_own_tests_pass(installed: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(PACKAGE / "tests")]
+    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout
+
+
+def test_without_its_package_a_model_says_what_is_missing(used: tuple[str, Path]) -> None:
+    load = f"import retrofit; retrofit.load({str(used[1])!r})"
+    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, timeout=240)
+    assert done.returncode != 0
+    assert "there is no pass called 'low-rank'" in done.stderr
+
+
+def test_the_page_shows_the_code_of_the_package() -> None:
+    code = "\n".join(path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*")) if path.suffix in (".py", ".toml"))
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) > 5
+    missing = [block for block in blocks if block.strip() not in code]
+    assert not missing, missing[0]
