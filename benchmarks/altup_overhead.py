@@ -5,7 +5,7 @@
 T5 1.1 stacks of a few layers at their true widths, with the true vocabulary. What grows with the vocabulary, the gradient of the
 token table and the head, is timed on its own: with a wide embedding both are K·d wide, whatever the depth of the model, and a few
 layers would not put that in proportion. The models take turns in every round; a ratio is the median over the rounds of a model's
-time over the dense model's in the same round, with the ratio of their fastest rounds beside it: what is left where others use the
+time over the dense model's in the same round, with the ratio of their fastest rounds in brackets: what is left where others use the
 machine too.
 """
 

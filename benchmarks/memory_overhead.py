@@ -23,7 +23,8 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import retrofit
 from retrofit.passes import AltUp, Memory
-from retrofit.passes.memory.memory import ExternalMemory, LshMemory, MemoryLayer, SoftmaxMemory, TokenIdMemory
+from retrofit.passes.memory.external_memory import ExternalMemory, LshMemory, SoftmaxMemory, TokenIdMemory
+from retrofit.passes.memory.memory_layer import MemoryLayer
 
 RECIPES: dict[str, tuple[Any, ...]] = {
     "token-id": (Memory(),),
@@ -137,7 +138,7 @@ def report(options: argparse.Namespace) -> None:
 
     for tokens in (1, 16, 64, 128, 256, 1024):
         print(f"\n128 experts of rank 16 for {tokens} tokens, forward")
-        ways = ("gathered", "grouped")
+        ways = ("by_gathering", "by_grouping")
         turns.compare({way: expert_step(tokens, 16, way, options) for way in ways}, options, 10)
 
 

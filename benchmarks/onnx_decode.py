@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
-from retrofit.onnx.exporter.sessions import Running, handed_on
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.pipeline.registry import parse_recipe
 
 SIZES = {"t5-base": (768, 3072, 12), "t5-large": (1024, 4096, 16), "smoke": (32, 64, 2)}  # d, d_ff, heads
@@ -94,14 +94,14 @@ def timed_step(model: Any, options: argparse.Namespace) -> tuple[Callable[[], fl
     """Two clocks, each giving the seconds of one step: of the exported model in ONNX Runtime, of the model in torch."""
     with tempfile.TemporaryDirectory() as folder:
         made = retrofit.export_onnx(model, Path(folder) / "model.onnx")
-        running = Running(made.files[0].path, options.threads)
+        running = OnnxSession(made.files[0].path, options.threads)
     print(made)
     ids = torch.randint(VOCABULARY, (1, options.past + 1), generator=torch.Generator().manual_seed(1))
     mask, numbers = torch.ones_like(ids), torch.arange(options.past + 1)[None]
     outputs = running(
         {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": numbers[:, :-1], **running.empty(1)}
     )
-    step = {"input_ids": ids[:, -1:], "attention_mask": mask, "position_ids": numbers[:, -1:], **handed_on(outputs)}
+    step = {"input_ids": ids[:, -1:], "attention_mask": mask, "position_ids": numbers[:, -1:], **next_step_states(outputs)}
 
     clock = time.process_time if options.threads == 1 else time.perf_counter
 

@@ -30,7 +30,7 @@ BYTES = 400e6  # of weights, many times the caches
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The sparse feed-forward against the dense one.")
-    parser.add_argument("--sizes", type=parsed, nargs="+", default=SIZES, metavar="d,d_ff,N")
+    parser.add_argument("--sizes", type=parse_size, nargs="+", default=SIZES, metavar="d,d_ff,N")
     parser.add_argument("--crossover", action="store_true", help="the two inference paths against each other")
     parser.add_argument("--counts", type=int, nargs="+", default=(1, 4, 16, 64, 256), help="numbers of tokens for --crossover")
     parser.add_argument("--threads", type=int, default=1)
@@ -46,14 +46,14 @@ def main() -> None:
         (crossover if options.crossover else single)(*size, options)
 
 
-def parsed(text: str) -> tuple[int, ...]:
+def parse_size(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
 
 
 @torch.inference_mode()
 def single(d: int, d_ff: int, n: int, options: argparse.Namespace) -> None:
     """One token, dense and sparse."""
-    blocks = made(d, d_ff, n, options)
+    blocks = make_blocks(d, d_ff, n, options)
     dense, sparse = turns(blocks, 1, Dense.__call__, options), turns(blocks, 1, SparseFeedForward.forward, options)
     slow, fast = least([dense, sparse], options)
     print(f"d={d} d_ff={d_ff} N={n}: dense {1e6 * slow:9.0f} µs, sparse {1e6 * fast:6.0f} µs, {slow / fast:6.1f}×", flush=True)
@@ -62,7 +62,7 @@ def single(d: int, d_ff: int, n: int, options: argparse.Namespace) -> None:
 @torch.inference_mode()
 def crossover(d: int, d_ff: int, n: int, options: argparse.Namespace) -> None:
     """Gathered, dense with a mask, and the dense feed-forward, for more and more tokens."""
-    blocks = made(d, d_ff, n, options)
+    blocks = make_blocks(d, d_ff, n, options)
     print(f"d={d} d_ff={d_ff} N={n}\n{'tokens':>8} {'gathered':>11} {'masked':>11} {'dense':>11}  µs")
     for tokens in options.counts:
         ways = [by_path(True), by_path(False), Dense.__call__]
@@ -86,7 +86,7 @@ def by_path(gathers: bool) -> Callable[[SparseFeedForward, Tensor], Tensor]:
     return run
 
 
-def made(d: int, d_ff: int, n: int, options: argparse.Namespace) -> list[SparseFeedForward]:
+def make_blocks(d: int, d_ff: int, n: int, options: argparse.Namespace) -> list[SparseFeedForward]:
     """Sparse feed-forwards with random weights and controllers, and their output weights as the dense one stores them."""
     how = {"device": options.device, "dtype": getattr(torch, options.dtype)}
     matrices = Matrix("", "up", "", None, True), Matrix("", "down", "", None, True)
@@ -100,7 +100,7 @@ def made(d: int, d_ff: int, n: int, options: argparse.Namespace) -> list[SparseF
         "multiply": False,
         "scale": False,
     }
-    found = []
+    blocks = []
     for _ in range(max(1, round(BYTES / (2 * d * d_ff * torch.finfo(how["dtype"]).bits / 8)))):
         up = linear(parameter(d_ff, d, **how), parameter(d_ff, **how))
         down = RowMajor(parameter(d_ff, d, **how), parameter(d, **how))
@@ -109,8 +109,8 @@ def made(d: int, d_ff: int, n: int, options: argparse.Namespace) -> list[SparseF
         for one in (block.c1, block.c2, block.bias):
             one.detach().normal_()
         block.register_buffer("dense", down.weight.detach().t().contiguous())
-        found.append(block)
-    return found
+        blocks.append(block)
+    return blocks
 
 
 def parameter(*size: int, **how: object) -> nn.Parameter:
@@ -128,13 +128,13 @@ def turns(
 
 def least(forms: list[Iterator[Tensor]], options: argparse.Namespace) -> list[float]:
     """The least seconds a result of each form, over rounds in which they take turns."""
-    found: list[list[float]] = [[] for _ in forms]
+    times: list[list[float]] = [[] for _ in forms]
     for _ in range(options.rounds):
-        for form, taken in zip(forms, found, strict=True):
+        for form, measured in zip(forms, times, strict=True):
             next(form)
             count = max(1, min(50, int(0.2 / seconds(form, 1, options))))
-            taken.append(seconds(form, count, options))
-    return [min(taken) for taken in found]
+            measured.append(seconds(form, count, options))
+    return [min(measured) for measured in times]
 
 
 def seconds(form: Iterator[Tensor], count: int, options: argparse.Namespace) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from retrofit.anatomy.wording import plural
-from retrofit.cli.folding import fold_lines
 from retrofit.cli.tables import change
+from retrofit.runtime.line_folding import fold_lines
 
 if TYPE_CHECKING:
     from retrofit.anatomy.sites import NearMiss, Site
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 Cells = tuple[str, str]
 
 MOST = 8  # lines of one kind
+TERMS = re.compile(r"(?<=\d) \+ (?=[\w.]+[:,] )")  # of a formula with a term for each module: `a.0: d = 6 + a.1: d = 6`
 
 
 def rewrite_rows(rewrite: Rewrite) -> list[Cells]:
@@ -51,7 +53,8 @@ def planned_pass_rows(planned: PlannedPass) -> list[Cells]:
         *listed("leaves alone", untouched_lines(plan.near_misses)),
     ]
     if planned.fits:
-        rows.append(("adds", f"{plural(plan.new_parameters, 'parameter')}{f': {plan.formula}' if plan.formula else ''}"))
+        formula = " + ".join(fold_lines(TERMS.split(plan.formula)))
+        rows.append(("adds", f"{plural(plan.new_parameters, 'parameter')}{f': {formula}' if formula else ''}"))
     return [*rows, *listed("notes", plan.notes)]
 
 

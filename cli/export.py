@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{model.resolve().stem if model.is_file() else model.resolve().name}.onnx"
     )
 
-    from retrofit.onnx.exporter.exporting import export_onnx
+    from retrofit.onnx.exporter.export_onnx import export_onnx
     from retrofit.storage.checkpoint import load
 
     with working(arguments.debug) as progress:

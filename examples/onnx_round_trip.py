@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
-from retrofit.onnx.exporter.sessions import Running
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.passes import AltUp
 
 STEPS = 60
@@ -59,7 +59,7 @@ def main() -> None:
 
         made = retrofit.export_onnx(model.eval(), Path(folder) / "trained.onnx")
         print(made)
-        guess = Running(made.files[0].path)(inputs(text))["logits"].argmax(-1)
+        guess = OnnxSession(made.files[0].path)(inputs(text))["logits"].argmax(-1)
         print(f"ONNX Runtime says {int((guess[:, :-1] == text[:, 1:]).sum())} of {text.shape[1] - 1} tokens right")
 
 

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from retrofit.anatomy.inspection import inspect as inspect
     from retrofit.checks.verify import verify as verify
     from retrofit.errors import RetrofitError as RetrofitError
-    from retrofit.onnx.exporter.exporting import export_onnx as export_onnx
-    from retrofit.onnx.importer.importing import from_onnx as from_onnx
+    from retrofit.onnx.exporter.export_onnx import export_onnx as export_onnx
+    from retrofit.onnx.importer.from_onnx import from_onnx as from_onnx
     from retrofit.pipeline.replaying import recipe as recipe
     from retrofit.planning import plan_of as plan_of
     from retrofit.rewriting import apply as apply
@@ -27,8 +27,8 @@ HOMES = {
     "Anatomy": "retrofit.anatomy.anatomy",
     "RetrofitError": "retrofit.errors",
     "apply": "retrofit.rewriting",
-    "export_onnx": "retrofit.onnx.exporter.exporting",
-    "from_onnx": "retrofit.onnx.importer.importing",
+    "export_onnx": "retrofit.onnx.exporter.export_onnx",
+    "from_onnx": "retrofit.onnx.importer.from_onnx",
     "inspect": "retrofit.anatomy.inspection",
     "load": "retrofit.storage.checkpoint",
     "plan_of": "retrofit.planning",

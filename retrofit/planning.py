@@ -13,13 +13,14 @@ from torch import nn
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.anatomy.sites import NearMiss
-from retrofit.errors import CaptureError, DoesNotFitError
+from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError
 from retrofit.pipeline.protocol import AnyPass, Plan
 from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
-from retrofit.program.program import Program
-from retrofit.rewriting import Progress, as_rewritable, chosen_passes
+from retrofit.rewriting import Progress, parse_passes, prepare_model
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.line_folding import fold_lines
+from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.surgery.edit import Edit
 
 
@@ -37,18 +38,20 @@ class PlannedPass:
         return bool(self.plan.sites)
 
     def lines(self) -> Iterator[str]:
-        """What is to be said of it, the spec first."""
+        """The plan as text, the spec first; lines that differ in numbers only are folded."""
         plan = self.plan
         kind = "the same function at step 0" if self.exact else "approximate at step 0"
-        yield f"{self.spec}: {f'{len(plan.sites)} sites, {kind}' if self.fits else 'fits nowhere, and apply would refuse it'}"
-        yield from (f"  rewritten   {site.name or 'the model'}: {site.what}" for site in plan.sites)
-        for miss in plan.near_misses:
-            yield f"  left alone  {miss.name or 'the model'}: {miss.why}"
-            if miss.remedy:
-                yield f"              way out: {miss.remedy}"
+        count = f"{len(plan.sites)} site{'s' if len(plan.sites) > 1 else ''}"
+        yield f"{self.spec}: {f'{count}, {kind}' if self.fits else 'fits nowhere, and apply would refuse it'}"
+        yield from entries("rewritten", (f"{site.name or 'the model'}: {site.what}" for site in plan.sites))
+        misses = (
+            f"{miss.name or 'the model'}: {miss.why}" + (f"\nway out: {miss.remedy}" if miss.remedy else "")
+            for miss in plan.near_misses
+        )
+        yield from entries("left alone", misses)
         if self.fits:
-            yield f"  parameters  {plan.new_parameters:,} new" + (f": {plan.formula}" if plan.formula else "")
-        yield from (f"  note        {note}" for note in plan.notes)
+            yield from entries("parameters", [f"{plan.new_parameters:,} new" + (f": {plan.formula}" if plan.formula else "")])
+        yield from entries("note", plan.notes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +71,8 @@ class RecipePlan:
 
     def __str__(self) -> str:
         lines = [line for one in self.passes for line in (*one.lines(), "")]
-        lines.append(f"parameters       {change(self.parameters_before, self.parameters_after)}")
-        after = "not known before it is done" if self.flops_after is None else change(self.flops_before, self.flops_after)
+        lines.append(f"parameters       {format_change(self.parameters_before, self.parameters_after)}")
+        after = "unknown until it is applied" if self.flops_after is None else format_change(self.flops_before, self.flops_after)
         lines.append(f"FLOPs per token  {after}")
         return "\n".join(lines)
 
@@ -99,69 +102,91 @@ def plan_of(
 ) -> RecipePlan:
     """What `apply(model, *passes)` would rewrite and what it would leave alone and why, and what the result would cost.
 
-    Nothing is done to `model`: after the first plan, which is made of the model itself, everything happens to a copy without
-    weights. A pass that fits nowhere has a plan without sites, and the passes after it are planned as if it were not there. Raises
-    `RetrofitError` where the model cannot be captured or holds no transformer, `SpecError` where a pass cannot be read.
+    `model` does not change: the first plan is read off the model itself, and every plan is carried out on a copy without weights.
+    A pass that fits nowhere has a plan without sites, and the passes after it are planned as if it were not there. Raises
+    `RetrofitError` where the model cannot be captured or holds no transformer, `SpecError` where a pass cannot be parsed.
     """
-    say = progress or (lambda stage: None)
-    chosen = chosen_passes(passes)
-    model, inputs, program = as_rewritable(model, example_inputs, emit, say)
-    skeleton = without_weights(model)
+    report = progress or (lambda stage: None)
+    parsed = parse_passes(passes)
+    with preserve_random_state():
+        model, inputs, program = prepare_model(model, example_inputs, emit, report)
+        skeleton = without_weights(model)
+        planned: list[PlannedPass] = []
+        done: list[str] = []
+        for one in parsed:
+            report(f"planning {one.name}")
+            anatomy = inspect_skeleton(skeleton, inputs, one, done) if done else read_anatomy(model, program)
+            plan = plan_pass(one, anatomy, skeleton)
+            planned.append(PlannedPass(plan.spec or one.spec(), one.exact if plan.exact is None else plan.exact, plan))
+            if plan.sites:
+                done.append(one.name)
+        report("counting the cost of the result")
+        flops_before = flops_per_token(program)
+        flops_after = skeleton_flops(skeleton, inputs) if done else flops_before
+    return RecipePlan(tuple(planned), count_parameters(model), count_parameters(skeleton), flops_before, flops_after)
+
+
+def plan_pass(one: AnyPass, anatomy: Anatomy, skeleton: nn.Module) -> Plan:
+    """The plan of a pass, carried out on the skeleton; one without sites where the pass refuses the model."""
     edit = Edit(skeleton)
-    planned: list[PlannedPass] = []
-    rewritten = False
-    for one in chosen:
-        say(f"planning {one.name}")
-        anatomy = inspect(skeleton, inputs) if rewritten else read_anatomy(model, program)
-        plan = plan_for(one, anatomy)
-        planned.append(PlannedPass(plan.spec or one.spec(), one.exact if plan.exact is None else plan.exact, plan))
-        if plan.sites:
-            one.carry_out(plan, edit)
-            rewritten = True
-    say("counting what the result would cost")
-    after = captured(skeleton, inputs)
-    return RecipePlan(
-        tuple(planned),
-        parameters_before=elements(model),
-        parameters_after=elements(skeleton),
-        flops_before=flops_per_token(program),
-        flops_after=None if after is None else flops_per_token(after),
-    )
-
-
-def plan_for(one: AnyPass, anatomy: Anatomy) -> Plan:
-    """The plan of a pass; where it refuses the model as a whole one without sites that says so."""
-    near_misses: list[NearMiss] = []
+    near_misses: tuple[NearMiss, ...] = ()
     try:
         plan: Plan = one.plan(anatomy)
+        near_misses = plan.near_misses
+        if plan.sites:
+            one.carry_out(plan, edit)
+        elif not near_misses:
+            raise one.nothing_fits(plan)
         return plan
     except DoesNotFitError as error:
-        near_misses.append(NearMiss("", f"{error.what}: {error.why}" if error.why else error.what, error.remedy))
-    return Plan((), tuple(near_misses))
+        edit.undo()
+        refusal = NearMiss("", f"{error.what}: {error.why}" if error.why else error.what, error.remedy)
+        return Plan((), (*near_misses, refusal))
+
+
+def inspect_skeleton(skeleton: nn.Module, inputs: dict[str, Any], one: AnyPass, done: list[str]) -> Anatomy:
+    """The anatomy that a pass finds once the passes before it are done; raises `CaptureError` where it needs weights to be seen."""
+    try:
+        return inspect(skeleton, inputs)
+    except CaptureError as error:
+        raise CaptureError(
+            f"{one.name} cannot be planned after {', '.join(done)}",
+            why=f"without its weights the model cannot be captured: {error.why or error.what}",
+            remedy=f"apply {', '.join(done)} first, then plan {one.name}",
+        ) from error
 
 
 def without_weights(model: nn.Module) -> nn.Module:
-    """A copy of the model on the meta device: parameters and buffers have shapes and no values, tied ones are tied."""
-    held: dict[int, Any] = {}
+    """A copy of the model on the meta device: its tensors have shapes and no values, tied ones are tied."""
+    memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        held[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        held[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, held)
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    attributes = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+    for tensor in (*model.buffers(), *attributes):
+        memo.setdefault(id(tensor), torch.empty_like(tensor, device="meta", requires_grad=False))
+    return copy.deepcopy(model, memo)
 
 
-def captured(skeleton: nn.Module, inputs: dict[str, Any]) -> Program | None:
-    """The program of a model without weights; None where it cannot be captured so."""
+def skeleton_flops(skeleton: nn.Module, inputs: dict[str, Any]) -> int | None:
+    """The FLOPs a token of a model without weights; None where it cannot be captured so."""
     try:
-        return capture(skeleton, named_inputs(skeleton, inputs))
-    except CaptureError:
+        return flops_per_token(capture(skeleton, named_inputs(skeleton, inputs)))
+    except RetrofitError:
         return None
 
 
-def elements(model: nn.Module) -> int:
+def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def change(before: int, after: int) -> str:
+def entries(title: str, texts: Iterator[str] | tuple[str, ...] | list[str]) -> Iterator[str]:
+    """Lines under one title, folded; what follows the first line of a text is indented below it."""
+    for text in fold_lines(texts):
+        first, *rest = text.split("\n")
+        yield f"  {title:<11} {first}"
+        yield from (f"  {'':<11} {line}" for line in rest)
+
+
+def format_change(before: int, after: int) -> str:
     """A count before and after, and by how much it grew."""
     return f"{before:,} → {after:,}" + (f" ({(after - before) / before:+.1%})" if before else "")

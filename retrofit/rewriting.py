@@ -81,14 +81,14 @@ def apply_reported(
 ) -> Applied:
     """`apply`, with an account of what was done, what it costs and how the checks came out."""
     say = progress or (lambda stage: None)
-    chosen = chosen_passes(passes)
+    chosen = parse_passes(passes)
     if calibration is not None and not any(one.calibrates for one in chosen):
         raise SpecError("calibration= was given, but none of the passes uses it", remedy="leave it out")
     before = sum(parameter.numel() for parameter in model.parameters())
-    model, inputs, dense = as_rewritable(model, example_inputs, emit, say)
+    model, inputs, dense = prepare_model(model, example_inputs, emit, say)
     reference = None
     if verify:
-        say("remembering the dense model")
+        say("measuring the dense model")
         reference = Reference.of(model, inputs, dense)
     edit = Edit(model, None if calibration is None else calibration_from(model, calibration))
     earlier = recipe_storage.stored_recipe(model)
@@ -99,12 +99,12 @@ def apply_reported(
         recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in made)))
         edit.set_attribute(model, "retrofit_rewrites", (*called_now(rewrites(model) or (), edit.dense, edit), *made))
         edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))
-        say("running the result")
+        say("capturing the result")
         report = result = None
         if verify or count_flops or device_of(model).type == "meta":
-            result = captured_again(model, inputs)
+            result = capture_result(model, inputs)
         else:
-            run_once(model, inputs)
+            run_result(model, inputs)
         if reference is not None:
             say("verifying")
             report = check_rewrite(model, reference, made, edit.account(), program=result)
@@ -127,55 +127,55 @@ def apply_reported(
     return Applied(model, made, report, before, after, dense_flops, flops)
 
 
-def chosen_passes(passes: Sequence[AnyPass | str]) -> Recipe:
-    """The passes from passes or their specs; raises `SpecError` where there is none."""
+def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
+    """The passes, from passes or their specs; raises `SpecError` where there is none."""
     if not passes:
         raise SpecError("no pass given", remedy="name at least one, e.g. retrofit.apply(model, AltUp(k=2))")
     return tuple(as_pass(one) for one in passes)
 
 
-def as_rewritable(model: nn.Module, example_inputs: Any, emit: str, say: Progress) -> tuple[nn.Module, dict[str, Any], Program]:
-    """The model that passes rewrite, its inputs by name, and its program: a graph module where `emit` or the model asks for one."""
+def prepare_model(model: nn.Module, example_inputs: Any, emit: str, say: Progress) -> tuple[nn.Module, dict[str, Any], Program]:
+    """The model that passes rewrite, its inputs by name, and its program: a graph module where `emit` or its layers require one."""
     if emit not in ("module", "graph"):
         raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'")
     inputs = named_inputs(model, example_inputs)
     say("capturing the dense model")
     program = capture(model, inputs)
-    if emit == "module" and (transformers_bookkeeping.is_transformers(model) or not stands_in_code(model, program)):
+    if emit == "module" and (transformers_bookkeeping.is_transformers(model) or not has_layers_in_code(model, program)):
         return model, inputs, program
-    say("making a graph module of it")
+    say("building its graph module")
     model = graph_module(model, inputs)
     inputs = named_inputs(model)
     return model, inputs, capture(model, inputs)
 
 
-def stands_in_code(model: nn.Module, program: Program) -> bool:
-    """Whether some layer is no module but a part of a larger one's code."""
+def has_layers_in_code(model: nn.Module, program: Program) -> bool:
+    """Whether some layer is not a module but part of a larger one's code."""
     return any(not layer.name for layer in read_anatomy(model, program).layers)
 
 
-def captured_again(model: nn.Module, inputs: dict[str, Any]) -> Program:
+def capture_result(model: nn.Module, inputs: dict[str, Any]) -> Program:
     """The rewritten model as a program; raises `DoesNotFitError` where it does not run."""
     try:
         return capture(model, inputs)
     except CaptureError as error:
-        raise does_not_run(error.why) from error
+        raise not_running(error.why) from error
 
 
-def run_once(model: nn.Module, inputs: dict[str, Any]) -> None:
-    """The rewritten model runs, else `DoesNotFitError`: one short pass, where nobody needs the program."""
+def run_result(model: nn.Module, inputs: dict[str, Any]) -> None:
+    """The rewritten model runs, else `DoesNotFitError`: one short pass, where its program is not needed."""
     try:
         with preserve_state(model):
             run(model, inputs)
     except Exception as error:  # whatever the model's own code raises
-        raise does_not_run(first_line(error)) from error
+        raise not_running(first_line(error)) from error
 
 
-def does_not_run(why: str) -> DoesNotFitError:
+def not_running(why: str) -> DoesNotFitError:
     return DoesNotFitError(
         "the rewritten model does not run",
         why=why,
-        remedy="the model was left as it was; its own code may count on the stream's width: for altup, try embedding=recycled",
+        remedy="the model was left as it was; its own code may depend on the stream's width: for altup, try embedding=recycled",
     )
 
 

@@ -92,23 +92,23 @@ def read_back(model: Any, made: Any, inputs: dict[str, Any]) -> float:
     """How far the files as modules, states and all, lie from ONNX Runtime on fresh inputs of another shape."""
     import torch
 
-    from retrofit.onnx.exporter.exporting import other_sizes
-    from retrofit.onnx.exporter.parts import plan
-    from retrofit.onnx.exporter.sessions import Running
-    from retrofit.onnx.importer.importing import from_onnx
-    from retrofit.onnx.importer.reading import argument
+    from retrofit.onnx.exporter.export_onnx import other_sizes
+    from retrofit.onnx.exporter.export_plan import plan_export
+    from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+    from retrofit.onnx.importer.from_onnx import from_onnx
+    from retrofit.onnx.importer.naming import argument_name
     from retrofit.runtime.example_inputs import named_inputs
     from retrofit.runtime.probes import distance
 
-    parts = plan(model, named_inputs(model, inputs), "past" if made.cached else "none").parts
+    parts = plan_export(model, named_inputs(model, inputs), "past" if made.cached else "none").parts
     gaps = []
     for part, file in zip(parts, made.files, strict=True):
-        running, module = Running(file.path, 1), from_onnx(file.path, "past")
+        session, module = OnnxSession(file.path, 1), from_onnx(file.path, "past")
         for seed, sizes in enumerate(other_sizes(part), start=11):
-            given = {name: value for name, value in part.example(sizes, seed).items() if name in running.inputs}
+            given = {name: value for name, value in part.example(sizes, seed).items() if name in session.inputs}
             with torch.no_grad():
-                found = module(**{argument(name): value for name, value in given.items()})
-            gaps += [distance(found[argument(name)], value) for name, value in running(given).items()]
+                found = module(**{argument_name(name): value for name, value in given.items()})
+            gaps += [distance(found[argument_name(name)], value) for name, value in session(given).items()]
     return max(gaps)
 
 
@@ -130,7 +130,7 @@ def same_tokens(model: Any, made: Any) -> bool | str:
     """Whether ONNX Runtime decodes the tokens that `generate` does."""
     import torch
 
-    from retrofit.onnx.exporter.sessions import Running, decode, translate
+    from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode, translate
     from retrofit.runtime.example_inputs import token_ids
 
     ids = token_ids(model, 2, 6, seed=3)
@@ -138,18 +138,18 @@ def same_tokens(model: Any, made: Any) -> bool | str:
     how = {"max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, "num_beams": 1, "pad_token_id": 0}
     how |= {"forced_eos_token_id": None, "forced_bos_token_id": None}
     model.generation_config.eos_token_id = None  # with a least number of tokens it would be left out of the choice
-    running = [Running(file.path, 1) for file in made.files]
+    sessions = [OnnxSession(file.path, 1) for file in made.files]
     try:
-        if len(running) == 1:
+        if len(sessions) == 1:
             mask[0, :2] = 0
             expected = model.generate(input_ids=ids, attention_mask=mask, **how)
-            made_tokens = decode(running[0], ids, STEPS, mask)
+            made_tokens = decode(sessions[0], ids, STEPS, mask)
             if torch.equal(made_tokens, expected):
                 return True
             return "the full forward's, not generate's" if torch.equal(made_tokens, of_forwards(model, ids, mask)) else False
         start = model.generation_config.decoder_start_token_id
         expected = model.generate(input_ids=ids, attention_mask=mask, **how)
-        made_tokens = translate(running, {"input_ids": ids, "attention_mask": mask}, start, STEPS)
+        made_tokens = translate(sessions, {"input_ids": ids, "attention_mask": mask}, start, STEPS)
         return bool(torch.equal(made_tokens, expected))
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]

@@ -1,4 +1,4 @@
-"""Modules around a stream of K blocks: those that let a d-wide module read one, and those that stand at its ends."""
+"""Modules around a stream of K blocks: those that let a d-wide module read it, and those at its ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from retrofit.sdk import Wrapper, argument_place, find_argument, map_first
 
 
 class Blockwise(Wrapper):
-    """The d-wide `layer` reads each block of its K·d-wide argument `wide` on its own; its outputs stand side by side."""
+    """The d-wide `layer` reads each block of its K·d-wide argument `wide` on its own; its outputs are concatenated."""
 
     def __init__(self, layer: nn.Module, k: int, wide: int | str = 0) -> None:
         super().__init__(layer)
@@ -30,7 +30,7 @@ class Blockwise(Wrapper):
 
 
 class Replicated(Wrapper):
-    """What `layer` returns, K times side by side."""
+    """The output of `layer`, K times side by side."""
 
     def __init__(self, layer: nn.Module, k: int) -> None:
         super().__init__(layer)
@@ -41,7 +41,7 @@ class Replicated(Wrapper):
 
 
 class BlockScale(nn.Module):
-    """Block i is multiplied by scale[i]; `before`, as a forward pre-hook of a module, does that to the module's first argument."""
+    """Block i is multiplied by scale[i]; `before`, a forward pre-hook of a module, does so to the module's first argument."""
 
     def __init__(self, scale: Sequence[float], *, learnable: bool = False) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class BlockScale(nn.Module):
 class DivideAndProject(nn.Module):
     """An extra width e, divided into K−1 sub-blocks, each projected to d (external-memory paper, §5.4).
 
-    `after` widens what a look-up of d+e columns returns to K·d; `before`, with the same matrices transposed, narrows what a head of
-    d+e columns is given.
+    `after`, a forward hook of the look-up, widens its d+e columns to K·d; `before`, a forward pre-hook of the head, narrows K·d
+    columns to d+e with the same matrices transposed.
     """
 
     def __init__(self, extra: int, k: int, width: int) -> None:

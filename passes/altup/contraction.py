@@ -29,7 +29,7 @@ def mix_and_add(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
 
 
 def addition() -> Callable[..., Tensor]:
-    """What adds a product to a sum: in its place, or beside it where a model is exported: a graph without side effects is cheap."""
+    """x + a·b for tensors: in place on x, except in an export, whose graph must have no side effects."""
     return torch.addcmul if torch.compiler.is_exporting() else Tensor.addcmul_
 
 

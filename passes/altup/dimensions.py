@@ -38,7 +38,7 @@ class Step:
     def axes(self, position: int, name: str, default: Any = 0) -> list[int]:
         """The dimensions, counted from the front, that the argument names."""
         given = self.argument(position, name, default)
-        return [int(axis) % len(self.before) for axis in (given if isinstance(given, (list, tuple)) else [given])]
+        return [int(axis) % len(self.before) for axis in (given if isinstance(given, (list, tuple, range)) else [given])]
 
 
 def dimension_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
@@ -67,7 +67,7 @@ def dimension_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
 
 
 def same_end(step: Step) -> int | None:
-    """A change of layout that leaves the dimension and all behind it as they were."""
+    """A change of layout that leaves the dimension and all after it as they were."""
     return step.dim if step.out[len(step.out) - step.dim :] == step.before[step.index :] else None
 
 
@@ -102,10 +102,19 @@ def split_axes(step: Step, name: str) -> list[int]:
 
 
 def after_selection_along(position: int) -> Callable[[Step], int | None]:
-    """A selection along the dimensions that the argument at `position` names."""
+    """Entries left out along the dimensions that the argument at `position` names."""
 
     def rule(step: Step) -> int | None:
         return None if step.index in step.axes(position, "dim") and step.before != step.out else step.dim
+
+    return rule
+
+
+def after_reordering_along(position: int) -> Callable[[Step], int | None]:
+    """Entries in another order along the dimensions that the argument at `position` names: all of them where it names none."""
+
+    def rule(step: Step) -> int | None:
+        return None if step.index in step.axes(position, "dims", range(len(step.before))) else step.dim
 
     return rule
 
@@ -147,11 +156,12 @@ def after_reduction(step: Step) -> int | None:
 RULES: dict[str, Callable[[Step], int | None]] = {
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "mT", "numpy_T"), after_transpose),
     **dict.fromkeys(("expand", "expand_as", "detach", "alias", "clone", "contiguous", "getitem"), same_extent),
-    **dict.fromkeys(("slice", "narrow", "index_select", "flip"), after_selection_along(1)),
+    **dict.fromkeys(("slice", "narrow"), after_selection_along(1)),
+    **dict.fromkeys(("index_select", "flip"), after_reordering_along(1)),
     **dict.fromkeys(("pad", "constant_pad_nd"), after_pad),
     **dict.fromkeys(JOIN, after_join),
     **dict.fromkeys(REDUCTIONS, after_reduction),
-    "roll": after_selection_along(2),
+    "roll": after_reordering_along(2),
     "permute": after_permute,
     "unsqueeze": after_unsqueeze,
     "squeeze": after_squeeze,

@@ -304,12 +304,12 @@ class WidthPropagation:
         weights = {*self.plan.tables, *self.plan.heads}
         for placeholder, name in self.flow.program.parameters.items():
             if name in weights:
-                known = {*self.look_ups, *self.heads}
-                strays = [user for user in placeholder.users if user not in known and not leads_to(user, known)]
+                readers = {*self.look_ups, *self.heads}
+                strays = [user for user in placeholder.users if user not in readers and not leads_only_to(user, readers)]
                 if strays:
                     raise self.refuse(strays[0], f"{name} is also read here, at its dense width")
 
 
-def leads_to(node: fx.Node, known: set[fx.Node]) -> bool:
-    """Whether `node` only rearranges a weight on its way to one of `known`."""
-    return op(node) in LAYOUT | CAST and all(user in known or leads_to(user, known) for user in node.users)
+def leads_only_to(node: fx.Node, readers: set[fx.Node]) -> bool:
+    """Whether `node` only rearranges a weight for some of `readers`."""
+    return op(node) in LAYOUT | CAST and all(user in readers or leads_only_to(user, readers) for user in node.users)

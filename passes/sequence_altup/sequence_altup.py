@@ -1,7 +1,7 @@
-"""The sequence-altup pass: which layers can see every k-th token only, and how what they are handed follows the tokens.
+"""The sequence-altup pass: which layers can see every k-th token only, and how their arguments follow the tokens.
 
-What the layers then compute is in `strided_layers`, what they are handed is seen in `observing`, what stands in the way of a layer
-in `beside` and `numbering`.
+What the layers then compute is in `strided_layers`, which arguments they receive is recorded by `captured_arguments`, what rules a
+layer out is in `layer_requirements`.
 
 Alternating Updates for Efficient Transformers (NeurIPS 2023), §4.2, §5.4 and supplement E, Alg. 2.
 """
@@ -10,27 +10,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
-from torch import fx, nn
+from torch import fx
 
-from retrofit.passes.sequence_altup.crossings import (
-    Crossing,
-    crossings,
-    handed_over,
-    hears_of_padding,
-    is_made_of_ids,
-    learns,
-    reads_by_another_way,
-    reads_some_only,
-    tells_padding,
+from retrofit.passes.sequence_altup.anchor_layer import MaskArgument
+from retrofit.passes.sequence_altup.argument_inference import Dims, infer_arguments, mask_argument, returned_arguments
+from retrofit.passes.sequence_altup.argument_paths import ArgumentPath, argument_path
+from retrofit.passes.sequence_altup.captured_arguments import ArgumentCaptures, CapturedArguments, new_arguments_with_cache
+from retrofit.passes.sequence_altup.cross_layer_values import CrossLayerValue, arguments_from_layers, cross_layer_values
+from retrofit.passes.sequence_altup.layer_requirements import (
+    Candidate,
+    require_all_calls,
+    require_all_tokens_read,
+    require_fitting_consumers,
+    require_gradient,
+    require_known_cache_arguments,
+    require_no_numbering,
+    require_one_position_per_token,
+    require_one_stream_argument,
+    require_padding_shown,
+    require_readable_arguments,
+    require_stream_returned,
+    require_unstrided,
 )
-from retrofit.passes.sequence_altup.layer_arguments import Follows, Path, learn, path_of, unknown_on_a_cache
-from retrofit.passes.sequence_altup.numbering import is_numbering, is_same_of_anchors, tables_of
-from retrofit.passes.sequence_altup.observation import Observation, Watch
-from retrofit.passes.sequence_altup.strided_layers import METHODS, StridedLayer
+from retrofit.passes.sequence_altup.strided_layers import METHODS, OutputKey
+from retrofit.passes.sequence_altup.token_dims import TokenDims
 from retrofit.sdk import (
     NO_STREAM,
     Anatomy,
@@ -40,24 +46,47 @@ from retrofit.sdk import (
     Layer,
     NearMiss,
     Pass,
-    Rewrite,
+    Plan,
     Site,
     Stack,
     accepts,
+    collect_near_miss,
     option,
     refuse_state_inputs,
     selected_depths,
-    shape,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceAltUp(Pass):
-    """Layers compute every k-th token; predict and correct carry what they find to the tokens between."""
+class StridedLayerPlan:
+    """One layer that is to be strided: where its stream enters and leaves, and how its other arguments follow the tokens."""
+
+    path: str  # of the module
+    stream_in: int | str
+    stream_out: OutputKey
+    token_dims: Mapping[ArgumentPath, TokenDims]
+    returned: Mapping[int | str, ArgumentPath]  # arguments that the layer returns as they are, by their key in its output
+    unread: tuple[int | str, ...]  # arguments that it does not read
+    mask: MaskArgument | None
+    tokens_first: bool  # the stream is (tokens, batch, width)
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceAltUpPlan(Plan):
+    """The layers that are to be strided."""
+
+    layers: tuple[StridedLayerPlan, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceAltUp(Pass[SequenceAltUpPlan]):
+    """Layers compute every k-th token; predict and correct spread what they find over the tokens between."""
 
     name: ClassVar[str] = "sequence-altup"
-    summary: ClassVar[str] = "layers compute every k-th token only, and hand their correction on to the tokens between"
+    summary: ClassVar[str] = "layers compute every k-th token only, whose correction the tokens between receive too"
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, §4.2 and supplement Alg. 2"
+    rewrites: ClassVar[str] = "layer"
+    remedy: ClassVar[str] = "name layers that are modules of their own with layers=, or use another pass"
 
     k: int = option(4, "the stride: one token in k is computed", minimum=1)
     method: str = option(
@@ -70,306 +99,181 @@ class SequenceAltUp(Pass):
     def exact(self) -> bool:
         return self.k == 1
 
-    def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
-        return Application(self, anatomy, edit).run()
-
-
-class Application:
-    """One rewrite of one model."""
-
-    def __init__(self, how: SequenceAltUp, anatomy: Anatomy, edit: Edit) -> None:
-        self.how, self.anatomy, self.edit = how, anatomy, edit
-        self.model = anatomy.model
-        self.skipped: list[NearMiss] = []
-        self.sites: list[Site] = []
-        self.hangs_on_values = False  # whether which layers are strided hangs on what a model without values cannot tell
-
-    def run(self) -> Rewrite:
-        if self.how.k > 1:
-            refuse_state_inputs(self.anatomy.program, self.how.name)
-        chosen = list(self.chosen())
-        if chosen:
-            paths = [layer.name for _, layer in chosen]
-            watch = Watch(self.model, self.anatomy.program.examples, paths)
-            other = watch.larger
-            lost = self.lost_when_decoding(other)
-            known = [(layer, lost.get(layer.name) or self.follows(stack, layer, watch)) for stack, layer in chosen]
-            for layer, found in self.agreed(known, other):
-                self.stride(layer, found, watch)
-        if not self.sites:
-            raise DoesNotFitError(
-                f"{self.how.name}: no layer of the model can be strided",
-                why="; ".join(dict.fromkeys(f"{miss.name or 'the stack'}: {miss.why}" for miss in self.skipped[:4])),
-                remedy="name layers that are modules of their own with layers=, or use another pass",
-            )
-        strided, each = len(self.sites), 3 if self.how.method == "sequence-altup" else 0
-        late = ("a2",) if self.how.k > 1 else ("a1", "a2")
-        names = tuple(f"{site.name}.{name}" for site in self.sites for name in late) if each else ()
-        return Rewrite(
-            self.resolved().spec(),
-            self.how.exact,
-            tuple(self.sites),
-            tuple(self.skipped),
-            new_parameters=each * strided,
-            formula=f"{each} · {strided} layers = {each * strided}",
-            second_step=names,  # at b = 1 what a2 (with k = 1: a1 too) adds to the prediction the correction takes back
+    def plan(self, anatomy: Anatomy) -> SequenceAltUpPlan:
+        if self.k > 1:
+            refuse_state_inputs(anatomy.program, self.name)
+        near_misses: list[NearMiss] = []
+        chosen = self.choose_layers(anatomy, near_misses)
+        captures = ArgumentCaptures(anatomy.model, anatomy.program.examples, [layer.name for _, layer in chosen])
+        layers = self.plan_layers(anatomy, chosen, captures, near_misses) if chosen else ()
+        each = 3 if self.method == "sequence-altup" else 0
+        return SequenceAltUpPlan(
+            tuple(Site(one.path, f"computes one token in {self.k} ({self.method})") for one in layers),
+            tuple(near_misses),
+            new_parameters=each * len(layers),
+            formula=f"{each} · {len(layers)} layers = {each * len(layers)}",
+            spec=self.resolve(anatomy, layers, captures.values_decided).spec() if layers else "",
+            layers=layers,
         )
+
+    def apply(self, plan: SequenceAltUpPlan, edit: Edit) -> None:
+        for one in plan.layers:
+            wrapper = METHODS[self.method](
+                edit.model.get_submodule(one.path),
+                self.k,
+                name=one.path,
+                stream_in=one.stream_in,
+                stream_out=one.stream_out,
+                token_dims=one.token_dims,
+                returned=one.returned,
+                unread=one.unread,
+                mask_argument=one.mask,
+                tokens_first=one.tokens_first,
+            )
+            edit.replace_module(one.path, wrapper)
+            if self.method == "sequence-altup":  # at b = 1 the correction takes back what a2 (with k = 1: a1 too) adds
+                for name in ("a2",) if self.k > 1 else ("a1", "a2"):
+                    edit.expect_late_gradient(wrapper.get_parameter(name))
 
     # Which layers.
 
-    def chosen(self) -> Iterator[tuple[Stack, Layer]]:
-        """The layers that the options name, each module once; what cannot be strided is noted with the reason."""
-        taken: set[str] = set()
-        for stack in self.anatomy.stacks:
-            if self.how.stacks not in ("all", stack.kind):
-                self.skipped.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.how.stacks}"))
-                continue
-            if self.how.method == "average-pooling" and stack.causal and self.how.k > 1:
-                raise DoesNotFitError(
-                    f"sequence-altup: average-pooling does not fit the {stack.kind} {stack.name}",
-                    why="it is causal, and the mean over a window looks ahead",
-                    remedy="use method=sequence-altup, or stacks=encoder where that is not causal",
-                )
-            depth = self.depths(stack)
-            if not depth:
-                self.skipped.append(NearMiss(stack.name, f"it has {len(stack.layers)} layers, none between the first and the last"))
-            for number, layer in enumerate(stack.layers):
-                if number in depth and layer.name not in taken:
-                    why = self.obstacle(stack, layer, depth)
-                    if why:
-                        self.skipped.append(NearMiss(layer.name or layer.exit, why))
-                        continue
-                    taken.add(layer.name)
-                    yield stack, layer
+    def choose_layers(self, anatomy: Anatomy, near_misses: list[NearMiss]) -> list[tuple[Stack, Layer]]:
+        """The layers that the options name and the anatomy allows, each module once."""
+        chosen: dict[str, tuple[Stack, Layer]] = {}
+        for stack in anatomy.stacks:
+            depths = self.depths(stack, near_misses)
+            for depth, layer in enumerate(stack.layers):
+                if depth not in depths or layer.name in chosen:
+                    continue
+                with collect_near_miss(layer.name or layer.exit, near_misses):
+                    layer.stream_places()  # raises where a wrapper cannot be put around the layer
+                    require_unstrided(anatomy.model.get_submodule(layer.name))
+                    require_all_calls(stack, layer, depths)
+                    chosen[layer.name] = stack, layer
+        return list(chosen.values())
 
-    def depths(self, stack: Stack) -> set[int]:
-        count = len(stack.layers)
-        return set(range(1, count - 1)) if self.how.layers == "inner" else selected_depths(self.how.layers, count, self.how.name)
-
-    def obstacle(self, stack: Stack, layer: Layer, chosen: set[int]) -> str:
-        """Why the layer's module cannot be strided, as far as the anatomy says; "" where it can."""
-        if not layer.name:
-            return "no module owns the layer: its additions stand in the model's own code"
-        if NO_STREAM in (layer.stream_in, layer.stream_out):
-            return "the module does not take the stream as an argument and return it"
-        if any(isinstance(part, StridedLayer) for part in self.model.get_submodule(layer.name).modules()):
-            return "it is strided already"
-        others = [number for number, other in enumerate(stack.layers) if other.name == layer.name]
-        if not chosen.issuperset(others):
-            return "its module runs at other depths too, which are not to be strided; layers=all strides it everywhere"
-        if stack.causal and len(others) > 1:
-            return "its module runs at several depths, and what it remembers when decoding would be mixed up"
-        return ""
-
-    # How what they are handed follows the tokens.
-
-    def lost_when_decoding(self, seen: Observation) -> dict[str, str]:
-        """By layer why it could not decode: what it remembers from token to token is handed to it as tensors, not in a cache."""
-        inputs = self.anatomy.program.examples
-        without_values = any(parameter.is_meta for parameter in self.model.parameters())
-        if without_values or not accepts(self.model, "use_cache"):
-            return {}
-        found: dict[str, str] = {}
-        with contextlib.suppress(Exception):  # a model that does not run on a cache
-            known = {path: tensors for (path, call), tensors in seen.tensors.items() if not call}
-            found = unknown_on_a_cache(self.model, inputs, known)
-        self.hangs_on_values |= bool(found)
-        return {
-            path: f"decoding, it is handed {name}, and what that holds of each token is unknown" for path, name in found.items()
-        }
-
-    def agreed(
-        self, known: list[tuple[Layer, dict[Path, Follows] | str]], seen: Observation
-    ) -> Iterator[tuple[Layer, dict[Path, Follows]]]:
-        """The layers that can be strided together, and how what each is handed follows the tokens; why not of others is noted."""
-        calls = self.layer_calls(seen)
-        between = crossings(seen.flow, calls)
-        left = {layer.name: found for layer, found in known if not isinstance(found, str)}
-        whys = {layer.name: found for layer, found in known if isinstance(found, str)}
-        while why := next(filter(None, (self.alone(name, between, left) for name in left)), None):
-            left.pop(why[0])
-            whys[why[0]] = why[1]
-        self.skipped += [NearMiss(layer.name, whys[layer.name]) for layer, _ in known if layer.name in whys]
-        for layer, _ in known:
-            if layer.name not in left:
-                continue
-            found = dict(left[layer.name])
-            for key, maker in handed_over(seen.flow, seen.call_of(layer), calls).items():
-                path = path_of(self.model.get_submodule(layer.name), key) if key is not None else ()
-                if maker.path in left and path in found:  # it is of the anchors already
-                    found[path] = dataclasses.replace(found[path], positions=(), tells=False)
-            yield layer, found
-
-    def layer_calls(self, seen: Observation) -> dict[Call, fx.Node]:
-        """Every call of a layer's module, and the stream it returns."""
-        layers = [layer for layer in self.anatomy.layers if layer.name and NO_STREAM not in (layer.stream_in, layer.stream_out)]
-        places = {layer.name: layer.stream_places()[1] for layer in layers}
-        return {
-            call: call.outputs[places[call.path]]
-            for call in seen.program.calls
-            if call.path in places and places[call.path] in call.outputs
-        }
-
-    def alone(self, name: str, between: list[Crossing], left: Collection[str]) -> tuple[str, str] | None:
-        """The layer and why it cannot be strided, as those around it that are not need something of it for every token."""
-        for crossing in between:
-            if crossing.maker.path != name:
-                continue
-            if crossing.reader is None:
-                return name, "what it hands on beside the stream enters the outputs, which need it of every token"
-            if crossing.reader.path not in left or not crossing.plain:
-                return name, f"what it hands on beside the stream is read by {crossing.reader.path}, which needs it of every token"
-        return None
-
-    def stride(self, layer: Layer, found: dict[Path, Follows], watch: Watch) -> None:
-        """The layer's module is strided."""
-        module = self.model.get_submodule(layer.name)
-        call = watch.larger.call_of(layer)
-        stream_in, stream_out = layer.stream_places()
-        wrapper = METHODS[self.how.method](
-            module,
-            self.how.k,
-            name=layer.name,
-            stream_in=stream_in,
-            stream_out=stream_out,
-            follows=found,
-            returns=handed_back(call, module, layer),
-            unread=tuple(watch.larger.objects.get(layer.name, ())),
-            tokens_first=watch.tokens_first(layer, stream_of(module, layer)) is True,
-        )
-        self.edit.replace_module(layer.name, wrapper)
-        self.sites.append(Site(layer.name, f"computes one token in {self.how.k} ({self.how.method})"))
-
-    def follows(self, stack: Stack, layer: Layer, watch: Watch) -> dict[Path, Follows] | str:
-        """How the layer's arguments follow the tokens, or why it cannot be strided."""
-        one, other = watch.first, watch.larger
-        module = self.model.get_submodule(layer.name)
-        stream = stream_of(module, layer)
-        first, second = one.shapes(layer), other.shapes(layer)
-        if stream not in first or stream not in second:
-            return "it is not handed the stream by the same argument every time"
-        if any(isinstance(size, torch.SymInt) for size in (*first[stream], *second[stream])):
-            return "how many tokens it is handed hangs on the values of tensors"
-        tokens_first = watch.tokens_first(layer, stream)
-        if tokens_first is None:
-            return f"its stream {tuple(first[stream])} is not laid out as (batch, tokens, width)"
-        before, length = (size[0 if tokens_first else 1] for size in (first[stream], second[stream]))
-        if self.how.k > 1 and length == 1:
-            return "with the example inputs it is handed one token only: give larger example_inputs="
-        if other.length - one.length < length - before and other.length:
-            return "its stream has several positions a token, and which of them are anchors is not defined"
-        call = other.call_of(layer)
-        stream_in, stream_out = layer.stream_places()
-        entry, exit_ = call.inputs.get(stream_in), call.outputs.get(stream_out)
-        if entry is None or exit_ is None or shape(entry) != shape(exit_):
-            return "it hands on a stream of another shape"
-        for name, kind in other.objects.get(layer.name, {}).items():
-            if reads_by_another_way(other.flow, call, {tuple(size) for size in second.values()}):
-                return f"it is handed {name}, a {kind}, and what that holds of each token is unknown"
-        if why := self.obstacle_in(stack, layer, call, other, length):
-            return why
-        found = learn(first, second, stream, tokens_first)
-        found.pop(stream)
-        nodes = {path_of(module, name): node for name, node in call.inputs.items() if name is not None}
-        flow, masks = other.flow, [node for node, name in other.program.inputs.items() if name in other.masks]
-        for path, how in list(found.items()):
-            if not how.positions:
-                continue
-            if len(how.positions) > 2:
-                return f"{path[0]} follows the tokens along {len(how.positions)} dimensions"
-            node = nodes.get(path)
-            if node is None:  # inside a container, where the graph has no name for it
-                tells = watch.is_mask(layer, path, how)
-            else:
-                tells = tells_padding(flow, node, masks) or (len(how.positions) == 2 and is_made_of_ids(flow, node))
-            found[path] = dataclasses.replace(how, tells=tells)
-        if any(how.tells and len(how.positions) == 2 for how in found.values()):  # what is said of queries alone is not of keys
-            silent = [path for path, how in found.items() if how.rank == 4 and how.positions == (2,)]
-            found |= {path: dataclasses.replace(found[path], tells=False) for path in silent}
-        if unclear := [path for path, how in found.items() if how.tells and not watch.says_real(nodes.get(path), how)]:
-            self.hangs_on_values |= any(watch.tables(nodes.get(path)) for path in unclear)
-            return f"what it is handed as {unclear[0][0]} says which tokens are padding in a way of its own"
-        if self.how.k > 1 and not any(how.tells for how in found.values()) and self.others_hear(stack, layer, other, masks):
-            return "it is handed no mask, and would count padding among the tokens where other layers do not"
-        return found
-
-    def others_hear(self, stack: Stack, layer: Layer, seen: Observation, masks: list[fx.Node]) -> bool:
-        """Whether other layers of the stack are told what is padding."""
-        for other in stack.layers:
-            if other.name in ("", layer.name):
-                continue
-            call = seen.call_of(other)
-            if other.stream_in in call.inputs and hears_of_padding(seen.flow, call, call.inputs[other.stream_in], masks):
-                return True
-        return False
-
-    def obstacle_in(self, stack: Stack, layer: Layer, call: Call, seen: Observation, length: int) -> str:
-        """Why the layer cannot be strided, as far as its code and what reads it say; "" where it can."""
-        exit_ = call.outputs[layer.stream_places()[1]]
-        if not learns(seen.flow, exit_):
-            return "the outputs hang on it by choices only, so that nothing would be learnt"
-        if self.how.k == 1:
-            return ""
-        if layer.exit == stack.layers[-1].exit and reads_some_only(seen.flow, exit_):
-            return "some of its tokens only are read in the end, and those between anchors would be read by nothing"
-        return self.counts_itself(layer, call, seen, length)
-
-    def counts_itself(self, layer: Layer, call: Call, seen: Observation, length: int) -> str:
-        """Why not, where the layer numbers the tokens itself, by how many it is handed: those kept would lose their positions."""
-        exit_ = call.outputs[layer.stream_places()[1]]
-        inside = [node for node in seen.flow.nodes if node.op == "call_function" and call.encloses(seen.flow.call_of(node))]
-        for node in inside:
-            if (
-                is_numbering(node, seen.flow, length)
-                and seen.flow.reaches(node, exit_)
-                and not self.says_the_same(node, seen, length)
-            ):
-                return "its own code numbers the tokens it is handed, so that the kept ones would lose their positions"
-        return ""
-
-    def says_the_same(self, node: fx.Node, seen: Observation, length: int) -> bool:
-        """Whether what the layer cuts from its tables, for as many tokens as it is handed, is the same of anchors.
-
-        Where a recipe is replayed on a model without values it names the layers of which that was so.
-        """
-        tables = tables_of(node, seen.flow, length)
-        if tables is None:
-            return False
-        self.hangs_on_values = True
-        if any(table.is_meta for table, _ in tables):
-            return self.how.layers not in ("all", "inner")
-        return all(is_same_of_anchors(table, dims, self.how.k) for table, dims in tables)
-
-    def resolved(self) -> SequenceAltUp:
-        """The options by which a model without values gets the same layers strided."""
-        if not self.hangs_on_values:
-            return self.how
-        names = {site.name for site in self.sites}
-        found: dict[str, set[tuple[int, ...]]] = {}
-        for stack in self.anatomy.stacks:
-            if self.how.stacks in ("all", stack.kind):
-                depth = tuple(number for number, layer in enumerate(stack.layers) if layer.name in names)
-                found.setdefault(stack.kind, set()).add(depth)
-        strided = {kind: depths for kind, depths in found.items() if depths != {()}}
-        which = set().union(*strided.values())
-        if len(which) > 1 or (len(strided) < len(found) and len(strided) > 1):
+    def depths(self, stack: Stack, near_misses: list[NearMiss]) -> set[int]:
+        """The depths of a stack that the options name."""
+        if self.stacks not in ("all", stack.kind):
+            near_misses.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.stacks}"))
+            return set()
+        if self.method == "average-pooling" and stack.causal and self.k > 1:
             raise DoesNotFitError(
-                f"{self.how.name}: other depths of one stack than of another can be strided",
-                why="a model without values cannot tell them, so the recipe has to name them, and it names the same for all stacks",
+                f"sequence-altup: average-pooling does not fit the {stack.kind} {stack.name}",
+                why="it is causal, and the mean over a window looks ahead",
+                remedy="use method=sequence-altup, or stacks=encoder where that is not causal",
+            )
+        count = len(stack.layers)
+        depths = set(range(1, count - 1)) if self.layers == "inner" else selected_depths(self.layers, count, self.name)
+        if not depths:
+            near_misses.append(NearMiss(stack.name, f"it has {count} layers, none between the first and the last"))
+        return depths
+
+    # How their arguments follow the tokens.
+
+    def plan_layers(
+        self, anatomy: Anatomy, chosen: list[tuple[Stack, Layer]], captures: ArgumentCaptures, near_misses: list[NearMiss]
+    ) -> tuple[StridedLayerPlan, ...]:
+        """The layers of those chosen that can be strided, and how."""
+        new = new_cache_arguments(anatomy, captures)
+        fitting: dict[str, tuple[Candidate, Dims]] = {}
+        for stack, layer in chosen:
+            one = Candidate(stack, layer, anatomy.model.get_submodule(layer.name), self.k, captures)
+            with collect_near_miss(layer.name, near_misses):
+                require_known_cache_arguments(layer, new)
+                fitting[layer.name] = one, self.check(one)
+        streams = streams_of_layers(anatomy, captures.larger)
+        values = cross_layer_values(captures.larger.flow, streams)
+        while misfit := first_misfit(fitting, values):
+            near_misses.append(misfit)
+            del fitting[misfit.name]
+        return tuple(plan_layer(one, dims, streams, fitting) for one, dims in fitting.values())
+
+    def check(self, one: Candidate) -> Dims:
+        """How the layer's arguments follow the tokens; raises `DoesNotFitError` where it cannot be strided."""
+        require_one_stream_argument(one)
+        require_one_position_per_token(one)
+        require_stream_returned(one)
+        require_readable_arguments(one)
+        require_gradient(one)
+        if self.k > 1:
+            require_all_tokens_read(one)
+            require_no_numbering(one, replayed=self.layers not in ("all", "inner"))
+        dims = infer_arguments(one)
+        if self.k > 1:
+            require_padding_shown(one, dims.values())
+        return dims
+
+    # As which it is saved.
+
+    def resolve(self, anatomy: Anatomy, layers: tuple[StridedLayerPlan, ...], values_decided: bool) -> SequenceAltUp:
+        """The options by which a model without values gets the same layers strided."""
+        if not values_decided:
+            return self
+        strided = {one.path for one in layers}
+        found: dict[str, set[tuple[int, ...]]] = {}
+        for stack in anatomy.stacks:
+            if self.stacks in ("all", stack.kind):
+                depths = tuple(depth for depth, layer in enumerate(stack.layers) if layer.name in strided)
+                found.setdefault(stack.kind, set()).add(depths)
+        kinds = {kind: depths for kind, depths in found.items() if depths != {()}}
+        all_depths = set().union(*kinds.values())
+        if len(all_depths) > 1 or (len(kinds) < len(found) and len(kinds) > 1):
+            raise DoesNotFitError(
+                f"{self.name}: the stacks of the model can be strided at different depths",
+                why="a model without values cannot determine them, so the recipe names them, and it names the same for all stacks",
                 remedy="apply it once with stacks=encoder and once with stacks=decoder",
             )
-        stacks = self.how.stacks if len(strided) == len(found) else next(iter(strided))
-        return dataclasses.replace(self.how, layers="+".join(map(str, *which)), stacks=stacks)
+        stacks = self.stacks if len(kinds) == len(found) else next(iter(kinds))
+        return dataclasses.replace(self, layers="+".join(map(str, *all_depths)), stacks=stacks)
 
 
-def stream_of(module: nn.Module, layer: Layer) -> Path:
-    """The argument by which the layer's module is handed the stream."""
-    return path_of(module, layer.stream_places()[0])
+def new_cache_arguments(anatomy: Anatomy, captures: ArgumentCaptures) -> dict[str, str]:
+    """By layer an argument that it receives only when decoding: states that the model passes as tensors, not in a cache."""
+    model, received = anatomy.model, captures.larger.tensors
+    if any(parameter.is_meta for parameter in model.parameters()) or not accepts(model, "use_cache"):
+        return {}
+    found: dict[str, str] = {}
+    with contextlib.suppress(Exception):  # a model that does not run with a cache
+        found = new_arguments_with_cache(
+            model, captures.examples, {path: known for (path, call), known in received.items() if not call}
+        )
+    captures.values_decided |= bool(found)
+    return found
 
 
-def handed_back(call: Call, module: nn.Module, layer: Layer) -> dict[int | str, Path]:
-    """Which arguments the layer returns as they are, by the index of the output."""
-    entered = {node: path_of(module, key) for key, node in call.inputs.items() if key is not None}
-    return {
-        key: entered[node] for key, node in call.outputs.items() if key is not None and key != layer.stream_out and node in entered
-    }
+def streams_of_layers(anatomy: Anatomy, captured: CapturedArguments) -> dict[Call, fx.Node]:
+    """Every call of a layer's module, and the stream it returns."""
+    layers = [layer for layer in anatomy.layers if layer.name and NO_STREAM not in (layer.stream_in, layer.stream_out)]
+    keys = {layer.name: layer.stream_places()[1] for layer in layers}
+    calls = (call for call in captured.program.calls if call.path in keys)
+    return {call: call.outputs[keys[call.path]] for call in calls if keys[call.path] in call.outputs}
+
+
+def first_misfit(fitting: Mapping[str, object], values: list[CrossLayerValue]) -> NearMiss | None:
+    """The first layer that cannot be strided, as a layer that is not strided needs something of it for every token."""
+    misses: list[NearMiss] = []
+    for path in fitting:
+        with collect_near_miss(path, misses):
+            require_fitting_consumers(path, values, fitting)
+    return misses[0] if misses else None
+
+
+def plan_layer(one: Candidate, dims: Dims, streams: Mapping[Call, fx.Node], strided: Mapping[str, object]) -> StridedLayerPlan:
+    """The layer as it is to be strided, together with the other `strided` ones: what these compute is of anchors already."""
+    dims = dict(dims)
+    for key, producer in arguments_from_layers(one.captured.flow, one.call, streams).items():
+        path = argument_path(one.module, key) if key is not None else ()
+        if producer.path in strided and path in dims:
+            dims[path] = dataclasses.replace(dims[path], positions=(), shows_padding=False)
+    stream_in, stream_out = one.layer.stream_places()
+    return StridedLayerPlan(
+        one.layer.name,
+        stream_in,
+        stream_out,
+        dims,
+        returned_arguments(one),
+        tuple(one.captured.objects.get(one.layer.name, ())),
+        mask_argument(one, dims),
+        one.tokens_first,
+    )

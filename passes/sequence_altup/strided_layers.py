@@ -1,18 +1,18 @@
-"""Strided layers. Sequence-AltUp: a layer computes every k-th token, and its correction is handed on to the tokens between.
+"""Strided layers. Sequence-AltUp: a layer computes one token in k, its anchor, whose correction the tokens between receive too.
 
     predict   ŷ_i = a1 x_i + a2 x_{⌊i/k⌋k}
     compute   ỹ_0, ỹ_k, … = layer(x_0, x_k, …)
     correct   y_i = ŷ_i + b (ỹ_{⌊i/k⌋k} − ŷ_{⌊i/k⌋k})
 
 With the anchor's x and ỹ collected, y_i = a1 x_i + c_{⌊i/k⌋k} where c = b ỹ + (a2 − b (a1 + a2)) x: one vector an anchor is all
-that is spread over its window, and all that decoding has to remember. a1 = 1, a2 = 0, b = 1 at the start, which makes k = 1 the
+that is spread over its window, and all that decoding has to store. a1 = 1, a2 = 0, b = 1 at the start, which makes k = 1 the
 dense layer.
 
-The papers' baselines: stride-and-skip, y_i = ỹ_i at anchors and x_i between them; average-pooling, every token of a window is given
-what the layer makes of the window's mean (layers in a row pool once, for the mean of equal tokens is the token).
+The papers' baselines: stride-and-skip, y_i = ỹ_i at anchors and x_i between them; average-pooling, every token of a window gets
+what the layer computes from the window's mean (layers in a row pool once, for the mean of equal tokens is the token).
 
 Alternating Updates for Efficient Transformers (NeurIPS 2023), §4.2, §5.4 and supplement E, Alg. 2. Which tokens are anchors is in
-`striding`, how what else the layer is handed follows them in `handed`, what decoding keeps in `anchor_cache`.
+`anchors`, how a call's other arguments are cut down to them in `layer_call`, what decoding stores in `growing_anchors`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,25 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from retrofit.passes.sequence_altup.anchor_cache import AnchorLayer, copied, give_back, keep, moved_on, recalled, seen_through
-from retrofit.passes.sequence_altup.anchors import CountedAnchors, EvenAnchors
-from retrofit.passes.sequence_altup.layer_arguments import Anchors, Follows, Handed, Path, as_mask, names_of, path_of
+from retrofit.passes.sequence_altup.anchor_layer import AnchorLayer, MaskArgument
+from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, EvenAnchors
+from retrofit.passes.sequence_altup.argument_paths import ArgumentPath, argument_path, positional_names
+from retrofit.passes.sequence_altup.cache_view import find_anchor_layer, store_anchor_layer, view_of
+from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
+from retrofit.passes.sequence_altup.layer_call import LayerCall
+from retrofit.passes.sequence_altup.recurrent_states import changed_states, copy_states, restore_states
+from retrofit.passes.sequence_altup.token_dims import TokenDims, to_mask
 from retrofit.sdk import DoesNotFitError, Wrapper, batch_first, cache_among, with_item
+
+OutputKey = int | str | None  # of an item in what a layer returns; None: the value itself
 
 
 class StridedLayer(Wrapper):
     """`layer` sees every `k`-th token of the stream, its anchors; a subclass says what becomes of the tokens between.
 
-    The stream, (batch, T, d), or (T, batch, d) where `tokens_first`, enters by the argument `stream_in`, leaves by `stream_out`, an
-    index or key of what the layer returns (None: the value itself). `follows` says how other arguments follow the tokens; `returns`
-    which of them the layer hands back, by its output's index; `unread` which it passes on without looking into them. `name` is what
-    the layer's memories go by in a cache.
+    The stream, (batch, T, d), or (T, batch, d) where `tokens_first`, enters by the argument `stream_in` and leaves by `stream_out`.
+    `token_dims` says how other arguments follow the tokens; `returned` which of them the layer returns, by their key in its output;
+    `unread` which it only passes on. `mask_argument` is that by which it receives its mask. `name` is the layer's in a cache.
     """
 
     def __init__(
@@ -46,132 +52,151 @@ class StridedLayer(Wrapper):
         *,
         name: str = "",
         stream_in: int | str = 0,
-        stream_out: int | str | None = None,
-        follows: Mapping[Path, Follows] | None = None,
-        returns: Mapping[int | str, Path] | None = None,
+        stream_out: OutputKey = None,
+        token_dims: Mapping[ArgumentPath, TokenDims] | None = None,
+        returned: Mapping[int | str, ArgumentPath] | None = None,
         unread: Collection[int | str] = (),
+        mask_argument: MaskArgument | None = None,
         tokens_first: bool = False,
     ) -> None:
         super().__init__(layer)
-        self.k, self.name, self.stream_out, self.tokens_first = k, name, stream_out, tokens_first
-        self.names = names_of(layer)
-        self.stream: Path = path_of(layer, stream_in)
-        self.follows, self.returns, self.unread = dict(follows or {}), dict(returns or {}), frozenset(unread)
+        self.k, self.name, self.stream_out, self.tokens_first, self.mask_argument = k, name, stream_out, tokens_first, mask_argument
+        self.names = positional_names(layer)
+        self.stream: ArgumentPath = argument_path(layer, stream_in)
+        self.token_dims, self.returned, self.unread = dict(token_dims or {}), dict(returned or {}), frozenset(unread)
         like = next((parameter for parameter in layer.parameters() if parameter.is_floating_point()), torch.empty(()))
         self.add_coefficients(like.device, like.dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        handed = Handed.of(args, kwargs, self.names, self.stream, self.follows, self.unread)
-        handed.x = self.turned(handed.x)
+        call = LayerCall.read(args, kwargs, self.names, self.stream, self.token_dims, self.unread)
+        call.x = self.turn(call.x)
         cache = cache_among(args, kwargs)
         if cache is not None:
-            return self.decode(handed, cache)
-        real = handed.real(0, 0)
-        anchors = EvenAnchors(0, handed.x.shape[1], self.k) if real is None else CountedAnchors(real, self.k)
-        x = self.seen(handed.x, anchors)
-        given, keywords = handed.strided(self.turned(x), anchors, None, 0)
-        output = self.layer(*given, **keywords)
-        out = None if isinstance(output, Tensor) else self.stream_out
-        made = self.correction(x, self.turned(output if out is None else output[out]))
-        return with_item(handed.restored(output, self.returns), out, self.turned(self.update(handed.x, made, anchors, None)))
+            return self.decode(call, cache)
+        real = call.real(0, 0)
+        anchors = EvenAnchors(0, call.x.shape[1], self.k) if real is None else CountedAnchors(real, self.k)
+        x = self.layer_input(call.x, anchors)
+        strided_args, strided_kwargs = call.strided(self.turn(x), anchors, None, 0)
+        output = self.layer(*strided_args, **strided_kwargs)
+        key = self.output_key(output)
+        corrections = self.correction(x, self.turn(output if key is None else output[key]))
+        y = self.update(call.x, corrections, anchors, None)
+        return with_item(call.restore_arguments(output, self.returned), key, self.turn(y))
 
     @torch.compiler.disable
-    def decode(self, handed: Handed, cache: Cache) -> Any:
-        """The call on a cache: the layer runs where there are anchors among the new tokens."""
-        x, held = handed.x, recalled(cache, self.name) or AnchorLayer(self.name, self.k)
-        offset = held.offset(x.shape[1])
-        real = handed.real(held.tokens, offset)
-        anchors = held.anchors(x.shape[1], real, x.shape[0])
-        earlier, corrections = held.earlier, None
+    def decode(self, call: LayerCall, cache: Cache) -> Any:
+        """The call with a cache: the layer runs where there are anchors among the new tokens."""
+        x, stored = call.x, find_anchor_layer(cache, self.name) or GrowingAnchorLayer(self.name, self.k, self.mask_argument)
+        offset = stored.offset(x.shape[1])
+        real = call.real(stored.tokens, offset)
+        anchors = stored.anchors(x.shape[1], real, x.shape[0])
+        earlier, corrections = stored.earlier, None
         if anchors.count:
-            output, corrections, out = self.run(handed, cache, held, anchors, offset)
-            held.template = self.template(output, out)
+            output, corrections, key = self.run(call, cache, stored, anchors, offset)
+            stored.template = self.output_template(output, key)
         else:
-            output, out = self.rebuilt(held.template, handed, cache)
+            output, key = self.rebuild_output(stored.template, call, cache)
         y = self.update(x, x.new_zeros(x.shape[0], 0, x.shape[2]) if corrections is None else corrections, anchors, earlier)
-        held.advance(anchors, real, x.shape[1], corrections)
-        keep(cache, held)
-        return with_item(output, out, self.turned(y))
+        stored.advance(anchors, real, x.shape[1], corrections)
+        store_anchor_layer(cache, stored)
+        return with_item(output, key, self.turn(y))
 
     def run(
-        self, handed: Handed, cache: Cache, held: AnchorLayer, anchors: Anchors, offset: int
-    ) -> tuple[Any, Tensor, int | str | None]:
-        """What the layer returns for the anchors, their corrections, and the stream's place in what it returned."""
-        x = self.seen(handed.x, anchors)
-        args, kwargs = handed.strided(self.turned(x), anchors, held, offset)
-        view = seen_through(cache, held)
+        self, call: LayerCall, cache: Cache, stored: AnchorLayer, anchors: Anchors, offset: int
+    ) -> tuple[Any, Tensor, OutputKey]:
+        """What the layer returns for the anchors, their corrections, and the stream's key in what it returned."""
+        x = self.layer_input(call.x, anchors)
+        args, kwargs = call.strided(self.turn(x), anchors, stored, offset)
+        view = view_of(cache, stored)
         args = [view if value is cache else value for value in args]
         kwargs = {key: view if value is cache else value for key, value in kwargs.items()}
-        before = copied(cache) if held.recurrent is None else {}
-        moving = anchors.valid.any(1) if anchors.valid is not None and held.recurrent else None
-        if moving is not None and anchors.valid is not None and anchors.count > 1 and not bool(anchors.valid.all()):
+        before = copy_states(cache) if stored.recurrent is None else {}
+        advancing = self.advancing_rows(anchors, stored)
+        waiting = copy_states(cache, stored.recurrent) if advancing is not None and stored.recurrent else {}
+        stored.mask = call.mask or stored.mask
+        if stored.keys is not None and isinstance(anchors, CountedAnchors) and not call.shows_padding:
+            self.hide_missing_keys(call, args, kwargs, stored, anchors)
+        output = self.layer(*args, **kwargs)
+        if advancing is not None:
+            restore_states(cache, waiting, advancing)
+        if stored.recurrent is None:
+            stored.recurrent = changed_states(before, cache)
+        key = self.output_key(output)
+        corrections = self.correction(x, self.turn(output if key is None else output[key]))
+        return call.restore_arguments(output, self.returned), corrections, key
+
+    def advancing_rows(self, anchors: Anchors, stored: AnchorLayer) -> Tensor | None:
+        """The rows (batch) with an anchor, whose recurrent states may advance; None where there are no such states."""
+        if anchors.valid is None or not stored.recurrent:
+            return None
+        if anchors.count > 1 and not bool(anchors.valid.all()):
             raise DoesNotFitError(
-                "a strided recurrent layer was handed several tokens at once, of which rows have different numbers of anchors",
-                why="its states would move on by the anchors of other rows",
+                "a strided recurrent layer received several tokens at once, of which rows have different numbers of anchors",
+                why="its states would advance by the anchors of other rows",
                 remedy="after the prompt, go on one token at a time",
             )
-        resting = copied(cache, held.recurrent) if moving is not None and held.recurrent else {}
-        held.mask = handed.mask or held.mask
-        if held.keys is not None and isinstance(anchors, CountedAnchors) and not handed.tells and not held.sees_all(anchors):
-            if held.mask is None:
-                raise DoesNotFitError(
-                    "a strided layer was handed no mask for a batch whose rows differ in length",
-                    why="its keys of shorter rows have to be hidden",
-                    remedy="pass attention_mask with every step, or use attn_implementation='sdpa'",
-                )
-            handed.put(
-                args, kwargs, held.mask[0], as_mask(held.visible(anchors), held.mask[1])
-            )  # none is due where padding is gone
-        output = self.layer(*args, **kwargs)
-        if moving is not None:
-            give_back(cache, resting, moving)
-        if held.recurrent is None:
-            held.recurrent = moved_on(before, cache)
-        out = None if isinstance(output, Tensor) else self.stream_out
-        corrections = self.correction(x, self.turned(output if out is None else output[out]))
-        return handed.restored(output, self.returns), corrections, out
+        return anchors.valid.any(1)
 
-    def turned(self, stream: Tensor) -> Tensor:
-        """The stream with the batch first as the layer has it, and back."""
+    def hide_missing_keys(
+        self, call: LayerCall, args: list[Any], kwargs: dict[str, Any], stored: AnchorLayer, anchors: CountedAnchors
+    ) -> None:
+        """A call without a mask gets one where rows store different numbers of anchors: models omit masks once padding is gone."""
+        if stored.sees_all(anchors):
+            return
+        if stored.mask is None:
+            raise DoesNotFitError(
+                "a strided layer received no mask for a batch whose rows differ in length",
+                why="the entries that shorter rows do not have must be hidden",
+                remedy="pass attention_mask with every step, or use attn_implementation='sdpa'",
+            )
+        path, dtype = stored.mask
+        call.set_argument(args, kwargs, path, to_mask(stored.visible(anchors), dtype))
+
+    def turn(self, stream: Tensor) -> Tensor:
+        """The stream with the batch first from the layer's own layout, and back."""
         return batch_first(stream, self.tokens_first)
 
-    def template(self, output: Any, out: int | str | None) -> Any:
-        """What is needed to make an output like this one without running the layer."""
-        if out is None:
+    def output_key(self, output: Any) -> OutputKey:
+        """The stream's key in what the layer returned."""
+        return None if isinstance(output, Tensor) else self.stream_out
+
+    def output_template(self, output: Any, key: OutputKey) -> Any:
+        """What `rebuild_output` needs: the type of the output, which of its items are the cache, the stream's key."""
+        if key is None:
             return None
         items = output.items() if isinstance(output, Mapping) else enumerate(output)
-        held = {key: "cache" if isinstance(value, Cache) else None for key, value in items}
-        return type(output), held, out
+        kinds = {name: "cache" if isinstance(value, Cache) else None for name, value in items}
+        return type(output), kinds, key
 
-    def rebuilt(self, template: Any, handed: Handed, cache: Cache) -> tuple[Any, int | str | None]:
-        """An output like the layer's last: arguments that it hands back are there, what it would have computed is None."""
+    def rebuild_output(self, template: Any, call: LayerCall, cache: Cache) -> tuple[Any, OutputKey]:
+        """An output like the layer's last one: the arguments that it returns are there, what it would have computed is None."""
         if template is None:
             return None, None
-        kind, held, out = template
-        items = {key: cache if value == "cache" else None for key, value in held.items()}
-        for key, path in self.returns.items():
-            if key in items:
-                items[key] = handed.argument(path)
+        kind, kinds, key = template
+        items = {name: cache if value == "cache" else None for name, value in kinds.items()}
+        for name, path in self.returned.items():
+            if name in items:
+                items[name] = call.argument(path)
         if issubclass(kind, Mapping):
-            return kind(**items), out
+            return kind(**items), key
         values = list(items.values())
-        return (kind(*values) if hasattr(kind, "_fields") else kind(values)), out
+        return (kind(*values) if hasattr(kind, "_fields") else kind(values)), key
 
-    # What a method says.
+    # What a method defines.
 
     def add_coefficients(self, device: torch.device, dtype: torch.dtype) -> None:
         """The method's own parameters are there."""
 
-    def seen(self, x: Tensor, anchors: Anchors) -> Tensor:
-        """What the layer is to work on: (batch, anchors, d)."""
+    def layer_input(self, x: Tensor, anchors: Anchors) -> Tensor:
+        """What the layer computes on: (batch, anchors, d)."""
         return anchors.pick(x)
 
     def correction(self, x: Tensor, y: Tensor) -> Tensor:
-        """What each anchor hands on to its window, from what the layer saw and what it made of it: (batch, anchors, d)."""
+        """What each anchor spreads over its window, from the layer's input and output: (batch, anchors, d)."""
         return y
 
-    def update(self, x: Tensor, made: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
-        """The stream after the layer, from that before and what the anchors hand on; `earlier` is that of the last one before."""
+    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
+        """The stream after the layer; `earlier` is the correction of the last anchor before these tokens."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -188,27 +213,27 @@ class SequenceAltUpLayer(StridedLayer):
     def correction(self, x: Tensor, y: Tensor) -> Tensor:
         return (self.b * y + (self.a2 - self.b * (self.a1 + self.a2)) * x).to(x.dtype)
 
-    def update(self, x: Tensor, made: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
-        return (self.a1 * x + anchors.spread(made, earlier)).to(x.dtype)
+    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
+        return (self.a1 * x + anchors.spread(corrections, earlier)).to(x.dtype)
 
 
 class StrideAndSkipLayer(StridedLayer):
-    """Tokens that are no anchors pass the layer by."""
+    """Tokens that are no anchors skip the layer."""
 
-    def update(self, x: Tensor, made: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
+    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
         if not anchors.count:
             return x
-        return torch.where(anchors.are(x), anchors.spread(made, earlier), x).to(x.dtype)
+        return torch.where(anchors.is_anchor(x), anchors.spread(corrections, earlier), x).to(x.dtype)
 
 
 class AveragePoolingLayer(StridedLayer):
-    """Every token of a window gets what the layer makes of the window's mean. It looks ahead, so that it keeps no cache."""
+    """Every token of a window gets what the layer computes from the window's mean. It looks ahead, so it cannot decode."""
 
-    def seen(self, x: Tensor, anchors: Anchors) -> Tensor:
-        return anchors.mean(x)
+    def layer_input(self, x: Tensor, anchors: Anchors) -> Tensor:
+        return anchors.window_means(x)
 
-    def update(self, x: Tensor, made: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
-        return anchors.spread(made, earlier).to(x.dtype)
+    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
+        return anchors.spread(corrections, earlier).to(x.dtype)
 
 
 METHODS: dict[str, type[StridedLayer]] = {

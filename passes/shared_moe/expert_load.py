@@ -1,19 +1,20 @@
-"""How the tokens of some text spread over the experts of each layer, as numbers and as a picture."""
+"""How the tokens of some text are distributed over the experts of each layer, as numbers and as a picture."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retrofit.drawing.canvas import BODY, FACTS, HEADLINE, NAME, Canvas
-from retrofit.passes.shared_moe.experts import MoEBlock
+from retrofit.passes.shared_moe.mixture_of_experts import MoEBlock
 from retrofit.sdk import DoesNotFitError, calibration_from
 
-MARGIN, TOP, CELL, ROW, LABELS = 24.0, 96.0, 64.0, 26.0, 260.0  # of the picture
+FULL, GRID = "#5b9bd5", "#cbd5e1"  # colours: of twice an even share and more, of the lines between cells
+CELL, ROW, HEADER, TITLE, LETTER = 0.8, 0.34, 1.3, 5.0, 0.08  # sizes in the picture, in inches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,53 +33,65 @@ class Load:
         return "\n".join(self.lines())
 
     def svg(self) -> str:
-        """A row a layer, a column an expert, the darker the more of the tokens it gets."""
-        canvas = Canvas()
-        most = max(map(len, self.shares.values()))
-        canvas.text(MARGIN, 40, "Load of the experts", HEADLINE)
-        canvas.text(MARGIN, 62, f"part of each layer's dispatches that an expert gets, on {self.tokens:,} tokens", FACTS)
-        for e in range(most):
-            canvas.text(MARGIN + LABELS + (e + 0.5) * CELL, TOP - 8, f"{e}", FACTS, "middle")
-        for row, (path, shares) in enumerate(self.shares.items()):
-            y = TOP + row * ROW
-            canvas.text(MARGIN, y + ROW - 9, path, NAME, width=LABELS - 12)
-            for e, share in enumerate(shares):
-                x = MARGIN + LABELS + e * CELL
-                canvas.box(x + 1, y + 1, CELL - 2, ROW - 2, shade(share * len(shares)), "#cbd5e1", radius=3)
-                canvas.text(x + CELL / 2, y + ROW - 9, f"{share:.0%}", BODY, "middle")
-        bottom = TOP + len(self.shares) * ROW + MARGIN
-        return canvas.document(0, 2 * MARGIN + LABELS + most * CELL, bottom, "Load of the experts", str(self))
+        """A picture: a row for each layer, a column for each expert, darker the more of the tokens it gets."""
+        import matplotlib
+        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib.figure import Figure
+
+        rows, columns = len(self.shares), max(map(len, self.shares.values()))
+        labels = LETTER * max(map(len, self.shares)) + 0.4
+        width, height = max(labels + columns * CELL + 0.3, TITLE), HEADER + rows * ROW + 0.2
+        settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "retrofit", "font.family": "sans-serif", "text.parse_math": False}
+        with matplotlib.rc_context(settings):
+            figure = Figure(figsize=(width, height))
+            figure.text(0.25 / width, 1 - 0.4 / height, "Load of the experts", fontsize=14, fontweight="bold")
+            facts = f"part of each layer's dispatches that an expert gets, on {self.tokens:,} tokens"
+            figure.text(0.25 / width, 1 - 0.7 / height, facts, fontsize=9, color="#475569")
+            axes = figure.add_axes((labels / width, 0.2 / height, columns * CELL / width, rows * ROW / height))
+            relative = [
+                [*(share * len(shares) for share in shares), *[float("nan")] * (columns - len(shares))]
+                for shares in self.shares.values()
+            ]
+            colours = LinearSegmentedColormap.from_list("load", ["white", FULL])
+            axes.pcolormesh(relative, cmap=colours, vmin=0, vmax=2, edgecolors=GRID, linewidth=1)
+            for row, shares in enumerate(self.shares.values()):
+                for e, share in enumerate(shares):
+                    axes.text(e + 0.5, row + 0.5, f"{share:.0%}", ha="center", va="center", fontsize=9)
+            axes.set_xticks([e + 0.5 for e in range(columns)], [str(e) for e in range(columns)], fontsize=9)
+            axes.set_yticks([row + 0.5 for row in range(rows)], list(self.shares), fontsize=9)
+            axes.invert_yaxis()
+            axes.xaxis.tick_top()
+            axes.tick_params(length=0)
+            for spine in axes.spines.values():
+                spine.set_visible(False)
+            drawn = io.StringIO()
+            figure.savefig(drawn, format="svg", metadata={"Title": "Load of the experts", "Description": str(self), "Date": None})
+        return drawn.getvalue()
 
 
-def shade(relative: float) -> str:
-    """White for an expert without tokens, a middle blue for one with its even share, darker up to twice that and more."""
-    part = min(relative / 2, 1.0)
-    return "#" + "".join(f"{round(255 + part * (end - 255)):02x}" for end in (0x5B, 0x9B, 0xD5))
+def expert_load(model: nn.Module, data: Any) -> Load:
+    """The load of the experts of every layer of `model` in evaluation mode on `data`, padding left out.
 
-
-def expert_load(model: nn.Module, given: Any) -> Load:
-    """The load of the experts of every layer of `model` in evaluation mode on `given`, padding left out.
-
-    `given` is what `calibration=` takes: texts, token ids (windows, length), or batches of the model's inputs. Raises
-    `DoesNotFitError` where the model has no mixture of experts of this package, `SpecError` where `given` holds nothing.
+    `data` is what `calibration=` takes: texts, token ids (windows, length), or batches of the model's inputs. Raises
+    `DoesNotFitError` where the model has no mixture of experts of this package, `SpecError` where `data` is empty.
     """
-    counters = {path: Counter(module) for path, module in model.named_modules() if isinstance(module, MoEBlock)}
+    counters = {path: RoutingCounter(module) for path, module in model.named_modules() if isinstance(module, MoEBlock)}
     if not counters:
         raise DoesNotFitError("the model has no experts whose load could be counted", remedy="rewrite it with shared-moe first")
-    calibration_from(model, given).observe(model, counters)
+    calibration_from(model, data).observe(model, counters)
     return Load({path: counter.shares() for path, counter in counters.items()}, max(one.tokens for one in counters.values()))
 
 
-class Counter:
-    """Counts what the router of a block does with the tokens that the block is handed."""
+class RoutingCounter:
+    """Counts how often the router of a block dispatches the tokens that the block receives to each expert."""
 
     def __init__(self, block: MoEBlock) -> None:
         self.moe, self.tokens = block.moe, 0
         self.counts = torch.zeros(block.moe.experts, dtype=torch.long)
 
     def __call__(self, x: Tensor) -> None:
-        _, chosen = self.moe.route(x)
-        self.counts += torch.bincount(chosen.flatten().cpu(), minlength=self.moe.experts)
+        _, experts = self.moe.route(x)
+        self.counts += torch.bincount(experts.flatten().cpu(), minlength=self.moe.experts)
         self.tokens += len(x)
 
     def shares(self) -> tuple[float, ...]:

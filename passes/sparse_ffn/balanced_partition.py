@@ -38,7 +38,7 @@ def balanced_partition(weights: Tensor, size: int) -> Tensor:
 
 
 def weight_inside(weights: Tensor, blocks: Tensor) -> float:
-    """The weight of all pairs of different vertices that lie in one block, each pair counted twice."""
+    """The weight of all pairs of different vertices in one block, each pair counted twice."""
     return sum(float(weights[block][:, block].sum() - weights[block, block].sum()) for block in blocks)
 
 

@@ -1,4 +1,4 @@
-"""The attentions of a program: the two products of three representations with a softmax between, fused or written out."""
+"""The attentions of a program, fused or written out: the scores of queries and keys, a softmax, and the values it weighs."""
 
 from __future__ import annotations
 

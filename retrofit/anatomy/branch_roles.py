@@ -20,10 +20,10 @@ from retrofit.program.dataflow import Dataflow
 def role_of(region: list[fx.Node], cores: list[Attention], origin: fx.Node, flow: Dataflow) -> Role:
     """The role of the branch computed by `region` in the stream that began at `origin`."""
     inside = set(region)
-    own = [core for core in cores if core.result in inside]
-    if own:
-        crossing = [core for core in own if not flow.reaches(origin, core.key) and not has_earlier_keys(core, origin, flow)]
-        return "cross-attention" if len(crossing) == len(own) else "self-attention"
+    attentions = [core for core in cores if core.result in inside]
+    if attentions:
+        crossing = [core for core in attentions if not flow.reaches(origin, core.key) and not has_earlier_keys(core, origin, flow)]
+        return "cross-attention" if len(crossing) == len(attentions) else "self-attention"
     routed = any(op(node) in ROUTING for node in region)
     products = [found for node in region if (found := weight_product(node, flow)) is not None]
     if any(found.batched for found in products) or (routed and products):
@@ -37,12 +37,12 @@ def role_of(region: list[fx.Node], cores: list[Attention], origin: fx.Node, flow
 
 
 def has_earlier_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:
-    """Whether an attention's keys are those of an earlier layer, from which the stream at `origin` comes as well."""
+    """Whether the keys come from an earlier layer, whose result the stream at `origin` is computed from as well."""
     return any(flow.reaches(product.node, origin) for product in nearest_products([core.key], flow))
 
 
 def reads_other_positions(node: fx.Node, positions: set[int], flow: Dataflow) -> bool:
-    """Whether the operation picks, shifts or projects along a dimension whose extent is one of the stream's `positions`."""
+    """Whether the operation selects, shifts or projects along a dimension whose extent is one of the stream's `positions`."""
     name, size = op(node), shape(node)
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     before = shape(source)

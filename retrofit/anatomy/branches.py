@@ -1,4 +1,4 @@
-"""The branches of a residual stream, and the innermost module calls that own parts of a program."""
+"""The branches of a residual stream: what each computes, with which weights, in which module."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from retrofit.program.program import Call
 
 
 def is_mixer(branch: Branch) -> bool:
+    """Whether the branch mixes tokens: an attention or another mixer."""
     return branch.role not in ("ffn", "moe")
 
 
 def is_in_branch(core: Attention, chain: list[Residual], flow: Dataflow) -> bool:
+    """Whether the attention is in a branch of the chain."""
     return any(flow.reaches(core.result, branch) for one in chain for branch in one.branches)
 
 
 def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataflow) -> list[list[Branch]]:
-    """For each residual addition of a stream, what its branches are."""
+    """The branches of each residual addition of a stream."""
     origin = chain[0].base
     table = []
     for one in chain:
@@ -31,21 +33,21 @@ def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataf
         for output in one.branches:
             region = flow.between(one.base, output)
             role = role_of(region, cores, origin, flow)
-            own = [core for core in cores if core.result in set(region)]
-            made = describe_projections(region, role, cores, flow)
+            inner = [core for core in cores if core.result in set(region)]
+            weights = describe_projections(region, role, cores, flow)
             sizes = flow.parameters_of(region)
-            sizes.update({item.name: item.in_features * item.out_features for item in made if item.name not in sizes})
+            sizes.update({item.name: item.in_features * item.out_features for item in weights if item.name not in sizes})
             branches.append(
                 Branch(
                     role=role,
                     name=owner_of([node for node in region if is_heavy(node)] or region, flow).path,
-                    projections=made,
+                    projections=weights,
                     parameters=sum(sizes.values()),
                     source=one.base.name,
                     output=output.name,
                     add=one.add.name,
-                    heads=own[0].heads if own else None,
-                    gated=any(item.role in ("gate", "gate_up") for item in made) and role in ("ffn", "moe"),
+                    heads=inner[0].heads if inner else None,
+                    gated=any(item.role in ("gate", "gate_up") for item in weights) and role in ("ffn", "moe"),
                 )
             )
         table.append(branches)
@@ -53,7 +55,7 @@ def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataf
 
 
 def owner_of(nodes: list[fx.Node], flow: Dataflow) -> Call:
-    """The innermost call that all of `nodes` were made in."""
+    """The innermost module call in which all of `nodes` were computed."""
     common = flow.call_of(nodes[0])
     for node in nodes[1:]:
         call = flow.call_of(node)

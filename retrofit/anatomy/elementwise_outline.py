@@ -159,7 +159,7 @@ class ElementwiseOutline:
 
     def elementwise_call(self, node: fx.Node) -> Call | None:
         """The outermost call that returns `node` and is an element-wise function of one tensor; None where there is none."""
-        found = None
+        outermost = None
         for call in self.flow.call_of(node).chain:
             entering = [part for part in call.inputs.values() if part in self.flow.depends]
             if not call.path or len(entering) != 1 or list(call.outputs.values()) != [node] or None not in call.outputs:
@@ -170,8 +170,8 @@ class ElementwiseOutline:
             ):
                 products = any(one in self.ends or weight_product(one, self.flow) is not None for one in within)
                 if not products:
-                    found = call
-        return found
+                    outermost = call
+        return outermost
 
     def is_elementwise(self, node: fx.Node) -> bool:
         """Whether a unit's result depends on no other unit, and on no weight of its own."""

@@ -84,7 +84,7 @@ def place_over_modules(
 
 def enclosing_step(node: fx.Node, into: WeightProduct, out: WeightProduct, flow: Dataflow) -> Call | None:
     """The outermost call that computes `node` and nothing but steps of the feed-forward, from one tensor on its way to another."""
-    found = None
+    outermost = None
     for call in flow.call_of(node).chain:
         entering = [part for part in call.inputs.values() if part in flow.depends]
         if not call.path or len(entering) != 1 or call.inputs.get(0) is not entering[0] or list(call.outputs) != [None]:
@@ -93,8 +93,8 @@ def enclosing_step(node: fx.Node, into: WeightProduct, out: WeightProduct, flow:
         own = set(nodes_of(call, flow))
         begins = entering[0] in operand_chain(into, flow) or flow.reaches(into.node, entering[0])
         if begins and flow.reaches(result, out.source) and out.node not in own and own <= set(flow.between(entering[0], result)):
-            found = call
-    return found
+            outermost = call
+    return outermost
 
 
 def is_computed_by(node: fx.Node, paths: tuple[str, ...], flow: Dataflow) -> bool:

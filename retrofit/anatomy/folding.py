@@ -25,7 +25,7 @@ class Fold:
 
     @property
     def span(self) -> int:
-        """How many layers the fold stands for."""
+        """How many layers the fold covers."""
         return self.times * self.period
 
 
@@ -88,7 +88,7 @@ def size(fold: Fold) -> int:
 
 
 def leaves(folds: Sequence[Fold], offsets: Sequence[int] = (0,)) -> Iterator[tuple[Fold, tuple[int, ...]]]:
-    """Each fold that is one layer written once, with the positions of all layers it stands for."""
+    """Each fold that is one layer written once, with the positions of all layers it covers."""
     for fold in folds:
         repeated = [offset + turn * fold.period for offset in offsets for turn in range(fold.times)]
         if fold.body:
@@ -98,7 +98,7 @@ def leaves(folds: Sequence[Fold], offsets: Sequence[int] = (0,)) -> Iterator[tup
 
 
 def structure(layer: Layer) -> Hashable:
-    """What two layers share when one description fits both: roles, shapes, counts, and names up to their numbers."""
+    """What is equal in two layers that one description fits: roles, shapes, counts, and names up to their numbers."""
     branches = tuple(
         (
             branch.role,
@@ -128,5 +128,5 @@ def common_name(names: Sequence[str]) -> str:
 
 
 def relative(name: str, owner: str) -> str:
-    """`name` as seen from the module that holds it, `.mlp`; unchanged where `owner` does not hold it."""
+    """`name` relative to the module `owner`, as in `.mlp`; unchanged where `owner` does not contain it."""
     return name[len(owner) :] if owner and name.startswith(owner + ".") else name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import find_attentions
 from retrofit.anatomy.branches import describe_branches, is_in_branch, is_mixer
 from retrofit.anatomy.outside_stacks import find_head, modules_outside, tied_parameter_names, token_tables
+from retrofit.anatomy.parts import Branch
 from retrofit.anatomy.residual_streams import Residual, residual_chains
 from retrofit.anatomy.stacks import describe_stack
 from retrofit.anatomy.weight_products import nearest_products
@@ -27,47 +29,33 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Anatomy:
 
 
 def read_anatomy(model: nn.Module, program: Program) -> Anatomy:
+    """The anatomy of `model` in the program that was captured from it."""
     flow = Dataflow(program)
-    cores = find_attentions(flow)
+    attentions = find_attentions(flow)
     chains, latest = residual_chains(flow)
     notes: list[str] = []
-    described = [(chain, describe_branches(chain, cores, flow)) for chain in chains]
-    streams = [(chain, table) for chain, table in described if any(is_mixer(one) for branches in table for one in branches)]
-    seen = any(features_axis(one, flow) == 1 for chain in chains for one in chain)
-    pictures = [pair for pair in streams if seen and all(features_axis(one, flow) >= 0 for one in pair[0])]
-    if pictures and len(pictures) == len(streams):
-        size = "×".join(map(str, shape(pictures[0][0][0].add) or ()))
-        raise NoTransformerError(
-            f"{type(model).__name__} has residual streams, of pictures and not of tokens",
-            why=f"what is added up is {size}, with the channels on its second axis",
-            remedy="retrofit rewrites streams of tokens, whose last axis is what the layers work on",
-        )
-    if pictures:
-        notes.append(f"{len(pictures)} residual stream(s) of pictures, with the channels on the second axis")
-    streams = [pair for pair in streams if pair not in pictures]
+    described = [Stream(chain, describe_branches(chain, attentions, flow)) for chain in chains]
+    streams = without_pictures([stream for stream in described if stream.mixes], chains, flow, model, notes)
     if not streams:
         raise NoTransformerError(
             f"{type(model).__name__} has no residual stream with an attention or another mixer in it",
-            why=f"its graph has {len(flow.nodes)} nodes, {len(cores)} attentions and {len(chains)} chains of residual additions"
-            + (f", the longest of {max(map(len, chains))}" if chains else ""),
+            why=f"its graph has {len(flow.nodes)} nodes, {len(attentions)} attentions and {len(chains)} chains of residual"
+            f" additions{f', the longest of {max(map(len, chains))}' if chains else ''}",
             remedy="retrofit rewrites transformers: x + f(x) layers with attention and feed-forward branches",
         )
-    stacks = tuple(describe_stack(chain, table, cores, flow, latest, notes) for chain, table in streams)
-    outside = [core for core in cores if not any(is_in_branch(core, chain, flow) for chain, _ in streams)]
+    stacks = tuple(describe_stack(stream.chain, stream.branches, attentions, flow, latest, notes) for stream in streams)
+    outside = [one for one in attentions if not any(is_in_branch(one, stream.chain, flow) for stream in streams)]
     if outside:
-        notes.append(
-            f"{len(outside)} attention(s) outside every residual stream: {', '.join(core.result.name for core in outside[:4])}"
-        )
-    head = find_head(flow)
+        names = ", ".join(one.result.name for one in outside[:4])
+        notes.append(f"{len(outside)} attention(s) outside every residual stream: {names}")
     tables = token_tables(flow)
-    entries = [next(node for node in flow.nodes if node.name == stack.entry) for stack in stacks]
+    entries = [flow.node(stack.entry) for stack in stacks]
     feeding = [part for part, node in tables if any(flow.reaches(node, entry) for entry in entries)]
-    token = max(feeding, key=lambda part: part.shape[0], default=None)
     return Anatomy(
         stacks=stacks,
-        embedding=token,
+        embedding=max(feeding, key=lambda part: part.shape[0], default=None),
         embeddings=tuple(dict.fromkeys(part for part, _ in tables)),
-        head=head,
+        head=find_head(flow),
         stem=modules_outside(flow, stacks, before=True),
         tail=modules_outside(flow, stacks, before=False),
         tied=tied_parameter_names(model),
@@ -78,10 +66,42 @@ def read_anatomy(model: nn.Module, program: Program) -> Anatomy:
     )
 
 
-def features_axis(residual: Residual, flow: Dataflow) -> int:
-    """The axis with the features of what is added: −1, the last, or 1, as convolutions have it; 0 where it may be either."""
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """One chain of residual additions, and the branches of each."""
+
+    chain: list[Residual]
+    branches: list[list[Branch]]
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a branch of it mixes tokens."""
+        return any(is_mixer(branch) for branches in self.branches for branch in branches)
+
+
+def without_pictures(
+    streams: list[Stream], chains: list[list[Residual]], flow: Dataflow, model: nn.Module, notes: list[str]
+) -> list[Stream]:
+    """The streams of tokens; raises `NoTransformerError` where all are of pictures, with the channels on the second axis."""
+    if not any(has_channels_second(one, flow) for chain in chains for one in chain):
+        return streams
+    pictures = [stream for stream in streams if all(has_channels_second(one, flow) is not False for one in stream.chain)]
+    if pictures and len(pictures) == len(streams):
+        size = "×".join(map(str, shape(pictures[0].chain[0].add) or ()))
+        raise NoTransformerError(
+            f"{type(model).__name__} has residual streams, of pictures and not of tokens",
+            why=f"the residual sums are {size}, with the channels on the second axis",
+            remedy="retrofit rewrites streams of tokens, whose last axis is the one that layers project",
+        )
+    if pictures:
+        notes.append(f"{len(pictures)} residual stream(s) of pictures, with the channels on the second axis")
+    return [stream for stream in streams if stream not in pictures]
+
+
+def has_channels_second(residual: Residual, flow: Dataflow) -> bool | None:
+    """Whether the channels of the sum are on its second axis, as in convolutions; None where they may be on the last as well."""
     size = shape(residual.add) or ()
-    made = {product.out_features for product in nearest_products(list(residual.branches), flow)}
-    if len(size) != 4 or size[1] not in made:
-        return -1
-    return 0 if size[-1] in made else 1
+    features = {product.out_features for product in nearest_products(list(residual.branches), flow)}
+    if len(size) != 4 or size[1] not in features:
+        return False
+    return None if size[-1] in features else True

@@ -14,7 +14,7 @@ from retrofit.program.program import Call
 
 @dataclasses.dataclass
 class LayerGroup:
-    """The residual additions of one layer and the call that makes them, None where they stand in the stack's own code."""
+    """The residual additions of one layer and the call that makes them, None where they are in the stack's own code."""
 
     call: Call | None
     residuals: list[Residual]
@@ -23,7 +23,7 @@ class LayerGroup:
 def layer_groups(
     chain: list[Residual], table: dict[Residual, list[Branch]], flow: Dataflow, notes: list[str]
 ) -> tuple[Call, list[LayerGroup]]:
-    """The call whose code runs the layers, and the layers: its own calls that hold the residual additions."""
+    """The call whose code runs the layers, and the layers: the calls in it that contain the residual additions."""
     call = owner_of([one.add for one in chain], flow)
     remaining = chain
     while True:
@@ -55,7 +55,7 @@ def layer_groups(
 
 
 def group_by_call(call: Call, residuals: list[Residual], flow: Dataflow) -> list[LayerGroup]:
-    """The residual additions by the call, made in `call`, that holds them, in order."""
+    """The residual additions, in order, by the call within `call` that contains them."""
     groups: list[LayerGroup] = []
     for one in residuals:
         path = list(flow.call_of(one.add).chain)
@@ -68,10 +68,11 @@ def group_by_call(call: Call, residuals: list[Residual], flow: Dataflow) -> list
 
 
 def group_by_number(residuals: list[Residual], table: dict[Residual, list[Branch]]) -> list[list[Residual]]:
-    """Layers of a stack whose code holds them all, as the names of their weights number them; none where they do not.
+    """Layers without modules of their own, by the numbers in the names of their weights; none where the names have no such numbers.
 
-    The first part in which the names differ is a layer's number, where it is one: `….{number}.…`; where more than two thirds agree,
-    the first in which those differ, and what comes before them or behind is in no layer. Weights of several additions name none.
+    The first component in which the names differ, `….{number}.…`, is the layer's number. Where more than two thirds of the names
+    agree in that component, it is the first in which those differ, and the other additions are in no layer. Weights that several
+    additions share are not considered.
     """
     roles = [branch.role for one in residuals for branch in table[one]]
     paths = dict(zip(residuals, weight_path_prefixes([table[one] for one in residuals]), strict=True))
@@ -98,21 +99,21 @@ def group_by_number(residuals: list[Residual], table: dict[Residual, list[Branch
 
 
 def weight_path_prefixes(branches: list[list[Branch]]) -> list[list[str]]:
-    """For each addition what the names of its own weights, but for their last words, begin with; nothing where it has none."""
-    names = [[item.name for branch in own for item in branch.projections if item.name] for own in branches]
-    uses = Counter(name for own in names for name in set(own))
-    return [common_prefix([name.split(".")[:-1] for name in own if uses[name] == 1]) for own in names]
+    """For each addition the common prefix of the paths of the weights that it alone uses; empty where it has none."""
+    weights = [[item.name for branch in one for item in branch.projections if item.name] for one in branches]
+    uses = Counter(name for names in weights for name in set(names))
+    return [common_prefix([name.split(".")[:-1] for name in names if uses[name] == 1]) for names in weights]
 
 
 def common_prefix(paths: list[list[str]]) -> list[str]:
-    """What the paths begin with, all of them."""
+    """The components that all of the paths begin with."""
     shortest = min(paths, key=len, default=[])
     differing = (at for at, part in enumerate(shortest) if any(path[at] != part for path in paths))
     return shortest[: next(differing, len(shortest))]
 
 
 def group_by_cycle(residuals: list[Residual], table: dict[Residual, list[Branch]]) -> list[list[Residual]]:
-    """Layers of a stack whose code holds them all: a new one begins at every self-attention or mixer."""
+    """Layers without modules of their own: a new one begins at every self-attention or other mixer."""
     layers: list[list[Residual]] = []
     for one in residuals:
         begins = any(branch.role in ("self-attention", "other mixer") for branch in table[one])

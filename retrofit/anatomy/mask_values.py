@@ -25,7 +25,7 @@ def is_causal(core: Attention, flow: Dataflow) -> bool:
     """Whether no query position can see a later key; masks are computed with every input position real."""
     if core.causal_flag:
         return True
-    with torch.device("cpu"):  # whatever device a skeleton is being built on
+    with torch.device("cpu"):  # also where the default device is another
         values = [value for mask in core.masks if (value := mask_value(mask, flow)) is not None]
         square = [value for value in values if value.dim() >= 2 and value.shape[-1] == value.shape[-2]]
         visible = [unmasked_keys(value) for value in square]
@@ -33,14 +33,14 @@ def is_causal(core: Attention, flow: Dataflow) -> bool:
 
 
 def unmasked_keys(mask: torch.Tensor) -> torch.Tensor:
-    """Which keys a mask shows: a boolean one that hides every position from itself says what is hidden."""
+    """The keys that a mask leaves visible; a boolean mask that is false all along its diagonal marks the hidden ones."""
     if mask.dtype != torch.bool:
         return mask > -1e4
     return mask if mask.diagonal(dim1=-2, dim2=-1).any() else ~mask
 
 
 def zeros_for(node: fx.Node) -> Any:
-    """A value of the shape of `node`, for operations that read nothing else of it."""
+    """Zeros of the shape of `node`, for operations that read only its shape."""
     example = node.meta["val"]
     if not isinstance(example, torch.Tensor):
         return extent(example)
@@ -51,11 +51,11 @@ def zeros_for(node: fx.Node) -> Any:
 
 
 def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
-    """The value of a mask for inputs without padding; parameters count as zeros, None where it hangs on a large tensor."""
+    """The value of a mask for inputs without padding; parameters count as zeros, None where it depends on a large tensor."""
     program = flow.program
-    wanted = [node for node in flow.nodes if flow.ancestors[mask] & flow.bit(node)]
+    ancestors = [node for node in flow.nodes if flow.ancestors[mask] & flow.bit(node)]
     values: dict[fx.Node, Any] = {}
-    for node in wanted:
+    for node in ancestors:
         example = node.meta.get("val")
         if node.op == "placeholder":
             if not isinstance(example, torch.Tensor):
@@ -64,11 +64,11 @@ def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
             size = shape(node) or ()
             if math.prod(size) > LARGEST_MASK_INPUT:
                 return None
-            held = program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
+            stored = program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
             if node in program.inputs:
                 values[node] = torch.ones(size, dtype=example.dtype)
-            elif held is not None and not held.is_meta:
-                values[node] = held.detach().cpu()
+            elif stored is not None and not stored.is_meta:
+                values[node] = stored.detach().cpu()
             else:
                 values[node] = torch.zeros(size, dtype=example.dtype)
             continue
@@ -83,7 +83,7 @@ def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
                 values[node] = None
                 continue
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        except Exception:  # a mask whose operations do not run outside the graph says nothing
+        except Exception:  # operations that do not run outside the graph
             return None
     result = values.get(mask)
     return result if isinstance(result, torch.Tensor) else None

@@ -26,6 +26,7 @@ def find_head(flow: Dataflow) -> Part | None:
 
 
 def head_part(product: WeightProduct, flow: Dataflow) -> Part:
+    """The head, from the product that it is."""
     weight = next(node for node, name in flow.program.parameters.items() if name == product.parameter)
     owner = flow.call_of(product.node).path
     return Part(owner or product.parameter.rpartition(".")[0], product.parameter, shape(weight) or (), product.node.name)

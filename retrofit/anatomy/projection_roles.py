@@ -31,14 +31,17 @@ def describe_projections(region: list[fx.Node], role: Role, cores: list[Attentio
         names = attention_roles(products, region, cores, flow)
     elif role != "other mixer":
         names = ffn_roles(products, region, flow)
-    done: dict[tuple[str, str], Projection] = {}
+    found: dict[tuple[str, str], Projection] = {}
     for product in products:
         label = names.get(product.node, "projection")
-        done.setdefault((product.parameter, label), Projection(product.parameter, label, product.in_features, product.out_features))
-    return tuple(done.values())
+        found.setdefault(
+            (product.parameter, label), Projection(product.parameter, label, product.in_features, product.out_features)
+        )
+    return tuple(found.values())
 
 
 def key_value_products_outside(region: list[fx.Node], cores: list[Attention], flow: Dataflow) -> list[WeightProduct]:
+    """The products that make the keys and values of a branch outside of it."""
     inside = set(region)
     found = []
     for core in cores:
@@ -50,20 +53,22 @@ def key_value_products_outside(region: list[fx.Node], cores: list[Attention], fl
 def attention_roles(
     products: list[WeightProduct], region: list[fx.Node], cores: list[Attention], flow: Dataflow
 ) -> dict[fx.Node, str]:
+    """q, k, v, several of these or out, by product node."""
     inside = set(region)
-    own = [core for core in cores if core.result in inside]
+    attentions = [core for core in cores if core.result in inside]
     uses: dict[fx.Node, str] = {}
-    for core in own:
+    for core in attentions:
         for letter, operand in (("q", core.query), ("k", core.key), ("v", core.value)):
             for product in nearest_products([operand], flow):
                 uses[product.node] = uses.get(product.node, "") + (letter if letter not in uses.get(product.node, "") else "")
     for product in products:
-        if any(flow.reaches(core.result, product.node) for core in own):
+        if any(flow.reaches(core.result, product.node) for core in attentions):
             uses[product.node] = "out"
     return uses
 
 
 def ffn_roles(products: list[WeightProduct], region: list[fx.Node], flow: Dataflow) -> dict[fx.Node, str]:
+    """router, gate, up, gate_up or down, by product node."""
     if not products:
         return {}
     names: dict[fx.Node, str] = {}

@@ -1,4 +1,4 @@
-"""Find the residual streams: chains of additions in which one addend is the other's heavy ancestor.
+"""Residual streams: chains of additions in which one addend is the other's heavy ancestor.
 
 `h + f(norm(h))`, `norm(h + f(h))`, `a·h + b·f(h)`, `h + f(h) + g(h)` are all additions whose addends are one *trunk* and one or
 more *branches* computed from it through at least one heavy operation. An addition whose trunk carries another such addition
@@ -40,7 +40,7 @@ def is_addition(node: fx.Node, flow: Dataflow) -> bool:
 
 
 def addends(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
-    """The terms of the sum that ends in `node`, through sums that nothing else reads."""
+    """The terms of the sum `node`, those of inner sums that nothing else reads included."""
     leaves: list[fx.Node] = []
     for part in node.args:
         if not isinstance(part, fx.Node) or part not in flow.depends:
@@ -60,7 +60,7 @@ def addends(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
 
 
 def is_term_of_larger_sum(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether another sum takes this one in as one of its terms."""
+    """Whether the sum `node` is a term of another sum and nothing else reads it."""
     while len(flow.uses[node]) == 1:
         (user,) = flow.uses[node]
         if is_addition(user, flow):
@@ -73,7 +73,7 @@ def is_term_of_larger_sum(node: fx.Node, flow: Dataflow) -> bool:
 
 
 def is_stream_after(base: fx.Node, term: fx.Node, flow: Dataflow, latest: Latest) -> bool:
-    """Whether `term` is the stream itself, further on than `base`: a sum of the two blends them and adds no branch."""
+    """Whether `term` is the stream itself at a later place than `base`: a sum of the two blends them and adds no branch."""
     one = latest.get(term)
     while one is not None:
         if base in flow.carried_chain(one.base):
@@ -119,21 +119,22 @@ def residual_chains(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
 
 
 def has_same_width(part: fx.Node, node: fx.Node) -> bool:
+    """Whether the last dimensions are equal."""
     return (shape(part) or (0,))[-1] == (shape(node) or (1,))[-1]
 
 
 def longest_chains(residuals: list[Residual], flow: Dataflow) -> list[list[Residual]]:
-    """Disjoint chains of residual additions, each as long as can be; of two that end alike the one whose end holds the other's."""
+    """Disjoint chains of residual additions, longest first; of two that leave one base, the one around the other first."""
     taken: set[Residual] = set()
     chains = []
     length: dict[Residual, int] = {}
     for one in residuals:
         length[one] = 1 + (length[one.previous] if one.previous else 0)
-    alike: dict[fx.Node, list[Residual]] = {}
+    by_base: dict[fx.Node, list[Residual]] = {}
     for one in residuals:
-        alike.setdefault(one.base, []).append(one)
-    held = {one for group in alike.values() for one in group for other in group if feeds_branch_of(other, one, flow)}
-    for end in sorted(residuals, key=lambda one: (-length[one], one in held, flow.position[one.add])):
+        by_base.setdefault(one.base, []).append(one)
+    inner = {one for group in by_base.values() for one in group for other in group if feeds_branch_of(other, one, flow)}
+    for end in sorted(residuals, key=lambda one: (-length[one], one in inner, flow.position[one.add])):
         chain: list[Residual] = []
         current: Residual | None = end
         while current is not None and current not in taken:
@@ -146,7 +147,7 @@ def longest_chains(residuals: list[Residual], flow: Dataflow) -> list[list[Resid
 
 
 def feeds_branch_of(outer: Residual, inner: Residual, flow: Dataflow) -> bool:
-    """Whether a branch of `outer` is computed from the sum of `inner`."""
+    """Whether the sum of `inner` feeds a branch of `outer`."""
     return outer is not inner and any(flow.reaches(inner.add, branch) for branch in outer.branches)
 
 
@@ -165,10 +166,10 @@ def outermost_chains(chains: list[list[Residual]], flow: Dataflow) -> list[list[
     """The chains that run inside no other; one addition around a longer chain does not count as a stream of its own."""
     streams = []
     for chain in chains:
-        around = [other for other in chains if other is not chain and len(other) > 1 and runs_inside(chain, other, flow)]
+        enclosing = [other for other in chains if other is not chain and len(other) > 1 and runs_inside(chain, other, flow)]
         lone_wrapper = len(chain) == 1 and any(
             len(other) > 1 and runs_inside(other, chain, flow) for other in chains if other is not chain
         )
-        if not around and not lone_wrapper:
+        if not enclosing and not lone_wrapper:
             streams.append(chain)
     return sorted(streams, key=lambda chain: flow.position[chain[-1].add])

@@ -20,16 +20,19 @@ from retrofit.program.program import Call, Key
 def describe_stack(
     chain: list[Residual], table: list[list[Branch]], cores: list[Attention], flow: Dataflow, latest: Latest, notes: list[str]
 ) -> Stack:
+    """The stack that a stream runs through; `table` holds the branches of each addition of the chain."""
     by_residual = dict(zip(chain, table, strict=True))
     call, groups = layer_groups(chain, by_residual, flow, notes)
     layers = tuple(describe_layer(group, by_residual, flow, latest) for group in groups)
     used = [one for group in groups for one in group.residuals]
     inside = [core for core in cores if is_in_branch(core, used, flow)]
-    own = [core for core in inside if flow.reaches(chain[0].base, core.key)]
+    attending_itself = [core for core in inside if flow.reaches(chain[0].base, core.key)]
     crossing = any(branch.role == "cross-attention" for one in used for branch in by_residual[one])
-    causal = all(is_causal(core, flow) for core in own) if own else not crossing and flow.program.inputs != {} and not own
-    if causal and not own:
-        causal = any(branch.role == "other mixer" for one in used for branch in by_residual[one])
+    if attending_itself:
+        causal = all(is_causal(core, flow) for core in attending_itself)
+    else:
+        mixing = any(branch.role == "other mixer" for one in used for branch in by_residual[one])
+        causal = mixing and not crossing and flow.program.inputs != {}
     size = shape(chain[-1].add) or (0,)
     return Stack(
         kind="decoder" if causal or crossing else "encoder",
@@ -43,6 +46,7 @@ def describe_stack(
 
 
 def describe_layer(group: LayerGroup, table: dict[Residual, list[Branch]], flow: Dataflow, latest: Latest) -> Layer:
+    """The layer of one group of additions, with the places of its stream."""
     first, last = group.residuals[0], group.residuals[-1]
     branches = tuple(branch for one in group.residuals for branch in table[one])
     if group.call is None:
@@ -50,18 +54,18 @@ def describe_layer(group: LayerGroup, table: dict[Residual, list[Branch]], flow:
         return Layer("", 0, branches, (), sum(sizes.values()), NO_STREAM, NO_STREAM, first.base.name, last.add.name)
     call = group.call
     key_in, entry = stream_input(call, group.residuals, flow)
-    key_out, leaves = stream_output(call, last, latest)
-    own = [node for node, name in flow.program.parameters.items() if name.startswith(call.path + ".")]
+    key_out, end = stream_output(call, last, latest)
+    weights = [node for node, name in flow.program.parameters.items() if name.startswith(call.path + ".")]
     return Layer(
         name=call.path,
         call=call.index,
         branches=branches,
         norms=norm_paths(call, flow),
-        parameters=sum(math.prod(shape(node) or ()) for node in own),
+        parameters=sum(math.prod(shape(node) or ()) for node in weights),
         stream_in=key_in,
         stream_out=key_out,
         entry=entry.name,
-        exit=leaves.name,
+        exit=end.name,
     )
 
 

@@ -1,4 +1,4 @@
-"""What stands outside the stacks, as a reader wants it listed: embeddings, stem, tail and head, every parameter counted once."""
+"""Everything outside the stacks, in order for display: embeddings, stem, tail and head, every parameter counted once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Piece:
     names: tuple[str, ...]
     kind: str  # the module's class, "" where it is not one module
     part: Part | None  # the embedding or the head it is
-    parameters: int | None  # those that no piece before it counts, None where they cannot be told
+    parameters: int | None  # those that no piece before it counts, None where they cannot be determined
     nodes: tuple[str, ...]  # graph nodes of its look-ups or products
 
     @property
@@ -53,13 +53,13 @@ def surroundings(anatomy: Anatomy) -> Surroundings:
     stem = tuple(module_piece(anatomy, name, counted) for name in anatomy.stem if name not in shown)
     tail = tuple(module_piece(anatomy, name, counted) for name in anatomy.tail if name not in shown)
     sizes = [piece.parameters for piece in (*embeddings, *stem, *tail, *filter(None, [head]))]
-    known = sum(stacks) + sum(size or 0 for size in sizes)
-    elsewhere = 0 if None in sizes else max(0, anatomy.parameters - known)
+    accounted = sum(stacks) + sum(size or 0 for size in sizes)
+    elsewhere = 0 if None in sizes else max(0, anatomy.parameters - accounted)
     return Surroundings(embeddings, stem, tail, head, stacks, elsewhere, is_tied(anatomy))
 
 
 def part_piece(anatomy: Anatomy, parts: Sequence[Part], counted: set[int | str]) -> Piece:
-    """One weight under all the names it is used by, with the small parameters beside it (a bias)."""
+    """One weight under all the names it is used by, with the small parameters of its module (a bias)."""
     part = parts[0]
     homes = tuple(dict.fromkeys(anatomy.flow.call_of(anatomy.node(one.node)).path or one.name for one in parts))
     owner = lookup(anatomy.model, homes[0], "get_submodule") if len(homes) == 1 else None

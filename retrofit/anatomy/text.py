@@ -94,7 +94,7 @@ def stack_rows(stack: Stack, size: int) -> Iterator[Row]:
 
 
 def layer_rows(layers: Sequence[Layer], positions: Sequence[int], depth: int, same: str) -> Iterator[Row]:
-    """One layer, written once for all of `layers`, without its branches where it is the same as others above."""
+    """One layer, written once for all of `layers`, without its branches where equal layers are written out above."""
     first, times = layers[0], len(layers)
     name = common_name([layer.name for layer in layers]) if all(layer.name for layer in layers) else "(no module)"
     facts = [sharing(layers) or ("each" if times > 1 else ""), f"as {same}" if same else ""]
@@ -113,7 +113,7 @@ def branch_row(branch: Branch, layer: Layer, depth: int) -> Row:
 
 
 def align(entries: Sequence[Row]) -> list[str]:
-    """The rows under their headings, in columns, long cells wrapped; a module with nothing beside it takes both columns."""
+    """The rows under their headings, in columns, long cells wrapped; a module without facts takes both columns."""
     numbers = [f"{row.parameters:,}" if row.parameters is not None else "" for row in entries]
     parts = ["  " * row.depth + row.part for row in entries]
     last = max(map(len, [*numbers, "parameters"]))
@@ -139,7 +139,7 @@ def indented_lines(texts: Iterator[str] | Sequence[str]) -> list[str]:
 
 
 def wrap_lines(text: str, width: int, indent: int = 0) -> list[str]:
-    """`text` in lines of at most `width`, broken where it hurts least; lines after the first begin with `indent` spaces."""
+    """`text` in lines of at most `width`, broken at spaces first, later lines indented by `indent`."""
     lines, line = [], ""
     for piece in pieces(printable(text), width - indent):
         if line.strip() and len((line + piece).rstrip()) > width:

@@ -48,7 +48,7 @@ def weight_product(node: fx.Node, flow: Dataflow) -> WeightProduct | None:
     before, after, size = shape(sources[0]), shape(node), shape(weight)
     if not before or not after or not size:
         return None
-    whole = next((shape(part) for part, known in flow.program.parameters.items() if known == name), size) or size
+    whole = next((shape(part) for part, parameter in flow.program.parameters.items() if parameter == name), size) or size
     if op(node) in CONVOLUTION:
         return WeightProduct(node, sources[0], name, size[1], size[0], False)
     if op(node) == "linear":

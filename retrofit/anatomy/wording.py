@@ -20,7 +20,7 @@ def shapes(branch: Branch) -> list[str]:
 
 
 def count_words(words: Sequence[str]) -> str:
-    """The words in order, each once, with how often it occurs where that is more than once."""
+    """The words in order, each once, followed by its count where that is more than one."""
     return ", ".join(f"{word} ×{words.count(word)}" if words.count(word) > 1 else word for word in dict.fromkeys(words))
 
 
@@ -51,7 +51,7 @@ def layer_range(positions: Sequence[int]) -> str:
 
 
 def owner(branch: Branch, layer: Layer) -> str:
-    """The module a branch belongs to as seen from its layer; where that is the layer itself, the modules of its matrices."""
+    """The path of a branch's module within its layer; where that is the layer itself, the modules of its matrices."""
     if branch.name != layer.name:
         return relative(branch.name, layer.name)
     owners = dict.fromkeys(relative(one.name.rpartition(".")[0], layer.name) for one in branch.projections if one.name)
@@ -59,7 +59,7 @@ def owner(branch: Branch, layer: Layer) -> str:
 
 
 def sharing(layers: Sequence[Layer]) -> str:
-    """What is to be said where one module is called as several of these layers."""
+    """How many sets of weights the layers have, where one module is called as several of them."""
     modules = len({layer.name for layer in layers})
     if modules == len(layers) or not all(layer.name for layer in layers):
         return ""

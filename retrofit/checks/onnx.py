@@ -17,10 +17,11 @@ from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.subject import Subject
 from retrofit.errors import CaptureError, RetrofitError
-from retrofit.onnx.exporter.cleaning import gap_of
-from retrofit.onnx.exporter.exporting import PARITY, dtype_of, export_onnx, other_sizes
-from retrofit.onnx.exporter.parts import PAST_KEY_VALUES, ExportPart, plan
-from retrofit.onnx.exporter.sessions import Running, installed
+from retrofit.onnx.exporter.export_onnx import PARITY, export_onnx, other_sizes, part_dtype
+from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES, ExportPart
+from retrofit.onnx.exporter.export_plan import plan_export
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
+from retrofit.onnx.exporter.optimization import largest_gap
 from retrofit.pipeline.replaying import recipe
 
 
@@ -71,7 +72,7 @@ def judge(now: OnnxMeasurement, before: OnnxMeasurement | None, context: Context
 
 def why_unsupported(model: nn.Module) -> str:
     """Why nothing can be compared here; "" where it can."""
-    if missing := installed("onnxscript", "onnxruntime"):
+    if missing := missing_packages("onnxscript", "onnxruntime"):
         return f"{missing[0]} is not installed: pip install 'retrofit[onnx]'"
     dtype = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
     return "" if dtype in PARITY else f"ONNX Runtime does not compute in {str(dtype).removeprefix('torch.')} on the CPU"
@@ -84,16 +85,16 @@ def check_file(path: Path, subject: Subject) -> Finding:
     """Whether the ONNX file, whoever wrote it, computes what the model does: the part of the model that its inputs say it is."""
     if why := why_unsupported(subject.model):
         return skipped(why)
-    running = Running(path)
+    running = OnnxSession(path)
     part = part_like(running, subject)
     gaps = []
     for seed, sizes in enumerate(other_sizes(part), start=7):
         inputs = part.example(sizes, seed)
         with torch.no_grad():
             expected = dict(zip(part.outputs, part(inputs), strict=True))
-        gaps.append(gap_of(running(inputs), {name: expected[name] for name in running.outputs if name in expected}))
+        gaps.append(largest_gap(running(inputs), {name: expected[name] for name in running.outputs if name in expected}))
     measured = f"{max(gaps):.1e} on inputs of {len(gaps)} shapes, as {part.name}"
-    limit = PARITY[dtype_of(part)]
+    limit = PARITY[part_dtype(part)]
     return (
         passed(measured)
         if max(gaps) <= limit
@@ -101,11 +102,11 @@ def check_file(path: Path, subject: Subject) -> Finding:
     )
 
 
-def part_like(running: Running, subject: Subject) -> ExportPart:
+def part_like(running: OnnxSession, subject: Subject) -> ExportPart:
     """The part of the model with the file's inputs and states; raises `RetrofitError` where it has none."""
     found = []
     for mode in ("auto", "none"):
-        for part in plan(subject.model, subject.inputs, mode).parts:  # type: ignore[arg-type]
+        for part in plan_export(subject.model, subject.inputs, mode).parts:  # type: ignore[arg-type]
             known = part.example(part.sizes)
             states = {name for name in known if name.startswith(PAST_KEY_VALUES)}
             if (

@@ -34,11 +34,11 @@ def attention_dropouts(model: nn.Module, program: Program) -> dict[fx.Node, floa
     same = [node for node in training.graph.nodes if op(node) == "scaled_dot_product_attention"]
     if len(same) != len(fused):
         return {}
-    found = {one: probability(other) for one, other in zip(fused, same, strict=True)}
+    found = {one: dropout_probability(other) for one, other in zip(fused, same, strict=True)}
     return {node: p for node, p in found.items() if p}
 
 
-def probability(attention: fx.Node) -> float:
+def dropout_probability(attention: fx.Node) -> float:
     return float(attention.args[4] if len(attention.args) > 4 else attention.kwargs.get("dropout_p", 0.0))  # type: ignore[arg-type]
 
 

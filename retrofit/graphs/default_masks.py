@@ -21,14 +21,14 @@ def agrees_without_masks(model: nn.Module, other: nn.Module, inputs: Inputs) -> 
     if device_of(model).type == "meta":
         return True
     special = torch.tensor(sorted(one for one in special_ids(model) if 0 <= one < vocabulary_of(model)), dtype=torch.long)
-    given = {name: ended(value, special) if name.endswith("input_ids") else value for name, value in inputs.items()}
+    given = {name: end_with_special_ids(value, special) if name.endswith("input_ids") else value for name, value in inputs.items()}
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     with preserve_state(model), preserve_state(other):
         theirs, ours = named_outputs(model(**given)), named_outputs(other(**tensors))
     return all(distance(ours[name], value) <= tolerance_of(value) for name, value in theirs.items() if name in ours)
 
 
-def ended(ids: Any, special: Tensor) -> Any:
+def end_with_special_ids(ids: Any, special: Tensor) -> Any:
     """The ids (batch, length), the last of every row being the special ones."""
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         return ids

@@ -22,7 +22,7 @@ from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, NORM, is_heavy, op,
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call
 
-MEANS = frozenset(("mean", "var", "var_mean", "std"))
+MOMENTS = frozenset(("mean", "var", "var_mean", "std"))
 CHILD_NAMES = {
     "self-attention": "attention",
     "cross-attention": "cross_attention",
@@ -54,7 +54,7 @@ class Region:
 def regions(anatomy: Anatomy, flow: Dataflow) -> Region:
     """The whole program as a region, with every module call and every nameless part of the anatomy in it."""
     whole = Region("", "", 0, len(flow.nodes) - 1)
-    found = [*called(flow), *nameless(anatomy, flow)]
+    found = [*call_regions(flow), *anatomy_regions(anatomy, flow)]
     found.sort(key=lambda one: (one.first, -one.last))
     kept: list[Region] = []
     for one in found:
@@ -66,11 +66,11 @@ def regions(anatomy: Anatomy, flow: Dataflow) -> Region:
             around.pop()
         around[-1].inside.append(one)
         around.append(one)
-    rename(whole)
+    make_names_relative(whole)
     return whole
 
 
-def called(flow: Dataflow) -> Iterator[Region]:
+def call_regions(flow: Dataflow) -> Iterator[Region]:
     """The stretch of every module call that computes something."""
     spans: dict[Call, tuple[int, int]] = {}
     for node in flow.nodes:
@@ -85,7 +85,7 @@ def called(flow: Dataflow) -> Iterator[Region]:
             yield Region(call.path + (f"_{call.index}" if call.index else ""), call.path, first, last, in_code=False)
 
 
-def nameless(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
+def anatomy_regions(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
     """The parts of the anatomy that stand in the code of a larger module."""
     nodes = flow.named
     cores = find_attentions(flow)
@@ -104,14 +104,14 @@ def nameless(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
             for branch in layer.attentions:
                 yield from projection_regions(branch, flow, nodes, cores)
     for part, name in [*((part, "embedding") for part in anatomy.embeddings), (anatomy.head, "head")]:
-        if part is not None and not stands_alone(nodes[part.node], flow):
+        if part is not None and not is_only_weight_of_its_module(nodes[part.node], flow):
             node = nodes[part.node]
             last = max((flow.position[user] for user in flow.uses[node] if is_bias(user, node, flow)), default=flow.position[node])
             yield Region(name, flow.call_of(node).path, flow.position[node], last)
-    yield from stem_steps(anatomy, flow, nodes)
+    yield from stem_regions(anatomy, flow, nodes)
 
 
-def stem_steps(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Iterator[Region]:
+def stem_regions(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Iterator[Region]:
     """What the model's own code does between a look-up of tokens and the layers that is tied to the width of the stream.
 
     Norms, written out or not, a product with a weight, and what is added to the tokens and was looked up by their positions.
@@ -126,17 +126,17 @@ def stem_steps(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> I
                     found[node, node] = "norm"
                 elif op(node) == "add" and not flow.reaches_through_heavy_op(look_up, node):
                     found |= {(part, part): "addend" for part in node.all_input_nodes if not flow.reaches(look_up, part)}
-            for stretch in stretches(look_up, steps):
+            for stretch in split_into_steps(look_up, steps):
                 if op(stretch[-1]) == "linear" and weight_product(stretch[-1], flow) is not None:
                     found[stretch[-1], stretch[-1]] = "projection"
-                elif any(op(node) in MEANS for node in stretch) and not any(map(is_heavy, stretch)):
+                elif any(op(node) in MOMENTS for node in stretch) and not any(map(is_heavy, stretch)):
                     found[stretch[0], stretch[-1]] = "norm"
     for (first, last), name in found.items():
         if last.op == "call_function" and last not in looked_up and shape(last) and not flow.call_of(last).path:
             yield Region(name, "", flow.position[first], flow.position[last])
 
 
-def stretches(early: fx.Node, steps: list[fx.Node]) -> Iterator[list[fx.Node]]:
+def split_into_steps(early: fx.Node, steps: list[fx.Node]) -> Iterator[list[fx.Node]]:
     """The steps from `early` to the last, cut wherever a single value of every token is all that is read from then on."""
     place = {node: at for at, node in enumerate(steps)}
     tokens = (shape(early) or ())[:-1]
@@ -152,7 +152,7 @@ def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str,
     """What the code around the layers does to each token between the last of them and the head, such as a norm."""
     if anatomy.head is None:
         return None
-    leaves, head = handed_over(stack, len(stack.layers) - 1, flow, nodes), nodes[anatomy.head.node]
+    leaves, head = last_node_of_layer(stack, len(stack.layers) - 1, flow, nodes), nodes[anatomy.head.node]
     between = [node for node in flow.between(leaves, head) if node is not head and node.op == "call_function"]
     call = flow.call_of(head)
     products = [node for node in between if is_heavy(node)]
@@ -163,7 +163,7 @@ def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str,
     return Region("transform" if products else "norm", call.path, flow.position[between[0]], flow.position[between[-1]])
 
 
-def stands_alone(node: fx.Node, flow: Dataflow) -> bool:
+def is_only_weight_of_its_module(node: fx.Node, flow: Dataflow) -> bool:
     """Whether the module whose code computes `node` has no other weight than the one that enters there, and its bias."""
     call = flow.call_of(node)
     own = [
@@ -185,11 +185,11 @@ def is_bias(user: fx.Node, node: fx.Node, flow: Dataflow) -> bool:
 def layer_region(name: str, stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region:
     """From after the stream enters to where the next layer takes it up: the norm after a sum belongs to the layer of the sum."""
     inside = flow.between(nodes[stack.layers[depth].entry], nodes[stack.layers[depth].exit])
-    last = handed_over(stack, depth, flow, nodes)
+    last = last_node_of_layer(stack, depth, flow, nodes)
     return Region(name, stack.name, min(flow.position[node] for node in inside), flow.position[last])
 
 
-def handed_over(stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> fx.Node:
+def last_node_of_layer(stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> fx.Node:
     """The last node of what is done to the stream before the next layer; after the last layer, what is done after the first."""
     leaves = nodes[stack.layers[depth].exit]
     if len(stack.layers) < 2:
@@ -264,7 +264,7 @@ def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node]
     after = [one for one in (weight_product(node, flow) for node in region) if one and flow.reaches(core.result, one.node)]
     for product in [*made.values(), *after]:
         node = product.node
-        if stands_alone(node, flow):
+        if is_only_weight_of_its_module(node, flow):
             continue
         operands = zip("qkv", (core.query, core.key, core.value), strict=True)
         letters = "".join(letter for letter, operand in operands if flow.reaches(node, operand))
@@ -272,7 +272,7 @@ def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node]
         yield Region(letters or "out", flow.call_of(node).path, flow.position[node], last)
 
 
-def rename(region: Region) -> None:
+def make_names_relative(region: Region) -> None:
     """Names are relative to the region around, and no two siblings have the same."""
     taken: set[str] = set()
     for one in region.inside:
@@ -284,4 +284,4 @@ def rename(region: Region) -> None:
             name = f"{base}_{count}"
         taken.add(name)
         one.name = name
-        rename(one)
+        make_names_relative(one)

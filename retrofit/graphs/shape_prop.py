@@ -12,11 +12,11 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from retrofit.graphs.graph_module import GraphPart
+from retrofit.graphs.graph_parts import GraphPart
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.state_preservation import preserve_state
 
-Owner = fx.GraphModule | GraphPart
+GraphOwner = fx.GraphModule | GraphPart
 
 
 def propagate_shapes(model: fx.GraphModule, inputs: Mapping[str, Any]) -> None:
@@ -26,7 +26,7 @@ def propagate_shapes(model: fx.GraphModule, inputs: Mapping[str, Any]) -> None:
     without any.
     """
     asks = contextlib.suppress(RuntimeError) if device_of(model).type == "meta" else contextlib.nullcontext()
-    for owner in owners(model):
+    for owner in graph_owners(model):
         for node in owner.graph.nodes:
             node.meta.pop("val", None)
     with asks, preserve_state(model), torch.no_grad(), record_values(model, FakeTensorMode()):
@@ -39,32 +39,32 @@ def record_values(model: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]
 
     Their classes are changed for it: what a pass puts in place of a module's `forward` runs that of its class.
     """
-    compiled = {type(owner): type(owner).forward for owner in owners(model)}
+    compiled = {type(owner): type(owner).forward for owner in graph_owners(model)}
     try:
         for kind, forward in compiled.items():
-            kind.forward = by_nodes(forward, mode)  # type: ignore[method-assign]
+            kind.forward = interpreting_forward(forward, mode)  # type: ignore[method-assign]
         yield
     finally:
         for kind, forward in compiled.items():
             kind.forward = forward  # type: ignore[method-assign]
 
 
-def by_nodes(forward: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
+def interpreting_forward(forward: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
     """Runs the graph that `forward` was compiled from."""
     signature = inspect.signature(forward)
 
-    def run(owner: Owner, *args: Any, **kwargs: Any) -> Any:
+    def run(owner: GraphOwner, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(owner, *args, **kwargs)
         given.apply_defaults()
-        return Told(owner, mode).run(*given.args[1:])
+        return MetadataInterpreter(owner, mode).run(*given.args[1:])
 
     return run
 
 
-class Told(fx.Interpreter):
+class MetadataInterpreter(fx.Interpreter):
     """Runs a graph and notes of each node what it gave: a tensor as one without contents."""
 
-    def __init__(self, owner: Owner, mode: FakeTensorMode) -> None:
+    def __init__(self, owner: GraphOwner, mode: FakeTensorMode) -> None:
         super().__init__(owner, graph=owner.graph)
         self.mode = mode
 
@@ -79,6 +79,6 @@ class Told(fx.Interpreter):
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
-def owners(model: fx.GraphModule) -> Iterator[Owner]:
+def graph_owners(model: fx.GraphModule) -> Iterator[GraphOwner]:
     """The graph module, and the parts in it."""
     return (one for one in model.modules() if one is model or isinstance(one, GraphPart))  # type: ignore[misc]

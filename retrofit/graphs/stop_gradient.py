@@ -31,7 +31,7 @@ def custom_backwards(program: Program) -> list[str]:
     )
 
 
-def same_gradients(model: nn.Module, other: nn.Module, inputs: Inputs) -> bool:
+def have_same_gradients(model: nn.Module, other: nn.Module, inputs: Inputs) -> bool:
     """Whether two modules on the same parameters have the same gradients, on these inputs; models without values are believed."""
     if device_of(model).type == "meta":
         return True

@@ -16,25 +16,27 @@ def is_structurally_equal(one: nn.Module, other: nn.Module) -> bool:
     ours, theirs = list(graph.nodes), list(its_graph.nodes)
     places = {node: number for nodes in (ours, theirs) for number, node in enumerate(nodes)}
     return len(ours) == len(theirs) and all(
-        mine.op == its.op and given(mine, places) == given(its, places) and same_target(one, mine, other, its)
+        mine.op == its.op
+        and describe_arguments(mine, places) == describe_arguments(its, places)
+        and have_same_target(one, mine, other, its)
         for mine, its in zip(ours, theirs, strict=True)
     )
 
 
-def given(node: fx.Node, places: dict[fx.Node, int]) -> str:
+def describe_arguments(node: fx.Node, places: dict[fx.Node, int]) -> str:
     """What a node is given, its operands by their places in the graph."""
     return repr(fx.node.map_arg((node.args, dict(node.kwargs)), lambda operand: f"node {places[operand]}"))
 
 
-def same_target(one: nn.Module, mine: fx.Node, other: nn.Module, its: fx.Node) -> bool:
+def have_same_target(one: nn.Module, mine: fx.Node, other: nn.Module, its: fx.Node) -> bool:
     if mine.op == "get_attr":
-        return same_value(attribute(one, str(mine.target)), attribute(other, str(its.target)))
+        return is_same_tensor(attribute(one, str(mine.target)), attribute(other, str(its.target)))
     if mine.op == "call_module":
         return is_structurally_equal(one.get_submodule(str(mine.target)), other.get_submodule(str(its.target)))
     return mine.op in ("placeholder", "output") or mine.target is its.target
 
 
-def same_value(one: Tensor, other: Tensor) -> bool:
+def is_same_tensor(one: Tensor, other: Tensor) -> bool:
     """Whether the tensors are one parameter, or of what is none one value."""
     if one is other or isinstance(one, nn.Parameter) or isinstance(other, nn.Parameter):
         return one is other

@@ -16,10 +16,10 @@ from retrofit.program.program import Program
 
 VIEWS = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten"))
 PRODUCTS = frozenset(("linear", "matmul"))
-Extents = Mapping[fx.Node, tuple[Any, ...]]
+SymbolicSizes = Mapping[fx.Node, tuple[Any, ...]]
 
 
-def unflatten(program: Program, extents: Extents) -> dict[fx.Node, fx.Node]:
+def unflatten_products(program: Program, extents: SymbolicSizes) -> dict[fx.Node, fx.Node]:
     """In the program no product flattens tokens that all its readers part again; the products, with a reader that went.
 
     `extents` are the sizes of each node's value.
@@ -31,7 +31,7 @@ def unflatten(program: Program, extents: Extents) -> dict[fx.Node, fx.Node]:
     named = {node for table in tables for node in table.values()}
     found: dict[fx.Node, fx.Node] = {}
     for node in list(program.graph.nodes):
-        readers = parting(node, extents)
+        readers = unflattening_views(node, extents)
         if not readers or named & {node, node.args[0]}:  # modules are handed, or return, what is flattened
             continue
         flat, found[node] = node.args[0], readers[0]
@@ -46,7 +46,7 @@ def unflatten(program: Program, extents: Extents) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def parting(node: fx.Node, extents: Extents) -> list[fx.Node]:
+def unflattening_views(node: fx.Node, extents: SymbolicSizes) -> list[fx.Node]:
     """All that reads a product of flattened tokens, where that is nothing but views that part the tokens as they were."""
     flat = node.args[0] if node.args else None
     if op(node) not in PRODUCTS or not isinstance(flat, fx.Node) or op(flat) not in VIEWS:

@@ -1,4 +1,4 @@
-"""Inputs that a model goes on from and hands on longer: states of earlier tokens, where no cache object keeps them."""
+"""Inputs that are states of earlier tokens, where no cache object stores them: the model takes them and returns them longer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from retrofit.program.program import Program
 
 
 def state_inputs(program: Program) -> list[str]:
-    """The inputs of which an output is a longer one: joined with more, and nothing else done to them."""
+    """The inputs that an output extends: it is such an input joined with more, and nothing else."""
     found: list[str] = []
     for output in program.outputs.values():
         pending: list[tuple[fx.Node, bool]] = [(output, False)]
@@ -24,10 +24,10 @@ def state_inputs(program: Program) -> list[str]:
 
 
 def refuse_state_inputs(program: Program, name: str) -> None:
-    """Raises `DoesNotFitError` where the model goes on from states; `name` is the pass whose layers have to remember more."""
+    """Raises `DoesNotFitError` where the model takes states; `name` is the pass whose layers need more of earlier tokens."""
     if found := state_inputs(program):
         raise DoesNotFitError(
             f"{name}: the model takes the states of earlier tokens as inputs, such as {found[0]}",
-            why="what the rewritten layers have to remember of earlier tokens has no place among them",
+            why="what the rewritten layers need of earlier tokens has no place among them",
             remedy="rewrite the model of whole sequences, which from_onnx(path, cache='none') gives, or use another pass",
         )

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError, RetrofitError, first_line
-from retrofit.onnx.exporter.exporting import export_onnx
-from retrofit.onnx.importer.importing import from_onnx
+from retrofit.onnx.exporter.export_onnx import export_onnx
+from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.runtime.atomic_writes import whole_directory, whole_file
 from retrofit.storage.directories import load_directory
 from retrofit.storage.exported_program import SUFFIX, load_exported, save_exported

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.errors import CheckpointError, first_line
-from retrofit.graphs.graph_module import from_exported
+from retrofit.graphs.from_exported import from_exported
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.replaying import replayed_inputs
 from retrofit.program.capture import as_plain_module

@@ -1,4 +1,15 @@
-"""Losses that modules add to their model's own, on their way there."""
+"""Losses that modules inside a model record in training, and how they become part of the model's own loss.
+
+A module deep inside a model may have a loss of its own, such as the balance loss of a mixture of experts, and no way to return it
+through code that does not expect it. It calls `record_auxiliary_loss` instead. `ForwardWithAuxiliaryLosses` wraps the model's
+forward and adds the losses recorded during a call to the loss that the call returns, so that the gradient is that of the sum,
+however it is scaled or accumulated. Code that computes a loss from a model's outputs collects them with `auxiliary_losses`.
+
+Non-reentrant checkpointing runs a layer a second time to recompute activations; what that records is collected by nobody and the
+first loss keeps its gradient. Reentrant checkpointing runs a layer without gradients first and with gradients in the backward pass.
+The loss recorded first then has no graph of its own. Its gradient is computed before that of the checkpoint, which is earlier in
+the forward pass. It is kept until the checkpoint runs the layer again, and enters the graph there, at the loss recorded second.
+"""
 
 from __future__ import annotations
 
@@ -12,102 +23,109 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from retrofit.surgery.keyword_injection import ForwardInPlace
+from retrofit.surgery.keyword_injection import ForwardReplacement
 from retrofit.surgery.wrappers import with_item
 
-
-class Noted(threading.local):
-    """Where mixtures note their balance losses: a list for as long as somebody collects them in this thread, else None."""
-
-    losses: list[Tensor] | None = None
-    trains: bool = False  # whether gradients were wanted where the collecting began
-    due: list[tuple[nn.Module, Tensor]] | None = None  # in a backward pass: gradients of losses noted without one, the first last
+# ── Recording ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-NOTED = Noted()
+class Recording(threading.local):
+    """The losses recorded in this thread, and the gradients of those that had no graph when they were recorded."""
+
+    losses: list[Tensor] | None = None  # None where nobody collects them
+    needs_gradients: bool = False  # whether gradients were enabled where the collecting began
+    pending: list[tuple[nn.Module, Tensor]] | None = None  # in a backward pass: module and gradient, the first recorded last
 
 
-def record_auxiliary_loss(gates: Tensor, loss: Tensor, mixture: nn.Module) -> Tensor:
-    """`gates`; whoever collects the balance losses has `loss`.
+RECORDING = Recording()
 
-    Reentrant checkpointing runs a layer without gradients, and once more in the backward pass. What is noted first then waits
-    for its gradient, and the second time the gates hand that on to the loss.
+
+def record_auxiliary_loss(value: Tensor, loss: Tensor, module: nn.Module) -> Tensor:
+    """Records `loss`, computed by `module` on its way to `value`; returns `value`, to be used from then on.
+
+    In the second run of a reentrant checkpoint nothing is recorded: there the returned tensor carries the gradient to `loss`.
     """
-    if NOTED.due:
-        gradient = taken(NOTED.due, mixture)
-        return gates if gradient is None else HandOn.apply(gates, loss, gradient)  # type: ignore[no-any-return]
-    if NOTED.losses is not None:
-        later = NOTED.trains and not torch.is_grad_enabled()
-        NOTED.losses.append(waiting(loss, mixture) if later else loss)
-    return gates
-
-
-def waiting(loss: Tensor, mixture: nn.Module) -> Tensor:
-    """`loss`, whose gradient is kept for the call of `mixture` that makes it again."""
-    with torch.enable_grad():
-        return Await.apply(torch.empty(0, requires_grad=True), loss, mixture)  # type: ignore[no-any-return]
-
-
-def taken(due: list[tuple[nn.Module, Tensor]], mixture: nn.Module) -> Tensor | None:
-    """The gradient that is due to the next call of `mixture`, no longer due."""
-    place = next((place for place in reversed(range(len(due))) if due[place][0] is mixture), None)
-    return None if place is None else due.pop(place)[1]
-
-
-class Await(torch.autograd.Function):
-    """A loss computed without gradients; its own comes before that of the checkpoint around it, which began earlier."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, mixture: nn.Module) -> Tensor:
-        ctx.mixture = mixture
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
-        if NOTED.due is None:
-            NOTED.due = []
-            torch.autograd.Variable._execution_engine.queue_callback(forget)
-        NOTED.due.append((ctx.mixture, gradient))
-        return None, None, None
-
-
-def forget() -> None:
-    """At the end of a backward pass nothing is due any more."""
-    NOTED.due = None
-
-
-class HandOn(torch.autograd.Function):
-    """The gates as they are; in the backward pass `loss` gets `gradient` with theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, gates: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
-        ctx.save_for_backward(gradient)
-        return gates.view_as(gates)
-
-    @staticmethod
-    def backward(ctx: Any, of_gates: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
-        (gradient,) = ctx.saved_tensors
-        return of_gates, gradient, None
+    if RECORDING.pending:
+        gradient = pop_pending_gradient(RECORDING.pending, module)
+        return value if gradient is None else LossAttached.apply(value, loss, gradient)  # type: ignore[no-any-return]
+    if RECORDING.losses is not None:
+        is_first_run = RECORDING.needs_gradients and not torch.is_grad_enabled()
+        RECORDING.losses.append(defer_gradient(loss, module) if is_first_run else loss)
+    return value
 
 
 @contextlib.contextmanager
 def auxiliary_losses() -> Iterator[list[Tensor]]:
-    """The balance losses, times λ, of the mixtures that train within this context and whose model has not added them to its loss.
+    """The losses recorded within this context by models that have not added them to a loss of their own.
 
-    with balance_losses() as losses:
+    with auxiliary_losses() as losses:
         logits = model(ids)
     loss = task_loss(logits) + sum(losses)
     """
-    before, found = (NOTED.losses, NOTED.trains), []  # type: ignore[var-annotated]
-    NOTED.losses, NOTED.trains = found, torch.is_grad_enabled()
+    outer, losses = (RECORDING.losses, RECORDING.needs_gradients), []  # type: ignore[var-annotated]
+    RECORDING.losses, RECORDING.needs_gradients = losses, torch.is_grad_enabled()
     try:
-        yield found
+        yield losses
     finally:
-        NOTED.losses, NOTED.trains = before
+        RECORDING.losses, RECORDING.needs_gradients = outer
 
 
-class ForwardWithAuxiliaryLosses(ForwardInPlace):
-    """In place of a model's `forward`: in training, the loss it returns contains the balance losses of the call."""
+# ── The gradient of a loss recorded without a graph ──────────────────────────────────────────────────────────────────────────────
+
+
+def defer_gradient(loss: Tensor, module: nn.Module) -> Tensor:
+    """`loss`, whose gradient is kept for the next run of `module`."""
+    with torch.enable_grad():
+        return LossDeferred.apply(torch.empty(0, requires_grad=True), loss, module)  # type: ignore[no-any-return]
+
+
+class LossDeferred(torch.autograd.Function):
+    """A loss computed without a graph; its gradient becomes pending. `anchor` makes autograd compute one."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        if RECORDING.pending is None:
+            RECORDING.pending = []
+            torch.autograd.Variable._execution_engine.queue_callback(discard_pending_gradients)
+        RECORDING.pending.append((ctx.module, gradient))
+        return None, None, None
+
+
+class LossAttached(torch.autograd.Function):
+    """`value` as it is; in the backward pass `loss` receives `gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, of_value: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return of_value, gradient, None
+
+
+def pop_pending_gradient(pending: list[tuple[nn.Module, Tensor]], module: nn.Module) -> Tensor | None:
+    """The pending gradient of the first loss that `module` recorded, removed from `pending`; None where there is none."""
+    index = next((index for index in reversed(range(len(pending))) if pending[index][0] is module), None)
+    return None if index is None else pending.pop(index)[1]
+
+
+def discard_pending_gradients() -> None:
+    """Called at the end of a backward pass."""
+    RECORDING.pending = None
+
+
+# ── Adding them to the model's loss ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ForwardWithAuxiliaryLosses(ForwardReplacement):
+    """Replaces a model's `forward`: in training, the loss that it returns contains the losses recorded during the call."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -120,43 +138,43 @@ class ForwardWithAuxiliaryLosses(ForwardInPlace):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self.module.training and torch.is_grad_enabled()):
             return self.run(*args, **kwargs)
-        before, trains, found = NOTED.losses, NOTED.trains, []  # type: ignore[var-annotated]
-        NOTED.losses, NOTED.trains = found, True
+        outer, needs_gradients, recorded = RECORDING.losses, RECORDING.needs_gradients, []  # type: ignore[var-annotated]
+        RECORDING.losses, RECORDING.needs_gradients = recorded, True
         try:
             output = self.run(*args, **kwargs)
         finally:
-            NOTED.losses, NOTED.trains = before, trains
-        key, loss = loss_of(output, labelled=kwargs.get("labels") is not None)
+            RECORDING.losses, RECORDING.needs_gradients = outer, needs_gradients
+        key, loss = loss_in(output, labelled=kwargs.get("labels") is not None)
         if loss is not None:
-            part = part_of_batch(self.module, kwargs)
-            return with_item(output, key, loss + sum(part * one.to(loss) for one in found))
-        if before is not None:
-            before.extend(found)
+            weight = batch_fraction(self.module, kwargs)
+            return with_item(output, key, loss + sum(weight * one.to(loss) for one in recorded))
+        if outer is not None:
+            outer.extend(recorded)
         return output
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.module).forward(self.module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
 
 
-def part_of_batch(module: nn.Module, given: Mapping[str, Any]) -> Tensor | float:
-    """What part of the batch that a loss is the mean over a call has: less than 1 where a trainer accumulates gradients.
+def batch_fraction(module: nn.Module, arguments: Mapping[str, Any]) -> Tensor | float:
+    """The fraction of a batch's labels that this call has: below 1 where a trainer accumulates gradients over several calls.
 
-    transformers' Trainer then hands over `num_items_in_batch`, the labels of all the calls; it does not count the first of a
+    transformers' Trainer then passes `num_items_in_batch`, the number of labels in all the calls; it does not count the first of a
     sequence where the model's loss shifts them.
     """
-    total, labels = given.get("num_items_in_batch"), given.get("shift_labels", given.get("labels"))
+    total, labels = arguments.get("num_items_in_batch"), arguments.get("shift_labels", arguments.get("labels"))
     if total is None or labels is None:
         return 1.0
     shifts = LOSS_MAPPING.get(getattr(module, "loss_type", "")) is ForCausalLMLoss
     decodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-    counted = labels[..., 1:] if shifts and not decodes and "shift_labels" not in given else labels
+    counted = labels[..., 1:] if shifts and not decodes and "shift_labels" not in arguments else labels
     return counted.ne(-100).sum() / total  # type: ignore[no-any-return]
 
 
-def loss_of(output: Any, *, labelled: bool) -> tuple[int | str | None, Tensor | None]:
+def loss_in(output: Any, *, labelled: bool) -> tuple[int | str | None, Tensor | None]:
     """The loss that a model returns and its key in the output, None for both where there is none.
 
-    It is what the model calls so, a number returned by itself, or the first of a tuple of a model that was given labels.
+    That is the item called `loss`, a scalar returned by itself, or the first of a tuple of a model that was given labels.
     """
     if isinstance(output, Tensor):
         return None, output if output.dim() == 0 else None

@@ -1,9 +1,15 @@
-"""Some modules inside a module are handed one keyword more, for one call: by a view of the module that lives as long as the call.
+"""Keyword arguments for submodules that the module's own code does not pass: injected by running it on a shallow copy.
 
-Code that a model's author wrote between two modules need not hand on what it does not know. It cannot be changed, but it can be
-run on another `self`: a shallow copy of the module, in which the inner modules are stand-ins that add the keyword and call the real
-ones. The copy shares every parameter, buffer, hook and submodule with the module, and nothing is written to the module itself, so
-checkpointing, threads and tracing see an ordinary call. What the code sets on `self` is set on the module afterwards.
+    class Block(nn.Module):
+        def forward(self, x):
+            return x + self.mlp(x)                  # nothing here passes token_ids on
+
+    call_with_keywords(block, ["mlp"], {"token_ids": ids}, (x,), {})       # mlp(x, token_ids=ids)
+
+The forward's code cannot be changed, but `self` can: it runs on a shallow copy of the module, made for this one call, in which the
+submodules at the given paths are wrapped to add the keywords. The copy shares every parameter, buffer, hook and submodule with the
+module. Nothing is written to the module itself, so checkpointing, threads and tracing see an ordinary call. Only attributes that
+the code sets on `self` are written back to the module after the call.
 """
 
 from __future__ import annotations
@@ -18,86 +24,89 @@ from torch import nn
 from retrofit.surgery.wrappers import Wrapper
 
 
-class Bound(Wrapper):
-    """A call of `layer` that carries the keyword arguments `bound` as well."""
+class CallWithKeywords(Wrapper):
+    """Calls `layer` with the keyword arguments `keywords` in addition to its own."""
 
-    def __init__(self, layer: nn.Module, bound: Mapping[str, Any]) -> None:
+    def __init__(self, layer: nn.Module, keywords: Mapping[str, Any]) -> None:
         super().__init__(layer)
-        self.bound = dict(bound)
+        self.keywords = dict(keywords)
         self.training = layer.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return child_modules(self)["layer"](*args, **{**kwargs, **self.bound})
+        return child_modules(self)["layer"](*args, **{**kwargs, **self.keywords})
 
 
-class View:
-    """`module`, seen for one call with stand-ins that hand the submodules at `paths` the keyword arguments `keywords` too.
+class InjectingCopy:
+    """A shallow copy of a module for one call, `copy`, whose submodules at `paths` are called with `keywords` in addition.
 
-    A path leads through a `Wrapper` as an attribute does: to the module that it stands for.
+    A path may name what a `Wrapper` on it wraps as if the wrapper were not there, as attribute access does.
     """
 
     def __init__(self, module: nn.Module, paths: Iterable[str], keywords: Mapping[str, Any]) -> None:
         self.keywords = keywords
-        self.copies: list[tuple[nn.Module, nn.Module]] = []  # of which module, the copy
-        self.module = self.seen(module, list(paths))
+        self.copies: list[tuple[nn.Module, nn.Module]] = []  # a module, its copy
+        self.copy = self.shallow_copy(module, list(paths))
 
-    def seen(self, module: nn.Module, paths: list[str]) -> nn.Module:
+    def shallow_copy(self, module: nn.Module, paths: list[str]) -> nn.Module:
+        """A copy of `module`, and of every module on `paths` inside it; the module itself where there are no paths."""
         if not paths:
             return module
-        inner: dict[str, list[str]] = {}
+        rests: dict[str, list[str]] = {}  # the paths inside each child
         for path in paths:
-            name, rest = step(module, path)
-            inner.setdefault(name, []).append(rest)
-        own = child_modules(module)
+            name, rest = split_path(module, path)
+            rests.setdefault(name, []).append(rest)
+        children = child_modules(module)
         changed = {
-            name: Bound(own[name], self.keywords) if "" in rests else self.seen(own[name], rests) for name, rests in inner.items()
+            name: CallWithKeywords(children[name], self.keywords) if "" in inner else self.shallow_copy(children[name], inner)
+            for name, inner in rests.items()
         }
         copy: nn.Module = object.__new__(type(module))
-        copy.__dict__.update({**module.__dict__, "_modules": {**own, **changed}})
+        copy.__dict__.update({**module.__dict__, "_modules": {**children, **changed}})
         self.copies.append((module, copy))
         return copy
 
-    def settle(self) -> None:
-        """What was set on the copies is set on the modules."""
+    def write_back(self) -> None:
+        """Attributes that were set on the copies are set on the modules."""
         for module, copy in self.copies:
-            own = module.__dict__
+            held = module.__dict__
             for name, value in copy.__dict__.items():
-                if name != "_modules" and (name not in own or own[name] is not value):
-                    own[name] = value
+                if name != "_modules" and (name not in held or held[name] is not value):
+                    held[name] = value
 
 
 def child_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules registered in `module`: taken from the table itself, because tracers hand out stand-ins of their own."""
+    """The modules registered in `module`, from the registry itself: while tracing, attribute access returns proxies of them."""
     return module.__dict__["_modules"]  # type: ignore[no-any-return]
 
 
-def step(module: nn.Module, path: str) -> tuple[str, str]:
-    """The child by which `path` leads on from `module`, and the rest of the path."""
+def split_path(module: nn.Module, path: str) -> tuple[str, str]:
+    """The name of the child of `module` that `path` leads into, and the rest of the path inside it."""
     name, _, rest = path.partition(".")
-    inside = child_modules(module)
-    return (name, rest) if name in inside and leads(inside[name], rest) else ("layer", path)
+    children = child_modules(module)
+    return (name, rest) if name in children and has_path(children[name], rest) else ("layer", path)
 
 
-def leads(module: nn.Module, path: str) -> bool:
-    """Whether the path names a submodule of `module`, or of one that it stands for; the empty one names itself."""
+def has_path(module: nn.Module, path: str) -> bool:
+    """Whether `path` names a submodule of `module`, or of one that it wraps; the empty path names the module itself."""
     name, _, rest = path.partition(".")
     child = child_modules(module).get(name)
-    through = isinstance(module, Wrapper) and leads(child_modules(module)["layer"], path)
-    return not path or (child is not None and leads(child, rest)) or through
+    if not path or (child is not None and has_path(child, rest)):
+        return True
+    return isinstance(module, Wrapper) and has_path(child_modules(module)["layer"], path)
 
 
 def call_with_keywords(
     module: nn.Module, paths: Iterable[str], keywords: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """What `module` returns, while each of the submodules at `paths` is handed `keywords` too."""
-    view = View(module, paths, keywords)
-    output = view.module(*args, **kwargs)
-    view.settle()
+    """What `module` returns when its submodules at `paths` are called with `keywords` in addition."""
+    injecting = InjectingCopy(module, paths, keywords)
+    output = injecting.copy(*args, **kwargs)
+    injecting.write_back()
     return output
 
 
-class ForwardInPlace:
-    """Stands in place of a module's `forward`, whose signature and code it answers for."""
+class ForwardReplacement:
+    """A callable that replaces the `forward` of one module instance, with the signature and the code location of its class's."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -108,19 +117,19 @@ class ForwardInPlace:
         return own.replace(parameters=list(own.parameters.values())[1:])
 
     @property
-    def __code__(self) -> CodeType:  # torch.export says where it is
+    def __code__(self) -> CodeType:  # torch.export reports where it is
         return inspect.unwrap(type(self.module).forward).__code__
 
 
-class InjectingForward(ForwardInPlace):
-    """Runs the module on a view that hands the submodules at `paths` what `carry(args, kwargs)` makes of the call: keywords."""
+class InjectingForward(ForwardReplacement):
+    """A forward that calls the submodules at `paths` with what `keywords_from(args, kwargs)` makes of its own arguments."""
 
-    def __init__(self, module: nn.Module, paths: Sequence[str], carry: Any) -> None:
+    def __init__(self, module: nn.Module, paths: Sequence[str], keywords_from: Any) -> None:
         super().__init__(module)
-        self.paths, self.carry = tuple(paths), carry
+        self.paths, self.keywords_from = tuple(paths), keywords_from
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        view = View(self.module, self.paths, self.carry(args, kwargs))
-        output = type(self.module).forward(view.module, *args, **kwargs)
-        view.settle()
+        injecting = InjectingCopy(self.module, self.paths, self.keywords_from(args, kwargs))
+        output = type(self.module).forward(injecting.copy, *args, **kwargs)
+        injecting.write_back()
         return output

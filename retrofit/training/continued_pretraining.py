@@ -18,19 +18,19 @@ from transformers.utils import WEIGHTS_NAME, logging
 
 from retrofit.errors import CheckpointError, TrainingError
 from retrofit.pipeline.text import codec_for, windows_of
-from retrofit.runtime.modes import preserve_modes
+from retrofit.runtime.modes import evaluation_mode
 from retrofit.storage import architecture
 from retrofit.storage.checkpoint import ONNX, OTHER_FORMATS, save
 from retrofit.storage.exported_program import SUFFIX
-from retrofit.training.label_loss import with_loss
+from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import Collator, objective_for
 from retrofit.training.runs import TrainingRun, finish_folder, refuse_to_overwrite, run_folder
 from retrofit.training.settings import Settings
-from retrofit.training.windows import hold_out, in_order, shuffled
+from retrofit.training.windows import hold_out, ordered_windows, shuffled_windows
 
 POINTS = 100  # entries a training curve has at most
 MISSING = object()
-LEFT_BEHIND = ("forward", "_original_forward", "_is_accelerate_prepared")  # what accelerate puts on a model
+SET_BY_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")  # attributes
 SCHEDULER = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
@@ -47,33 +47,35 @@ def continue_pretraining(
 ) -> TrainingRun:
     """`model`, in place, has been trained on `texts` with its own objective, and is saved at `output` where that is given.
 
-    The numbers, their curve and the checkpoints lie in a folder beside `output`. The same settings, texts and model give the same
-    windows in the same order whatever the model is, and a resumed run ends where an uninterrupted one does. `progress` is told each
-    step. Raises `TrainingError` where the model computes no loss, the text is too short, or the loss is no number any more.
+    The numbers, their curve and the checkpoints are in a folder next to `output`. The same settings, texts and model give the same
+    windows in the same order whatever the model is, and a resumed run ends where an uninterrupted one does. `progress` is called
+    after each step. Raises `TrainingError` where the model computes no loss, the text is too short, or the loss is not finite.
     """
     target = None if output is None else Path(output)
     if target is not None:
         refuse_to_overwrite(target, resume=resume, force=force)
         refuse_unsavable(model, target)
-    cpu = on_cpu(settings.device)
+    cpu = trains_on_cpu(settings.device)
     codec = codec_for(model, tokenizer)
     windows = windows_of(texts, codec, settings.length)
     train, held_out = hold_out(windows, settings.eval_fraction)
-    learner = with_loss(model)
+    learner = add_loss(model)
     objective = objective_for(learner, codec, train[0].long())
-    facts = {"model": describe(model), "text": fingerprint(windows)}
-    watch = Watch(settings.steps, progress)
+    facts = {"model": hash_architecture(model), "text": hash_windows(windows)}
+    watch = StepMonitor(settings.steps, progress)
     with (
-        returned_as_lent(learner),
-        checkpointed_activations(model, settings.gradient_checkpointing),
+        preserve_model(learner),
+        activation_checkpointing(model, settings.gradient_checkpointing),
         run_folder(target, facts, settings, resume=resume) as (folder, checkpoint),
     ):
-        trainer = Pretraining(
+        trainer = PretrainingTrainer(
             model=learner,
-            args=arguments(settings, folder, cpu=cpu, evaluate=len(held_out) > 0, saving=target is not None, fresh=not checkpoint),
+            args=trainer_arguments(
+                settings, folder, cpu=cpu, evaluate=len(held_out) > 0, saving=target is not None, fresh=not checkpoint
+            ),
             data_collator=Collator(objective),
-            train_dataset=shuffled(train, settings.steps * settings.batch_size, settings.seed),
-            eval_dataset=in_order(held_out, settings.seed) if len(held_out) else None,
+            train_dataset=shuffled_windows(train, settings.steps * settings.batch_size, settings.seed),
+            eval_dataset=ordered_windows(held_out, settings.seed) if len(held_out) else None,
             callbacks=[watch],
         )
         trainer.remove_callback(PrinterCallback)
@@ -86,9 +88,9 @@ def continue_pretraining(
         windows=len(train),
         held_out=len(held_out),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        losses=series(history, "loss"),
-        eval_losses=series(history, "eval_loss"),
-        rates=series(history, "learning_rate"),
+        losses=logged_values(history, "loss"),
+        eval_losses=logged_values(history, "eval_loss"),
+        rates=logged_values(history, "learning_rate"),
         seconds_per_step=watch.seconds_per_step,
         output=target,
         folder=None if target is None else folder,
@@ -109,7 +111,7 @@ def refuse_unsavable(model: nn.Module, target: Path) -> None:
         architecture.describe_architecture(model)
 
 
-class Pretraining(Trainer):
+class PretrainingTrainer(Trainer):
     """A trainer whose checkpoints hold the module's own state, under its own names, whatever its class and wrappers are."""
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -118,8 +120,8 @@ class Pretraining(Trainer):
         torch.save(self.model.state_dict(), Path(output_dir) / WEIGHTS_NAME)
 
 
-class Watch(TrainerCallback):
-    """Times the steps, reports them, and stops a run whose loss is no number any more."""
+class StepMonitor(TrainerCallback):
+    """Times the steps, reports them, and stops a run whose loss is no longer finite."""
 
     def __init__(self, steps: int, progress: Callable[[str], None] | None) -> None:
         self.steps, self.progress = steps, progress
@@ -156,9 +158,11 @@ class Watch(TrainerCallback):
         return statistics.median(self.seconds)
 
 
-def arguments(settings: Settings, folder: Path, *, cpu: bool, evaluate: bool, saving: bool, fresh: bool) -> TrainingArguments:
-    """What the trainer is told: windows in the order they are given, no report to anybody, one device."""
-    told = TrainingArguments(
+def trainer_arguments(
+    settings: Settings, folder: Path, *, cpu: bool, evaluate: bool, saving: bool, fresh: bool
+) -> TrainingArguments:
+    """The trainer's arguments: windows in the order of the data set, no reports to other services, one device."""
+    result = TrainingArguments(
         output_dir=str(folder),
         max_steps=settings.steps,
         per_device_train_batch_size=settings.batch_size,
@@ -186,27 +190,27 @@ def arguments(settings: Settings, folder: Path, *, cpu: bool, evaluate: bool, sa
         use_cpu=cpu,
         seed=settings.seed,
     )
-    told._n_gpu = min(told.n_gpu, 1)  # a step is `batch_size` windows however many devices there are
-    return told
+    result._n_gpu = min(result.n_gpu, 1)  # a step is `batch_size` windows however many devices there are
+    return result
 
 
-def on_cpu(device: str) -> bool:
+def trains_on_cpu(device: str) -> bool:
     if device == "cuda" and not torch.cuda.is_available():
         raise TrainingError("--device cuda: there is no CUDA device", remedy="leave --device out, or give cpu")
     return device == "cpu" or not torch.accelerator.is_available()
 
 
 @contextlib.contextmanager
-def checkpointed_activations(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Inside, the layers of `model` recompute their activations in the backward pass."""
-    if not wanted:
+def activation_checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
+    """Within this context the layers of `model` recompute their activations in the backward pass, where `enabled`."""
+    if not enabled:
         yield
         return
     name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # the older name
     enable = getattr(model, f"{name}_checkpointing_enable", None)
     try:
         if enable is None:
-            raise ValueError("it has no switch for it")
+            raise ValueError("it cannot checkpoint activations")
         enable({"use_reentrant": False})
     except ValueError as error:
         raise TrainingError(
@@ -220,40 +224,40 @@ def checkpointed_activations(model: nn.Module, wanted: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def returned_as_lent(model: nn.Module) -> Iterator[None]:
+def preserve_model(model: nn.Module) -> Iterator[None]:
     """Afterwards the device, modes, forward and config of `model`, and the library's verbosity, are as they were."""
     device, verbosity = next(model.parameters()).device, logging.get_verbosity()
     attributes = dict(vars(model))
     settings = vars(model.config) if isinstance(getattr(model, "config", None), PreTrainedConfig) else {}
     use_cache = settings.get("use_cache", MISSING)
     try:
-        with preserve_modes(model):
+        with evaluation_mode(model):  # the trainer switches to training mode, step by step
             yield
     finally:
-        for name in LEFT_BEHIND:
-            put_back(vars(model), name, attributes.get(name, MISSING))
-        put_back(settings, "use_cache", use_cache)
+        for name in SET_BY_ACCELERATE:
+            restore_entry(vars(model), name, attributes.get(name, MISSING))
+        restore_entry(settings, "use_cache", use_cache)
         model.zero_grad(set_to_none=True)
         model.to(device)
         logging.set_verbosity(verbosity)
 
 
-def put_back(table: dict[str, Any], key: str, value: Any) -> None:
+def restore_entry(table: dict[str, Any], key: str, value: Any) -> None:
     if value is MISSING:
         table.pop(key, None)
     else:
         table[key] = value
 
 
-def series(history: Sequence[dict[str, Any]], key: str) -> tuple[tuple[int, float], ...]:
+def logged_values(history: Sequence[dict[str, Any]], key: str) -> tuple[tuple[int, float], ...]:
     return tuple((entry["step"], entry[key]) for entry in history if key in entry)
 
 
-def fingerprint(windows: torch.Tensor) -> str:
+def hash_windows(windows: torch.Tensor) -> str:
     return hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def describe(model: nn.Module) -> str:
+def hash_architecture(model: nn.Module) -> str:
     """The class of a model and a hash of its parameters' names and shapes."""
     shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in model.named_parameters()]
     return f"{type(model).__name__} {hashlib.sha256(chr(10).join(shapes).encode()).hexdigest()[:16]}"

@@ -11,7 +11,7 @@ from retrofit.runtime.atomic_writes import whole_file
 
 Points = tuple[tuple[int, float], ...]  # (step, loss)
 
-COLOURS = ("#1f5fa8", "#d1592a", "#3a8a4f", "#8b4fa3", "#7a6a1f")  # told apart by every kind of colour vision at this darkness
+COLOURS = ("#1f5fa8", "#d1592a", "#3a8a4f", "#8b4fa3", "#7a6a1f")  # distinguishable with any kind of colour vision
 SIZE, DPI = (7.2, 4.2), 160  # inches
 
 
@@ -26,7 +26,7 @@ class Losses(Protocol):
 
 
 def draw_curves(path: Path, runs: Mapping[str, Losses], title: str) -> Path:
-    """`path` is a PNG of the held-out loss of each run, its last value beside it; behind a single run, its training loss."""
+    """`path` is a PNG of the held-out loss of each run, its last value next to it; behind a single run, its training loss."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

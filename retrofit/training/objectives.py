@@ -1,4 +1,4 @@
-"""Pretraining objectives as data collators, and which of them a model was made for, found out by asking the model.
+"""Pretraining objectives as data collators, and which of them a model was trained with, detected by running the model.
 
 Next token; masked tokens (BERT, arXiv:1810.04805: 15 % of the tokens are hidden, of which 80 % become the mask, 10 % a random token
 and 10 % stay); span corruption (T5, arXiv:1910.10683: 15 % of the tokens, in spans of mean length 3, each replaced by a sentinel).
@@ -21,7 +21,7 @@ IGNORED = -100  # a label that no loss counts
 DENSITY = 0.15  # share of the tokens that is hidden
 MEAN_SPAN = 3.0
 MASKED, REPLACED = 0.8, 0.1
-PROBE = 32  # tokens that are enough to ask a model about itself
+PROBE = 32  # tokens that are enough to detect what a model does
 MOVED = 0.2  # share of the logits
 
 Example = dict[str, torch.Tensor]
@@ -47,7 +47,7 @@ class NextToken:
 
     def example(self, ids: torch.Tensor, generator: torch.Generator) -> Example:
         targets = torch.cat([ids[1:], ids.new_full((1,), IGNORED)])
-        return {"input_ids": ids, "labels": as_labels(targets, self.shift)}
+        return {"input_ids": ids, "labels": shift_targets(targets, self.shift)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class MaskedTokens:
 
     def example(self, ids: torch.Tensor, generator: torch.Generator) -> Example:
         corrupted, targets = mask_tokens(ids, generator, mask=self.codec.mask, plain=self.codec.plain)
-        return {"input_ids": corrupted, "labels": as_labels(targets, self.shift)}
+        return {"input_ids": corrupted, "labels": shift_targets(targets, self.shift)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SpanCorruption:
     def example(self, ids: torch.Tensor, generator: torch.Generator) -> Example:
         inputs, targets = corrupt_spans(ids, generator, self.codec.sentinels, self.codec.end)
         shown = torch.cat([targets.new_full((1,), self.start), targets[:-1]])
-        return {"input_ids": inputs, "decoder_input_ids": shown, "labels": as_labels(targets, self.shift)}
+        return {"input_ids": inputs, "decoder_input_ids": shown, "labels": shift_targets(targets, self.shift)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Collator:
         return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
 
 
-def as_labels(targets: torch.Tensor, shift: int) -> torch.Tensor:
+def shift_targets(targets: torch.Tensor, shift: int) -> torch.Tensor:
     """`labels[p + shift] = targets[p]`, for a loss that compares the output at p with the label at p + shift."""
     if shift == 0:
         return targets
@@ -146,33 +146,34 @@ def partition(total: int, parts: int, generator: torch.Generator) -> list[int]:
 
 
 def objective_for(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objective:
-    """The objective `model` was made for, found on one `window` of ids (seq,); raises `TrainingError` where it computes no loss.
+    """The objective `model` was trained with, detected on one `window` of ids (seq,).
 
-    A config with an encoder and a decoder asks for span corruption. Of the others, those whose outputs never depend on later tokens
-    learn the next token, the rest hidden ones.
+    A model whose config has an encoder and a decoder gets span corruption. Of the others, those whose outputs never depend on later
+    tokens learn the next token, the rest hidden ones. Raises `TrainingError` where the model computes no loss.
     """
     with evaluation_mode(model), torch.no_grad():
-        return found_by_asking(model, codec, window)
+        return detect_objective(model, codec, window)
 
 
-def found_by_asking(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objective:
+def detect_objective(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objective:
+    """The objective of a model in evaluation mode."""
     seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    asked: Objective = SpanCorruption(codec, first_decoder_id(model), 0) if seq2seq else NextToken(0)
-    whole, short = (asked.example(ids, torch.Generator().manual_seed(0)) for ids in (window, window[:PROBE]))
-    logits_of(model, whole)
-    loss_of(model, whole)
+    candidate: Objective = SpanCorruption(codec, first_decoder_id(model), 0) if seq2seq else NextToken(0)
+    whole, short = (candidate.example(ids, torch.Generator().manual_seed(0)) for ids in (window, window[:PROBE]))
+    compute_logits(model, whole)
+    compute_loss(model, whole)
     try:
         run(model, short)
     except TrainingError:  # a model that takes windows of certain lengths only
         short = whole
-    shift = label_shift(model, short)
+    shift = detect_label_shift(model, short)
     if seq2seq:
         return SpanCorruption(codec, first_decoder_id(model), shift)
     return NextToken(shift) if is_causal(model, short["input_ids"], codec.plain) else MaskedTokens(codec, shift)
 
 
 def first_decoder_id(model: nn.Module) -> int:
-    """The id a decoder starts from: what the configs say, else padding, else 0."""
+    """The id a decoder starts from: the one in the configs, else padding, else 0."""
     for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
         for owner in ("config", "generation_config"):
             if isinstance(value := getattr(getattr(model, owner, None), name, None), int):
@@ -189,34 +190,34 @@ def is_causal(model: nn.Module, window: torch.Tensor, plain: range) -> bool:
     places = torch.tensor(sorted({1, len(window) // 2, len(window) - 1}))
     other = plain.start + (window - plain.start + len(plain) // 2) % len(plain)
     changed = torch.where(torch.arange(len(window)) >= places[:, None], other, window)  # (places, seq)
-    logits = logits_of(model, {"input_ids": torch.cat([window[None], changed]), "labels": torch.cat([window[None], changed])})
+    logits = compute_logits(model, {"input_ids": torch.cat([window[None], changed]), "labels": torch.cat([window[None], changed])})
     before = logits[0, places - 1], logits[torch.arange(1, len(logits)), places - 1]  # (places, vocab) both
     noise = 8 * torch.finfo(torch.float32).eps * logits.abs().max()
     return bool((((before[0] - before[1]).abs() > noise).float().mean(1) < MOVED).all())
 
 
-def label_shift(model: nn.Module, example: Example) -> int:
+def detect_label_shift(model: nn.Module, example: Example) -> int:
     """1 where the model's loss compares the output at p with the label at p + 1, 0 where with the label at p.
 
-    With a single label t in place, exchanging it for another changes the loss by a difference of two logits, at p = t or p = t − 1.
+    With a single label at t, replacing it by another changes the loss by a difference of two logits, at p = t or p = t − 1.
     """
     labels = example["labels"]
     place = len(labels) // 2
-    logits = logits_of(model, example)[0]
-    unlike = logits[place] - logits[place - 1]
-    one, other = int(unlike.argmax()), int(unlike.argmin())
+    logits = compute_logits(model, example)[0]
+    contrast = logits[place] - logits[place - 1]
+    one, other = int(contrast.argmax()), int(contrast.argmin())
 
     def loss(label: int) -> float:
         only = torch.full_like(labels, IGNORED)
         only[place] = label
-        return loss_of(model, {**example, "labels": only})
+        return compute_loss(model, {**example, "labels": only})
 
     difference = loss(one) - loss(other)
     here, before = (float(logits[at, other] - logits[at, one]) for at in (place, place - 1))
     return int(abs(difference - before) < abs(difference - here))
 
 
-def logits_of(model: nn.Module, example: Example) -> torch.Tensor:
+def compute_logits(model: nn.Module, example: Example) -> torch.Tensor:
     """The logits for each label of `example`: (batch, seq, vocab), the first output of three dimensions."""
     length = example["labels"].shape[-1]
     outputs = run(model, {key: value for key, value in example.items() if key != "labels"})
@@ -230,12 +231,12 @@ def logits_of(model: nn.Module, example: Example) -> torch.Tensor:
     return logits.float().cpu()
 
 
-def loss_of(model: nn.Module, example: Example) -> float:
-    """The loss, the first output of a model that is given labels."""
+def compute_loss(model: nn.Module, example: Example) -> float:
+    """The loss, the first output of a model that receives labels."""
     outputs = run(model, example)
     if not outputs or not isinstance(outputs[0], torch.Tensor) or outputs[0].numel() != 1:
         raise TrainingError(
-            f"{type(model).__name__} returned no loss when it was given labels",
+            f"{type(model).__name__} returned no loss although it received labels",
             why="its first output is not a single number",
             remedy="train a model with a language-modelling head",
         )

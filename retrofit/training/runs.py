@@ -16,7 +16,7 @@ from typing import Any
 from retrofit.errors import TrainingError
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.training.curves import Points, draw_curves
-from retrofit.training.settings import FREE_TO_CHANGE, Settings, flag
+from retrofit.training.settings import CHANGEABLE_ON_RESUME, Settings, flag
 
 RECORD, NUMBERS, CURVE = "run.json", "numbers.csv", "curve.png"
 FORMAT = "retrofit training run"
@@ -130,7 +130,7 @@ def run_folder(
 
 
 def start_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> Path:
-    """The empty folder of a new run, which knows its settings and the `facts` that it depends on."""
+    """The folder of a new run, which records its settings and the `facts` that it depends on and nothing else."""
     folder = folder_of(output)
     if folder.exists():
         shutil.rmtree(folder)
@@ -147,7 +147,7 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
         raise TrainingError(f"there is no run to resume in {folder}", remedy="start one without --resume")
     for field in dataclasses.fields(settings):
         before, now = record["settings"].get(field.name), getattr(settings, field.name)
-        if before != now and field.name not in FREE_TO_CHANGE:
+        if before != now and field.name not in CHANGEABLE_ON_RESUME:
             raise TrainingError(f"{flag(field)} was {before} in the run to resume, now it is {now}", remedy="give the same value")
     for name, now in facts.items():
         if record["facts"].get(name) != now:
@@ -158,7 +158,7 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
             )
     done = int(checkpoint.name.partition("-")[2])
     if done >= settings.steps:
-        raise TrainingError(f"the run to resume has done {done} steps already", remedy="ask for more with --steps")
+        raise TrainingError(f"the run to resume has done {done} steps already", remedy="give more with --steps")
     write_record(folder, {**record, "settings": dataclasses.asdict(settings)})
     return folder, checkpoint
 

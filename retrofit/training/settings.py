@@ -1,4 +1,4 @@
-"""What a training run is told: one field an option, with its default, its documentation and the values it admits."""
+"""The settings of a training run: each field is an option, with its default, its documentation and the values it admits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEDULES = ("linear", "cosine", "constant")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a model is trained on; raises `TrainingError` where a value makes no sense."""
+    """How a model's pretraining is continued; raises `TrainingError` where a value makes no sense."""
 
     steps: int = dataclasses.field(metadata={"doc": "optimizer steps in all", "minimum": 1})
     batch_size: int = option(8, "windows a step", minimum=1)
@@ -58,7 +58,7 @@ class Settings:
         return self.eval_steps if self.save_every is None else self.save_every
 
 
-FREE_TO_CHANGE = ("steps", "eval_every", "save_every", "device", "warmup")  # between a run and its resumption
+CHANGEABLE_ON_RESUME = ("steps", "eval_every", "save_every", "device", "warmup")  # between a run and its resumption
 
 
 def flag(field: dataclasses.Field[Any]) -> str:

@@ -20,13 +20,13 @@ def hold_out(windows: torch.Tensor, fraction: float) -> tuple[torch.Tensor, torc
             f"the text fills {len(windows)} windows of {windows.shape[1]} tokens, too few to train and to evaluate on",
             remedy="give more text with --data, shorter windows with --length, or --eval-fraction 0",
         )
-    chosen = torch.zeros(len(windows), dtype=torch.bool)
-    chosen[(torch.arange(count) + 1) * len(windows) // max(count, 1) - 1] = True
-    return windows[~chosen], windows[chosen]
+    held_out = torch.zeros(len(windows), dtype=torch.bool)
+    held_out[(torch.arange(count) + 1) * len(windows) // max(count, 1) - 1] = True
+    return windows[~held_out], windows[held_out]
 
 
-class Ordered(Dataset[dict[str, Any]]):
-    """A fixed sequence of windows, each with its number: every run that asks for the same seed sees the same sequence."""
+class WindowDataset(Dataset[dict[str, Any]]):
+    """A fixed sequence of windows, each with a seed of its own: runs with the same seed see the same sequence."""
 
     def __init__(self, windows: torch.Tensor, order: torch.Tensor, seed: int) -> None:
         self.windows, self.order, self.seed = windows, order, seed
@@ -39,14 +39,14 @@ class Ordered(Dataset[dict[str, Any]]):
         return {"ids": self.windows[self.order[position]].long(), "seed": (self.seed * 2**34 + position) % 2**63}
 
 
-def shuffled(windows: torch.Tensor, count: int, seed: int) -> Ordered:
+def shuffled_windows(windows: torch.Tensor, count: int, seed: int) -> WindowDataset:
     """`count` windows: all of them in a random order, then all of them in another one, and so on."""
     generator = torch.Generator().manual_seed(seed)
     rounds = -(-count // len(windows))
     order = torch.cat([torch.randperm(len(windows), generator=generator) for _ in range(rounds)])[:count]
-    return Ordered(windows, order, 2 * seed)
+    return WindowDataset(windows, order, 2 * seed)
 
 
-def in_order(windows: torch.Tensor, seed: int) -> Ordered:
+def ordered_windows(windows: torch.Tensor, seed: int) -> WindowDataset:
     """Every window once."""
-    return Ordered(windows, torch.arange(len(windows)), 2 * seed + 1)
+    return WindowDataset(windows, torch.arange(len(windows)), 2 * seed + 1)

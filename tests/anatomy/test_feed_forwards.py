@@ -1,4 +1,4 @@
-"""Feed-forwards taken apart: what they are put together again from computes what they did."""
+"""Feed-forwards parsed into matrices and element-wise parts: what is rebuilt from these computes the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from retrofit.anatomy.weight_matrices import weight_and_bias, weight_out_first
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.surgery.edit import Edit, Rearranged
 
-# name: matrices into the hidden units, ports, bias, modules that hand x on
+# name: matrices into the hidden units, ports, bias, modules bypassed
 FOUND: dict[str, tuple[tuple[str, ...], int, bool, int]] = {
     "causal/llama": (("gate", "up"), 2, False, 0),
     "causal/gpt2": (("up",), 1, True, 0),
@@ -58,20 +58,20 @@ class Rebuilt(FeedForwardBlock):
 
 
 def sites_of(model: nn.Module, inputs: dict[str, Any]) -> list[FeedForward]:
-    sites, missed = feed_forwards(retrofit.inspect(model, inputs))
-    assert not missed
+    sites, near_misses = feed_forwards(retrofit.inspect(model, inputs))
+    assert not near_misses
     return sites
 
 
 @torch.no_grad()
-def rebuilt(model: nn.Module, sites: list[FeedForward]) -> None:
+def rebuild(model: nn.Module, sites: list[FeedForward]) -> None:
     edit = Edit(model)
     for site in sites:
         install(site, Rebuilt(site, model.get_submodule(site.path), model), edit)
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_every_feed_forward_is_found_and_put_together_again(name: str) -> None:
+def test_every_feed_forward_is_found_and_rebuilt(name: str) -> None:
     entry = zoo.entry(name)
     model = zoo.build(entry)
     inputs, others = zoo.inputs(entry, model), zoo.inputs(entry, model, batch=3, length=7, seed=4)
@@ -84,13 +84,13 @@ def test_every_feed_forward_is_found_and_put_together_again(name: str) -> None:
         assert (len(site.ports), site.gated, len(site.bypassed)) == (ports, ports > 1, passing)
         assert all((matrix.bias is not None) == bias for matrix in (*site.into, site.out))
         assert weight_out_first(site.out, model).shape == (site.width, site.units)
-    rebuilt(model, sites)
+    rebuild(model, sites)
     with torch.no_grad():
         torch.testing.assert_close(zoo.logits(model(**others)), expected, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
-def test_casts_inside_of_which_the_tracer_asserts_something_are_steps() -> None:
+def test_casts_with_tracer_assertions_are_steps() -> None:
     class Casting(Gated):
         def forward(self, x: Tensor) -> Tensor:
             return self.b((self.act(self.g(x).double()) * self.a(x).double()).to(x.dtype))
@@ -99,7 +99,7 @@ def test_casts_inside_of_which_the_tracer_asserts_something_are_steps() -> None:
     model = Model(8, Casting(8, 24, "silu", True)).eval()
     expected, sites = model(IDS), sites_of(model, {"ids": IDS})
     assert [(site.path, site.bypassed) for site in sites] == [("layers.0.f", ())]
-    rebuilt(model, sites)
+    rebuild(model, sites)
     torch.testing.assert_close(model(IDS), expected)
 
 
@@ -139,7 +139,7 @@ def test_dropout_inside_stays_and_follows_the_mode() -> None:
     torch.manual_seed(0)
     model = Model(8, Dropping(8, 64, "gelu", True))
     sites = sites_of(model.train(), {"ids": IDS})
-    rebuilt(model, sites)
+    rebuild(model, sites)
     block, x = model.layers[0].f, torch.randn(4, 8)
     with evaluation_mode(block):
         assert torch.equal(block(x), block(x))
@@ -188,19 +188,19 @@ def test_code_in_the_module_that_reads_is_part_of_the_feed_forward() -> None:
     ]
     z = torch.rand(200, 64) + 1
     dropped = (sites[0].hidden.train()(z) == 0).float().mean()
-    assert 0.2 < float(dropped) < 0.3, "what the module drops is dropped on, what the layer drops is left to it"
+    assert 0.2 < float(dropped) < 0.3, "the module's dropout still applies to the hidden units, the layer's does not"
     sites[0].hidden.eval()
-    rebuilt(model, sites)
+    rebuild(model, sites)
     torch.testing.assert_close(model(IDS), expected)
 
 
-def test_code_of_the_layer_itself_is_not() -> None:
-    _, missed = feed_forwards(retrofit.inspect(spread(torch.tanh), {"ids": IDS}))
-    assert len(missed) == 2 and all("code between them: tanh" in miss.why for miss in missed)
+def test_code_of_the_layer_itself_is_no_part_of_it() -> None:
+    _, near_misses = feed_forwards(retrofit.inspect(spread(torch.tanh), {"ids": IDS}))
+    assert len(near_misses) == 2 and all("code between them: tanh" in miss.why for miss in near_misses)
 
 
 class Scaled(nn.Module):
-    """A projection that hands on a scale beside its result, as quantised ones do."""
+    """A projection that returns a scale with its result, as quantized ones do."""
 
     def __init__(self, width: int, columns: int) -> None:
         super().__init__()
@@ -210,8 +210,8 @@ class Scaled(nn.Module):
         return x @ self.weight, self.scale * 2
 
 
-class Handing(Spread):
-    """A layer whose projections hand on scales."""
+class Scaling(Spread):
+    """A layer whose projections return scales."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__(dropout, lambda h: h)
@@ -225,17 +225,17 @@ class Handing(Spread):
         return x + y / scale
 
 
-def test_modules_that_hand_on_more_than_one_tensor_stay() -> None:
+def test_modules_that_return_more_than_one_tensor_stay() -> None:
     model = Model(8, nn.Identity(), nn.Identity())
-    model.layers = nn.ModuleList(Handing(0.0) for _ in range(2))
-    sites, missed = feed_forwards(retrofit.inspect(model.eval(), {"ids": IDS}))
-    assert not sites and len(missed) == 2
-    assert all("reading returns more than one tensor" in miss.why for miss in missed)
+    model.layers = nn.ModuleList(Scaling(0.0) for _ in range(2))
+    sites, near_misses = feed_forwards(retrofit.inspect(model.eval(), {"ids": IDS}))
+    assert not sites and len(near_misses) == 2
+    assert all("reading returns more than one tensor" in miss.why for miss in near_misses)
 
 
 @torch.no_grad()
-def test_numbers_that_the_code_makes_go_along() -> None:
-    """As importers write GELU: ½ is a tensor that the graph makes."""
+def test_constants_that_the_code_creates_are_part_of_it() -> None:
+    """As importers write GELU: ½ is a tensor that the graph creates."""
 
     class Written(Plain):
         def forward(self, x: Tensor) -> Tensor:
@@ -247,12 +247,12 @@ def test_numbers_that_the_code_makes_go_along() -> None:
     z = torch.randn(5, 24)
     torch.testing.assert_close(sites[0].hidden(z), F.gelu(z))
     empty, _ = feed_forwards(retrofit.inspect(copy.deepcopy(model).to("meta"), {"ids": IDS.to("meta")}))
-    torch.testing.assert_close(empty[0].hidden(z), F.gelu(z))  # what was found without weights runs with them
-    rebuilt(model, sites)
+    torch.testing.assert_close(empty[0].hidden(z), F.gelu(z))  # parsed without weights, it runs with them
+    rebuild(model, sites)
     torch.testing.assert_close(model(IDS), expected)
 
 
-def test_what_does_not_come_apart_is_named_with_the_reason() -> None:
+def test_branches_of_another_form_are_near_misses_with_the_reason() -> None:
     class Mixing(Plain):
         def forward(self, x: Tensor) -> Tensor:
             h = self.act(self.a(x))
@@ -268,15 +268,15 @@ def test_what_does_not_come_apart_is_named_with_the_reason() -> None:
 
     torch.manual_seed(0)
     model = Model(8, Mixing(8, 24, "relu", True), Plain(8, 24, "relu", True), Deep()).eval()
-    sites, missed = feed_forwards(retrofit.inspect(model, {"ids": IDS}))
+    sites, near_misses = feed_forwards(retrofit.inspect(model, {"ids": IDS}))
     assert [site.path for site in sites] == ["layers.1.f"]
-    assert {miss.name for miss in missed} == {"layers.0.f", "layers.2.f"}
-    reasons = {miss.name: miss.why for miss in missed}
+    assert {miss.name for miss in near_misses} == {"layers.0.f", "layers.2.f"}
+    reasons = {miss.name: miss.why for miss in near_misses}
     assert "meet in" in reasons["layers.0.f"] and "softmax" in reasons["layers.0.f"]
     assert "besides two layers of matrices" in reasons["layers.2.f"]
 
 
-def test_only_the_depths_asked_for() -> None:
+def test_only_feed_forwards_at_the_selected_depths() -> None:
     model = Model(8, *(Plain(8, 24, "relu", True) for _ in range(3))).eval()
     sites, _ = feed_forwards(retrofit.inspect(model, {"ids": IDS}), [0, 2])
     assert [site.path for site in sites] == ["layers.0.f", "layers.2.f"]
@@ -316,3 +316,28 @@ def test_a_rearranged_parameter_is_found_again(
             assert torch.equal(placed.select(dim, start + step * unit), dense.select(dim, start + step * old))
     new = placed.t().contiguous() if transposed else placed
     assert torch.equal(layout.dense(new, order), dense)
+
+
+def test_a_feed_forward_bound_to_a_copy_of_the_model_calls_the_copys_modules() -> None:
+    torch.manual_seed(0)
+    ffns = [Plain(8, 24, "relu", True), Gated(8, 24, "silu", True)]
+    model = Model(8, *ffns)
+    for ffn in ffns:
+        ffn.act = nn.PReLU()
+    sites = sites_of(model.eval(), {"ids": IDS})
+    twin = copy.deepcopy(model)
+    for layer, other, site in zip(model.layers, twin.layers, sites, strict=True):
+        assert site.hidden_paths == (("act", f"{site.path}.act"),) and site.hidden.get_submodule("act") is layer.f.act
+        bound = site.bound_to(twin)
+        assert bound.hidden.get_submodule("act") is other.f.act and site.hidden.get_submodule("act") is layer.f.act
+        with torch.no_grad():
+            other.f.act.weight.fill_(-1.0)
+        z = [torch.randn(3, 24) for _ in site.ports]
+        assert not torch.equal(bound.hidden(*z), site.hidden(*z))
+        torch.testing.assert_close(bound.hidden(*z), z[0].abs() * (z[1] if len(z) > 1 else 1))
+    with torch.no_grad():
+        rebuild(twin, [site.bound_to(twin) for site in sites])
+        changed = copy.deepcopy(model)
+        for layer in changed.layers:
+            layer.f.act.weight.fill_(-1.0)
+        torch.testing.assert_close(twin(IDS), changed(IDS))

@@ -113,7 +113,7 @@ def test_latent_attention_keeps_its_roles() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_every_attention_implementation_looks_alike(implementation: str) -> None:
+def test_every_attention_implementation_has_the_same_anatomy(implementation: str) -> None:
     (stack,) = anatomy("causal/llama", attn_implementation=implementation).stacks
     assert stack.causal and all(roles(layer) == ATTENTION_FFN for layer in stack.layers)
     assert [item.role for item in stack.layers[0].attentions[0].projections] == ["q", "k", "v", "out"]
@@ -137,7 +137,7 @@ class Perceptron(nn.Module):
         return y + self.two(torch.relu(self.one(y)))
 
 
-def test_no_transformer_says_what_was_seen() -> None:
+def test_a_refusal_says_what_the_graph_holds() -> None:
     with pytest.raises(NoTransformerError, match="no residual stream") as caught:
         retrofit.inspect(Perceptron())
     assert "1 chain" in caught.value.why
@@ -159,7 +159,7 @@ def test_what_cannot_be_captured_says_why() -> None:
 
 
 class Branching(nn.Module):
-    """A layer whose code asks what is in a tensor."""
+    """A layer whose code branches on the values of a tensor."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import os
@@ -19,14 +20,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrofit.anatomy.sites import Site
 from retrofit.cli import main
-from retrofit.cli.folding import fold_lines
+from retrofit.cli.accounts import listed, planned_pass_rows
 from retrofit.cli.progress import Progress
 from retrofit.cli.recipes import read_recipe
 from retrofit.cli.tables import change, print_table
 from retrofit.cli.writing import beside, free, naming
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError
+from retrofit.pipeline.protocol import Plan
 from retrofit.pipeline.registry import parse_spec
+from retrofit.planning import PlannedPass
+from retrofit.runtime.line_folding import fold_lines
 
 COMMANDS = ("apply", "inspect", "verify", "export", "train", "passes")
 
@@ -55,7 +60,9 @@ def failing(monkeypatch: pytest.MonkeyPatch):
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     done = python(f"""
         import sys
-        from retrofit.cli import main
+        from retrofit.anatomy.sites import Site
+from retrofit.cli import main
+from retrofit.cli.accounts import listed, planned_pass_rows
         code = main({arguments})
         heavy = sorted({{"torch", "transformers", "numpy", "matplotlib", "networkx", "onnx", "rich"}} & set(sys.modules))
         sys.exit(f"imported {{heavy}}" if heavy else code)
@@ -369,6 +376,22 @@ def test_a_terminal_gets_colour_unless_it_is_told_not_to_and_its_own_width(monke
 )
 def test_lines_of_one_kind_fold_into_one_that_counts_them(lines: list[str], folded: list[str]) -> None:
     assert fold_lines(lines) == folded
+
+
+def test_a_formula_with_a_term_for_each_layer_is_folded() -> None:
+    terms = ["embed, (K−1)·V·d = 64", *(f"h.{i}: p and g = 6" for i in range(12))]
+    plan = Plan((Site("h.0", "widened"),), new_parameters=136, formula=" + ".join(terms))
+    adds = dict(planned_pass_rows(PlannedPass("altup()", True, plan)))["adds"]
+    assert adds == "136 parameters: embed, (K−1)·V·d = 64 + 12 × h.0–11: p and g = 6"
+    whole = dataclasses.replace(plan, formula="12·(d·r + r·d_ff + d_ff) = 12·(4·2 + 2·8 + 8) + e = 384")
+    assert dict(planned_pass_rows(PlannedPass("ffn()", True, whole)))["adds"].endswith(whole.formula)
+
+
+def test_a_long_list_says_how_much_it_leaves_out() -> None:
+    rows = listed("notes", [f"{letter}: said" for letter in "abcdefghijkl"])
+    assert rows[:2] == [("notes", "a: said"), ("", "b: said")]
+    assert rows[-1] == ("", "and 4 more")
+    assert listed("notes", []) == []
 
 
 @given(st.lists(st.sampled_from(["h.0: x", "h.1: x", "h.7: x", "y 1.5", "y 2", "z"])))

@@ -15,7 +15,8 @@ from torch import fx, nn
 
 import retrofit
 from retrofit.errors import CaptureError, CheckpointError, SpecError
-from retrofit.graphs.graph_module import GraphPart, graph_module
+from retrofit.graphs.graph_module import graph_module
+from retrofit.graphs.graph_parts import GraphPart
 from retrofit.pipeline.replaying import rewrites
 from retrofit.rewriting import apply_reported
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.errors import CaptureError, CheckpointError
-from retrofit.onnx.exporter.sessions import Running
-from retrofit.onnx.importer.branches import Choice
-from retrofit.onnx.importer.importing import from_onnx
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+from retrofit.onnx.importer.conditionals import SizeConditional
+from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.passes import SparseFFN
 from retrofit.program.capture import capture
 from retrofit.runtime.probes import distance, resized
@@ -64,7 +64,7 @@ def twice(name: str) -> onnx.GraphProto:
 
 
 def compared(path: Path, model: torch.nn.Module) -> None:
-    running = Running(path)
+    running = OnnxSession(path)
     for batch in (1, FEW, FEW + 1, 5):
         x = torch.randn(batch, 4)
         with torch.no_grad():
@@ -75,7 +75,7 @@ def test_two_ways_to_compute_the_same_are_one_for_a_rewrite(tmp_path: Path) -> N
     path = choosing(tmp_path / "m.onnx", times(2.0, "one"), twice("other"))
     model = from_onnx(path)
     compared(path, model)
-    (choice,) = [one for one in model.modules() if isinstance(one, Choice)]
+    (choice,) = [one for one in model.modules() if isinstance(one, SizeConditional)]
     assert choice.general == "otherwise"
     captured = capture(model, {"x": torch.randn(3, 4)}, dynamic=True)
     assert not any("mul" in str(node.target) for node in captured.graph.nodes)  # the way that adds
@@ -127,8 +127,8 @@ def test_sparse_layers_come_back_in_and_learn_on(tmp_path: Path) -> None:
     retrofit.apply(model, SparseFFN(sparsity=8, multiply_by_controller=True), verify=False)
     path = tmp_path / "m.onnx"
     retrofit.export_onnx(model, path, fuse=False)
-    back, running = from_onnx(path), Running(path)
-    choices = [one for one in back.modules() if isinstance(one, Choice)]
+    back, running = from_onnx(path), OnnxSession(path)
+    choices = [one for one in back.modules() if isinstance(one, SizeConditional)]
     assert choices and all(one.general == "otherwise" for one in choices)
     for batch, length in ((1, 1), (3, 14)):  # few tokens and many
         inputs = resized(back, back.__dict__["retrofit_examples"], batch, length, seed=batch)

@@ -21,8 +21,8 @@ from retrofit.checks.registry import CHECKS
 from retrofit.checks.verify import verify_onnx
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
-from retrofit.onnx.exporter import cleaning, exporting
-from retrofit.onnx.exporter.sessions import Running, decode, handed_on, translate
+from retrofit.onnx.exporter import export_onnx, optimization
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode, next_step_states, translate
 from retrofit.passes import AltUp, SequenceAltUp, SparseFFN, SparseQKV
 from retrofit.runtime.probes import distance
 from retrofit.surgery.cache_memory import TokenHistory, cache_among, histories_of
@@ -108,7 +108,7 @@ def out(form: str):
     """A model, what `export_onnx` says of it, and its files run by ONNX Runtime."""
     model = MADE[form]()
     made = retrofit.export_onnx(model, Path(FOLDER.name) / f"{form}.onnx")
-    return model, made, [Running(file.path, 1) for file in made.files]
+    return model, made, [OnnxSession(file.path, 1) for file in made.files]
 
 
 def ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -165,7 +165,7 @@ def test_a_sequence_in_any_steps_gives_what_it_gives_at_once(form, batch, steps,
         mask = torch.ones(batch, done + step, dtype=torch.long)
         given = {"input_ids": tokens[:, done : done + step], "attention_mask": mask, "position_ids": numbers}
         outputs = running({**given, **states})
-        states, done = handed_on(outputs), done + step
+        states, done = next_step_states(outputs), done + step
         made.append(outputs["logits"])
     assert distance(torch.cat(made, 1), whole) <= PARITY
 
@@ -255,17 +255,17 @@ def test_a_file_that_exists_stays_unless_forced(tmp_path):
         retrofit.export_onnx(MADE["plain"](), path)
     assert path.read_text() == "mine"
     retrofit.export_onnx(MADE["plain"](), path, force=True)
-    assert Running(path).outputs == ["output"] and list(tmp_path.iterdir()) == [path]
+    assert OnnxSession(path).outputs == ["output"] and list(tmp_path.iterdir()) == [path]
 
 
 def test_weights_too_large_for_one_file_lie_beside_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "INSIDE", 0)
+    monkeypatch.setattr(export_onnx, "MOST_INLINE_BYTES", 0)
     model = MADE["plain"]()
     retrofit.export_onnx(model, tmp_path / "model.onnx")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.onnx_data"]
     tokens = torch.randint(19, (2, 5))
     with torch.no_grad():
-        assert distance(Running(tmp_path / "model.onnx")({"tokens": tokens})["output"], model(tokens)) <= PARITY
+        assert distance(OnnxSession(tmp_path / "model.onnx")({"tokens": tokens})["output"], model(tokens)) <= PARITY
 
 
 class Looping(Plain):
@@ -320,7 +320,7 @@ def test_a_rewriting_that_changes_the_numbers_is_not_kept(tmp_path, monkeypatch)
         node.outputs[0].replace_all_uses_with(node.inputs[0])
         model.graph.remove(node)
 
-    monkeypatch.setattr(cleaning, "fusions", lambda: {"wrong": wrong, "broken": lambda model: 1 / 0})
+    monkeypatch.setattr(optimization, "fusions", lambda: {"wrong": wrong, "broken": lambda model: 1 / 0})
     made = retrofit.export_onnx(Plain(), tmp_path / "model.onnx")
     (step, broken) = made.files[0].steps
     assert not step.kept and step.after < step.before and "the outputs move by" in step.why

@@ -24,9 +24,9 @@ from retrofit.anatomy.parts import Branch, Projection, Role
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, RetrofitError
 from retrofit.graphs.graph_module import graph_module
-from retrofit.onnx.exporter.sessions import Running, handed_on
-from retrofit.onnx.importer.importing import from_onnx
-from retrofit.onnx.importer.reading import argument
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.importer.naming import argument_name
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.rewriting import apply_reported
 from retrofit.runtime.probes import distance, resized
@@ -53,7 +53,7 @@ def other_inputs(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("source", "name"), [pytest.param(*one, marks=[pytest.mark.long] * (one in DEAR)) for one in FILES])
 def test_files_compute_what_onnx_runtime_computes_and_can_be_rewritten(source: str, name: str) -> None:
     path = file_of(source, name)
-    model, running = from_onnx(path), Running(path)
+    model, running = from_onnx(path), OnnxSession(path)
     for seed in range(3):
         inputs = other_inputs(model, seed)
         expected = running({**inputs, **running.empty(len(next(iter(inputs.values()))))})
@@ -153,7 +153,7 @@ def test_from_torch_to_onnx_to_a_rewrite_to_training_to_onnx(tmp_path: Path, cap
     assert main(["verify", str(out), "--against", str(trained)]) == 0
     capsys.readouterr()
     inputs = other_inputs(from_onnx(dense), 1)
-    first, last = (Running(path) for path in (dense, out))
+    first, last = (OnnxSession(path) for path in (dense, out))
     states = first.empty(len(inputs["input_ids"]))
     assert distance(last({**inputs, **states})["logits"], first({**inputs, **states})["logits"]) > 1e-3  # it has learned something
 
@@ -165,9 +165,9 @@ def test_a_rewritten_file_goes_straight_to_onnx(tmp_path: Path, capsys: pytest.C
     assert main(["apply", "--pass", "altup", "--k", "2", str(path), "-o", str(out)]) == 0
     assert "out.onnx" in capsys.readouterr().out
     inputs = other_inputs(from_onnx(path), 1)
-    running = Running(path)
+    running = OnnxSession(path)
     expected = running({**inputs, **running.empty(len(inputs["input_ids"]))})["logits"]
-    assert distance(Running(out)(inputs)["logits"], expected) < PARITY
+    assert distance(OnnxSession(out)(inputs)["logits"], expected) < PARITY
 
 
 def test_the_example_learns_and_goes_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +185,7 @@ def test_the_example_learns_and_goes_out(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("name", ["causal/llama", pytest.param("causal/gpt_neox", marks=pytest.mark.long)])
 def test_states_stay_inputs_and_outputs_where_they_are_asked_for(name: str) -> None:
     path = file_of("with its cache", name)
-    model, running = from_onnx(path, cache="past"), Running(path)
+    model, running = from_onnx(path, cache="past"), OnnxSession(path)
     tokens = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(0))
     states, done = running.empty(3), 0
     for step in (4, 1, 1, 3):
@@ -195,21 +195,21 @@ def test_states_stay_inputs_and_outputs_where_they_are_asked_for(name: str) -> N
         given = {key: value for key, value in given.items() if key in running.inputs}
         expected = running(given)
         with torch.no_grad():
-            found = model(**{argument(key): value for key, value in given.items()})
-        assert found.keys() == {argument(key) for key in expected}
-        assert max(distance(found[argument(key)], value) for key, value in expected.items()) < PARITY
-        states, done = handed_on(expected), done + step
+            found = model(**{argument_name(key): value for key, value in given.items()})
+        assert found.keys() == {argument_name(key) for key in expected}
+        assert max(distance(found[argument_name(key)], value) for key, value in expected.items()) < PARITY
+        states, done = next_step_states(expected), done + step
 
 
 def test_what_is_rewritten_goes_on_from_its_states(tmp_path: Path) -> None:
     """Passes that work token by token leave the states as they are: steps compute what the whole sequence does."""
     retrofit.export_onnx(tiny_models.llama(num_hidden_layers=1), tmp_path / "m.onnx", fuse=False)
-    model, running = graph_module(from_onnx(tmp_path / "m.onnx", cache="past")), Running(tmp_path / "m.onnx")
+    model, running = graph_module(from_onnx(tmp_path / "m.onnx", cache="past")), OnnxSession(tmp_path / "m.onnx")
     for spec in ("sequence-altup(k=2, layers=all)", "sparse-qkv(kernel=2)"):
         with pytest.raises(DoesNotFitError, match="states of earlier tokens") as caught:
             retrofit.apply(model, spec, verify=False)
         assert "cache='none'" in caught.value.remedy
-    empty = {argument(key): value for key, value in running.empty(2).items()}
+    empty = {argument_name(key): value for key, value in running.empty(2).items()}
     given = {"input_ids": torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(0))}
     given |= {"attention_mask": torch.ones(2, 6, dtype=torch.long), "position_ids": torch.arange(6).expand(2, -1)}
     for spec in ("altup(k=2)", "sparse-ffn(sparsity=8)", "shared-moe(experts=2, k=1)", "memory(lookup=token-id)", "sum"):
@@ -237,8 +237,8 @@ def test_states_that_are_not_handed_on_are_not_empty_at_the_start(tmp_path: Path
         from_onnx(path)
     assert "decoder_model.onnx" in caught.value.remedy
     given = {"x": torch.randn(2, 4), state.name: torch.randn(2, 5, 4)}
-    found = from_onnx(path, cache="past")(**{argument(key): value for key, value in given.items()})
-    torch.testing.assert_close(found["y"], Running(path)(given)["y"])
+    found = from_onnx(path, cache="past")(**{argument_name(key): value for key, value in given.items()})
+    torch.testing.assert_close(found["y"], OnnxSession(path)(given)["y"])
 
 
 # ── What cannot come in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -270,7 +270,7 @@ def test_margins_that_a_file_computes_leave_sizes_free(tmp_path: Path) -> None:
     ]
     held = {"zero": [0], "one": [1], "pairs": [-1, 2], "last": [-1], "first": [-(2**63) + 1], "back": [-1]}
     path = written(tmp_path / "m.onnx", nodes, held={name: np.array(value) for name, value in held.items()})
-    model, running = from_onnx(path), Running(path)
+    model, running = from_onnx(path), OnnxSession(path)
     for batch in (2, 5):
         x = torch.randn(batch, 4)
         assert torch.equal(model(x=x)["y"], running({"x": x})["y"])

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from retrofit.onnx.exporter.sessions import Running
-from retrofit.onnx.importer import operators as ops
-from retrofit.onnx.importer.fused import MICROSOFT
-from retrofit.onnx.importer.importing import from_onnx
-from retrofit.onnx.importer.operators import OPERATORS
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.importer.operators import elementwise, indexing, reductions, shapes
+from retrofit.onnx.importer.operators.table import MICROSOFT, OPERATORS
 from retrofit.onnx.importer.values import tensor
 
 RNG = np.random.default_rng(0)
@@ -273,7 +272,7 @@ def test_operators_compute_what_onnx_runtime_does(case: Case, tmp_path: Path) ->
     path = tmp_path / "node.onnx"
     inputs = case.feed()
     onnx.save(case.model(), str(path))
-    expected = Running(path)(inputs)
+    expected = OnnxSession(path)(inputs)
     with torch.no_grad():
         found = from_onnx(path)(**inputs) if inputs else {"y0": made_from_numbers(case)}
     assert found.keys() == expected.keys()
@@ -291,7 +290,7 @@ def test_products_of_transposed_batches_are_onnx_runtimes(
     one, other = held_as(batch, rows, shared, turn_a, rows_a), held_as(batch, shared, columns, turn_b, rows_b)
     how = {"transA": turn_a, "transB": turn_b, "transBatchA": rows_a, "transBatchB": rows_b}
     case = Case("ms:FusedMatMul", one, other, **{name: int(value) for name, value in how.items()})
-    (expected,) = Running(case.model().SerializeToString())(case.feed()).values()
+    (expected,) = OnnxSession(case.model().SerializeToString())(case.feed()).values()
     found = OPERATORS[MICROSOFT, "FusedMatMul"](*case.feed().values(), **case.attributes)
     assert found.shape == expected.shape == (*batch, rows, columns)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
@@ -317,15 +316,15 @@ whole_numbers = st.integers(-50, 50)
 @given(st.lists(whole_numbers, min_size=1, max_size=5), whole_numbers, st.integers(1, 9))
 def test_numbers_are_computed_as_arrays_are(values: list[int], one: int, divisor: int) -> None:
     array, numbers = np.array(values), tuple(values)
-    assert ops.add(numbers, one) == tuple((array + one).tolist())
-    assert ops.mul(numbers, numbers) == tuple((array * array).tolist())
-    assert ops.div(numbers, divisor) == tuple(np.trunc(array / divisor).astype(int).tolist())
-    assert ops.equal(numbers, (one,)) == tuple((array == one).tolist())
-    assert ops.where(ops.less(numbers, one), numbers, one) == tuple(np.minimum(array, one).tolist())
-    assert ops.gather(numbers, (0, -1)) == (values[0], values[-1])
-    assert ops.concat(numbers, (one,), axis=0) == (*values, one)
-    assert ops.slice_(numbers, (1,), (2**63 - 1,)) == numbers[1:]
-    assert ops.reduce_prod(numbers, None, 0) == np.prod(array)
+    assert elementwise.add(numbers, one) == tuple((array + one).tolist())
+    assert elementwise.mul(numbers, numbers) == tuple((array * array).tolist())
+    assert elementwise.div(numbers, divisor) == tuple(np.trunc(array / divisor).astype(int).tolist())
+    assert elementwise.equal(numbers, (one,)) == tuple((array == one).tolist())
+    assert elementwise.where(elementwise.less(numbers, one), numbers, one) == tuple(np.minimum(array, one).tolist())
+    assert indexing.gather(numbers, (0, -1)) == (values[0], values[-1])
+    assert shapes.concat(numbers, (one,), axis=0) == (*values, one)
+    assert shapes.slice_(numbers, (1,), (2**63 - 1,)) == numbers[1:]
+    assert reductions.reduce_prod(numbers, None, 0) == np.prod(array)
     assert torch.equal(tensor(numbers), torch.tensor(values))
 
 

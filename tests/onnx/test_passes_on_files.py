@@ -14,9 +14,9 @@ import torch
 from support import retrofitted, tiny_models
 
 import retrofit
-from retrofit.onnx.exporter.sessions import Running, decode, translate
-from retrofit.onnx.importer.importing import from_onnx
-from retrofit.onnx.importer.reading import argument
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode, translate
+from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.importer.naming import argument_name
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.runtime.probes import distance, resized
 
@@ -62,7 +62,7 @@ def test_every_pass_goes_out_and_decodes_alike(form: str, spec: str, tmp_path: P
     model = rewritten(form, spec)
     made = retrofit.export_onnx(model, tmp_path / "model.onnx", "none" if form == "encoder" else "past")
     assert all(file.gap is not None and file.gap < PARITY for file in made.files)
-    running = [Running(file.path, 1) for file in made.files]
+    running = [OnnxSession(file.path, 1) for file in made.files]
     how = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     tokens, mask = ids(3, 7), torch.ones(3, 7, dtype=torch.long)
     if form == "decoder":
@@ -81,17 +81,17 @@ def test_every_pass_goes_out_and_decodes_alike(form: str, spec: str, tmp_path: P
         comes_back(file.path, here)
 
 
-def comes_back(path: Path, running: Running) -> None:
+def comes_back(path: Path, running: OnnxSession) -> None:
     """The file as a module, states and all, computes what ONNX Runtime does, on few tokens and on many."""
     back = from_onnx(path, "past")
-    names = {argument(name): name for name in running.inputs}
+    names = {argument_name(name): name for name in running.inputs}
     examples = back.__dict__["retrofit_examples"]
     with torch.no_grad():
         for rows in (1, 2):
             given = {name: value[:rows] for name, value in examples.items()}
             expected = running({names[name]: value for name, value in given.items()})
             found = back(**given)
-            assert max(distance(found[argument(name)], value) for name, value in expected.items()) < PARITY
+            assert max(distance(found[argument_name(name)], value) for name, value in expected.items()) < PARITY
 
 
 # ── In, rewritten, trained, out ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -121,7 +121,7 @@ def test_a_file_comes_in_is_rewritten_learns_and_goes_out(form: str, spec: str, 
     assert losses[-1] < losses[0]
     assert sum(not torch.equal(value, before[name]) for name, value in model.named_parameters()) > len(before) / 2
     made = retrofit.export_onnx(model.eval(), tmp_path / "out.onnx")
-    running = Running(made.files[0].path, 1)
+    running = OnnxSession(made.files[0].path, 1)
     other = resized(model, examples, 3, 5, seed=1)
     with torch.no_grad():
         expected = model(**other)

@@ -12,9 +12,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from retrofit.errors import CaptureError
-from retrofit.onnx.exporter.sessions import Running
-from retrofit.onnx.importer.fused import MICROSOFT
-from retrofit.onnx.importer.importing import from_onnx
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.importer.operators.table import MICROSOFT
 
 RNG = np.random.default_rng(0)
 WIDE, NARROW = 32, 6
@@ -39,7 +39,7 @@ def compared(path: Path) -> Any:
     x = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(0))
     model = from_onnx(path)
     with torch.no_grad():
-        torch.testing.assert_close(model(x=x)["y"], Running(path, optimize=False)({"x": x})["y"], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(model(x=x)["y"], OnnxSession(path, optimize=False)({"x": x})["y"], atol=1e-4, rtol=1e-4)
     return model
 
 
@@ -122,7 +122,7 @@ def test_tables_of_gather_block_quantized_are_parameters(tmp_path: Path, q: Any,
     nodes.append(helper.make_node("Add", ["first", "second"], ["y"]))
     path = written(tmp_path / "m.onnx", nodes, held)
     model, x = from_onnx(path), torch.randint(11, (3, WIDE)).float()
-    torch.testing.assert_close(model(x=x)["y"].detach(), Running(path, optimize=False)({"x": x})["y"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model(x=x)["y"].detach(), OnnxSession(path, optimize=False)({"x": x})["y"], atol=1e-5, rtol=1e-5)
     assert {name: tuple(one.shape) for name, one in model.named_parameters()} == {"table": (11, WIDE)}
 
 

@@ -11,9 +11,11 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.errors import CaptureError, RetrofitError
-from retrofit.onnx.exporter.parts import PAST_KEY_VALUES, Decoder, plan
-from retrofit.onnx.exporter.sessions import Running, decode
-from retrofit.onnx.exporter.states import growth, made_like
+from retrofit.onnx.exporter.cache_states import growth_axes, new_like
+from retrofit.onnx.exporter.decoder_part import Decoder
+from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES
+from retrofit.onnx.exporter.export_plan import plan_export
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode
 from retrofit.runtime.probes import distance
 
 NEW = 4  # tokens decoded
@@ -62,7 +64,7 @@ def generated(model) -> torch.Tensor:
 
 def part_of(model) -> Decoder:
     ids, _ = prompt()
-    (part,) = plan(model, {"input_ids": ids}, "past").parts
+    (part,) = plan_export(model, {"input_ids": ids}, "past").parts
     assert isinstance(part, Decoder)
     return part
 
@@ -96,7 +98,7 @@ def test_one_token_a_step_gives_the_tokens_of_generate(form):
 def test_one_token_a_step_goes_out_and_comes_back(form, tmp_path):
     model = MADE[form]()
     made = retrofit.export_onnx(model, tmp_path / "model.onnx", "past")
-    running = Running(made.files[0].path, 1)
+    running = OnnxSession(made.files[0].path, 1)
     assert running.step == 1 and running.inputs[f"past_key_values.{FIXED[form]}"].shape[0] == "batch_size"
     ids, mask = prompt()
     assert torch.equal(decode(running, ids, NEW, mask), generated(model))
@@ -111,9 +113,9 @@ def test_a_state_grows_with_each_token_or_keeps_its_size():
     def states(tokens: int, odd: int) -> dict[str, torch.Tensor]:
         return {"0.indexer_keys": torch.zeros(2, tokens, 4), "0.conv": torch.zeros(2, 4, 3), "0.odd": torch.zeros(2, odd)}
 
-    assert growth({6: states(6, 5), 7: states(7, 5), 12: states(12, 5)}) == {"0.indexer_keys": 1}
+    assert growth_axes({6: states(6, 5), 7: states(7, 5), 12: states(12, 5)}) == {"0.indexer_keys": 1}
     with pytest.raises(CaptureError, match="more than states") as raised:
-        growth({6: states(6, 1), 7: states(7, 1), 12: states(12, 3)})
+        growth_axes({6: states(6, 1), 7: states(7, 1), 12: states(12, 3)})
     assert "0.odd" in raised.value.why
 
 
@@ -123,7 +125,7 @@ def test_a_cache_layer_that_forgets_what_it_is_made_of_is_refused():
             self.window = config
 
     with pytest.raises(CaptureError, match="Layer of the model's cache cannot be made anew") as raised:
-        made_like(Layer(3))
+        new_like(Layer(3))
     assert "config" in raised.value.why
 
 
@@ -132,7 +134,7 @@ def test_what_an_encoder_returns_is_of_its_own_kind():
     config = transformers.SwitchTransformersConfig(vocab_size=tiny_models.VOCABULARY, decoder_start_token_id=0, **heads)
     model = tiny_models.built(config, transformers.SwitchTransformersForConditionalGeneration)
     ids, _ = prompt()
-    encoder, first, _ = plan(model, {"input_ids": ids, "decoder_input_ids": ids}, "past").parts
+    encoder, first, _ = plan_export(model, {"input_ids": ids, "decoder_input_ids": ids}, "past").parts
     given, source = first.example(first.sizes), encoder.example(encoder.sizes)
     with torch.no_grad():
         logits, *_ = first(given)
@@ -208,7 +210,7 @@ def test_what_runs_over_pieces_is_refused_with_the_length_that_it_would_fail_at(
 def goes_out(model, path, lengths):
     """The model is a file that computes what it does at these lengths."""
     retrofit.export_onnx(model, path, fuse=False)
-    running = Running(path, 1)
+    running = OnnxSession(path, 1)
     for length in lengths:
         tokens = torch.randint(19, (3, length))
         with torch.no_grad():
@@ -256,7 +258,7 @@ class Growing(Plain):
 def test_a_table_that_would_grow_goes_out_as_long_as_it_is(tmp_path):
     model = Growing()
     retrofit.export_onnx(model, tmp_path / "model.onnx", fuse=False)
-    running = Running(tmp_path / "model.onnx", 1)
+    running = OnnxSession(tmp_path / "model.onnx", 1)
     tokens = torch.randint(19, (2, 32))
     with torch.no_grad():
         assert distance(running({"tokens": tokens})["output"], model(tokens)) <= 1e-4

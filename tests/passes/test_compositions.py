@@ -15,7 +15,7 @@ from support.feed_forward_models import IDS, Model, Plain
 
 import retrofit
 from retrofit.errors import DoesNotFitError
-from retrofit.passes.memory.memory import ExternalMemory
+from retrofit.passes.memory.external_memory import ExternalMemory
 from retrofit.pipeline.registry import as_pass
 from retrofit.program.capture import capture
 from retrofit.runtime.example_inputs import named_inputs
@@ -43,8 +43,8 @@ OTHERWISE = {  # other forms of the same passes
 REFUSED = {
     ("altup", "altup"): "several blocks wide already",
     ("sequence-altup", "sequence-altup"): "strided already",
-    ("sparse-ffn", "sparse-ffn"): "taken its place already",
-    ("sparse-ffn", "shared-moe"): "taken its place already",
+    ("sparse-ffn", "sparse-ffn"): "another pass has replaced it already",
+    ("sparse-ffn", "shared-moe"): "another pass has replaced it already",
     ("sparse-qkv", "sequence-altup"): "numbers the tokens it is handed",
     ("sparse-qkv", "sparse-qkv"): "is made by",
     ("sparse-loss", "altup"): "the wide stream cannot pass",

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 from retrofit.errors import TrainingError
 from retrofit.pipeline.text import byte_codec, codec_for, read_texts, read_tokenizer, special_ids, windows_of
-from retrofit.training.windows import MOST_HELD_OUT, hold_out, in_order, shuffled
+from retrofit.training.windows import MOST_HELD_OUT, hold_out, ordered_windows, shuffled_windows
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 WORDS = ["[UNK]", "[PAD]", "</s>", "the", "cat", "sat", "<extra_id_1>", "<extra_id_0>", "on", "mats"]
@@ -154,10 +154,10 @@ def test_too_short_a_text_is_refused(count: int, fraction: float) -> None:
 def test_the_order_is_a_function_of_the_seed_and_goes_through_all_windows_in_turn() -> None:
     windows = torch.arange(7)[:, None]
     first, again, longer, other = (
-        shuffled(windows, 20, 5),
-        shuffled(windows, 20, 5),
-        shuffled(windows, 30, 5),
-        shuffled(windows, 20, 6),
+        shuffled_windows(windows, 20, 5),
+        shuffled_windows(windows, 20, 5),
+        shuffled_windows(windows, 30, 5),
+        shuffled_windows(windows, 20, 6),
     )
 
     def seen(data: torch.utils.data.Dataset, count: int = 20) -> list[int]:
@@ -170,6 +170,8 @@ def test_the_order_is_a_function_of_the_seed_and_goes_through_all_windows_in_tur
         assert sorted(seen(first)[start : start + 7]) == list(range(7))
     assert seen(first)[:7] != seen(first)[7:14]
     seeds = [
-        data[place]["seed"] for data in (first, other, in_order(windows, 5), in_order(windows, 6)) for place in range(len(data))
+        data[place]["seed"]
+        for data in (first, other, ordered_windows(windows, 5), ordered_windows(windows, 6))
+        for place in range(len(data))
     ]
     assert len(set(seeds)) == len(seeds)

@@ -10,7 +10,7 @@ D, HEADS, WORDS = 16, 2, 23
 
 
 class Layer(nn.Module):
-    """Pre-norm attention and feed-forward; values are mixed with those of the first layer, which it hands on."""
+    """Pre-norm attention and feed-forward; values are mixed with those of the first layer, which are returned too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,13 +23,13 @@ class Layer(nn.Module):
         v = self.value(h)
         first = v if first is None else first
         q, k, mixed = (z.unflatten(-1, (HEADS, -1)).transpose(1, 2) for z in (self.query(h), self.key(h), (v + first) / 2))
-        made = F.scaled_dot_product_attention(q, k, mixed, is_causal=True)
-        x = x + self.out(made.transpose(1, 2).flatten(2))
+        heads = F.scaled_dot_product_attention(q, k, mixed, is_causal=True)
+        x = x + self.out(heads.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.other(x)))), first
 
 
 class Model(nn.Module):
-    """Four layers; with `reads` the head too is handed the first layer's values."""
+    """Four layers; with `reads` the head too reads the first layer's values."""
 
     def __init__(self, reads: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What modules remember in a cache, against a plain list of everything that was pushed."""
+"""Histories of tokens in a cache, against a plain list of everything that was pushed."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ steps = st.lists(st.tuples(st.sampled_from(["push", "back", "reorder"]), st.inte
 
 @given(length=st.integers(1, 5), steps=steps)
 @settings(deadline=None, max_examples=60)
-def test_a_memory_is_the_end_of_the_sequence(length: int, steps: list[tuple[str, int]]) -> None:
-    memory, sequence, counter = TokenHistory(length, torch.zeros(2, 0, 1)), torch.zeros(2, 0, 1), 0
+def test_a_history_is_the_end_of_the_sequence(length: int, steps: list[tuple[str, int]]) -> None:
+    history, sequence, counter = TokenHistory(length, torch.zeros(2, 0, 1)), torch.zeros(2, 0, 1), 0
     for what, count in steps:
         if what == "push":
             new = torch.arange(counter, counter + 2 * count).view(2, count, 1).float() + 1
             counter += 2 * count
-            memory.push(new)
+            history.push(new)
             sequence = torch.cat([sequence, new], 1)
         elif what == "back":
-            memory.take_back(min(count, sequence.shape[1]))
+            history.take_back(min(count, sequence.shape[1]))
             sequence = sequence[:, : sequence.shape[1] - min(count, sequence.shape[1])]
         else:
             rows = torch.tensor([count % 2, 0])
-            memory.choose(rows)
+            history.choose(rows)
             sequence = sequence[rows]
     expected = torch.cat([torch.zeros(2, length, 1), sequence], 1)[:, -length:]
-    assert torch.equal(memory.last(), expected)
+    assert torch.equal(history.last(), expected)
 
 
-def test_decoding_writes_where_it_may() -> None:
-    """Step by step in one buffer, which a tensor handed out earlier and a gradient do not notice."""
-    memory = TokenHistory(2, torch.zeros(1, 0, 1))
-    memory.push(torch.tensor([1.0]).view(1, 1, 1))
-    earlier, buffers = memory.last(), set()
+def test_decoding_writes_in_place_where_it_may() -> None:
+    """Step by step in one buffer, which changes neither a tensor returned earlier nor a gradient."""
+    history = TokenHistory(2, torch.zeros(1, 0, 1))
+    history.push(torch.tensor([1.0]).view(1, 1, 1))
+    earlier, buffers = history.last(), set()
     for step in range(2, 3 * SLACK):
-        memory.push(torch.full((1, 1, 1), float(step)))
-        buffers.add(memory.values.data_ptr())
-        assert memory.last().flatten().tolist() == [step - 1, step]
+        history.push(torch.full((1, 1, 1), float(step)))
+        buffers.add(history.values.data_ptr())
+        assert history.last().flatten().tolist() == [step - 1, step]
     assert earlier.flatten().tolist() == [0, 1] and len(buffers) < 5
     weight = torch.ones((), requires_grad=True)
-    memory.push(weight.view(1, 1, 1))
-    seen = memory.last()
-    memory.push(2 * weight.view(1, 1, 1))
-    (seen.square().sum() + memory.last().square().sum()).backward()
+    history.push(weight.view(1, 1, 1))
+    seen = history.last()
+    history.push(2 * weight.view(1, 1, 1))
+    (seen.square().sum() + history.last().square().sum()).backward()
     assert weight.grad == 2 + 2 + 8
 
 
 def test_what_was_pushed_out_cannot_be_taken_back() -> None:
-    memory = TokenHistory(2, torch.zeros(1, 0, 1))
-    memory.push(torch.ones(1, SLACK + 10, 1))
-    memory.take_back(SLACK + 1)
+    history = TokenHistory(2, torch.zeros(1, 0, 1))
+    history.push(torch.ones(1, SLACK + 10, 1))
+    history.take_back(SLACK + 1)
     with pytest.raises(RetrofitError, match="cropped"):
-        memory.last()
-    memory.push(torch.ones(1, 2, 1))
-    assert memory.last().shape == (1, 2, 1)
+        history.last()
+    history.push(torch.ones(1, 2, 1))
+    assert history.last().shape == (1, 2, 1)
 
 
 def filled(cache: Any, tokens: int = 5) -> Cache:
@@ -76,25 +76,25 @@ def filled(cache: Any, tokens: int = 5) -> Cache:
 @pytest.mark.parametrize(
     "make", [DynamicCache, lambda: EncoderDecoderCache(DynamicCache(), DynamicCache())], ids=["decoder", "both"]
 )
-def test_what_happens_to_the_keys_happens_to_the_memories(make: Any) -> None:
+def test_what_happens_to_the_keys_happens_to_the_histories(make: Any) -> None:
     cache: Any = filled(make())
     kind = type(cache)
-    memory = histories_of(cache)["layer"] = TokenHistory(2, torch.zeros(2, 0, 1))
-    memory.push(torch.arange(10.0).view(2, 5, 1))
+    history = histories_of(cache)["layer"] = TokenHistory(2, torch.zeros(2, 0, 1))
+    history.push(torch.arange(10.0).view(2, 5, 1))
     assert isinstance(cache, kind) and type(cache).__name__ == kind.__name__
     cache.reorder_cache(torch.tensor([1, 1]))
-    assert memory.last().flatten().tolist() == [8, 9, 8, 9]
+    assert history.last().flatten().tolist() == [8, 9, 8, 9]
     cache.batch_repeat_interleave(2)
-    assert memory.last().shape[0] == 4
+    assert history.last().shape[0] == 4
     cache.batch_select_indices(torch.tensor([0]))
-    assert memory.last().flatten().tolist() == [8, 9]
+    assert history.last().flatten().tolist() == [8, 9]
     length = cache.get_seq_length()
     cache.crop(-1)
     assert cache.get_seq_length() == length - 1
-    assert memory.last().flatten().tolist() == [7, 8]
+    assert history.last().flatten().tolist() == [7, 8]
     twin = copy.deepcopy(cache)
     histories_of(twin)["layer"].push(torch.zeros(1, 1, 1))
-    assert memory.last().flatten().tolist() == [7, 8]
+    assert history.last().flatten().tolist() == [7, 8]
     cache.reset()
     assert not histories_of(cache)
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import retrofit
-from retrofit.passes.shared_moe.experts import MixtureOfExperts
+from retrofit.passes.shared_moe.mixture_of_experts import MixtureOfExperts
 
 PROCESSES = 2
 LLAMA = {

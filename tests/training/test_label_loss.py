@@ -8,7 +8,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from retrofit.errors import TrainingError
-from retrofit.training.label_loss import with_loss
+from retrofit.training.label_loss import add_loss
 
 SMALL = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
 IDS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(0))
@@ -28,19 +28,19 @@ class Logits(nn.Module):
 def test_the_loss_is_the_one_of_a_model_that_has_its_own() -> None:
     causal = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, **SMALL)).eval()
     following = torch.cat([IDS[:, 1:], torch.full((3, 1), -100)], 1)
-    loss, logits = with_loss(Logits(causal))(IDS, labels=following)
+    loss, logits = add_loss(Logits(causal))(IDS, labels=following)
     torch.testing.assert_close(loss, causal(IDS, labels=IDS).loss)
     torch.testing.assert_close(logits, causal(IDS).logits)
 
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     masked = BertForMaskedLM(BertConfig(vocab_size=61, **shape)).eval()
     hidden = torch.where(torch.arange(9) % 3 == 0, IDS, -100)
-    torch.testing.assert_close(with_loss(Logits(masked))(IDS, labels=hidden)[0], masked(IDS, labels=hidden).loss)
+    torch.testing.assert_close(add_loss(Logits(masked))(IDS, labels=hidden)[0], masked(IDS, labels=hidden).loss)
 
 
 def test_a_model_that_takes_labels_is_left_as_it_is() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, **SMALL))
-    assert with_loss(model) is model
+    assert add_loss(model) is model
 
 
 class TwoInputs(nn.Module):
@@ -50,10 +50,10 @@ class TwoInputs(nn.Module):
 
 def test_a_model_whose_inputs_nobody_knows_is_refused() -> None:
     with pytest.raises(TrainingError, match="cannot compute a language-modelling loss") as caught:
-        with_loss(TwoInputs())
+        add_loss(TwoInputs())
     assert "left, right" in caught.value.why
     with pytest.raises(TrainingError, match="gives no logits"):
-        with_loss(Flat())(IDS)
+        add_loss(Flat())(IDS)
 
 
 class Flat(nn.Module):

@@ -31,16 +31,16 @@ from transformers import (
 
 from retrofit.errors import TrainingError
 from retrofit.pipeline.text import byte_codec, codec_for
-from retrofit.training.label_loss import with_loss
+from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import (
     IGNORED,
     Collator,
-    as_labels,
     corrupt_spans,
     is_causal,
     mask_tokens,
     objective_for,
     partition,
+    shift_targets,
     span_lengths,
 )
 
@@ -176,7 +176,7 @@ def test_of_the_hidden_tokens_eighty_percent_are_masked_ten_random_ten_kept() ->
 @settings(max_examples=30, deadline=None)
 def test_labels_stand_where_the_loss_looks_for_them(length: int, shift: int) -> None:
     targets = torch.arange(length)
-    labels = as_labels(targets, shift)
+    labels = shift_targets(targets, shift)
     assert len(labels) == length
     for place in range(length - shift):
         assert labels[place + shift] == targets[place]
@@ -269,8 +269,8 @@ def test_a_causal_mask_that_leaks_is_not_causal() -> None:
         (lambda: bert(BertForPreTraining), "BertForPreTraining returned no loss"),
         (lambda: bert(BertForSequenceClassification), "gives no logits for each of its 64 tokens"),
         (lambda: bert(max_position_embeddings=32), r"(?s)cannot read 64 tokens.*shorter --length"),
-        (lambda: with_loss(nn.Embedding(VOCABULARY, 8)), "cannot compute a loss for 64 tokens"),
-        (lambda: with_loss(nn.Bilinear(2, 2, 2)), "cannot compute a language-modelling loss"),
+        (lambda: add_loss(nn.Embedding(VOCABULARY, 8)), "cannot compute a loss for 64 tokens"),
+        (lambda: add_loss(nn.Bilinear(2, 2, 2)), "cannot compute a language-modelling loss"),
     ],
     ids=["no head", "half a loss", "no logits a token", "too long", "no language model", "no token ids"],
 )

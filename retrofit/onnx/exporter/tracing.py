@@ -18,8 +18,8 @@ import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.errors import CaptureError, first_line
-from retrofit.onnx.exporter.parts import PAST, ExportPart
-from retrofit.onnx.exporter.size_bounds import holds_at_every_size
+from retrofit.onnx.exporter.dynamic_size_check import check_every_size
+from retrofit.onnx.exporter.export_part import PAST, ExportPart
 from retrofit.program.tracing_contexts import disable_stack_traces, silence_tracer
 from retrofit.runtime.conditional import both_kept
 
@@ -31,29 +31,29 @@ OTHER_CODE = r"[/\\](torch|onnxscript|onnx_ir|retrofit[/\\]onnx|transformers[/\\
 SCOPES = "pkg.torch.onnx.name_scopes"  # where torch writes down the modules that a node comes from
 
 
-def traced(part: ExportPart) -> onnx_ir.Model:
+def trace_part(part: ExportPart) -> onnx_ir.Model:
     """The part as an ONNX model with its names, its free sizes free; raises `CaptureError` where torch cannot make one."""
     wanted = part.axes()
     example = part.example(part.sizes)
     try:
-        with patched(), silence_tracer(), silent(), disable_stack_traces(), torch.no_grad():
-            exported = exported_program(part, example, wanted)
-            symbols = names_of_sizes(exported, example, wanted)
-            holds_at_every_size(exported, part, example, wanted)
-            model = translated(exported)
+        with transformers_patches(), silence_tracer(), silence_loggers(), disable_stack_traces(), torch.no_grad():
+            exported = export_program(part, example, wanted)
+            symbols = size_names(exported, example, wanted)
+            check_every_size(exported, part, example, wanted)
+            model = translate_to_onnx(exported)
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(
             f"{type(part.model).__name__} could not be exported to ONNX as {part.name}",
-            why=reason(error),
+            why=failure_reason(error),
             remedy="code that branches on the values of tensors, or an operation that ONNX lacks, cannot be exported",
         ) from error
-    named(model, list(example), part.outputs, symbols)
+    assign_names(model, list(example), part.outputs, symbols)
     return model
 
 
-def reason(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
     """Why the model's code cannot be traced or said in ONNX, and at which of its lines."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -64,11 +64,11 @@ def reason(error: Exception) -> str:
     return first_line(error) + line
 
 
-def exported_program(
+def export_program(
     part: ExportPart, example: Mapping[str, Any], axes: Mapping[str, Mapping[int, str]]
 ) -> torch.export.ExportedProgram:
     shapes = {name: dict.fromkeys(axes[name], torch.export.Dim.AUTO) for name in example}
-    bounds = part.register_forward_pre_hook(lambda _, given: bounded(given[0], axes))
+    bounds = part.register_forward_pre_hook(lambda _, given: constrain_sizes(given[0], axes))
     try:
         with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # 0 and 1 are sizes
             return torch.export.export(part, (dict(example),), dynamic_shapes=(shapes,), strict=False)
@@ -76,7 +76,7 @@ def exported_program(
         bounds.remove()
 
 
-def bounded(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]) -> None:
+def constrain_sizes(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]) -> None:
     """The tracer knows of each free size, but of what came before, that it is 1 or more."""
     from torch.fx.experimental.symbolic_shapes import constrain_range
 
@@ -86,7 +86,7 @@ def bounded(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, 
                 constrain_range(value.shape[axis], min=1)  # type: ignore[arg-type] # sizes are symbols here
 
 
-def names_of_sizes(
+def size_names(
     exported: torch.export.ExportedProgram, example: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]
 ) -> dict[str, str]:
     """The torch symbol of every free size, and its name; raises `CaptureError` where torch has fixed one."""
@@ -108,21 +108,21 @@ def names_of_sizes(
     return found
 
 
-def translated(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
+def translate_to_onnx(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
     """The ONNX model of an exported program, before any cleaning."""
     from transformers.exporters import exporter_onnx, utils
 
-    complex_in_pairs(exported.graph_module)
+    unsqueeze_complex_as_pairs(exported.graph_module)
     utils.apply_fx_node_fixes("onnx", exported.graph_module)
-    table = {**exporter_onnx._ONNX_TRANSLATION_TABLE, **translations()}
+    table = {**exporter_onnx._ONNX_TRANSLATION_TABLE, **custom_translations()}
     program = torch.onnx.export(exported, args=(), custom_translation_table=table, optimize=False, verbose=False)
     assert program is not None
     exporter_onnx.apply_onnx_ir_fixes(program)
-    free_what_is_picked(program.model)
+    make_topk_extents_dynamic(program.model)
     return program.model
 
 
-def free_what_is_picked(model: onnx_ir.Model) -> None:
+def make_topk_extents_dynamic(model: onnx_ir.Model) -> None:
     """Where the k largest are picked of what may be fewer, k is no fixed extent in what is made of them."""
     import onnx_ir
 
@@ -140,7 +140,7 @@ def free_what_is_picked(model: onnx_ir.Model) -> None:
                 value.shape = onnx_ir.Shape([None if one == extent else one for one in value.shape])
 
 
-def complex_in_pairs(module: torch.fx.GraphModule) -> None:
+def unsqueeze_complex_as_pairs(module: torch.fx.GraphModule) -> None:
     """Complex values get a new axis as pairs of reals, which is what they are in ONNX: torch's translation knows no other way."""
     aten = torch.ops.aten
     for node in module.graph.find_nodes(op="call_function", target=aten.unsqueeze.default):
@@ -157,7 +157,7 @@ def complex_in_pairs(module: torch.fx.GraphModule) -> None:
     module.recompile()
 
 
-def translations() -> dict[Any, Callable[..., Any]]:
+def custom_translations() -> dict[Any, Callable[..., Any]]:
     """Operations that torch's own translation leaves out, or knows at some sizes only.
 
     A maximum or minimum over all axes; the k largest where fewer than k are: a model asks for them only where there are more, so a
@@ -187,7 +187,7 @@ def translations() -> dict[Any, Callable[..., Any]]:
     return {**reductions, aten.topk.default: largest_few}
 
 
-def named(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
+def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
     """The inputs, the outputs and the free sizes of the model have these names."""
     import onnx_ir
 
@@ -214,7 +214,7 @@ def named(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: 
 
 
 @contextlib.contextmanager
-def patched() -> Iterator[None]:
+def transformers_patches() -> Iterator[None]:
     """Within this context transformers' patches for exporting to ONNX are in place, but for the branches of a choice by size."""
     import transformers.exporters.exporter_onnx  # noqa: F401 # registers them
     from transformers.exporters import utils
@@ -233,7 +233,7 @@ def patched() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def silent() -> Iterator[None]:
+def silence_loggers() -> Iterator[None]:
     """Within this context the exporter logs nothing; what it cannot do it raises."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")]
     before = [logger.level for logger in loggers]

@@ -67,7 +67,7 @@ def number(value: Value) -> Any:
     return only
 
 
-def place_by_place(function: Callable[..., Any], *values: Number) -> Number:
+def map_numbers(function: Callable[..., Any], *values: Number) -> Number:
     """A function of single numbers on tuples of them; a single one goes with every place of the others."""
     lengths = {len(value) for value in values if isinstance(value, tuple)}
     if not lengths:
@@ -79,10 +79,10 @@ def place_by_place(function: Callable[..., Any], *values: Number) -> Number:
     return tuple(function(*row) for row in zip(*rows, strict=True))
 
 
-def cast(value: Number, dtype: torch.dtype) -> Number:
+def cast_number(value: Number, dtype: torch.dtype) -> Number:
     """The number in the kind of number that the dtype holds."""
     if isinstance(value, tuple):
-        return tuple(cast(one, dtype) for one in value)
+        return tuple(cast_number(one, dtype) for one in value)
     if dtype is torch.bool:
         return value != 0
     if dtype.is_floating_point:
@@ -90,11 +90,11 @@ def cast(value: Number, dtype: torch.dtype) -> Number:
     return torch.sym_int(value)
 
 
-def square_root(value: Number) -> Number:
+def sqrt_number(value: Number) -> Number:
     return torch.sym_sqrt(value) if isinstance(value, (torch.SymInt, torch.SymFloat)) else math.sqrt(value)
 
 
-def quotient(one: Number, other: Number) -> Number:
+def divide_numbers(one: Number, other: Number) -> Number:
     """ONNX's quotient: of integers the whole part."""
     if isinstance(one, (float, torch.SymFloat)) or isinstance(other, (float, torch.SymFloat)):
         return one / other

@@ -1,13 +1,12 @@
-"""The constants of an ONNX file as parameters, buffers and numbers; weights that lie quantised in it as the numbers they stand for.
+"""The constants of an ONNX file as parameters, buffers and numbers; quantized weights as the numbers they represent.
 
-Floating weights become parameters under readable names, those that are equal bit for bit the same one. Frequencies of rotary
-embeddings, masks and whole numbers become buffers or plain numbers.
+Floating weights become parameters under readable names; weights that are equal bit for bit become one parameter. Frequencies of
+rotary embeddings, masks and whole numbers become buffers or plain numbers.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,160 +14,146 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.errors import CheckpointError
-from retrofit.graphs.graph_module import register
-from retrofit.onnx.importer import operators as ops
-from retrofit.onnx.importer.reading import NOBODY, looks_like_a_path, reads_as_factor, scope_of, uses_of, word
+from retrofit.graphs.module_tree import register_tensor
+from retrofit.onnx.importer.model_file import reads_only_as_right_factor, to_torch
+from retrofit.onnx.importer.naming import identifier, parameter_name
+from retrofit.onnx.importer.operators.shapes import transpose
 from retrofit.onnx.importer.values import DTYPES
 
 if TYPE_CHECKING:
-    import onnx
+    import onnx_ir
 
 FEW = 64  # elements up to which a constant of whole numbers is numbers and no tensor
-CARRYING = frozenset(
+LAYOUT_OPERATORS = frozenset(
     "Cast Expand Unsqueeze Squeeze Reshape Transpose Mul MatMul Einsum Concat Identity Tile Gather Slice Shape Neg".split()
 )
-ANGLES = frozenset(("Sin", "Cos"))
-CACHED_ANGLES = {  # which inputs are cosines and sines
-    ("ai.onnx", "RotaryEmbedding"): slice(1, 3),
+ANGLE_OPERATORS = frozenset(("Sin", "Cos"))
+ANGLE_INPUTS = {  # which inputs are cosines and sines
+    ("", "RotaryEmbedding"): slice(1, 3),
     ("com.microsoft", "RotaryEmbedding"): slice(2, 4),
     ("com.microsoft", "GroupQueryAttention"): slice(7, 9),
 }
-NOWHERE = slice(0, 0)
-BFLOAT16 = 16  # numpy knows none
-QUANTISED = r"_(quantized|[qQ]\d|DequantizeLinear_Output)$"  # what quantisers put behind the name of a weight
+NO_INPUTS = slice(0, 0)
+QUANTIZER_SUFFIX = r"_(quantized|[qQ]\d|DequantizeLinear_Output)$"  # what quantizers put behind the name of a weight
 
 
 class Weights:
-    """The constants of the graph of a file; what reads them is a node of `graph`."""
+    """The constants of a file; what reads them is a node of the FX graph `into`, which has them in `root`."""
 
-    def __init__(self, graph: onnx.GraphProto, path: Path, root: nn.Module, into: fx.Graph) -> None:
-        self.path, self.root, self.graph, self.of = path, root, into, str(graph.name)
-        self.protos: dict[str, Any] = {one.name: one for one in graph.initializer}
-        self.made: dict[str, Tensor] = {}  # what quantised weights stand for
-        self.uses = uses_of(graph)
-        self.names = names_of(graph, self.uses)
-        self.nodes: dict[tuple[str, bool], fx.Node] = {}
-        self.held: list[tuple[str, Tensor]] = []  # matrices so far
-        self.taken: set[str] = set()
+    def __init__(self, graph: onnx_ir.Graph, path: Path, root: nn.Module, into: fx.Graph) -> None:
+        self.path, self.root, self.graph, self.graph_name = path, root, into, graph.name
+        self.initializers: dict[onnx_ir.Value, Any] = {value: value.const_value for value in graph.initializers.values()}
+        self.computed: dict[onnx_ir.Value, Tensor] = {}  # what quantized weights represent, and the constants of branches
+        self.names: dict[onnx_ir.Value, str] = {}  # of those
+        nodes = [*graph, *(node for branch in graph.subgraphs() for node in branch)]
+        self.order = {node: at for at, node in enumerate(nodes)}  # the main graph before its branches
+        self.nodes: dict[tuple[onnx_ir.Value, bool], fx.Node] = {}
+        self.matrices: list[tuple[str, Tensor]] = []  # the parameters so far that others may equal
+        self.paths: set[str] = set()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.made or name in self.protos
+    def __contains__(self, value: onnx_ir.Value) -> bool:
+        return value in self.computed or value in self.initializers
 
-    def add(self, name: str, called: str, held: Tensor) -> None:
-        """`held` is the constant `name`, as if the file had it, and becomes a parameter that is named after `called`."""
-        if name in self.made:
-            raise CheckpointError(f"{self.path} has two constants called {name}", remedy="export the model again")
-        self.made[name] = held
-        self.names[name] = name_of(re.sub(QUANTISED, "", called), held.dim(), self.uses.get(name, []))
+    def add(self, value: onnx_ir.Value, source: str, tensor: Tensor) -> None:
+        """`tensor` is the constant `value`, as if the file had it, and becomes a parameter that is named after `source`."""
+        if value in self.computed or value.name in {one.name for one in self.computed}:
+            raise CheckpointError(f"{self.path} has two constants called {value.name}", remedy="export the model again")
+        self.computed[value] = tensor
+        self.names[value] = parameter_name(re.sub(QUANTIZER_SUFFIX, "", source), tensor.dim(), self.first_reader(value))
 
-    def raw(self, name: str) -> Tensor:
+    def tensor(self, value: onnx_ir.Value) -> Tensor:
         """The constant's values; raises `CheckpointError` where there is none."""
-        if name in self.made:
-            return self.made[name]
-        if name not in self.protos:
-            raise CheckpointError(f"{self.path}: nothing computes {name}", why=f"the graph {self.of} reads it")
-        return values_of(self.protos[name])
+        if value in self.computed:
+            return self.computed[value]
+        if value not in self.initializers:
+            raise CheckpointError(f"{self.path}: nothing computes {value.name}", why=f"the graph {self.graph_name} reads it")
+        return to_torch(self.initializers[value])
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.made[name].shape) if name in self.made else tuple(self.protos[name].dims)
+    def shape(self, value: onnx_ir.Value) -> tuple[int, ...]:
+        return tuple(self.computed[value].shape) if value in self.computed else tuple(self.initializers[value].shape)
 
-    def is_float(self, name: str) -> bool:
-        if name in self.made:
-            return self.made[name].is_floating_point()
-        proto = self.protos.get(name)
-        return proto is not None and DTYPES.get(proto.data_type, torch.int8).is_floating_point
+    def is_float(self, value: onnx_ir.Value | None) -> bool:
+        if value is None or value not in self:
+            return False
+        if value in self.computed:
+            return self.computed[value].is_floating_point()
+        return DTYPES.get(self.initializers[value].dtype, torch.int8).is_floating_point
 
-    def is_matrix(self, name: str) -> bool:
-        return self.is_float(name) and len(self.shape(name)) == 2
+    def is_matrix(self, value: onnx_ir.Value | None) -> bool:
+        return value is not None and self.is_float(value) and len(self.shape(value)) == 2
 
-    def is_bias(self, name: str) -> bool:
-        return self.is_float(name) and len(self.shape(name)) == 1 and self.shape(name)[0] > 1
+    def is_bias(self, value: onnx_ir.Value | None) -> bool:
+        return value is not None and self.is_float(value) and len(self.shape(value)) == 1 and self.shape(value)[0] > 1
 
-    def value(self, name: str) -> Any:
-        """The constant as the file has it."""
-        if not self.is_float(name) or not self.shape(name):
-            return self.fixed(self.raw(name), name)
-        return self.stored(name, False)
+    def value(self, value: onnx_ir.Value) -> Any:
+        """The constant as the file has it: a node that reads it, or numbers."""
+        if not self.is_float(value) or not self.shape(value):
+            return self.constant(self.tensor(value), str(value.name))
+        return self.parameter(value)
 
-    def turned(self, name: str) -> fx.Node:
-        """The matrix the other way round, (out, in): stored so where every use is of that kind."""
-        if all(reads_as_factor(node, name) for node in self.uses.get(name, [])):
-            return self.stored(name, True)
-        return self.graph.call_function(ops.transpose, (self.value(name), (1, 0)))
+    def transposed(self, value: onnx_ir.Value) -> fx.Node:
+        """The matrix as (out, in): stored so where every reader multiplies by it from the right."""
+        if not value.is_graph_output() and all(reads_only_as_right_factor(node, value) for node in value.consumers()):
+            return self.parameter(value, transposed=True)
+        return self.graph.call_function(transpose, (self.value(value), (1, 0)))
 
-    def fixed(self, held: Tensor, name: str) -> Any:
+    def constant(self, tensor: Tensor, name: str) -> Any:
         """A constant that is no weight: numbers, where it is one or a few whole ones, else a buffer."""
-        if held.dim() == 0 or (held.dim() == 1 and held.numel() <= FEW and not held.is_floating_point()):
-            return tuple(held.tolist()) if held.dim() else held.item()
-        path = self.free(f"constants.{word(name)}")
-        register(self.root, path, held)
+        if tensor.dim() == 0 or (tensor.dim() == 1 and tensor.numel() <= FEW and not tensor.is_floating_point()):
+            return tuple(tensor.tolist()) if tensor.dim() else tensor.item()
+        path = self.unique_path(f"constants.{identifier(name)}")
+        register_tensor(self.root, path, tensor)
         return self.graph.get_attr(path)
 
-    def stored(self, name: str, turned: bool) -> fx.Node:
-        """The weight as a parameter, one that another equals as that one."""
-        key = name, turned
+    def parameter(self, value: onnx_ir.Value, transposed: bool = False) -> fx.Node:
+        """The weight as a parameter, one that is equal to another as that other."""
+        key = value, transposed
         if key not in self.nodes:
-            held = self.raw(name)
-            held = held.t().contiguous() if turned else held
-            if self.only_makes_angles(name) or not bool(held.isfinite().all()):
-                self.nodes[key] = self.fixed(held, name)
+            tensor = self.tensor(value)
+            tensor = tensor.t().contiguous() if transposed else tensor
+            if self.only_makes_angles(value) or not bool(tensor.isfinite().all()):
+                self.nodes[key] = self.constant(tensor, str(value.name))
             else:
-                path = self.equal_one(held) or self.registered(held, name)
-                self.nodes[key] = self.graph.get_attr(path)
+                self.nodes[key] = self.graph.get_attr(self.equal_parameter(tensor) or self.register_parameter(value, tensor))
         return self.nodes[key]
 
-    def registered(self, held: Tensor, name: str) -> str:
-        path = self.free(self.names[name])
-        register(self.root, path, nn.Parameter(held))
-        if held.dim() > 1 and bool((held != held.reshape(-1)[0]).any()):
-            self.held.append((path, held))
+    def register_parameter(self, value: onnx_ir.Value, tensor: Tensor) -> str:
+        """The path of a new parameter."""
+        name = self.names.get(value) or parameter_name(str(value.name), tensor.dim(), self.first_reader(value))
+        path = self.unique_path(name)
+        register_tensor(self.root, path, nn.Parameter(tensor))
+        if tensor.dim() > 1 and bool((tensor != tensor.reshape(-1)[0]).any()):
+            self.matrices.append((path, tensor))
         return path
 
-    def equal_one(self, held: Tensor) -> str | None:
-        """The parameter with these values: exporters write a tied weight twice, the second the other way round."""
-        return next((path for path, other in self.held if other.shape == held.shape and torch.equal(other, held)), None)
+    def equal_parameter(self, tensor: Tensor) -> str | None:
+        """The parameter with these values: exporters write a tied weight twice, the second time transposed."""
+        return next((path for path, other in self.matrices if other.shape == tensor.shape and torch.equal(other, tensor)), None)
 
-    def only_makes_angles(self, name: str) -> bool:
-        """Whether everything that is computed of the weight is a sine or cosine, or it holds such: frequencies, no weights."""
-        reached, ends = [name], set()
+    def first_reader(self, value: onnx_ir.Value) -> onnx_ir.Node | None:
+        """The first node that reads the value, those of the main graph before those of branches."""
+        return min(value.consumers(), key=lambda node: self.order[node], default=None)
+
+    def only_makes_angles(self, value: onnx_ir.Value) -> bool:
+        """Whether all that is computed from the weight are sines and cosines, or it holds such: frequencies, no weights."""
+        reached, ends = [value], set()
         for one in reached:
-            for node in self.uses.get(one, []):
-                if node.op_type in CARRYING:
-                    reached.extend(made for made in node.output if made not in reached)
-                elif one in node.input[CACHED_ANGLES.get((node.domain or "ai.onnx", node.op_type), NOWHERE)]:
+            if one.is_graph_output():
+                return False
+            for node in one.consumers():
+                if node.op_type in LAYOUT_OPERATORS:
+                    reached.extend(output for output in node.outputs if output not in reached)
+                elif one in node.inputs[ANGLE_INPUTS.get((node.domain, node.op_type), NO_INPUTS)]:
                     ends.add("Cos")
                 else:
                     ends.add(node.op_type)
-        return bool(ends) and ends <= ANGLES
+        return bool(ends) and ends <= ANGLE_OPERATORS
 
-    def free(self, path: str) -> str:
+    def unique_path(self, path: str) -> str:
         """A name that no other weight has."""
-        chosen, count = path, 1
-        while chosen in self.taken or any(other.startswith(chosen + ".") for other in self.taken):
+        unique, count = path, 1
+        while unique in self.paths or any(other.startswith(unique + ".") for other in self.paths):
             count += 1
-            chosen = f"{path}_{count}"
-        self.taken.add(chosen)
-        return chosen
-
-
-def values_of(proto: onnx.TensorProto) -> Tensor:
-    from onnx import numpy_helper
-
-    array = numpy_helper.to_array(proto)
-    if proto.data_type == BFLOAT16:
-        return torch.frombuffer(bytearray(array.tobytes()), dtype=torch.bfloat16).reshape(array.shape)
-    if proto.data_type not in DTYPES:  # four bits and the like
-        return torch.from_numpy(array.astype("int16" if array.dtype.kind not in "f" else "float32"))
-    return torch.from_numpy(array.copy())
-
-
-def names_of(graph: onnx.GraphProto, uses: Mapping[str, list[onnx.NodeProto]]) -> dict[str, str]:
-    """A readable name for each constant: its own where that is a path, else that of the module which the exporter says reads it."""
-    return {one.name: name_of(one.name, len(one.dims), uses.get(one.name, [])) for one in graph.initializer}
-
-
-def name_of(name: str, rank: int, readers: Sequence[Any]) -> str:
-    node = next(iter(readers), NOBODY)
-    scope = "" if looks_like_a_path(name) else scope_of(node)
-    leaf = "weight" if rank > 1 else "bias" if node.op_type in ("Add", "Gemm", "Conv") else "weight"
-    return f"{scope}.{leaf}" if scope else ".".join(map(word, filter(None, name.split("."))))
+            unique = f"{path}_{count}"
+        self.paths.add(unique)
+        return unique

@@ -126,11 +126,11 @@ def test_the_contraction_passes_gradcheck_twice(per_token: bool) -> None:
     assert torch.autograd.gradgradcheck(contract, inputs)
 
 
-@pytest.mark.parametrize("wanted", range(4))
-def test_a_single_wanted_gradient_is_the_one_computed(wanted: int) -> None:
+@pytest.mark.parametrize("position", range(4))
+def test_a_single_required_gradient_is_the_one_computed(position: int) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in [(5, 6), (5, 2), (3, 3), (3, 1)]]
-    inputs[wanted].requires_grad_()
+    inputs[position].requires_grad_()
     assert torch.autograd.gradcheck(contract, inputs)
 
 
@@ -413,7 +413,7 @@ def test_checkpointing_changes_nothing(reentrant: bool, whole: bool, kind: str) 
 @pytest.mark.parametrize("kind", COEFFICIENTS)
 def test_autocast_leaves_the_stream_in_its_dtype(kind: str) -> None:
     torch.manual_seed(0)
-    altup = randomised(COEFFICIENTS[kind](nn.Linear(8, 8), 8, 2))  # hands back bfloat16
+    altup = randomised(COEFFICIENTS[kind](nn.Linear(8, 8), 8, 2))  # returns bfloat16
     x = torch.randn(2, 3, 16, requires_grad=True)
     reference = altup(x)
     expected = torch.autograd.grad(reference.sum(), [x, *altup.parameters()])

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import Memory
-from retrofit.passes.memory.memory import ExternalMemory, MemoryLayer
+from retrofit.passes.memory.external_memory import ExternalMemory
+from retrofit.passes.memory.memory_layer import MemoryLayer
 from retrofit.rewriting import apply_reported
 from retrofit.surgery.keyword_injection import InjectingForward
 

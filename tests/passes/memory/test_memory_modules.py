@@ -1,4 +1,4 @@
-"""External memory's tables against plain loops over the papers' formulas, and calls that carry a keyword past a module's code."""
+"""External memory's tables against plain loops over the papers' formulas, and keywords injected into submodules."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import Memory
-from retrofit.passes.memory.memory import ExternalMemory, LshMemory, MemoryLayer, SoftmaxMemory, TokenIdMemory
-from retrofit.surgery.keyword_injection import InjectingForward, View, call_with_keywords
+from retrofit.passes.memory.external_memory import ExternalMemory, LshMemory, SoftmaxMemory, TokenIdMemory
+from retrofit.passes.memory.memory_layer import MemoryLayer
+from retrofit.surgery.keyword_injection import InjectingCopy, InjectingForward, call_with_keywords
 from retrofit.surgery.wrappers import Wrapper
 
 KINDS: dict[str, tuple[type[ExternalMemory], dict[str, Any]]] = {
@@ -112,7 +113,7 @@ def test_sorting_tokens_by_expert_and_gathering_experts_agree(buckets: int, widt
     memory = made("softmax", buckets, width, rank)
     x, i, seen = torch.randn(tokens, width, requires_grad=True), torch.randint(buckets, (tokens,)), torch.randn(tokens, width)
     results = []
-    for way in (memory.gathered, memory.grouped):
+    for way in (memory.by_gathering, memory.by_grouping):
         y = way(x, i)
         results.append((y, *torch.autograd.grad(y, (x, memory.u, memory.v), seen)))
     for one, other in zip(*results, strict=True):
@@ -199,7 +200,7 @@ def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
         Memory(**options)
 
 
-# ── Calls that carry a keyword past a module's code ──────────────────────────────────────────────────────────────────────────────
+# ── Keywords injected into a module's submodules ─────────────────────────────────────────────────────────────────────────────────
 
 
 class Leaf(nn.Module):
@@ -213,7 +214,7 @@ class Leaf(nn.Module):
 
 
 class Tree(nn.Module):
-    """Its code hands its leaves nothing but x."""
+    """Its code passes its leaves nothing but x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,22 +228,22 @@ class Tree(nn.Module):
         return scale * self.deep(x)
 
 
-class Carry:
+class ReadIds:
     def __call__(self, args: Any, kwargs: Any) -> dict[str, Any]:
         return {"extra": kwargs["ids"]}
 
 
-def test_a_bound_call_reaches_the_named_submodules_and_leaves_the_module_alone() -> None:
+def test_keywords_reach_the_named_submodules_and_the_module_stays_as_it_was() -> None:
     tree, one = Tree(), torch.tensor(1.0)
     before = {name: id(module) for name, module in tree.named_modules()}
     with torch.no_grad():
         assert float(call_with_keywords(tree, ["branches.1", "deep.0.0"], {"extra": one}, (one,), {})) == 3.0
         assert float(tree(one)) == 1.0
     assert {name: id(module) for name, module in tree.named_modules()} == before
-    assert View(tree, [], {}).module is tree
+    assert InjectingCopy(tree, [], {}).copy is tree
 
 
-class Passing(Wrapper):
+class Passthrough(Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.layer(*args, **kwargs)
 
@@ -258,13 +259,13 @@ def test_a_path_leads_through_a_wrapper() -> None:
             return self.layer[0](x)
 
     tree, one = Tree(), torch.tensor(1.0)
-    tree.deep[0] = Passing(Passing(nn.Sequential(Passing(Named()))))
+    tree.deep[0] = Passthrough(Passthrough(nn.Sequential(Passthrough(Named()))))
     assert float(call_with_keywords(tree, ["deep.0.0.layer.0"], {"extra": one}, (one,), {})) == 2.0
     assert float(call_with_keywords(tree.deep[0], ["layer.0.layer.0"], {"extra": one}, (one,), {})) == 2.0
     assert float(tree(one)) == 1.0
 
 
-def test_what_the_code_sets_on_itself_stays() -> None:
+def test_attributes_set_by_the_code_are_written_back() -> None:
     class Counting(Tree):
         calls = 0
 
@@ -273,17 +274,17 @@ def test_what_the_code_sets_on_itself_stays() -> None:
             return super().forward(x, ids, scale=scale)
 
     tree = Counting()
-    tree.forward = InjectingForward(tree, ["branches.0"], Carry())  # type: ignore[method-assign, assignment]
+    tree.forward = InjectingForward(tree, ["branches.0"], ReadIds())  # type: ignore[method-assign, assignment]
     for number in range(3):
         tree(torch.tensor(1.0), ids=torch.tensor(1.0))
         assert tree.calls == number + 1
     assert type(tree.branches[0]) is Leaf and isinstance(vars(tree)["forward"], InjectingForward)
 
 
-def test_a_binding_forward_keeps_the_signature_and_follows_copies() -> None:
+def test_an_injecting_forward_keeps_the_signature_and_follows_copies() -> None:
     tree = Tree()
     signature = inspect.signature(tree.forward)
-    tree.forward = InjectingForward(tree, ["branches.0"], Carry())  # type: ignore[method-assign, assignment]
+    tree.forward = InjectingForward(tree, ["branches.0"], ReadIds())  # type: ignore[method-assign, assignment]
     assert inspect.signature(tree.forward) == signature
     one, five = torch.tensor(1.0), torch.tensor(5.0)
     twin = pickle.loads(pickle.dumps(copy.deepcopy(tree)))
@@ -294,7 +295,7 @@ def test_a_binding_forward_keeps_the_signature_and_follows_copies() -> None:
 
 def test_calls_in_several_threads_do_not_meet() -> None:
     tree = Tree()
-    tree.forward = InjectingForward(tree, ["branches.0", "deep.0.0"], Carry())  # type: ignore[method-assign, assignment]
+    tree.forward = InjectingForward(tree, ["branches.0", "deep.0.0"], ReadIds())  # type: ignore[method-assign, assignment]
     wrong: list[float] = []
 
     def work(value: float) -> None:

@@ -90,8 +90,8 @@ def test_later_tokens_change_nothing_earlier(name: str) -> None:
         close(run(model, other, use_cache=False)[:, :place], before[:, :place])
 
 
-def test_a_t5_gives_back_its_bias_whole() -> None:
-    """The relative bias is made by the first layer and handed on by the strided ones, to the last, which sees every token."""
+def test_a_t5_returns_its_bias_whole() -> None:
+    """The first layer computes the relative bias; the strided ones return it, and the last, which sees every token, reads it."""
     model = original("seq2seq/t5")
     assert {type(layer).__name__ for layer in model.encoder.block} == {"T5Block", "SequenceAltUpLayer"}
     tokens = zoo.inputs(zoo.entry("seq2seq/t5"), model)
@@ -113,10 +113,10 @@ def test_average_pooling_is_for_encoders() -> None:
 
 
 @pytest.mark.long
-def test_what_cannot_be_strided_is_said() -> None:
+def test_a_refusal_says_why_a_layer_cannot_be_strided() -> None:
     with pytest.raises(DoesNotFitError, match="strided already"):
         retrofit.apply(strided("causal/gpt2"), SequenceAltUp(), verify=False)
-    with pytest.raises(DoesNotFitError, match="numbers the tokens it is handed"):
+    with pytest.raises(DoesNotFitError, match="numbers the tokens it receives"):
         retrofit.apply(zoo.build(zoo.entry("seq2seq/t5")), SequenceAltUp(layers="0"), verify=False)
     with pytest.raises(DoesNotFitError, match="runs at other depths too"):
         retrofit.apply(zoo.build(zoo.entry("masked/albert")), SequenceAltUp(), verify=False)
@@ -124,7 +124,7 @@ def test_what_cannot_be_strided_is_said() -> None:
 
 @pytest.mark.long
 def test_layers_that_share_keys_and_values_are_left_alone() -> None:
-    """Gemma 4's last layers read those of earlier ones out of a dictionary that is handed to every layer."""
+    """Gemma 4's last layers read those of earlier ones from a dictionary that every layer receives."""
     entry = zoo.entry("causal/gemma4_text")
     kinds = ["sliding_attention", "full_attention"] * 3
     model = zoo.build(entry, num_hidden_layers=6, num_kv_shared_layers=2, layer_types=kinds)
@@ -138,8 +138,8 @@ def test_layers_that_share_keys_and_values_are_left_alone() -> None:
 
 
 @pytest.mark.long
-def test_layers_that_hear_nothing_of_padding_are_left_alone() -> None:
-    """Nemotron-H hands its feed-forwards no mask: they would take padding for tokens."""
+def test_layers_that_receive_no_mask_are_left_alone() -> None:
+    """Nemotron-H passes no mask to its feed-forwards: they would take padding for tokens."""
     model = original("causal/nemotron_h", layers="all")
     strides = [getattr(layer, "k", 1) for layer in model.model.layers]
     assert strides == [K if layer.block_type in ("linear_attention", "full_attention") else 1 for layer in model.model.layers]
@@ -152,7 +152,7 @@ def test_a_last_layer_of_which_the_class_token_alone_is_read_is_left_alone() -> 
     model = zoo.build(entry)
     retrofit.apply(model, SequenceAltUp(k=2, layers="all"), example_inputs=zoo.inputs(entry, model), verify=False)
     assert [getattr(layer, "k", 1) for layer in model.vit.layers] == [2, 2, 2, 1]
-    with pytest.raises(DoesNotFitError, match="some of its tokens only are read"):
+    with pytest.raises(DoesNotFitError, match="only some of its tokens are read"):
         retrofit.apply(zoo.build(entry), SequenceAltUp(layers="3"), example_inputs=zoo.inputs(entry, model), verify=False)
 
 
@@ -275,7 +275,7 @@ def test_a_sliding_window_forgets_its_anchors() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.long)])
 def test_rows_go_on_in_their_own_phase_when_their_padding_has_left_the_window(attention: str) -> None:
-    """From then on the model hands over no mask at all, and still rows hold different numbers of anchors."""
+    """From then on the model passes no mask at all, and rows still store different numbers of anchors."""
     import transformers
 
     sizes = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import DoesNotFitError
-from retrofit.passes.sequence_altup.layer_arguments import Follows, Handed, learn
+from retrofit.passes.sequence_altup.layer_call import LayerCall
 from retrofit.passes.sequence_altup.strided_layers import AveragePoolingLayer, SequenceAltUpLayer, StrideAndSkipLayer
+from retrofit.passes.sequence_altup.token_dims import TokenDims, infer_token_dims
 
 D = 4
-FOLLOWS = {
-    ("mask",): Follows(4, (2, 3), 0, tells=True),
-    ("positions",): Follows(2, (1,), 0),
+DIMS = {
+    ("mask",): TokenDims(4, (2, 3), 0, shows_padding=True),
+    ("positions",): TokenDims(2, (1,), 0),
 }
 
 
@@ -41,7 +42,7 @@ class Attention(nn.Module):
 
 def wrapped(kind: Any, k: int, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    layer = kind(Attention().double(), k, stream_in=0, stream_out=0, follows=FOLLOWS)
+    layer = kind(Attention().double(), k, stream_in=0, stream_out=0, token_dims=DIMS)
     with torch.no_grad():
         for parameter in layer.parameters(recurse=False):
             parameter.add_(torch.rand_like(parameter))
@@ -129,11 +130,11 @@ def test_gradients_reach_everything_through_padding() -> None:
 
 def test_at_the_start_k_1_is_the_layer_and_a2_waits_for_b() -> None:
     torch.manual_seed(0)
-    layer = SequenceAltUpLayer(Attention().double(), 1, stream_in=0, stream_out=0, follows=FOLLOWS)
+    layer = SequenceAltUpLayer(Attention().double(), 1, stream_in=0, stream_out=0, token_dims=DIMS)
     x = torch.randn(2, 5, D, dtype=torch.double)
     torch.testing.assert_close(layer(x)[0], layer.layer(x)[0])
     assert [(p.item(), tuple(p.shape)) for p in (layer.a1, layer.a2, layer.b)] == [(1, (1,)), (0, (1,)), (1, (1,))]
-    strided = SequenceAltUpLayer(Attention().double(), 3, stream_in=0, stream_out=0, follows=FOLLOWS)
+    strided = SequenceAltUpLayer(Attention().double(), 3, stream_in=0, stream_out=0, token_dims=DIMS)
     strided(x)[0].square().sum().backward()
     assert float(strided.a2.grad.abs()) < 1e-12 < float(strided.a1.grad.abs()) and float(strided.b.grad.abs()) > 1e-6  # type: ignore[union-attr]
 
@@ -150,7 +151,7 @@ def test_an_argument_nobody_knows_is_refused() -> None:
     with pytest.raises(DoesNotFitError, match="states of shape"):
         layer(torch.randn(1, 4, D, dtype=torch.double), states=torch.zeros(1, 4, 4))
     mask = torch.ones(2, 1, 4, 4, dtype=torch.bool) & torch.tensor([0, 1, 1, 1]).bool()
-    layer.follows[("table",)] = Follows(2, (0,), None)
+    layer.token_dims[("table",)] = TokenDims(2, (0,), None)
     with pytest.raises(DoesNotFitError, match="rows keep tokens at different positions"):
         layer(torch.randn(2, 4, D, dtype=torch.double), mask, table=torch.zeros(4, D))
 
@@ -158,19 +159,19 @@ def test_an_argument_nobody_knows_is_refused() -> None:
 def test_integers_that_are_passed_on_follow_the_tokens() -> None:
     """Some models hand their labels to every layer, which has no name for them."""
     x, labels = torch.randn(2, 5, D, dtype=torch.double), torch.arange(10).view(2, 5)
-    handed = Handed.of((x,), {"labels": labels}, ("x", "mask"), ("x",), {})
-    assert torch.equal(handed.tensors[("labels",)][0], labels)
-    assert handed.tensors[("labels",)][1].positions == (1,)
+    call = LayerCall.read((x,), {"labels": labels}, ("x", "mask"), ("x",), {})
+    assert torch.equal(call.tensors[("labels",)][0], labels)
+    assert call.tensors[("labels",)][1].positions == (1,)
     for name, value in {"mask": labels, "others": labels[:, :4], "values": x}.items():
-        with pytest.raises(DoesNotFitError, match="handed " + name):
-            Handed.of((x,), {name: value}, ("x", "mask"), ("x",), {})
+        with pytest.raises(DoesNotFitError, match="received " + name):
+            LayerCall.read((x,), {name: value}, ("x", "mask"), ("x",), {})
 
 
 def test_what_follows_the_tokens_is_learnt_from_two_calls() -> None:
     one = {("x",): (2, 11, 8), ("mask",): (2, 1, 11, 11), ("alibi",): (6, 1, 11), ("cos", 0): (1, 11, 8), ("bias",): (11, 8)}
     two = {("x",): (4, 19, 8), ("mask",): (4, 1, 19, 19), ("alibi",): (12, 1, 19), ("cos", 0): (1, 19, 8), ("bias",): (11, 8)}
     sizes = [{path: torch.Size(size) for path, size in shapes.items()} for shapes in (one, two)]
-    found = learn(sizes[0], sizes[1], ("x",))
+    found = infer_token_dims(sizes[0], sizes[1], ("x",))
     assert {path[0]: (how.positions, how.batch) for path, how in found.items()} == {
         "x": ((1,), 0),
         "mask": ((2, 3), 0),

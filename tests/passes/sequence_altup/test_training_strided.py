@@ -112,7 +112,7 @@ def test_trainer_trains_saves_and_resumes(form: str, how: dict[str, Any], tmp_pa
 
 
 @pytest.mark.parametrize("form", ["llama", *LONG[:2]])
-def test_lora_trains_beside_frozen_weights(form: str, tmp_path: Any) -> None:
+def test_lora_trains_with_frozen_weights(form: str, tmp_path: Any) -> None:
     base, given = strided(form), batch()
     torch.manual_seed(0)
     model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=2, target_modules="all-linear"))

@@ -141,6 +141,7 @@ def test_the_load_is_what_the_routers_do_and_can_be_seen() -> None:
     for path, shares in load.shares.items():
         assert path in texts
         assert {f"{share:.0%}" for share in shares} <= set(texts)
+    assert load.svg() == load.svg() and "dc:date" not in load.svg()
 
 
 def test_padding_does_not_count_in_the_load() -> None:
@@ -229,3 +230,30 @@ def test_feed_forwards_that_compute_the_same_are_one_group_however_they_are_writ
     (one,) = apply_reported(model, SharedMoE(groups=1), example_inputs={"ids": IDS}, verify=False).rewrites
     assert [site.name for site in one.sites] == ["layers.0.f", "layers.1.f", "layers.3.f"]
     assert [miss.name for miss in one.skipped] == ["layers.2.f"] and "hidden function" in one.skipped[0].why
+
+
+# ── The plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("identity", "spec", "exact"),
+    [
+        ("causal/llama", SharedMoE(groups=2, experts=3, share_attention=True), False),
+        ("causal/gpt2", SharedMoE(groups=0), True),
+        ("masked/albert", SharedMoE(experts=2), True),
+    ],
+)
+def test_a_plan_is_what_the_rewrite_does_and_leaves_the_model_as_it_is(identity: str, spec: SharedMoE, exact: bool) -> None:
+    model, inputs = build(identity)
+    before = {name: (id(one), one.detach().clone()) for name, one in model.named_parameters()}
+    modules = {path: id(module) for path, module in model.named_modules()}
+    plan = retrofit.plan_of(model, spec, example_inputs=inputs)
+    (planned,) = plan.passes
+    assert planned.exact == exact
+    assert {name: id(one) for name, one in model.named_parameters()} == {name: held for name, (held, _) in before.items()}
+    assert all(torch.equal(one, before[name][1]) for name, one in model.named_parameters())
+    assert {path: id(module) for path, module in model.named_modules()} == modules and "forward" not in vars(model)
+    (rewrite,) = apply_reported(model, spec, example_inputs=inputs, verify=False).rewrites
+    assert (rewrite.sites, rewrite.skipped, rewrite.exact) == (planned.plan.sites, planned.plan.near_misses, exact)
+    assert (rewrite.new_parameters, rewrite.formula) == (planned.plan.new_parameters, planned.plan.formula)
+    assert sum(parameter.numel() for parameter in model.parameters()) == plan.parameters_after

@@ -190,9 +190,9 @@ def test_lora_trains_with_it_and_the_base_stays() -> None:
     model, inputs, labels = labelled("causal/llama")
     plain = float(model.eval()(**inputs, labels=labels).loss)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "router"], lora_dropout=0.0)).train()
-    with auxiliary_losses() as untold:
+    with auxiliary_losses() as left_over:
         loss = adapted(**inputs, labels=labels).loss
-    assert not untold
+    assert not left_over
     assert float(loss.detach()) > plain + 0.01
     loss.backward()
     moved = {name.split(".lora_")[0].rpartition(".")[2] for name, one in adapted.named_parameters() if one.grad is not None}

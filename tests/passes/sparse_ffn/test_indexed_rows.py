@@ -33,13 +33,13 @@ def random_operands(
 
 
 def products(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
-    return torch.tensor([[float(x[t].double() @ rows[p].double()) for p in chosen] for t, chosen in enumerate(indices.tolist())])
+    return torch.tensor([[float(x[t].double() @ rows[p].double()) for p in row] for t, row in enumerate(indices.tolist())])
 
 
 def sums(h: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
     y = torch.zeros(len(h), rows.shape[1], dtype=torch.float64)
-    for t, chosen in enumerate(indices.tolist()):
-        for b, p in enumerate(chosen):
+    for t, row in enumerate(indices.tolist()):
+        for b, p in enumerate(row):
             y[t] += h[t, b].double() * rows[p].double()
     return y
 

@@ -1,4 +1,4 @@
-"""The sparse-ffn pass on whole models: its start, what calibration is worth, and what goes on working afterwards."""
+"""The sparse-ffn pass on whole models: its start, what calibration is worth, and what still works afterwards."""
 
 from __future__ import annotations
 

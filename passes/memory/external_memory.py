@@ -1,0 +1,157 @@
+"""The tables of external memory: each token looks one entry up, a small expert.
+
+    w_i(x) f_i(x),   i = lookup(x, id)                            x: (…, d)
+
+    f_i(x) = b_i                          rank 0                  b: [n, d]
+    f_i(x) = V_i relu(U_iᵀ x)             rank r                  U, V: [n, d, r]
+
+    token-id   i = id, w = 1              the table has a row for every token, n = V
+    softmax    p = softmax(W x'), i = argmax p, w_i = p_i         W: [n, d], x' = x ⊙ U[1−ε, 1+ε] in training
+    lsh        i = Σ_k s^k (⌊a_k·x̂ + o_k⌋ mod s) mod n, w = 1    a: [m, d], o: [m], fixed; x̂ = √d x/|x|
+
+The hyperplanes of LSH are m families of parallel, equispaced ones with random normals a_k and offsets o_k. Their spacing is 1,
+where tokens scaled to one length have a standard deviation of 1. With m = ⌈½ log₂ n⌉ there are about as many cells as buckets;
+s = ⌈n^(1/m)⌉.
+
+The Power of External Memory in Increasing Predictive Model Capacity (2023), §3.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.integrations.moe import _grouped_mm as grouped_mm
+
+from retrofit.sdk import DoesNotFitError
+
+FEW = 64  # up to so many tokens each one's expert is gathered; more are sorted by expert (measured: benchmarks/memory_overhead.py)
+
+
+class ExternalMemory(nn.Module):
+    """w_i(x) f_i(x), i = lookup(x, id): zero at the start. x: (…, d), ids: (…)."""
+
+    def __init__(self, buckets: int, width: int, rank: int, like: Tensor, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.buckets, self.width, self.rank, self.sparse = buckets, width, rank, sparse
+        kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        if rank:
+            self.u = nn.Parameter(torch.randn(buckets, width, rank, **kind) / math.sqrt(width))  # LeCun normal
+            self.v = nn.Parameter(torch.zeros(buckets, width, rank, **kind))
+        else:
+            self.b = nn.Parameter(torch.zeros(buckets, width, **kind))
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        i, weight = self.look_up(x, ids)
+        y = self.experts(x.flatten(0, -2), i.flatten()).view(x.shape) if self.rank else self.rows(self.b, i)
+        return y if weight is None else y * weight.unsqueeze(-1).to(y.dtype)
+
+    def look_up(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The index of each token's expert, and the weight of the expert's output (None: 1)."""
+        raise NotImplementedError
+
+    def rows(self, table: Tensor, i: Tensor) -> Tensor:
+        return F.embedding(i, table, sparse=self.sparse)
+
+    def experts(self, x: Tensor, i: Tensor) -> Tensor:
+        """V_i relu(U_iᵀ x) for each token: (tokens, d), (tokens) give (tokens, d)."""
+        x = x.to(self.u.dtype)
+        return self.by_gathering(x, i) if self.gathers(i.shape[0]) else self.by_grouping(x, i)
+
+    def gathers(self, tokens: int) -> bool:
+        """Whether each token's expert is gathered: cheaper for few tokens, and the only way in exported programs."""
+        return torch.compiler.is_exporting() or tokens <= max(FEW, self.buckets // 2)
+
+    def by_gathering(self, x: Tensor, i: Tensor) -> Tensor:
+        """Each token is multiplied by a copy of its expert's matrices."""
+        u, v = (self.rows(table.flatten(1), i).unflatten(-1, (self.width, self.rank)) for table in (self.u, self.v))
+        return torch.bmm(torch.bmm(x.unsqueeze(1), u).relu(), v.transpose(1, 2)).squeeze(1)
+
+    def by_grouping(self, x: Tensor, i: Tensor) -> Tensor:
+        """The tokens are sorted by expert and multiplied by a grouped product."""
+        i, order = torch.sort(i)
+        ends = torch.searchsorted(i, torch.arange(self.buckets, device=i.device), right=True).to(torch.int32)
+        padding = -self.rank % (16 // self.u.element_size())  # the kernels need rows of whole 16 bytes
+        u, v = (F.pad(table, (0, padding)) if padding else table for table in (self.u, self.v))
+        hidden = grouped_mm(x.index_select(0, order), u, ends).relu()
+        return grouped_mm(hidden, v.transpose(1, 2), ends).index_select(0, torch.argsort(order))
+
+    def late_parameters(self) -> tuple[str, ...]:
+        """The names of the parameters whose gradient is zero while all f_i are."""
+        return ("u",) if self.rank else ()
+
+    @staticmethod
+    def count(buckets: int, width: int, rank: int) -> int:
+        """The number of parameters."""
+        return (2 * rank if rank else 1) * buckets * width
+
+    def extra_repr(self) -> str:
+        return f"buckets={self.buckets}, width={self.width}, rank={self.rank}"
+
+
+class TokenIdMemory(ExternalMemory):
+    """The index is the input token's id. For tokens that were added to the vocabulary later the output is zero."""
+
+    def look_up(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if ids is None or ids.numel() != x.numel() // x.shape[-1]:
+            raise DoesNotFitError(
+                "a memory that is looked up by token ids was called with "
+                + ("no ids" if ids is None else f"ids {tuple(ids.shape)} and a stream {tuple(x.shape)}"),
+                why="each position of the stream needs the id of its input token",
+                remedy="call the model with input_ids, one for each position, or use lookup=softmax",
+            )
+        ids = ids.reshape(x.shape[:-1])
+        return ids.clamp(max=self.buckets - 1), ids < self.buckets
+
+    def gathers(self, tokens: int) -> bool:
+        return True  # few tokens of a batch share an id
+
+
+class SoftmaxMemory(ExternalMemory):
+    """The index is the likeliest of softmax(W x), and its probability is the weight."""
+
+    def __init__(self, buckets: int, width: int, rank: int, like: Tensor, *, jitter: float) -> None:
+        super().__init__(buckets, width, rank, like)
+        self.jitter = jitter
+        self.w = nn.Parameter(0.02 * torch.randn(buckets, width, device=like.device, dtype=like.dtype))
+
+    def look_up(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if self.training and self.jitter:
+            x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
+        weight, i = F.linear(x.to(self.w.dtype), self.w).float().softmax(-1).max(-1)
+        return i, weight
+
+    def late_parameters(self) -> tuple[str, ...]:
+        return (*super().late_parameters(), "w")
+
+    @staticmethod
+    def count(buckets: int, width: int, rank: int) -> int:
+        return ExternalMemory.count(buckets, width, rank) + buckets * width
+
+
+class LshMemory(ExternalMemory):
+    """The index is the cell that x lies in, between hyperplanes with normals `planes` [m, d] and offsets `offsets` [m]."""
+
+    planes: Tensor
+    offsets: Tensor
+
+    def __init__(self, buckets: int, width: int, rank: int, like: Tensor) -> None:
+        super().__init__(buckets, width, rank, like)
+        families = max(1, math.ceil(math.log2(buckets) / 2))
+        self.slots = round_up(buckets ** (1 / families))
+        self.register_buffer("planes", torch.randn(families, width, device=like.device, dtype=like.dtype) / math.sqrt(width))
+        self.register_buffer("offsets", torch.rand(families, device=like.device, dtype=like.dtype))
+
+    def look_up(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        unit = F.normalize(x.float(), dim=-1) * math.sqrt(self.width)
+        cells = torch.floor(F.linear(unit, self.planes.float()).float() + self.offsets.float()).long()  # (…, m)
+        slots = cells.remainder(self.slots)
+        return sum(digit * self.slots**k for k, digit in enumerate(slots.unbind(-1))).remainder(self.buckets), None  # type: ignore[union-attr]
+
+
+def round_up(x: float) -> int:
+    """⌈x⌉, where x may be off by a rounding error."""
+    return math.ceil(x - 1e-9)

@@ -1,0 +1,249 @@
+"""Which arguments a model's layers receive, recorded in captures: of its example inputs, and of a larger batch of longer ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from retrofit.passes.sequence_altup.argument_paths import ArgumentPath, named_arguments, positional_names, tensors_in
+from retrofit.passes.sequence_altup.larger_inputs import larger_inputs, length_of
+from retrofit.passes.sequence_altup.token_dims import TokenDims, token_dims_at_call, unpadded_tokens
+from retrofit.sdk import (
+    Call,
+    CaptureError,
+    Dataflow,
+    DoesNotFitError,
+    Layer,
+    Program,
+    accepts,
+    capture,
+    forward_parameters,
+    is_per_token,
+    mask_value,
+    preserve_state,
+)
+
+TensorType = tuple[torch.Size, torch.dtype]
+MARKER = torch.int32  # of masks, to distinguish them from other integers, which are of 64 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturedArguments:
+    """What the layers received in one capture."""
+
+    program: Program
+    flow: Dataflow
+    batch: int
+    length: int  # of the token ids, 0 where there are none
+    mask_inputs: frozenset[str]  # the inputs that say which tokens are real
+    tensors: dict[tuple[str, int], dict[ArgumentPath, TensorType]]  # by layer and call
+    objects: dict[str, dict[int | str, str]]  # by layer: arguments that are neither tensors nor plain, and their types
+
+    def shapes(self, layer: Layer) -> dict[ArgumentPath, torch.Size]:
+        return {path: shape for path, (shape, _) in self.tensors.get((layer.name, layer.call), {}).items()}
+
+    def dtype(self, layer: Layer, path: ArgumentPath) -> torch.dtype:
+        return self.tensors[layer.name, layer.call][path][1]
+
+    def call_of(self, layer: Layer) -> Call:
+        return next(call for call in self.program.calls if (call.path, call.index) == (layer.name, layer.call))
+
+    @property
+    def masks(self) -> list[fx.Node]:
+        """The inputs of the graph that say which tokens are real."""
+        return [node for node, name in self.program.inputs.items() if name in self.mask_inputs]
+
+
+class ArgumentCaptures:
+    """Captures of `model` on inputs like `examples`, in which the arguments of the modules at `paths` are recorded."""
+
+    def __init__(self, model: nn.Module, examples: Mapping[str, Any], paths: list[str]) -> None:
+        self.model, self.examples, self.paths = model, dict(examples), paths
+        self.mask_answers: dict[tuple[fx.Node, TokenDims], bool] = {}
+        self.values_decided = False  # whether values, which a model that is being loaded does not have, decided about any layer
+
+    @functools.cached_property
+    def first(self) -> CapturedArguments:
+        """Of the example inputs."""
+        return self.capture_with_masks(self.examples)
+
+    @functools.cached_property
+    def larger(self) -> CapturedArguments:
+        """Of another batch and length; raises `DoesNotFitError` where the model runs on no other."""
+        why = ""
+        for inputs in larger_inputs(self.examples):
+            try:
+                return self.capture_with_masks(inputs)
+            except CaptureError as error:
+                why = error.why or error.what
+        raise DoesNotFitError(
+            "the model does not run on a larger batch of longer inputs",
+            why=f"how a layer's arguments follow the tokens is inferred from such a run, which fails with {why}",
+            remedy="pass example_inputs= in which every extent that follows the number of tokens is that number",
+        )
+
+    @functools.cached_property
+    def marked(self) -> CapturedArguments | None:
+        """Of the example inputs with masks of a type that nothing else has; None where the model accepts none such."""
+        inputs = self.with_masks(self.examples)
+        marked = {name: value.to(MARKER) if is_mask_name(name) else value for name, value in inputs.items()}
+        with contextlib.suppress(CaptureError):
+            return self.capture_arguments(marked, frozenset())
+        return None
+
+    # What the captures say of one layer.
+
+    def is_tokens_first(self, layer: Layer, stream: ArgumentPath) -> bool | None:
+        """Whether the layer's stream is (tokens, batch, width) and not (batch, tokens, width); None where it is neither."""
+        first, second = self.first.shapes(layer)[stream], self.larger.shapes(layer)[stream]
+        if len(first) != 3:
+            return None
+        rows = [dim for dim in (0, 1) if first[dim] * self.larger.batch == second[dim] * self.first.batch]
+        if len(rows) == 2:  # tokens and batch grew by the same factor
+            rows = [dim for dim in rows if first[dim] == self.first.batch] or rows
+        return bool(rows[0]) if rows else None
+
+    def is_mask_in_container(self, layer: Layer, path: ArgumentPath, dims: TokenDims) -> bool:
+        """Whether a tensor inside a container, which is no argument in the graph, says which tokens are real."""
+        if len(dims.positions) == 2:
+            return dims.rank == 4
+        if dims.rank != 2 or self.marked is None:
+            return False
+        received = self.marked.tensors.get((layer.name, layer.call), {}).get(path)
+        return received is not None and received[1] in (torch.bool, MARKER)
+
+    def reads_as_unpadded(self, node: fx.Node | None, dims: TokenDims) -> bool:
+        """Whether a mask of the larger capture, which has no padding, reads as one: some models write masks in ways of their own.
+
+        A mask computed from tables without values, as those of a model that is being loaded, is assumed to.
+        """
+        if node is None or any(table is None or table.is_meta for table in self.tables_of(node)):
+            return True
+        if (node, dims) not in self.mask_answers:
+            with torch.device("cpu"):
+                value = mask_value(node, self.larger.flow)
+            if value is None or value.dim() != dims.rank:
+                self.mask_answers[node, dims] = True
+            else:
+                length = value.shape[dims.positions[-1]]
+                self.mask_answers[node, dims] = bool(unpadded_tokens(value, dims, value.shape[dims.batch or 0], 0, length).any())
+        return self.mask_answers[node, dims]
+
+    def tables_of(self, node: fx.Node | None) -> list[Tensor | None]:
+        """The buffers and constants that a value of the larger capture is computed from."""
+        if node is None:
+            return []
+        program, flow = self.larger.program, self.larger.flow
+        named = {**program.buffers, **program.constants}
+        return [program.values.get(name) for one, name in named.items() if one in flow.position and flow.reaches(one, node)]
+
+    # Capturing.
+
+    def capture_with_masks(self, inputs: dict[str, Any]) -> CapturedArguments:
+        """With masks and positions where the model takes any."""
+        masked = self.with_masks(inputs)
+        mask_inputs = frozenset(filter(is_mask_name, masked))
+        for attempt in (self.with_positions(masked), masked):
+            with contextlib.suppress(CaptureError):
+                return self.capture_arguments(attempt, mask_inputs)
+        return self.capture_arguments(inputs, frozenset())
+
+    def with_masks(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs, with masks for the token ids where the model takes any and none is given."""
+        known, extended = forward_parameters(self.model), dict(inputs)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and is_per_token(value) and name.endswith("input_ids"):
+                mask = name.replace("input_ids", "attention_mask")
+                if mask in known:
+                    extended.setdefault(mask, torch.ones(value.shape, dtype=torch.long, device=value.device))
+        return extended
+
+    def with_positions(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs, with positions where the model takes any and none are given."""
+        ids = inputs.get("input_ids")
+        if ids is None or ids.dim() != 2 or not accepts(self.model, "position_ids"):
+            return inputs
+        return {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand(ids.shape), **inputs}
+
+    def capture_arguments(self, inputs: dict[str, Any], mask_inputs: frozenset[str]) -> CapturedArguments:
+        tensors: dict[tuple[str, int], dict[ArgumentPath, TensorType]] = {}
+        objects: dict[str, dict[int | str, str]] = {}
+        counts: dict[str, int] = {}
+
+        def record(path: str, arguments: list[tuple[int | str, Any]]) -> None:
+            call = counts.get(path, 0)
+            counts[path] = call + 1
+            found: dict[ArgumentPath, TensorType] = {}
+            for name, value in arguments:
+                try:
+                    found.update((where, (one.shape, one.dtype)) for where, one in tensors_in(value, (name,)))
+                except DoesNotFitError:
+                    objects.setdefault(path, {})[name] = type(value).__name__
+            tensors[path, call] = found
+
+        def begin(module: nn.Module, args: Any) -> None:
+            """A capture may run the model several times: only the last run counts."""
+            for table in (tensors, objects, counts):
+                table.clear()
+
+        handle = self.model.register_forward_pre_hook(begin)
+        try:
+            with recording(self.model, self.paths, record):
+                program = capture(self.model, inputs)
+        finally:
+            handle.remove()
+        given = [value for value in inputs.values() if isinstance(value, Tensor)]
+        batch = next(int(value.shape[0]) for value in given if value.dim())
+        return CapturedArguments(program, Dataflow(program), batch, length_of(inputs), mask_inputs, tensors, objects)
+
+
+def is_mask_name(name: str) -> bool:
+    return name.endswith("attention_mask")
+
+
+@contextlib.contextmanager
+def recording(
+    model: nn.Module, paths: Collection[str], record: Callable[[str, list[tuple[int | str, Any]]], None]
+) -> Iterator[None]:
+    """Within this context `record` gets the path and the named arguments of every call of a module at one of the `paths`."""
+
+    def hook_for(path: str, names: tuple[str, ...]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            record(path, list(named_arguments(args, kwargs, names)))
+
+        return hook
+
+    modules = {path: model.get_submodule(path) for path in paths}
+    handles = [
+        module.register_forward_pre_hook(hook_for(path, positional_names(module)), with_kwargs=True)
+        for path, module in modules.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def new_arguments_with_cache(
+    model: nn.Module, inputs: Mapping[str, Any], known: Mapping[str, Collection[ArgumentPath]]
+) -> dict[str, str]:
+    """By layer, an argument with tensors that are not `known`, which it receives only when the model fills a cache."""
+    found: dict[str, str] = {}
+
+    def record(path: str, arguments: list[tuple[int | str, Any]]) -> None:
+        for name, value in arguments:
+            with contextlib.suppress(DoesNotFitError):  # an object that the layer receives without a cache too, and does not read
+                tensors = list(tensors_in(value, (name,)))
+                if any(where not in known[path] and token_dims_at_call(tensor, None) is None for where, tensor in tensors):
+                    found.setdefault(path, str(name))
+
+    with recording(model, known, record), preserve_state(model), torch.no_grad():
+        model(**{**inputs, "use_cache": True})
+    return found

@@ -1,0 +1,303 @@
+"""What a strided layer stores in the model's cache while the model decodes: keys and values of its anchors, and their corrections.
+
+Where the attention chooses among its keys by others (an indexer), these are stored too. Beam search, cropping, repeating and
+resetting reach this layer like any other layer of the cache.
+
+While no row has padding, anchors are counted in Python numbers, and nothing waits for the device. Otherwise rows reach their
+anchors at different steps: a row that is not at one leaves a hole, which no query sees, and which is closed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from retrofit.passes.sequence_altup.anchor_keys import AnchorKeys
+from retrofit.passes.sequence_altup.anchor_layer import AnchorLayer, MaskArgument
+from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, EvenAnchors, Indices
+from retrofit.passes.sequence_altup.placed_anchors import PlacedAnchorLayer
+from retrofit.passes.sequence_altup.ragged import RaggedAnchors
+from retrofit.sdk import SLACK, CaptureError, RetrofitError
+
+SERIES = {"keys": 2, "values": 2, "indexed": 1}  # what is stored of each anchor, and along which dimension
+
+
+class GrowingAnchorLayer(AnchorLayer):
+    """The anchor layer that keys are appended to; it also stores the corrections that cropping may need again.
+
+    `mask_argument` is how the layer received its mask when the model was rewritten, None where it takes none.
+    """
+
+    def __init__(self, name: str, k: int, mask_argument: MaskArgument | None = None) -> None:
+        self.mask_argument = mask_argument
+        super().__init__(name, k)
+
+    def forget(self) -> None:
+        super().forget()
+        self.dropped = 0  # anchors that have left the window, while all rows have the same
+        self.corrections: Tensor | None = None  # (batch, n, d), of the last anchors
+        self.real: Tensor | None = None  # (batch, tokens), None while all are
+        self.columns: Tensor | None = None  # (batch, anchors) of each entry, where rows differ
+        self.valid: Tensor | None = None
+        self.ragged: RaggedAnchors | None = None  # the corrections, where rows differ
+
+    # What a step needs.
+
+    @property
+    def kept(self) -> int:
+        """How many corrections are stored: that of the last anchor, and as many as cropping may need again."""
+        return SLACK // self.k + 2
+
+    @property
+    def earlier(self) -> Tensor | None:
+        stored = self.ragged.values[0] if self.ragged is not None else self.corrections
+        return None if stored is None or not stored.shape[1] else stored[:, -1:]
+
+    @property
+    def stored(self) -> int:
+        """How many anchors are stored, while all rows have the same."""
+        return -(-self.tokens // self.k) - self.dropped
+
+    def offset(self, length: int) -> int:
+        return int(self.counter.get_mask_sizes(length)[1]) if self.counter is not None else 0
+
+    def anchors(self, length: int, real: Tensor | None, batch: int) -> Anchors:
+        tracing = torch.compiler.is_compiling()
+        if real is not None and self.real is None and not tracing and bool(real.all()):
+            real = None
+        if real is None and self.real is None:
+            return EvenAnchors(self.tokens, length, self.k)
+        if self.real is None:
+            assert real is not None
+            self.begin_ragged(batch, real.device)
+        assert self.real is not None
+        real = self.real.new_ones(batch, length) if real is None else real.expand(batch, -1)
+        before = self.real.sum(1, keepdim=True)
+        found = CountedAnchors(real, self.k, before, filled_first=True)
+        if tracing:
+            return found
+        most = int(found.anchors.sum(1).max())
+        return CountedAnchors(real, self.k, before, most if self.earlier is not None else max(1, most), filled_first=True)
+
+    def begin_ragged(self, batch: int, device: torch.device) -> None:
+        """From here on rows may have different anchors."""
+        self.real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
+        columns = (torch.arange(self.stored, device=device) + self.dropped) * self.k
+        self.columns = columns.expand(batch, -1)
+        self.valid = torch.ones_like(self.columns, dtype=torch.bool)
+        if self.corrections is not None:
+            last = self.corrections.shape[1]
+            self.ragged = RaggedAnchors(self.columns[:, -last:], self.valid[:, -last:], (self.corrections,))
+            self.corrections = None
+
+    def key_indices(self, new: Anchors, offset: int, extent: int, device: torch.device) -> tuple[Indices, Tensor | None]:
+        if self.real is None:
+            start = self.dropped * self.k - offset
+            return slice(start, start + (self.stored + new.count) * self.k, self.k), None
+        assert self.columns is not None and self.valid is not None and new.valid is not None
+        keys = torch.cat([self.columns, self.tokens + new.columns(device)], 1) - offset
+        visible = torch.cat([self.valid, new.valid], 1) & (keys >= 0) & (keys < extent)
+        return keys.clamp(0, extent - 1), visible
+
+    def series(self) -> list[tuple[AnchorKeys, str, Tensor]]:
+        """What is stored of each anchor: by which cache layer, under which name, the values."""
+        layers = (self, *self.secondary)
+        return [(one, name, value) for one in layers for name in SERIES if (value := getattr(one, name)) is not None]
+
+    def sees_all(self, new: Anchors) -> bool:
+        if self.valid is None or new.valid is None:
+            return True
+        return bool(self.valid.all()) and (new.count == 1 or bool(new.valid.all()))
+
+    def visible(self, new: CountedAnchors) -> Tensor:
+        assert self.valid is not None
+        keys = torch.cat([self.valid, new.valid], 1)[:, None, None, :]
+        order = torch.ones(new.count, keys.shape[-1], dtype=torch.bool, device=keys.device)
+        return keys & order.tril(self.valid.shape[1])
+
+    def advance(self, new: Anchors, real: Tensor | None, length: int, corrections: Tensor | None) -> None:
+        for one in (self, *self.secondary):
+            one.count_tokens(length)
+        if self.real is None:
+            self.tokens += length
+            if corrections is not None:
+                joined = corrections if self.corrections is None else torch.cat([self.corrections, corrections], 1)
+                self.corrections = joined[:, -self.kept :]
+            self.drop_outside_window()
+            return
+        assert self.columns is not None and self.valid is not None
+        batch, device = len(self.real), self.real.device
+        passed = self.real.new_ones(batch, length) if real is None else real.expand(batch, -1)
+        self.real = torch.cat([self.real, passed], 1)
+        if corrections is not None:
+            assert new.valid is not None
+            columns = self.tokens + new.columns(device)
+            if self.ragged is None:
+                nothing = columns[:, :0]
+                self.ragged = RaggedAnchors(nothing, nothing.bool(), (corrections[:, :0],))
+            self.ragged = self.ragged.append(columns, new.valid, (corrections,))
+            self.columns, self.valid = torch.cat([self.columns, columns], 1), torch.cat([self.valid, new.valid], 1)
+        self.tokens += length
+        self.close_holes()
+
+    def drop_outside_window(self) -> None:
+        """Anchors that no later mask covers are gone; all rows have the same."""
+        gone = -(-self.offset(1) // self.k) - self.dropped
+        if gone > 0:
+            self.dropped += gone
+            for one, name, value in self.series():
+                setattr(one, name, value.narrow(SERIES[name], gone, value.shape[SERIES[name]] - gone))
+
+    def close_holes(self) -> None:
+        """Rows store the anchors inside the window and the sequence, without the holes that all of them have."""
+        assert self.columns is not None and self.valid is not None
+        kept = self.valid & (self.columns < self.tokens) & (self.columns >= self.offset(1))
+        series = self.series()
+        values = tuple(value.transpose(1, SERIES[name]) for _, name, value in series)  # (batch, anchors, …)
+        ragged = RaggedAnchors(self.columns, self.valid, values).compact(kept)
+        self.columns, self.valid = ragged.columns, ragged.valid
+        for (one, name, _), value in zip(series, ragged.values, strict=True):
+            setattr(one, name, value.transpose(1, SERIES[name]))
+        if self.ragged is not None:
+            self.ragged = self.ragged.compact(self.ragged.valid & (self.ragged.columns < self.tokens), self.kept)
+
+    # As a layer of a cache.
+
+    def replace(self, layer: Any) -> None:
+        super().replace(layer)
+        if isinstance(layer, LinearAttentionLayer):
+            self.__class__ = RecurrentAnchorLayer
+            shared = vars(LinearAttentionLayer()).keys()
+            self.__dict__.update((name, value) for name, value in vars(layer).items() if name in shared)
+        elif hasattr(layer, "update_indexer"):
+            self.__class__ = IndexedAnchorLayer
+            self.indexer_position_ids = getattr(layer, "indexer_position_ids", None)
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() if self.counter is not None else self.tokens
+
+    # What a program that decodes takes and returns.
+
+    def carried(self) -> dict[str, Tensor]:
+        """Raises `CaptureError` where states are stored that no exported program carries."""
+        if self.keys is None or self.values is None or self.indexed is not None or self.recurrent or self.secondary:
+            raise CaptureError(
+                f"the strided layer {self.name} keeps more than the keys and values of one attention",
+                why="an exported program does not carry recurrent states, indexer keys, or those of a second attention",
+            )
+        real = self.keys.new_ones(len(self.keys), 1, self.tokens, dtype=torch.bool)
+        last = self.earlier
+        assert last is not None
+        return {"key": self.keys, "value": self.values, "correction": last, "real": real}
+
+    def carrying(self, states: dict[str, Tensor]) -> PlacedAnchorLayer:
+        return PlacedAnchorLayer(self.name, self.k, states, self.mask or self.mask_argument)
+
+    # What generation does to it.
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self.take_back(self.tokens - int(self.get_seq_length()))
+
+    def take_back(self, count: int) -> None:
+        """The last `count` tokens are removed."""
+        if count <= 0:
+            return
+        self.tokens -= count
+        if not self.tokens:
+            self.forget()
+            return
+        if self.real is not None:
+            self.real = self.real[:, : self.tokens]
+            self.close_holes()
+            lost = self.ragged is None or not bool((self.ragged.valid.any(1) | ~self.real.any(1)).all())
+        else:
+            gone = -(-(self.tokens + count) // self.k) - self.dropped - self.stored
+            for one, name, value in self.series():
+                setattr(one, name, value.narrow(SERIES[name], 0, self.stored))
+            assert self.corrections is not None
+            self.corrections = self.corrections[:, : max(0, self.corrections.shape[1] - gone)]
+            lost = not self.corrections.shape[1]
+        if lost:
+            raise RetrofitError(
+                f"the cache was cropped by {count} tokens, more than it can take back",
+                why=f"strided layers keep the corrections of the last {self.kept} anchors",
+                remedy=f"crop by at most {SLACK} tokens at a time, or start from an empty cache",
+            )
+
+    def choose(self, rows: Tensor) -> None:
+        """Only these rows are left; a row that is chosen twice is there twice."""
+        self.each_row(lambda value: value.index_select(0, rows.to(value.device)))
+
+    def repeat(self, times: int) -> None:
+        """Each row is there so many times."""
+        self.each_row(lambda value: value.repeat_interleave(times, 0))
+
+    def each_row(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Everything that has rows is changed by `change`."""
+        for one, name, value in self.series():
+            setattr(one, name, change(value))
+        for name in ("corrections", "real", "columns", "valid"):
+            value = getattr(self, name)
+            if value is not None:
+                setattr(self, name, change(value))
+        if self.ragged is not None:
+            ragged = self.ragged
+            self.ragged = RaggedAnchors(change(ragged.columns), change(ragged.valid), (change(ragged.values[0]),))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.choose(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.choose(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.repeat(repeats)
+
+
+class IndexedAnchorLayer(GrowingAnchorLayer):
+    """The same for a layer whose attention chooses among its keys by keys of an indexer, which are stored too.
+
+    The model may keep the positions of all tokens there, which the stride does not concern.
+    """
+
+    indexer_position_ids: Tensor | None = None  # (numberings, batch, tokens)
+
+    def forget(self) -> None:
+        super().forget()
+        self.indexer_position_ids = None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = self.indexer_position_ids[..., : -abs(tokens_to_remove)]
+        super().crop(tokens_to_remove)
+
+    def each_row(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().each_row(change)
+        if self.indexer_position_ids is not None:
+            self.indexer_position_ids = change(self.indexer_position_ids.transpose(0, 1)).transpose(0, 1)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """All the indexer's keys, (batch, anchors, width), the new ones last."""
+        stored = self.indexed
+        self.indexed = indexer_key_states if stored is None else torch.cat([stored, indexer_key_states], 1)
+        return self.indexed
+
+
+class RecurrentAnchorLayer(GrowingAnchorLayer, LinearAttentionLayer):  # type: ignore[misc,override]
+    """The same for a layer that has recurrent states next to keys and values: they are those of the layer it replaced."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        (GrowingAnchorLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        GrowingAnchorLayer.reset(self)
+
+    def choose(self, rows: Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, rows)  # type: ignore[arg-type]
+        GrowingAnchorLayer.choose(self, rows)

@@ -1,0 +1,100 @@
+"""What a strided layer stores in the cache, as tensors that a program takes and returns: the state of an exported decoder.
+
+    key, value   (batch, heads, ⌈tokens/k⌉, head width)   of the anchors, at the index of their number in their row
+    correction   (batch, 1, d)                            of the last anchor; zeros before the first
+    real         (batch, 1, tokens)                       which tokens so far were no padding
+
+The sizes follow from the number of tokens, so that a program can be traced with them. A row with fewer anchors has unused entries
+behind its own, which no query may see.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from retrofit.passes.sequence_altup.anchor_layer import AnchorLayer, MaskArgument
+from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, Indices
+
+
+class PlacedAnchorLayer(AnchorLayer):
+    """A strided layer's keys and values, each anchor at the index of its number in its row. It lives for one call of a program."""
+
+    def __init__(self, name: str, k: int, states: dict[str, Tensor], mask: MaskArgument | None = None) -> None:
+        super().__init__(name, k)
+        self.counter = DynamicLayer()
+        self.recurrent = ()
+        self.mask = mask
+        self.keys, self.values = states.get("key"), states.get("value")
+        self.last = states.get("correction")
+        self.real = states["real"][:, 0] if "real" in states else None
+        self.tokens = self.real.shape[1] if self.real is not None else 0
+        if self.keys is not None and self.values is not None:
+            self.lazy_initialization(self.keys, self.values)
+
+    def carried(self) -> dict[str, Tensor]:
+        assert self.keys is not None and self.values is not None and self.last is not None and self.real is not None
+        return {"key": self.keys, "value": self.values, "correction": self.last, "real": self.real[:, None]}
+
+    def carrying(self, states: dict[str, Tensor]) -> PlacedAnchorLayer:
+        return PlacedAnchorLayer(self.name, self.k, states, self.mask)
+
+    @property
+    def earlier(self) -> Tensor | None:
+        return self.last
+
+    def offset(self, length: int) -> int:
+        return 0
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length + self.tokens, 0
+
+    def anchors(self, length: int, real: Tensor | None, batch: int) -> CountedAnchors:
+        if self.real is None:
+            self.real = torch.ones(batch, 0, dtype=torch.bool, device=None if real is None else real.device)
+        new = self.real.new_ones(batch, length) if real is None else real.expand(batch, -1)
+        self.every = CountedAnchors(torch.cat([self.real, new], 1), self.k)
+        before = self.real.sum(1, keepdim=True)
+        found = CountedAnchors(new, self.k, before, filled_first=True)
+        number = torch.cumsum(found.valid, 1) - 1 + (before + self.k - 1) // self.k
+        self.numbers = torch.where(found.valid, number, self.every.count)
+        return found
+
+    def key_indices(self, new: Anchors, offset: int, extent: int, device: torch.device) -> tuple[Indices, Tensor | None]:
+        return self.every.index, self.every.valid
+
+    def sees_all(self, new: Anchors) -> bool:
+        """While a program is traced this is unknown: every layer gets a mask, except those that take none and see no padding."""
+        if torch.compiler.is_compiling():
+            return self.mask is None
+        return bool(self.every.valid.all()) and (new.count == 1 or new.valid is None or bool(new.valid.all()))
+
+    def visible(self, new: CountedAnchors) -> Tensor:
+        number = torch.arange(self.every.count, device=self.numbers.device)
+        return self.every.valid[:, None, None, :] & (number <= self.numbers[:, None, :, None])
+
+    def advance(self, new: Anchors, real: Tensor | None, length: int, corrections: Tensor | None) -> None:
+        assert corrections is not None and new.valid is not None
+        latest = corrections[:, -1:]
+        self.last = latest if self.last is None else torch.where(new.valid[:, -1:, None], latest, self.last)
+        self.real = self.every.real
+        self.tokens = self.tokens + length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = self.insert(self.keys, key_states), self.insert(self.values, value_states)
+        self.lazy_initialization(self.keys, self.values)
+        return self.keys, self.values
+
+    def insert(self, stored: Tensor | None, new: Tensor) -> Tensor:
+        """The stored anchors and the new ones, each at the index of its number: (batch, heads, anchors, width)."""
+        batch, heads, _, width = new.shape
+        count = self.every.count
+        room = new.new_zeros(batch, heads, count + 1 - (0 if stored is None else stored.shape[2]), width)
+        whole = room if stored is None else torch.cat([stored, room], 2)
+        return whole.scatter(2, self.numbers[:, None, :, None].expand(new.shape), new)[:, :, :count]

@@ -1,0 +1,172 @@
+"""A mixture of experts whose experts are feed-forwards with stacked weights, and its balance loss.
+
+    MoE(x) = Σ_i g(x)_i e_i(x),   g(x) = TopK(softmax(f(x) + ε))        ε ~ N(0, noise²) in training, f: [E, d] `router`
+    B = ⌈C·K·tokens/E⌉                                                  tokens of a batch that an expert keeps in training
+    l_balance = E Σ_i m_i P_i                                           m_i: dispatches to expert i per token; P: mean softmax
+
+Go Wider Instead of Deeper (AAAI 2022), eq. 1 to 5. Logits, probabilities and gates are float32 whatever the model is.
+
+In training a mixture records its balance loss as an auxiliary loss (`retrofit/surgery/auxiliary_losses.py`), which the model's
+forward adds to the loss that it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.integrations.moe import _grouped_mm
+
+from retrofit.sdk import FeedForward, FeedForwardBlock, Port, record_auxiliary_loss
+
+ROW = 16  # bytes: grouped kernels need rows of a multiple of it
+
+
+class Router(nn.Linear):
+    """f: the logits of the experts, in float32 whatever x and the weight are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        off = torch.autocast(x.device.type, enabled=False) if autocast_dtype(x.device) else contextlib.nullcontext()
+        with off:
+            return F.linear(x.float(), self.weight.float())
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that products have under autocast, None where there is none."""
+    kind = device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
+class ExpertMatrices(nn.Module):
+    """One matrix of every expert, `weight` (E, out, in) and `bias` (E, out) or None."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", bias)
+
+    def forward(self, rows: Tensor, expert: Tensor, ends: Tensor | None) -> Tensor:
+        """Each row times the matrix of its expert, plus its bias: (rows, in) to (rows, out).
+
+        `ends` is the index after the last row of each expert where rows are sorted by expert; None gathers a matrix for each row.
+        """
+        weight, bias = self.weight.to(rows.dtype), self.bias
+        if ends is None:
+            y = torch.bmm(weight.index_select(0, expert), rows.unsqueeze(-1)).squeeze(-1)
+        else:
+            y = grouped_product(rows, weight.transpose(1, 2), ends)
+        return y if bias is None else y + bias.to(y.dtype).index_select(0, expert)
+
+    def extra_repr(self) -> str:
+        return f"experts={self.weight.shape[0]}, {self.weight.shape[2]} to {self.weight.shape[1]}, bias={self.bias is not None}"
+
+
+class MixtureOfExperts(nn.Module):
+    """Σ_i g(x)_i e_i(x): (tokens, d) to (tokens, d).
+
+    The matrices that read x are its children named in `into`; `ports` are the columns of their results that the hidden function
+    reads; `down` writes y. The hidden function is each layer's own and an argument of the call: only matrices are shared.
+    """
+
+    def __init__(
+        self,
+        into: Mapping[str, ExpertMatrices],
+        ports: Sequence[Port],
+        down: ExpertMatrices,
+        *,
+        k: int,
+        renormalize: bool = True,
+        capacity: float | None = None,
+        balance: float = 0.0,
+        noise: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.into, self.ports = tuple(into), tuple(ports)
+        for name, matrices in into.items():
+            self.add_module(name, matrices)
+        self.down = down
+        self.experts, self.width, self.units = down.weight.shape
+        self.k, self.renormalize, self.capacity, self.balance, self.noise = k, renormalize, capacity, balance, noise
+        like = down.weight
+        self.router = Router(self.width, self.experts, bias=False, device=like.device, dtype=like.dtype)
+        nn.init.normal_(self.router.weight, std=0.02)
+
+    def forward(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
+        gates, selected = self.route(x)
+        return self.combine(x, gates, selected, hidden)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The gates and experts of each token: (tokens, K), float32 and indices; above an expert's capacity the gate is 0."""
+        logits = self.router(x).float()
+        if self.training and self.noise:
+            logits = logits + self.noise * torch.randn_like(logits)
+        probabilities = logits.softmax(-1)
+        gates, selected = probabilities.topk(self.k, dim=-1)
+        if self.renormalize:
+            gates = gates / gates.sum(-1, keepdim=True)
+        if self.training:
+            dispatched = F.one_hot(selected, self.experts).sum(-2)  # (tokens, E)
+            if self.balance:
+                gates = record_auxiliary_loss(gates, self.balance * balance_loss(probabilities, dispatched), self)
+            if self.capacity is not None:
+                gates = gates * (dispatched.cumsum(0).gather(-1, selected) <= self.expert_capacity(len(x)))
+        return gates, selected
+
+    def expert_capacity(self, tokens: int) -> int:
+        """B: how many of the tokens an expert keeps in training, the first ones."""
+        assert self.capacity is not None
+        return math.ceil(self.capacity * self.k * tokens / self.experts - 1e-9)
+
+    def combine(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
+        """Σ_k gates_k e_{selected_k}(x)."""
+        dtype = autocast_dtype(x.device) or self.down.weight.dtype
+        expert = selected.flatten()
+        if torch.compiler.is_exporting():  # programs that run without torch
+            y = self.run_experts(x.to(dtype).repeat_interleave(self.k, 0), expert, None, hidden)
+        else:  # rows sorted by expert, one grouped product for all
+            expert, order = torch.sort(expert, stable=True)
+            ends = torch.searchsorted(expert, torch.arange(self.experts, device=expert.device), right=True).to(torch.int32)
+            y = self.run_experts(x.to(dtype).index_select(0, order // self.k), expert, ends, hidden)
+            y = y.index_select(0, torch.argsort(order))
+        return (y.view(*selected.shape, self.width) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
+
+    def run_experts(self, rows: Tensor, expert: Tensor, ends: Tensor | None, hidden: Callable[..., Tensor]) -> Tensor:
+        """e_i of each row, i its expert; `ends` as in `ExpertMatrices`."""
+        z = [self.get_submodule(name)(rows, expert, ends) for name in self.into]
+        units = [z[port.matrix][:, port.start : port.start + port.step * (self.units - 1) + 1 : port.step] for port in self.ports]
+        y: Tensor = self.down(hidden(*units), expert, ends)
+        return y
+
+    def extra_repr(self) -> str:
+        return f"experts={self.experts}, k={self.k}, width={self.width}, units={self.units}"
+
+
+def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows times the matrix of their group, of weight (E, in, out), by a kernel, or by a loop where no kernel supports them."""
+    if rows.dtype == torch.float64 or any(size * rows.element_size() % ROW for size in weight.shape[1:]):
+        return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)  # type: ignore[no-any-return]
+    return _grouped_mm(rows, weight, ends)  # type: ignore[no-any-return]
+
+
+def balance_loss(probabilities: Tensor, dispatched: Tensor) -> Tensor:
+    """l_balance = E Σ_i m_i P_i of one routing, eq. 3; `dispatched` is 1 where an expert gets a token. Both: (tokens, E)."""
+    m, p = dispatched.to(probabilities.dtype).mean(0), probabilities.mean(0)
+    return probabilities.shape[-1] * (m * p).sum()
+
+
+class MoEBlock(FeedForwardBlock):
+    """Replaces a layer's feed-forward: the mixture `moe`, its own or its group's, with the layer's hidden function."""
+
+    def __init__(self, site: FeedForward, old: nn.Module, moe: MixtureOfExperts) -> None:
+        super().__init__(site, old)
+        self.hidden, self.moe = site.hidden, moe
+
+    def compute(self, x: Tensor) -> Tensor:
+        y: Tensor = self.moe(x.reshape(-1, self.width), self.hidden)
+        return y.view(x.shape)

@@ -1,0 +1,232 @@
+"""Build one graph module: the nodes of one region copied into a graph, the regions inside it as calls of modules."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from retrofit.graphs.attention_dropout import AttentionWithDropout
+from retrofit.graphs.emission_context import EmissionContext
+from retrofit.graphs.graph_functions import check_sizes, getitem
+from retrofit.graphs.graph_parts import Graph, GraphPart
+from retrofit.graphs.module_tree import attach_module, register_tensor
+from retrofit.graphs.part_arguments import dimension_of_size, part_arguments
+from retrofit.graphs.regions import Region
+from retrofit.graphs.structural_equality import is_structurally_equal
+from retrofit.graphs.symbolic_sizes import is_size_value
+from retrofit.program.aten_ops import DROPOUT, op, shape
+
+ASSERTIONS = ("_assert", "sym_constrain", "_guards")
+
+
+KEPT_METADATA = ("val", "stack_trace")  # of what is known of a node: its value's shape and dtype, and the line of the model's code
+
+
+def keeps_width(node: fx.Node, width: int) -> bool:
+    """Whether a change of layout has the stream's width as a literal last size, which its operand has too.
+
+    A pass may make its operand wider.
+    """
+    before, sizes = shape(node.args[0]) or (), node.args[1]
+    written = sizes[-1] if isinstance(sizes, (list, tuple)) and sizes else None
+    return len(before) > 1 and type(written) is int and written == before[-1] == width
+
+
+def unchanged_leading_dims(node: fx.Node, sizes: dict[fx.Node, tuple[Any, ...]]) -> int:
+    """How many leading dimensions a change of layout keeps, the last apart: a pass may give it fewer tokens."""
+    pairs = zip(sizes[node.args[0]][:-1], sizes[node][:-1], strict=False)  # type: ignore[index]
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def kept_metadata(node: fx.Node) -> dict[str, Any]:
+    """The metadata that a copy of the node keeps."""
+    return {key: node.meta[key] for key in KEPT_METADATA if key in node.meta}
+
+
+class ModuleBuilder:
+    """A graph module that is being built from a region; `env` maps nodes of the program to nodes of its graph."""
+
+    def __init__(self, context: EmissionContext, region: Region, arguments: list[fx.Node]) -> None:
+        self.context, self.region, self.arguments = context, region, arguments
+        self.root = nn.Module()
+        self.graph = fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.elsewhere: set[fx.Node] = set()  # nodes of the region that are computed before it
+        self.parts: dict[str, tuple[str, nn.Module]] = {}  # by name: the path of the module whose call it is, and the part
+        names = context.program.inputs
+        for node in arguments:
+            self.env[node] = self.graph.placeholder(names.get(node, node.name))
+            self.env[node].meta |= kept_metadata(node)
+
+    def size_check(self, node: fx.Node) -> fx.Node:
+        """The argument, checked for the sizes that the model's code fixed when it was captured."""
+        fixed = tuple(size if isinstance(size, int) else None for size in self.context.sizes[node])
+        if not any(size is not None for size in fixed):
+            return self.env[node]
+        made = self.graph.call_function(check_sizes, (self.env[node], self.context.program.inputs[node], fixed))
+        made.meta |= kept_metadata(node)
+        return made
+
+    def run(self) -> None:
+        """Every node of the region is in the graph; the regions inside it are calls of parts."""
+        flow, position = self.context.flow, self.region.first
+        starts = {one.first: one for one in self.region.inside}
+        while position <= self.region.last:
+            if position in starts:
+                inner = starts[position]
+                self.call_region(inner)
+                position = inner.last + 1
+                continue
+            node = flow.nodes[position]
+            computes = node.op == "call_function" and not is_size_value(node)  # sizes are computed where they are read
+            if computes and node not in self.elsewhere and not self.context.is_weight(node) and not op(node).startswith(ASSERTIONS):
+                self.env[node] = self.stop_gradient(node, self.copied(node))
+            position += 1
+
+    def stop_gradient(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        """The value of `node` for its readers in this region: detached where the model's code stops gradients at them."""
+        context, region = self.context, self.region
+        if node not in context.without_gradient:
+            return made
+        here = (user for user in node.users if region.first <= context.flow.position.get(user, -1) <= region.last)
+        if all(user in context.without_gradient for user in here):
+            return made
+        detached = self.graph.call_function(torch.ops.aten.detach.default, (made,))
+        detached.meta |= kept_metadata(node)
+        return detached
+
+    def finished(self, name: str) -> fx.GraphModule:
+        """The graph module, without dead code."""
+        made = Graph(self.root, self.graph, name)
+        made.graph.eliminate_dead_code()
+        made.graph.lint()
+        made.recompile()
+        for path, module in self.root.named_modules():
+            if module._non_persistent_buffers_set:
+                made.get_submodule(path)._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
+        return made
+
+    def value(self, node: fx.Node) -> fx.Node:
+        """The node of this graph that holds the value of a node of the program."""
+        if node not in self.env:
+            place = dimension_of_size(node, self.arguments, self.context)
+            if place is not None:
+                self.env[node] = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[place[0]], place[1]))
+                self.env[node].meta |= kept_metadata(node)
+            else:
+                self.env[node] = self.weight(node) if node.op == "placeholder" else self.copied(node)
+        return self.env[node]
+
+    def weight(self, node: fx.Node) -> fx.Node:
+        """A parameter, buffer or constant, registered in this module under its own name."""
+        prefix = self.region.path + "." if self.region.path else ""
+        name, value, saved = self.context.tensor_of(node, prefix)
+        name = name.removeprefix(prefix)
+        register_tensor(self.root, name, value, saved)
+        return self.graph.get_attr(name)
+
+    def copied(self, node: fx.Node) -> fx.Node:
+        """A copy of the node with its metadata, for this graph."""
+        made = self.translated(node)
+        made.meta |= kept_metadata(node)
+        return made
+
+    def translated(self, node: fx.Node) -> fx.Node:
+        """A copy of the node: dropout is a module, a device that of the inputs, the sizes of a view are read from its operand."""
+        name = op(node)
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.value)
+        if name in DROPOUT and isinstance(node.args[0], fx.Node):
+            return self.dropout(float(node.args[1]), args)  # type: ignore[arg-type]
+        if node in self.context.dropouts:
+            return self.attention(self.context.dropouts[node], args, kwargs)
+        if isinstance(kwargs.get("device"), torch.device) and (like := self.any_tensor()) is not None:
+            kwargs = {**kwargs, "device": self.graph.call_function(getattr, (like, "device"))}
+        target: Any = node.target
+        if target is torch.ops.aten.view.default:  # how attention lays its result out depends on device and gradients
+            target = torch.ops.aten.reshape.default
+        if name in ("view", "reshape", "_unsafe_view"):
+            args = args[0], self.view_sizes(node, args)  # type: ignore[arg-type]
+        return self.graph.call_function(target, args, kwargs)
+
+    def view_sizes(self, node: fx.Node, args: Any) -> list[Any]:
+        """The sizes of a change of layout; literal ones that it keeps are read from its operand."""
+        sizes = list(args[1])
+        places = [dim for dim in range(unchanged_leading_dims(node, self.context.sizes)) if type(sizes[dim]) is int]
+        if keeps_width(node, self.context.width):
+            places.append(-1)
+        for dim in places:
+            sizes[dim] = self.graph.call_function(torch.ops.aten.sym_size.int, (args[0], dim))
+        return sizes
+
+    def any_tensor(self) -> fx.Node | None:
+        """A tensor of this graph, None where there is none yet."""
+        tensors = (copied for node, copied in self.env.items() if isinstance(node.meta.get("val"), Tensor))
+        return next(tensors, None)
+
+    def dropout(self, p: float, args: Any) -> fx.Node:
+        """A call of a dropout module."""
+        return self.graph.call_module(self.new_child("dropout", nn.Dropout(p)), args[:1])
+
+    def attention(self, p: float, args: Any, kwargs: Any) -> fx.Node:
+        """A call of a fused attention whose weights are dropped in training."""
+        return self.graph.call_module(self.new_child("attend", AttentionWithDropout(p)), args, kwargs)
+
+    def new_child(self, name: str, module: nn.Module) -> str:
+        """`module` is a child under `name`, or that with a number; returns it."""
+        free, count = name, 0
+        while hasattr(self.root, free):
+            count += 1
+            free = f"{name}_{count}"
+        self.root.add_module(free, module)
+        return free
+
+    def call_region(self, region: Region) -> None:
+        """The region is a module that takes what it reads and returns what others read of it, and is called here."""
+        context, flow = self.context, self.context.flow
+        own = [
+            node
+            for node in flow.nodes[region.first : region.last + 1]
+            if not context.is_weight(node) and node.op == "call_function"
+        ]
+        shared = context.shared_nodes(own) if region.in_code else set()
+        own = [node for node in own if node not in shared]
+        if len(own) == 1 and op(own[0]) in DROPOUT:  # a module that is nothing but dropout stays one
+            name = self.register_part(region, nn.Dropout(float(own[0].args[1])))  # type: ignore[arg-type]
+            self.env[own[0]] = self.graph.call_module(name, (self.value(own[0].args[0]),))  # type: ignore[arg-type]
+            return
+        arguments, own = part_arguments(own, context)
+        within = set(own)
+        builder = ModuleBuilder(context, region, arguments)
+        builder.elsewhere = self.elsewhere | shared
+        builder.run()
+        returned = [
+            node
+            for node in own
+            if node in context.results or any(user not in within and user in context.live for user in node.users)
+        ]
+        returned = [node for node in returned if node in builder.env or is_size_value(node)]
+        if not returned:
+            return
+        values = [builder.value(node) for node in returned]
+        builder.graph.output(values[0] if len(values) == 1 else tuple(values))
+        name = self.register_part(region, GraphPart.of(builder.finished("Part")))
+        operands = tuple(self.value(node) for node in arguments)
+        leaf = region.name.rpartition(".")[2]
+        result = self.graph.create_node("call_module", name, operands, {}, name=f"from_{leaf}")  # never `self`
+        for index, node in enumerate(returned):
+            made = result if len(returned) == 1 else self.graph.call_function(getitem, (result, index))
+            made.meta |= kept_metadata(node)
+            self.env[node] = self.stop_gradient(node, made)
+
+    def register_part(self, region: Region, part: nn.Module) -> str:
+        """The part's name in this module: that of an equal part on the same parameters, which is called again, or its own."""
+        has_parameters = any(True for _ in part.parameters())
+        for name, (path, earlier) in self.parts.items():
+            if (has_parameters or path == region.path) and is_structurally_equal(part, earlier):
+                return name
+        attach_module(self.root, region.name, part)
+        self.parts[region.name] = region.path, part
+        return region.name

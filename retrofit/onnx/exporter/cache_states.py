@@ -1,0 +1,271 @@
+"""What a decoder remembers between two steps, as tensors by name: a cache taken apart into them and put together from them.
+
+`{layer}.key`, `{layer}.value`: (batch, heads, past, head width), with `decoder.` and `encoder.` before the last word where there is
+a cross attention, as the ecosystem's ONNX decoders name them. What a layer holds beside them (the window of a convolution, the sum
+of a recurrence, the keys of an index) is called after its attribute, `{layer}.conv`, `{layer}.recurrent`, `{layer}.indexer_keys`.
+`memory.{module}`: what a rewritten module remembers beside them (`retrofit.caching`). A cache layer of a rewritten module's own
+says itself what it carries (`Carrier`): `{layer}.{name}`. States that grow with the tokens are empty before the first, others
+zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
+
+from retrofit.errors import CaptureError
+from retrofit.surgery.cache_memory import SLACK, CacheWithHistories, TokenHistory, histories_of
+
+KEY_AND_VALUE = {"keys": "key", "values": "value"}  # a cache layer's attributes, and what they are called outside
+HYBRID = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)  # keys and values, and states of a fixed size
+GROWING = ("key", "value", "real")  # last words of the names of states that are empty before any token
+MEMORY = "memory."
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # kinds of arguments that may be none
+States = dict[str, Tensor]
+
+
+@runtime_checkable
+class Carrier(Protocol):
+    """A cache layer that can be taken apart into tensors by name and put together from them; it keeps every `k`-th token."""
+
+    k: int
+
+    def carried(self) -> States: ...
+
+    def carrying(self, states: States) -> Any: ...
+
+
+def states_of(cache: Any) -> States:
+    """The tensors that the cache holds, layer by layer; raises `CaptureError` where it is no list of layers."""
+    if isinstance(cache, EncoderDecoderCache):
+        sides = {"decoder": states_of(cache.self_attention_cache), "encoder": states_of(cache.cross_attention_cache)}
+        named = [(with_side(name, side), value) for side, states in sides.items() for name, value in states.items()]
+        return dict(sorted(named, key=lambda item: layer_number(item[0]))) | memory_states(cache)
+    if not isinstance(cache, Cache):
+        raise CaptureError("the model keeps no cache of keys and values", why=f"it returned {type(cache).__name__}")
+    found: States = {}
+    for index, layer in enumerate(cache.layers):
+        if isinstance(layer, Carrier):
+            found |= {f"{index}.{word}": value for word, value in layer.carried().items()}
+            continue
+        for name, word in KEY_AND_VALUE.items():
+            if is_state(held := getattr(layer, name, None)):
+                found[f"{index}.{word}"] = held
+        found |= {f"{index}.{place.word}": place.held(layer) for place in state_slots(layer)}
+    found |= {f"{index}.{place.word}": place.held(cache) for index, place in cache_slots(cache)}
+    return dict(sorted(found.items(), key=lambda item: layer_number(item[0]))) | memory_states(cache)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateSlot:
+    """Where a cache layer, or the cache itself, holds a tensor beside keys and values: an attribute, or an entry of one."""
+
+    attribute: str
+    entry: Any = None
+    alone: bool = True  # in its attribute
+
+    @property
+    def word(self) -> str:
+        """What the state is called."""
+        name = self.attribute.removesuffix("_states")
+        return name if self.alone else f"{name}.{self.entry}"
+
+    def held(self, layer: Any) -> Tensor:
+        value = getattr(layer, self.attribute)
+        found: Tensor = value if self.entry is None else value[self.entry]
+        return found
+
+    def put(self, layer: Any, state: Tensor) -> None:
+        """The layer holds the state there; its container is a copy."""
+        if self.entry is None:
+            setattr(layer, self.attribute, state)
+        else:
+            container = copy.copy(getattr(layer, self.attribute))
+            container[self.entry] = state
+            setattr(layer, self.attribute, container)
+
+
+def state_slots(layer: Any) -> list[StateSlot]:
+    """Where the layer holds tensors beside its keys and values."""
+    found = []
+    for name, value in vars(layer).items():
+        if name in KEY_AND_VALUE:
+            continue
+        if is_state(value):
+            found.append(StateSlot(name))
+        elif isinstance(value, (Mapping, list)):
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            entries = [key for key, one in items if is_state(one)]
+            found += [StateSlot(name, key, len(entries) == 1) for key in entries]
+    return found
+
+
+def cache_slots(cache: Cache) -> list[tuple[int, StateSlot]]:
+    """Where the cache itself holds a tensor for each layer, beside its list of layers, with the number of the layer."""
+    lists = [(name, value) for name, value in vars(cache).items() if isinstance(value, list)]
+    return [(index, StateSlot(name, index)) for name, value in lists for index, one in enumerate(value) if is_state(one)]
+
+
+def extra_states(cache: Any) -> list[str]:
+    """The names of the states that the cache holds beside keys and values, but for memories and what carriers say themselves."""
+    if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
+        return []
+    layers = ((index, layer) for index, layer in enumerate(cache.layers) if not isinstance(layer, Carrier))
+    of_layers = [(index, place) for index, layer in layers for place in state_slots(layer)]
+    return [f"{index}.{place.word}" for index, place in (*of_layers, *cache_slots(cache))]
+
+
+def token_strides(cache: Any) -> dict[str, int]:
+    """How many tokens an entry of a state stands for, by the state's name: of the keys and values of which it is several."""
+    if isinstance(cache, EncoderDecoderCache):
+        return {with_side(name, "decoder"): every for name, every in token_strides(cache.self_attention_cache).items()}
+    carriers = ((index, layer) for index, layer in enumerate(cache.layers) if isinstance(layer, Carrier))
+    return {f"{index}.{word}": layer.k for index, layer in carriers for word in KEY_AND_VALUE.values() if layer.k > 1}
+
+
+def memory_states(cache: Cache) -> States:
+    held = cache.histories if isinstance(cache, CacheWithHistories) else {}
+    if others := [name for name, memory in held.items() if not isinstance(memory, TokenHistory)]:
+        raise CaptureError(f"what {others[0]} keeps in the cache is no list of tensors", why="its layer has no keys and values")
+    return {f"{MEMORY}{name}": memory.last() for name, memory in held.items()}
+
+
+def is_state(value: Any) -> TypeGuard[Tensor]:
+    """Whether a value is about sequences, and no number that the layer knows from its config."""
+    return isinstance(value, Tensor) and value.dim() > 1
+
+
+def with_side(name: str, side: str) -> str:
+    """`0.key` as `0.decoder.key`; a memory has no sides."""
+    layer, _, word = name.partition(".")
+    return name if name.startswith(MEMORY) else f"{layer}.{side}.{word}"
+
+
+def is_on_side(name: str, side: str) -> bool:
+    """Whether a state is a key or value of that side."""
+    return not name.startswith(MEMORY) and f".{side}." in name
+
+
+def state_before_tokens(name: str, state: Tensor, growing: Mapping[str, int] = MappingProxyType({})) -> Tensor:
+    """The state before any token: keys and values of none, as what grows along an axis that `growing` gives; a memory of zeros."""
+    axis = growing.get(name, 2) if grows(name, growing) else None
+    return torch.zeros_like(state) if axis is None else state.narrow(axis, 0, 0)
+
+
+def grows(name: str, growing: Mapping[str, int]) -> bool:
+    """Whether a state has an entry for each token, or every few of them."""
+    return name in growing or (not name.startswith(MEMORY) and name.rpartition(".")[2] in GROWING)
+
+
+def growth_axes(after: Mapping[int, States]) -> dict[str, int]:
+    """The axis of every state that gains an entry with each token, of states by the number of tokens they stand behind.
+
+    Raises `CaptureError` for one beside keys, values and memories that neither gains an entry with each token nor keeps its size.
+    """
+    (first, states), *others = after.items()
+    found = {}
+    for name, state in states.items():
+        axes = {
+            (axis, (other[name].shape[axis] - extent) / (count - first))
+            for count, other in others
+            for axis, extent in enumerate(state.shape)
+            if other[name].shape[axis] != extent
+        }
+        if len(axes) == 1 and (axis := next(iter(axes)))[1] == 1:
+            found[name] = axis[0]
+        elif axes and name.rpartition(".")[2] not in GROWING:
+            raise CaptureError(
+                "the model's cache holds more than states of a fixed size and states that grow with each token",
+                why=f"the size of {name} hangs otherwise on the number of tokens",
+            )
+    return found
+
+
+def layer_number(name: str) -> float:
+    """Where a state stands among the others: memories come last."""
+    return float("inf") if name.startswith(MEMORY) else int(name.partition(".")[0])
+
+
+def build_cache(template: Cache, states: Mapping[str, Tensor]) -> Cache:
+    """A cache like the template that holds these states; sliding layers hold everything, and the masks still apply the window."""
+    own = cache_slots(template)
+    if own and not states:
+        return cast(Cache, new_like(template))
+    made = copy.copy(template)
+    for index, place in own:
+        place.put(made, states[f"{index}.{place.word}"].clone())
+    if isinstance(made, EncoderDecoderCache):
+        for side, part in (("decoder", "self_attention_cache"), ("encoder", "cross_attention_cache")):
+            of_side = {name.replace(f".{side}.", "."): value for name, value in states.items() if is_on_side(name, side)}
+            setattr(made, part, build_cache(getattr(template, part), of_side))
+        cross = made.cross_attention_cache
+        made.is_updated = {index: f"{index}.encoder.key" in states for index in range(len(cross.layers))}
+    else:
+        made.layers = [build_layer(layer, index, states) for index, layer in enumerate(template.layers)]
+    if isinstance(made, CacheWithHistories):
+        made.histories = {}
+    for name, last in states.items():
+        if name.startswith(MEMORY):
+            histories_of(made)[name.removeprefix(MEMORY)] = token_history(last)
+    return made
+
+
+def build_layer(template: Any, index: int, states: Mapping[str, Tensor]) -> Any:
+    """A cache layer that grows with each token and holds its states already; one that never holds any stays as it is."""
+    own = {name.partition(".")[2]: value for name, value in states.items() if layer_number(name) == index}
+    if isinstance(template, Carrier):
+        return template.carrying(own)
+    if state_slots(template):
+        return layer_with_states(template, own) if own else new_like(template)
+    if getattr(template, "keys", None) is None:
+        return copy.copy(template)
+    made = DynamicLayer()
+    if "key" in own:
+        made.keys, made.values = own["key"], own["value"]
+        made.dtype, made.device, made.is_initialized = made.keys.dtype, made.keys.device, True
+    return made
+
+
+def new_like(template: Any) -> Any:
+    """A cache layer, or a cache, like the template before any token.
+
+    A layer with a window and other states becomes one that holds all keys and values.
+    """
+    kind: Any = type(template)
+    if HYBRID is not None and isinstance(template, DynamicSlidingWindowLayer) and isinstance(template, HYBRID.__bases__[0]):
+        kind = HYBRID
+    wanted = inspect.signature(kind).parameters
+    known = {name: getattr(template, name) for name in wanted if hasattr(template, name)}
+    needed = [name for name, one in wanted.items() if one.default is one.empty and one.kind not in VARIABLE]
+    if lacking := [name for name in needed if name not in known]:
+        raise CaptureError(f"a {kind.__name__} of the model's cache cannot be made anew", why=f"it does not keep its {lacking[0]}")
+    return kind(**known)
+
+
+def layer_with_states(template: Any, states: States) -> Any:
+    """A cache layer like the template that holds these states and is past its first token; it may write into what it is given."""
+    made = new_like(template)
+    for name, value in vars(template).items():
+        if name in vars(made) and not isinstance(value, Tensor):
+            setattr(made, name, copy.copy(value))
+    for place in state_slots(template):
+        place.put(made, states[place.word].clone())
+    if "key" in states:
+        made.keys, made.values = states["key"], states["value"]
+    return made
+
+
+def token_history(last: Tensor) -> TokenHistory:
+    """The memory whose last values are `last`; there are none before them, as an exported decoder takes nothing back."""
+    memory = TokenHistory(last.shape[1], last)
+    memory.values = torch.cat([last.new_zeros(last.shape[0], SLACK, *last.shape[2:]), last], 1)
+    return memory

@@ -1,0 +1,193 @@
+"""`export_onnx`: a model as ONNX files that ONNX Runtime runs, with free batch and length, its cache as inputs and outputs.
+
+Each part of the model (`retrofit.onnx.parts`) is traced, cleaned and compared with torch on inputs of other shapes than it was
+traced with before any file gets its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from retrofit.errors import CaptureError, RetrofitError, first_line
+from retrofit.onnx.exporter.export_part import LENGTH, ExportPart
+from retrofit.onnx.exporter.export_plan import CacheMode, ExportPlan, plan_export
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
+from retrofit.onnx.exporter.optimization import (
+    RewriteStep,
+    count_nodes,
+    fuse_operators,
+    largest_gap,
+    optimize,
+    remove_unused_inputs,
+    separate_padding_from_pooling,
+    weight_bytes,
+)
+from retrofit.onnx.exporter.tracing import trace_part
+from retrofit.pipeline import recipe_storage
+from retrofit.runtime.atomic_writes import whole_files
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.state_preservation import preserve_state
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+SUFFIX = ".onnx"
+MOST_INLINE_BYTES = int(1.9 * 2**30)  # bytes of weights that fit into one file: protobuf ends at 2 GiB
+PARITY = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2}  # relative to the largest output
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportedFile:
+    """One ONNX file: its nodes, how it was cleaned, and how far it lies from torch (None where nothing ran it)."""
+
+    path: Path
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    nodes: int
+    steps: tuple[RewriteStep, ...]
+    gap: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportResult:
+    """What `export_onnx` wrote, whether with the model's cache, and if not though it generates, why."""
+
+    files: tuple[ExportedFile, ...]
+    cached: bool
+    why_no_cache: str = ""
+
+    def __str__(self) -> str:
+        lines = []
+        for file in self.files:
+            kept = [step.name for step in file.steps if step.kept]
+            parity = "not run" if file.gap is None else f"{file.gap:.1e} from torch"
+            lines.append(f"{file.path}  {file.nodes} nodes, {parity}" + (f", fused: {', '.join(kept)}" if kept else ""))
+        return "\n".join(lines + ([f"without its cache: {self.why_no_cache}"] if self.why_no_cache else []))
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | Path,
+    cache: CacheMode = "auto",
+    *,
+    example_inputs: Any = None,
+    fuse: bool = True,
+    force: bool = False,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> ExportResult:
+    """`model` is at `path`, a `.onnx` file, and beside it what else belongs to it; files appear whole or not at all.
+
+    An encoder-decoder becomes `encoder_{name}`, `decoder_{name}` and, with its cache, `decoder_with_past_{name}`. `cache` is
+    `past` (a decoder takes and returns its keys and values), `none`, or `auto`: with, where the model has such a cache. `fuse` puts
+    ONNX Runtime's own operators in where it computes the same with them. Weights of more than 2 GB go into `{file}_data`.
+
+    Raises `CaptureError` where the model cannot be traced, or ONNX Runtime computes something else; `CheckpointError` where a file
+    exists (unless `force`) or cannot be written; `RetrofitError` where packages are missing or ONNX
+    Runtime cannot run the result.
+    """
+    if missing := missing_packages("onnxscript"):
+        raise RetrofitError(f"{missing[0]} is not installed", why="it translates graphs", remedy="pip install 'retrofit[onnx]'")
+    if cache not in ("auto", "past", "none"):
+        raise RetrofitError(f"there is no cache={cache!r}", remedy="choose auto, past or none")
+    path = Path(path)
+    if path.suffix != SUFFIX:
+        raise RetrofitError(f"{path} is no name of an ONNX file", remedy=f"call it {path.name}{SUFFIX}")
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    with preserve_state(model):
+        progress("looking for the cache")
+        made = plan_export(model, named_inputs(model, example_inputs), cache)
+        names = [file_name(part, path) for part in made.parts]
+        with whole_files(path.parent, names, force=force) as draft:
+            files = [export_part(part, draft / name, model, fuse, progress) for part, name in zip(made.parts, names, strict=True)]
+    return export_result(made, files, path.parent)
+
+
+def export_result(made: ExportPlan, files: list[ExportedFile], folder: Path) -> ExportResult:
+    placed = tuple(dataclasses.replace(file, path=folder / file.path.name) for file in files)
+    return ExportResult(placed, made.cached, made.why_no_cache)
+
+
+def file_name(part: ExportPart, path: Path) -> str:
+    """The name of the file of a part: `decoder_model.onnx` beside what would be `model.onnx`."""
+    return part.name.removesuffix("model") + path.name
+
+
+def export_part(part: ExportPart, path: Path, model: nn.Module, fuse: bool, progress: Callable[[str], None]) -> ExportedFile:
+    """The part is in the file at `path`, and agrees with torch there."""
+    progress(f"tracing {path.name}")
+    check_other_sizes_run(part)
+    graph = trace_part(part)
+    progress(f"cleaning {path.name}")
+    graph = optimize(graph)
+    remove_unused_inputs(graph)
+    separate_padding_from_pooling(graph)
+    steps: list[RewriteStep] = []
+    if fuse:
+        graph, steps = fuse_operators(
+            graph, [part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part)[:2], start=1)]
+        )
+    graph.producer_name = "retrofit"
+    graph.metadata_props["retrofit.part"] = part.name
+    graph.metadata_props["retrofit.recipe"] = "\n".join(recipe_storage.stored_recipe(model))
+    progress(f"writing {path.name}")
+    save_model(graph, path)
+    progress(f"running {path.name}")
+    gap = None if missing_packages("onnxruntime") or part_dtype(part) not in PARITY else parity_gap(OnnxSession(path), part)
+    if gap is not None and gap > PARITY[part_dtype(part)]:
+        raise CaptureError(
+            f"{path.name} would compute something else than {type(model).__name__}",
+            why=f"on inputs of other shapes than it was traced with, ONNX Runtime's outputs lie {gap:.1e} from torch's",
+            remedy="report it; fuse=False and cache='none' export a plainer graph",
+        )
+    inputs, outputs = ([str(value.name) for value in values] for values in (graph.graph.inputs, graph.graph.outputs))
+    return ExportedFile(path, tuple(inputs), tuple(outputs), count_nodes(graph), tuple(steps), gap)
+
+
+def check_other_sizes_run(part: ExportPart) -> None:
+    """Raises `CaptureError` where the model itself does not run at the sizes that a file is compared with it at."""
+    for seed, sizes in enumerate(other_sizes(part), start=7):
+        try:
+            with torch.no_grad():
+                part(part.example(sizes, seed))
+        except Exception as error:  # whatever the model's own code raises
+            raise CaptureError(
+                f"{type(part.model).__name__} does not run at {', '.join(f'{size} {extent}' for size, extent in sizes.items())}",
+                why=first_line(error),
+                remedy="a file has these sizes free: a model that takes rows in groups, or some lengths only, cannot go out",
+            ) from error
+
+
+def save_model(graph: onnx_ir.Model, path: Path) -> None:
+    """The graph is in the file, its weights inside or, where they are more than one can hold, beside it."""
+    import onnx_ir
+
+    onnx_ir.save(graph, path, external_data=f"{path.name}_data" if weight_bytes(graph) > MOST_INLINE_BYTES else None)
+
+
+def part_dtype(part: ExportPart) -> torch.dtype:
+    return next((value.dtype for value in part.parameters() if value.is_floating_point()), torch.float32)
+
+
+def other_sizes(part: ExportPart) -> list[dict[str, int]]:
+    """Sizes that the part was not traced with: larger and smaller ones, the least that it runs at, and none before."""
+    nothing = {size: 0 if size.startswith("past") else extent + 3 for size, extent in part.sizes.items()}
+    larger = {size: extent + 1 + place for place, (size, extent) in enumerate(part.sizes.items())}
+    least = {size: part.least if size == LENGTH else 1 for size in part.sizes}
+    return [larger, nothing, least] if any(size.startswith("past") for size in part.sizes) else [larger, least]
+
+
+def parity_gap(running: OnnxSession, part: ExportPart) -> float:
+    """How far ONNX Runtime's outputs lie from torch's on inputs of other shapes, relative to the largest."""
+    gaps = []
+    for seed, sizes in enumerate(other_sizes(part), start=7):
+        inputs = part.example(sizes, seed)
+        with torch.no_grad():
+            expected = dict(zip(part.outputs, part(inputs), strict=True))
+        gaps.append(largest_gap(running(inputs), expected))
+    return max(gaps)

@@ -1,0 +1,121 @@
+"""Which ONNX files a model becomes, and whether the states in them reproduce what the whole sequence gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.errors import CaptureError, RetrofitError, first_line
+from retrofit.onnx.exporter.cache_states import (
+    states_of,
+)
+from retrofit.onnx.exporter.decoder_part import Decoder
+from retrofit.onnx.exporter.encoder_decoder_parts import Encoder, FirstStep, NextStep
+from retrofit.onnx.exporter.export_part import LENGTH, PAST_KEY_VALUES, PRESENT, ExportPart, WholeModel
+from retrofit.runtime.probes import (
+    accepts,
+    can_generate,
+    distance,
+    has_two_sides,
+    ids_name,
+    logits_of,
+    tolerance_of,
+)
+
+CacheMode: TypeAlias = Literal["auto", "past", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportPlan:
+    """The parts that a model is exported as, and why they keep no cache where they could have."""
+
+    parts: tuple[ExportPart, ...]
+    why_no_cache: str = ""
+
+    @property
+    def cached(self) -> bool:
+        return any(name.startswith(PRESENT) for part in self.parts for name in part.outputs)
+
+
+@torch.no_grad()
+def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -> ExportPlan:
+    """The parts of the model, with its cache as tensors where it has one, for `auto`, and else with the reason in the plan.
+
+    Raises `CaptureError` for `past` where there is no such cache.
+    """
+    two_sided = has_two_sides(inputs) and accepts(model, "encoder_outputs") and callable(getattr(model, "get_encoder", None))
+    why = ""
+    if cache != "none" and ids_name(inputs) is not None and (two_sided or can_generate(model, inputs) or cache == "past"):
+        try:
+            return ExportPlan(
+                require_exact_states(encoder_decoder_parts(model, inputs, keeps=True) if two_sided else (Decoder(model, inputs),))
+            )
+        except Exception as error:  # whatever the model's own code raises
+            why = str(error) if isinstance(error, RetrofitError) else first_line(error)
+            if cache == "past":
+                raise CaptureError(
+                    f"{type(model).__name__} cannot be exported with its cache", why=why, remedy="export it with cache=none"
+                ) from error
+    return ExportPlan(
+        require_exact_states(encoder_decoder_parts(model, inputs, keeps=False) if two_sided else (WholeModel(model, inputs),)), why
+    )
+
+
+def encoder_decoder_parts(model: nn.Module, inputs: Mapping[str, Any], keeps: bool) -> tuple[ExportPart, ...]:
+    encoder = Encoder(model, inputs)
+    first = FirstStep(model, encoder, keeps)
+    return (encoder, first, NextStep(model, encoder)) if keeps else (encoder, first)
+
+
+def require_exact_states(parts: tuple[ExportPart, ...]) -> tuple[ExportPart, ...]:
+    """The parts, where each that goes on from states gives what the whole sequence gives; else `CaptureError`."""
+    for part in parts:
+        if isinstance(part, Decoder):
+            gap = decoder_gap(part)
+        elif isinstance(part, NextStep):
+            gap = next_step_gap(part)
+        else:
+            continue
+        if gap > 10 * tolerance_of(next(part.model.parameters())):
+            raise CaptureError(
+                "the model's cache is more than its tensors",
+                why=f"put together again from them it is {gap:.1e} from the full forward",
+            )
+    return parts
+
+
+def decoder_gap(part: Decoder) -> float:
+    """How far steps on the states come from one forward of all; where that is far, with a mask of the step's tokens alone."""
+    tokens = part.tokens(2, 12, 1)
+    whole = logits_of(part.model(**{part.ids: tokens, "use_cache": False}))
+    gap = distance(logits_in_steps(part, tokens), whole)
+    if gap > 10 * tolerance_of(whole) and "attention_mask" in part.extras:
+        part.recent = True
+        gap = distance(logits_in_steps(part, tokens), whole)
+    return gap
+
+
+def logits_in_steps(part: Decoder, tokens: Tensor) -> Tensor:
+    """The logits of the tokens, 12 of them, taken step by step on the states."""
+    states, made = part.past(tokens[:, :0]), []
+    ends = (7, 12) if LENGTH in part.sizes else range(1, 13)
+    for start, end in itertools.pairwise((0, *ends)):
+        logits, *after = part({**part.step(tokens[:, :end], start), **states})
+        states = {PAST_KEY_VALUES + name: value for name, value in zip(part.states, after, strict=True)}
+        made.append(logits)
+    return torch.cat(made, 1)
+
+
+def next_step_gap(part: NextStep) -> float:
+    """How far a step on the states comes from one forward of everything."""
+    start, cut = part.start(part.sizes, 1), 2
+    whole = logits_of(part.output(start))
+    shorter = {**start, "input_ids": start["input_ids"][:, :cut]}
+    states = states_of(part.begun(shorter).past_key_values)
+    rest = {**start, "input_ids": start["input_ids"][:, cut:]} | {PAST_KEY_VALUES + name: value for name, value in states.items()}
+    return distance(part(rest)[0], whole[:, cut:])

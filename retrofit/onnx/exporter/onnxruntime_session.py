@@ -1,0 +1,131 @@
+"""ONNX models run by ONNX Runtime: on named tensors, and in the loop that decodes greedily on the states they hand on."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from retrofit.errors import RetrofitError, first_line
+from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES, PRESENT
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+Tensors = Mapping[str, Tensor]
+DTYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(double)": torch.float64,
+    "tensor(int64)": torch.int64,
+    "tensor(int32)": torch.int32,
+    "tensor(bool)": torch.bool,
+}
+
+
+def missing_packages(*packages: str) -> list[str]:
+    """Those of the packages that are missing here."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
+def import_onnxruntime() -> Any:
+    """ONNX Runtime, which reports to nobody; raises `RetrofitError` where it is not installed."""
+    if missing_packages("onnxruntime"):
+        raise RetrofitError(
+            "ONNX Runtime is not installed", why="it runs the exported model", remedy="pip install 'retrofit[onnx]'"
+        )
+    import onnxruntime
+
+    onnxruntime.disable_telemetry_events()
+    return onnxruntime
+
+
+class OnnxSession:
+    """An ONNX model, from its file or its bytes, that maps named tensors to named tensors on the CPU."""
+
+    def __init__(self, model: str | Path | bytes, threads: int | None = None, *, optimize: bool = True) -> None:
+        ort = import_onnxruntime()
+        options = ort.SessionOptions()
+        options.log_severity_level = 3  # errors, which are raised as well
+        if threads is not None:
+            options.intra_op_num_threads = options.inter_op_num_threads = threads
+        if not optimize:
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        given = model if isinstance(model, bytes) else str(model)
+        try:
+            self.session: onnxruntime.InferenceSession = ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise RetrofitError("ONNX Runtime cannot load the model", why=first_line(error)) from error
+        self.inputs = {one.name: one for one in self.session.get_inputs()}
+        self.outputs = [one.name for one in self.session.get_outputs()]
+
+    def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
+        """The outputs; inputs that the model does not take are left out. Raises `RetrofitError` where it does not run."""
+        if lacking := [name for name in self.inputs if name not in inputs]:
+            raise RetrofitError(f"the model also takes {', '.join(lacking)}")
+        feed = {name: inputs[name].detach().cpu().contiguous().numpy() for name in self.inputs}
+        try:
+            made = self.session.run(None, feed)
+        except Exception as error:
+            raise RetrofitError("ONNX Runtime cannot run the model", why=first_line(error)) from error
+        return {name: torch.from_numpy(value) for name, value in zip(self.outputs, made, strict=True)}
+
+    @property
+    def step(self) -> int | None:
+        """How many tokens a step takes; None where it may be any number."""
+        extent = self.inputs["input_ids"].shape[1]
+        return extent if isinstance(extent, int) else None
+
+    def empty(self, batch: int) -> dict[str, Tensor]:
+        """The states before any token: keys and values of none, memories of zeros."""
+        made = {}
+        for name, one in self.inputs.items():
+            if name.startswith(PAST_KEY_VALUES):
+                free = iter((batch, 0))
+                shape = [extent if isinstance(extent, int) else next(free) for extent in one.shape]
+                made[name] = torch.zeros(shape, dtype=DTYPES[one.type])
+        return made
+
+
+def next_step_states(outputs: Tensors) -> dict[str, Tensor]:
+    """The states among a step's outputs, as the next step's inputs."""
+    return {PAST_KEY_VALUES + name.removeprefix(PRESENT): value for name, value in outputs.items() if name.startswith(PRESENT)}
+
+
+def decode(model: OnnxSession, ids: Tensor, steps: int, mask: Tensor | None = None) -> Tensor:
+    """The prompt (batch, length) and `steps` greedy tokens behind it; rows may be padded on the left, as `mask` says."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    tokens, states, done = ids, model.empty(len(ids)), 0
+    for _ in range(steps):
+        numbers = (mask.cumsum(-1) - 1).clamp(min=0)
+        for start in range(done, tokens.shape[1], model.step or tokens.shape[1]):
+            done = min(start + (model.step or tokens.shape[1]), tokens.shape[1])
+            given = {"input_ids": tokens[:, start:done], "position_ids": numbers[:, start:done]}
+            outputs = model({**given, "attention_mask": mask[:, :done], **states})
+            states = next_step_states(outputs)
+        new = greedy_tokens(outputs)
+        tokens, mask = torch.cat([tokens, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+    return tokens
+
+
+def translate(parts: Sequence[OnnxSession], source: Tensors, start: int, steps: int) -> Tensor:
+    """`steps` greedy tokens behind the start token, from an encoder, a decoder's first step and its next ones."""
+    encoder, first, following = parts
+    hidden = encoder(source)["last_hidden_state"]
+    fixed = {"encoder_hidden_states": hidden, "encoder_attention_mask": source["attention_mask"]}
+    new = torch.full((len(hidden), 1), start)
+    tokens, states = new, dict[str, Tensor]()
+    for step in range(steps):
+        outputs = (following if step else first)({"input_ids": new, **fixed, **states})
+        new, states = greedy_tokens(outputs), states | next_step_states(outputs)
+        tokens = torch.cat([tokens, new], 1)
+    return tokens
+
+
+def greedy_tokens(outputs: Tensors) -> Tensor:
+    """The likeliest next token of each row: (batch, 1)."""
+    return outputs["logits"][:, -1].argmax(-1, keepdim=True)

@@ -1,0 +1,163 @@
+"""Rewriting an ONNX graph with the standard rewriters, each step kept only where ONNX Runtime computes the same with it.
+
+`optimize` folds constants, merges equal computations and drops what nothing reads. The fusions put ONNX Runtime's own operators in
+the place of what they compute: norms, GELU, rotary embeddings, attention. They match the form of a graph and not its meaning, so
+each is tried on a copy and asked: does it load, does it agree on inputs of two other shapes?
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch import Tensor
+
+from retrofit.errors import first_line
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
+from retrofit.runtime.probes import distance
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+LARGEST = 2**30  # bytes of weights; a larger model is not copied and run to see what a fusion does to it
+TOLERANCE = 1e-5  # relative to the largest output
+
+
+@dataclasses.dataclass(frozen=True)
+class RewriteStep:
+    """One cleaning step: whether it was kept, and how many nodes there were before and after; or why it was not."""
+
+    name: str
+    before: int
+    after: int
+    kept: bool
+    why: str = ""
+
+
+def optimize(model: onnx_ir.Model) -> onnx_ir.Model:
+    """Constants folded, equal computations merged, nothing that is not read."""
+    import onnxscript.optimizer
+
+    onnxscript.optimizer.optimize_ir(model)
+    return model
+
+
+def separate_padding_from_pooling(model: onnx_ir.Model) -> None:
+    """What is padded with a number before its largest are taken stays so.
+
+    ONNX Runtime's optimiser hands the padding to the pooling (`Pad_Fusion`), which pads with less than anything. A maximum with
+    that in between changes nothing, and the two are no neighbours.
+    """
+    import onnx_ir
+
+    for node in [node for node in model.graph.all_nodes() if node.op_type == "MaxPool"]:
+        value = node.inputs[0]
+        padding = None if value is None else value.producer()
+        if padding is None or padding.op_type != "Pad" or value is None or value.dtype is None or node.graph is None:
+            continue
+        lowest = onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(-math.inf, dtype=value.dtype)})
+        same = onnx_ir.node("Max", [value, lowest.outputs[0]])
+        same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
+        node.graph.insert_before(node, (lowest, same))
+        node.replace_input_with(0, same.outputs[0])
+
+
+def fusions() -> dict[str, Callable[[onnx_ir.Model], object]]:
+    """ONNX Runtime's fused operators by what they fuse, in the order in which one lays the ground for the next."""
+    from onnxscript.rewriter import rewrite
+    from onnxscript.rewriter.ort_fusions import _core as ort
+
+    def attention(model: onnx_ir.Model) -> None:
+        ort.fuse_sdpa(model, apply_shape_inference=True)
+        ort.fuse_gqa(model)
+        ort.fuse_mha1(model)
+        ort.fuse_mha2(model)
+        ort.fuse_mha_scale(model)
+        ort.fuse_mha_bias(model)
+        ort.replace_sdpa_by_mha(model)
+
+    def rotary(model: onnx_ir.Model) -> None:
+        ort.fuse_rotary_embedding(model)
+        ort.fuse_cos_sin_cache(model)
+
+    def norms(model: onnx_ir.Model) -> None:
+        ort.fuse_rms_normalization(model)
+        ort.fuse_skip_layer_normalization(model)
+        ort.fuse_skip_rms_normalization(model)
+
+    def gelu(model: onnx_ir.Model) -> None:
+        ort.fuse_erfgelu(model)
+        ort.fuse_gelu(model)
+        ort.fuse_bias_gelu(model)
+
+    return {
+        "norms": norms,
+        "rotary embeddings": rotary,
+        "attention": attention,
+        "GELU": gelu,
+        "products": lambda model: rewrite(model, ort.ORT_PATTERN_REWRITE_RULES),
+    }
+
+
+def fuse_operators(model: onnx_ir.Model, examples: Sequence[Tensors]) -> tuple[onnx_ir.Model, list[RewriteStep]]:
+    """The model with every fusion that leaves what it computes on the examples as it is, and an account of all."""
+    import onnxscript.optimizer
+
+    if missing_packages("onnxruntime"):
+        return model, [RewriteStep("fusions", count_nodes(model), count_nodes(model), False, "ONNX Runtime is not installed")]
+    if weight_bytes(model) > LARGEST:
+        return model, [
+            RewriteStep("fusions", count_nodes(model), count_nodes(model), False, f"more than {LARGEST / 2**30:.0f} GiB of weights")
+        ]
+    running = session_of(model)
+    expected = [running(example) for example in examples]
+    account = []
+    for name, fuse in fusions().items():
+        candidate, before = model.clone(), count_nodes(model)
+        try:
+            fuse(candidate)
+            onnxscript.optimizer.optimize_ir(candidate)
+            after = count_nodes(candidate)
+            why = "" if after < before else "nothing to fuse"
+            if not why:
+                running = session_of(candidate)
+                gap = max(largest_gap(running(example), outputs) for example, outputs in zip(examples, expected, strict=True))
+                why = "" if gap <= TOLERANCE else f"the outputs move by {gap:.1e}"
+        except Exception as error:  # a rewriter or a kernel that does not know this graph
+            after, why = before, first_line(error)
+        account.append(RewriteStep(name, before, after, not why, why))
+        model = model if why else candidate
+    return model, account
+
+
+def session_of(model: onnx_ir.Model) -> OnnxSession:
+    """The model as ONNX Runtime runs it, from no file."""
+    import onnx_ir
+
+    return OnnxSession(onnx_ir.to_proto(model).SerializeToString(), 1)
+
+
+def largest_gap(outputs: Tensors, others: Tensors) -> float:
+    """The largest distance between outputs of one name."""
+    return max(distance(outputs[name], other) for name, other in others.items())
+
+
+def remove_unused_inputs(model: onnx_ir.Model) -> None:
+    """The model declares no input that nothing reads."""
+    graph = model.graph
+    for value in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
+        graph.inputs.remove(value)
+
+
+def count_nodes(model: onnx_ir.Model) -> int:
+    """The nodes of the graph, those of its branches included."""
+    return sum(1 for _ in model.graph.all_nodes())
+
+
+def weight_bytes(model: onnx_ir.Model) -> int:
+    """The bytes of the model's weights."""
+    held = [value.const_value for value in model.graph.initializers.values()]
+    return sum(tensor.nbytes for tensor in held if tensor is not None)

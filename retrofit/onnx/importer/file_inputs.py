@@ -1,0 +1,95 @@
+"""The inputs of an ONNX file: which are states of earlier tokens, and examples of all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from retrofit.onnx.importer.naming import argument_name
+from retrofit.onnx.importer.values import DTYPES
+from retrofit.onnx.importer.weights import Weights
+from retrofit.runtime.example_inputs import BATCH, LENGTH, TARGET_LENGTH
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+PAST_PREFIX, PRESENT_PREFIX = "past", "present"  # of the inputs that hold what earlier tokens left, and of the outputs that do
+MASK_WORD, POSITION_WORD = "mask", "position"  # in the names of inputs that say what is padding, and where tokens are
+ID_OPERATORS = frozenset("Cast Reshape Identity Squeeze Unsqueeze Clip Where Add Mul Sub".split())  # between ids and their table
+
+
+def is_state(value: onnx_ir.Value) -> bool:
+    return str(value.name).startswith(PAST_PREFIX)
+
+
+def state_key(value: onnx_ir.Value) -> str:
+    """What a state is called both as an input and as an output."""
+    return re.sub(r"^(past_key_values|past|present)", "", str(value.name))
+
+
+def only_selects_a_branch(value: onnx_ir.Value) -> bool:
+    """Whether all that an input does is to select the branch of an `If`."""
+    users = value.consumers()
+    return bool(users) and not value.is_graph_output() and all(node.op_type == "If" and node.inputs[0] is value for node in users)
+
+
+def example_inputs(
+    inputs: Sequence[onnx_ir.Value], weights: Weights, batch: int = BATCH, length: int = LENGTH
+) -> dict[str, Tensor]:
+    """An example of each input by argument: ids that its table has, masks of ones, positions counted, noise for what is real."""
+    generator = torch.Generator().manual_seed(0)
+    examples = {}
+    shapes = example_shapes(inputs, batch, length)
+    past = TARGET_LENGTH if any(map(is_state, inputs)) else 0
+    for one in inputs:
+        name, dtype, shape = str(one.name), DTYPES[one.dtype], shapes[one]  # type: ignore[index]
+        if dtype.is_floating_point and MASK_WORD not in name:
+            value = torch.randn(shape, generator=generator).to(dtype)
+        elif MASK_WORD in name:
+            value = torch.ones(shape, dtype=dtype)
+        elif POSITION_WORD in name:
+            value = (past + torch.arange(shape[-1])).expand(shape).contiguous().to(dtype)
+        else:
+            value = torch.randint(table_rows(one, weights), shape, generator=generator).to(dtype)
+        examples[argument_name(name)] = value
+    return examples
+
+
+def example_shapes(inputs: Sequence[onnx_ir.Value], batch: int, length: int) -> dict[onnx_ir.Value, tuple[int, ...]]:
+    """The shape of an example of each input; where there are states, masks cover these and the tokens after them."""
+    shapes: dict[onnx_ir.Value, tuple[int, ...]] = {}
+    symbols: dict[str, int] = {}
+    states = any(map(is_state, inputs))
+    for one in sorted(inputs, key=lambda one: (MASK_WORD in str(one.name), is_state(one))):
+        extent = min(TARGET_LENGTH, length) if str(one.name).startswith("decoder_") else length
+        if states and (is_state(one) or MASK_WORD in str(one.name)):
+            extent = TARGET_LENGTH if is_state(one) else TARGET_LENGTH + length
+        shape = list(one.shape or ())
+        dynamic = [axis for axis, dim in enumerate(shape) if not isinstance(dim, int) or dim == 0]
+        for at, axis in enumerate(dynamic):
+            symbol = str(getattr(shape[axis], "value", None) or "")
+            shape[axis] = extent if at else batch
+            if at and states:
+                part = re.search(r"_per_(\d+)$", symbol)  # a part of another extent, rounded up
+                own = -(-extent // int(part[1])) if part else extent
+                shape[axis] = symbols.setdefault(symbol, own) if symbol else own
+        shapes[one] = tuple(map(int, shape))  # type: ignore[arg-type]
+    return shapes
+
+
+def table_rows(ids: onnx_ir.Value, weights: Weights) -> int:
+    """How many rows the table has that the input looks up; 1 where it looks up none."""
+    reached, rows = [ids], 0
+    for one in reached:
+        for node in one.consumers():
+            if node.op_type == "Gather" and node.inputs[1] is one and weights.is_matrix(node.inputs[0]):
+                rows = max(rows, weights.shape(node.inputs[0])[0])  # type: ignore[arg-type]
+            elif node.op_type == "EmbedLayerNormalization" and node.inputs[0] is one:
+                rows = max(rows, weights.shape(node.inputs[2])[0])  # type: ignore[arg-type]
+            elif node.op_type in ID_OPERATORS:
+                reached.extend(output for output in node.outputs if output not in reached)
+    return max(rows, 1)

@@ -1,0 +1,378 @@
+"""An ONNX model as an FX graph module: each node becomes a call of a small torch function (`retrofit.onnx.importer.operators`).
+
+What a pass looks for gets one form here: a product with a weight, and the bias that is added to it, is a linear layer with a weight
+(out, in), whatever its orientation and number of nodes in the file; weights that are equal bit for bit are tied.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from retrofit.errors import CaptureError
+from retrofit.graphs.graph_parts import Graph
+from retrofit.onnx.importer.conditionals import SizeConditional, select_general_branches
+from retrofit.onnx.importer.dequantization import (
+    DEQUANTIZE,
+    QUANTIZED_OPERATORS,
+    dequantize,
+    dequantize_blocks,
+    dequantize_table,
+    is_block_product,
+    is_quantized_table,
+)
+from retrofit.onnx.importer.file_inputs import PRESENT_PREFIX, example_inputs, is_state, only_selects_a_branch, state_key
+from retrofit.onnx.importer.model_file import attribute_values, node_label, operator_label, to_torch
+from retrofit.onnx.importer.naming import argument_name, identifier
+from retrofit.onnx.importer.operators import (  # noqa: F401 # each registers its operators
+    attention,
+    elementwise,
+    indexing,
+    neural_networks,
+    onnxruntime_fused,
+    reductions,
+    shapes,
+)
+from retrofit.onnx.importer.operators.table import FACTORIES, MICROSOFT, OPERATORS, REFUSALS, Operator
+from retrofit.onnx.importer.values import DTYPES, is_number
+from retrofit.onnx.importer.weights import Weights
+from retrofit.pipeline import recipe_storage
+from retrofit.runtime.example_inputs import LENGTH
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+SIZE_OPERATORS = frozenset(("Shape", "Size", "Constant"))
+TRIAL_SIZES = ((1, 1), (1, 3), (2, 5), (3, LENGTH), (8, 16))  # batch and length at which the branches of an `If` are compared
+TUPLE_OPERATORS = {
+    OPERATORS[key]
+    for key in [
+        *((MICROSOFT, name) for name in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Attention")),
+        *((MICROSOFT, name) for name in ("MultiHeadAttention", "GroupQueryAttention", "EmbedLayerNormalization")),
+        *(("", name) for name in ("Attention", "Dropout", "Split", "TopK")),
+    ]
+}  # they return a tuple however many outputs are named
+
+
+class SubgraphScope:
+    """An FX graph under construction; what it reads of the graph around it becomes its inputs."""
+
+    def __init__(self) -> None:
+        self.root, self.graph = nn.Module(), fx.Graph()
+        self.lifted: dict[fx.Node, fx.Node] = {}
+
+    def localize(self, value: Any) -> Any:
+        """The value as one of this graph."""
+        if not isinstance(value, fx.Node) or value.graph is self.graph:
+            return value
+        if value not in self.lifted:
+            with self.graph.inserting_before(next((one for one in self.graph.nodes if one.op != "placeholder"), None)):
+                self.lifted[value] = self.graph.placeholder(f"outer_{len(self.lifted)}")
+        return self.lifted[value]
+
+
+class GraphBuilder:
+    """The construction of the module of one file; with `keep_states` the states of earlier tokens stay inputs and outputs."""
+
+    def __init__(self, model: onnx_ir.Model, path: Path, keep_states: bool) -> None:
+        self.model, self.path, self.keep_states = model, path, keep_states
+        self.scope = SubgraphScope()
+        self.values: dict[onnx_ir.Value | None, Any] = {None: None}  # FX nodes or numbers
+        self.constants: dict[onnx_ir.Value, Any] = {}  # the same for what the file holds
+        self.weights = Weights(model.graph, path, self.scope.root, self.scope.graph)
+        self.device: fx.Node | None = None
+        self.dequantize_weights()
+        self.refuse_unknown_operators()
+
+    def dequantize_weights(self) -> None:
+        """Quantized weights are constants: the numbers that they represent."""
+        for node in self.weights.order:
+            inputs = node.inputs
+            if node.op_type == DEQUANTIZE and self.are_constant(inputs):
+                how = {name: value for name, value in attribute_values(node).items() if name in ("axis", "block_size")}
+                self.weights.add(node.outputs[0], str(inputs[0].name), dequantize(*self.tensors(inputs), **how))  # type: ignore[union-attr]
+            elif is_block_product(node) and self.are_constant(inputs[1:4]) and not any(inputs[4:5]):
+                blocks = dequantize_blocks(attribute_values(node), *self.tensors(inputs[1:4]))
+                self.weights.add(inputs[1], str(inputs[1].name), blocks)  # type: ignore[arg-type, union-attr]
+            elif (
+                is_quantized_table(node) and self.are_constant([inputs[0], *inputs[2:]]) and inputs[0] not in self.weights.computed
+            ):
+                table = dequantize_table(attribute_values(node), *self.tensors([inputs[0], *inputs[2:]]))
+                self.weights.add(inputs[0], str(inputs[0].name), table)  # type: ignore[arg-type, union-attr]
+
+    def are_constant(self, values: Iterable[onnx_ir.Value | None]) -> bool:
+        """Whether the file has these values as constants, apart from those that are left out."""
+        return all(value in self.weights for value in values if value is not None)
+
+    def tensors(self, values: Iterable[onnx_ir.Value | None]) -> list[Any]:
+        return [None if value is None else self.weights.tensor(value) for value in values]
+
+    def refuse_unknown_operators(self) -> None:
+        """Raises `CaptureError` with the operators that no function computes."""
+        unknown = [node for node in self.weights.order if not self.is_known(node)]
+        if not unknown:
+            return
+        quantized = next((node for node in unknown if node.op_type in (*QUANTIZED_OPERATORS, DEQUANTIZE)), None)
+        why = f"the first is the node {node_label(unknown[0])}"
+        remedy = "export the model without it"
+        if quantized is not None:
+            why = f"the node {node_label(quantized)} computes on what is quantized as the model runs"
+            remedy = "give the model that is not quantized, or one with quantized weights only (DequantizeLinear, MatMulNBits)"
+        raise CaptureError(
+            f"{self.path} holds operators that are not known here: {', '.join(Counter(map(operator_label, unknown)))}",
+            why=why,
+            remedy=remedy,
+        )
+
+    def is_known(self, node: onnx_ir.Node) -> bool:
+        if node.op_type == DEQUANTIZE:
+            return node.outputs[0] in self.weights
+        if is_block_product(node):
+            return self.weights.is_matrix(node.inputs[1])
+        if is_quantized_table(node):
+            return node.inputs[0] in self.weights.computed
+        return node.op_type in ("Constant", "If") or (node.domain, node.op_type) in OPERATORS
+
+    def graph_module(self) -> fx.GraphModule:
+        graph = self.model.graph
+        inputs = [value for value in graph.inputs if value not in self.weights]
+        kept = [value for value in inputs if (self.keep_states or not is_state(value)) and not only_selects_a_branch(value)]
+        for value in kept:
+            self.values[value] = self.scope.graph.placeholder(argument_name(str(value.name)))
+        if not kept:
+            raise CaptureError(f"{self.path} takes no input", remedy="give the file of a whole model")
+        self.device = self.scope.graph.call_function(getattr, (self.values[kept[0]], "device"))
+        for value in inputs:
+            if is_state(value) and value not in kept:
+                self.values[value] = self.initial_state(value, self.values[kept[0]])
+            elif value not in kept:
+                self.values[value] = self.keep_states  # whether there are earlier tokens
+        self.add_nodes(graph)
+        results = [value for value in graph.outputs if self.keep_states or not str(value.name).startswith(PRESENT_PREFIX)]
+        self.scope.graph.output({argument_name(str(value.name)): self.value(value) for value in results})
+        self.scope.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+        module = Graph(self.scope.root, self.scope.graph, "Imported")
+        module.graph.lint()
+        select_general_branches(module, (example_inputs(kept, self.weights, *sizes) for sizes in TRIAL_SIZES))
+        module.__dict__["retrofit_examples"] = example_inputs(kept, self.weights)
+        if recipe := self.model.metadata_props.get("retrofit.recipe", ""):
+            recipe_storage.store_recipe(module, recipe.splitlines())
+        return module.eval()
+
+    def initial_state(self, value: onnx_ir.Value, like: fx.Node) -> fx.Node:
+        """The state before any token: of no length, and of zeros where it has none.
+
+        Raises `CaptureError` where it is a state that tokens do not add to: what a cross-attention reads of the encoder's output.
+        """
+        returned = {state_key(one) for one in self.model.graph.outputs if str(one.name).startswith(PRESENT_PREFIX)}
+        if state_key(value) not in returned:
+            raise CaptureError(
+                f"{self.path} goes on from {value.name}, which it does not return",
+                why="so it is no state that is empty before the first token",
+                remedy="give the file of the first step (decoder_model.onnx), or keep the states: from_onnx(path, cache='past')",
+            )
+        dynamic = iter((None, 0))
+        extents = tuple(dim if isinstance(dim, int) else next(dynamic) for dim in value.shape or ())
+        return self.scope.graph.call_function(empty_state, (like, extents, DTYPES[value.dtype]))  # type: ignore[index]
+
+    # ── Nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add_nodes(self, graph: onnx_ir.Graph) -> None:
+        """Every node of the graph has its values."""
+        for node in graph:
+            if all(not value.name or value in self.values or value in self.weights for value in node.outputs):
+                continue  # read together with an earlier one, or a constant
+            results = self.conditional(node) if node.op_type == "If" else self.call(node)
+            for value, result in zip(node.outputs, results, strict=False):
+                if value.name:
+                    self.values[value] = result
+
+    def call(self, node: onnx_ir.Node) -> Sequence[Any]:
+        """The node's outputs."""
+        if node.op_type == "Constant":
+            return [self.constant(node)]
+        if (layer := self.as_linear(node)) is not None:
+            return [layer]
+        if is_quantized_table(node):
+            operands = (self.value(node.inputs[0]), self.value(node.inputs[1]))
+            axis = attribute_values(node).get("gather_axis", 0)
+            return [self.scope.graph.call_function(indexing.gather, operands, {"axis": axis})]
+        function = OPERATORS[node.domain, node.op_type]
+        attributes = attribute_values(node)
+        if "axes" in attributes:  # of a reduction: an input since operator set 18
+            attributes["axes_attribute"] = attributes.pop("axes")
+        if node.op_type == "Split":
+            attributes["outputs"] = len(node.outputs)
+        packed = (node.domain, node.op_type) == (MICROSOFT, "Attention")  # with its projections
+        inputs = enumerate(node.inputs)
+        arguments = [self.transposed(value) if packed and at == 1 else self.value(value) for at, value in inputs]  # type: ignore[arg-type]
+        self.refuse_unsupported(node, function, arguments, attributes)
+        if not any(isinstance(one, fx.Node) for one in arguments) and function not in FACTORIES:
+            result = function(*arguments, **attributes)  # of numbers only
+            if is_number(result) or isinstance(result, tuple):
+                return result if len(node.outputs) > 1 else [result]
+        if function in FACTORIES:
+            attributes["device"] = self.scope.localize(self.device)
+        call = self.scope.graph.call_function(function, tuple(arguments), attributes)
+        several = len(node.outputs) > 1 or function in TUPLE_OPERATORS
+        return [self.scope.graph.call_function(item, (call, at)) for at in range(len(node.outputs))] if several else [call]
+
+    def refuse_unsupported(
+        self, node: onnx_ir.Node, function: Operator, arguments: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> None:
+        """Raises `CaptureError` where the node has an input or attribute, or a value of one, that its function does not compute."""
+        why = REFUSALS.get((node.domain, node.op_type), lambda _: "")(dict(attributes))
+        while arguments and arguments[-1] is None:  # an input that is left out
+            arguments = arguments[:-1]
+        try:
+            signature(function).bind(*arguments, **attributes)
+        except TypeError as error:
+            why = why or str(error)
+        if why:
+            raise CaptureError(
+                f"{self.path}: the node {node_label(node)}, {operator_label(node)}, is not read",
+                why=why,
+                remedy="export the model without it",
+            )
+
+    def value(self, value: onnx_ir.Value | None) -> Any:
+        """The value in the graph under construction: computed, or a weight or constant of the file."""
+        if value in self.values:
+            return self.scope.localize(self.values[value])
+        assert value is not None
+        if value not in self.constants:
+            self.constants[value] = self.weights.value(value)
+        return self.scope.localize(self.constants[value])
+
+    def transposed(self, value: onnx_ir.Value) -> fx.Node:
+        node: fx.Node = self.scope.localize(self.weights.transposed(value))
+        return node
+
+    def constant(self, node: onnx_ir.Node) -> Any:
+        (held,) = attribute_values(node).values()
+        if isinstance(held, Tensor):
+            return self.scope.localize(self.weights.constant(held, str(node.outputs[0].name)))
+        return held
+
+    def as_linear(self, node: onnx_ir.Node) -> fx.Node | None:
+        """A product with a weight as a linear layer, with its bias where all that reads the product adds one; else None."""
+        found = self.product(node)
+        if found is None:
+            return None
+        x, weight, bias = found
+        output = node.outputs[0]
+        if bias is None and (sum_ := only_reader(output)) is not None and sum_.op_type == "Add":
+            other = next((value for value in sum_.inputs if value is not output), None)
+            if self.weights.is_bias(other):
+                layer = self.scope.graph.call_function(neural_networks.linear, (self.value(x), weight, self.value(other)))
+                self.values[sum_.outputs[0]] = layer
+                return layer
+        arguments = (self.value(x), weight) if bias is None else (self.value(x), weight, self.value(bias))
+        return self.scope.graph.call_function(neural_networks.linear, arguments)
+
+    def product(self, node: onnx_ir.Node) -> tuple[onnx_ir.Value | None, fx.Node, onnx_ir.Value | None] | None:
+        """What is multiplied, the weight (out, in), and the bias, of a node that is such a product."""
+        if is_block_product(node):
+            return node.inputs[0], self.value(node.inputs[1]), next(iter(node.inputs[5:6]), None)
+        if node.domain or node.op_type not in ("MatMul", "Gemm"):
+            return None
+        how = attribute_values(node)
+        x, weight, bias = (*node.inputs, None)[:3]
+        plain = not how.get("transA") and how.get("alpha", 1.0) == 1.0 and (bias is None or how.get("beta", 1.0) == 1.0)
+        if not plain or not self.weights.is_matrix(weight) or (bias is not None and not self.weights.is_bias(bias)):
+            return None
+        assert weight is not None
+        return x, self.value(weight) if how.get("transB") else self.transposed(weight), bias
+
+    # ── Branches ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def conditional(self, node: onnx_ir.Node) -> Sequence[Any]:
+        """The outputs of an `If`; raises `CaptureError` where values, and not sizes, determine its branch."""
+        condition = self.value(node.inputs[0])
+        branches = {name: attribute.as_graph() for name, attribute in node.attributes.items()}
+        if isinstance(condition, tuple) and len(condition) == 1:
+            condition = condition[0]
+        if not isinstance(condition, fx.Node):
+            return self.branch_results(branches["then_branch" if condition else "else_branch"])
+        if not self.depends_on_sizes_only(node.inputs[0]):
+            raise CaptureError(
+                f"{self.path} computes a branch of the node {node_label(node)} from the values of its inputs",
+                why="a graph that is trained takes one branch",
+                remedy="export the model again in one piece",
+            )
+        then, otherwise = (self.branch(branches[name]) for name in ("then_branch", "else_branch"))
+        operands = list(dict.fromkeys([*then.lifted, *otherwise.lifted]))
+        modules = [branch_module(scope, operands) for scope in (then, otherwise)]
+        name = f"choice_{identifier(node_label(node))}"
+        self.scope.root.add_module(name, SizeConditional(node_label(node), *modules))
+        call = self.scope.graph.call_module(name, (condition, *(self.scope.localize(one) for one in operands)))
+        return [self.scope.graph.call_function(item, (call, at)) for at in range(len(node.outputs))]
+
+    def branch(self, graph: onnx_ir.Graph) -> SubgraphScope:
+        """The branch as a graph of its own that returns a tuple."""
+        outer, values = self.scope, dict(self.values)
+        self.scope = SubgraphScope()
+        try:
+            results = tuple(self.scope.localize(one) for one in self.branch_results(graph))
+            self.scope.graph.output(results)
+            return self.scope
+        finally:
+            self.scope, self.values = outer, values
+
+    def branch_results(self, graph: onnx_ir.Graph) -> list[Any]:
+        """What a branch returns, computed in the graph under construction."""
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                self.weights.add(value, str(value.name), to_torch(value.const_value))
+        self.add_nodes(graph)
+        return [self.value(value) for value in graph.outputs]
+
+    def depends_on_sizes_only(self, value: onnx_ir.Value | None) -> bool:
+        """Whether a value depends on the sizes of the inputs and on nothing else of them."""
+        reached = [value]
+        for one in reached:
+            node = None if one is None else one.producer()
+            if node is None:
+                if one is None or one not in self.weights:
+                    return False
+            elif node.op_type not in SIZE_OPERATORS:
+                reached.extend(read for read in node.inputs if read is not None and read not in reached)
+        return True
+
+
+signature = functools.cache(inspect.signature)
+
+
+def only_reader(value: onnx_ir.Value) -> onnx_ir.Node | None:
+    """The node that reads the value, where nothing else does."""
+    readers = value.consumers()
+    return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
+
+
+def branch_module(scope: SubgraphScope, operands: Sequence[fx.Node]) -> fx.GraphModule:
+    """The scope as a module that takes the operands, those that it reads among them."""
+    for one in operands:
+        scope.localize(one)
+    order = [scope.lifted[one] for one in operands]
+    for placeholder in reversed(order):
+        next(iter(scope.graph.nodes)).prepend(placeholder)
+    module = fx.GraphModule(scope.root, scope.graph, "Branch")
+    module.graph.lint()
+    return module
+
+
+def item(values: Any, index: int) -> Any:
+    """`values[index]`."""
+    return values[index]
+
+
+def empty_state(like: Tensor, extents: Sequence[int | None], dtype: torch.dtype) -> Tensor:
+    """A state before any token; where its batch is None it is that of `like`."""
+    return torch.zeros([like.shape[0] if one is None else one for one in extents], dtype=dtype, device=like.device)

@@ -1,0 +1,138 @@
+"""An ONNX file read with `onnx_ir`: its functions inlined, its external data mapped into memory, its constants as torch tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from retrofit.errors import CheckpointError, first_line
+from retrofit.onnx.importer.operators.table import MICROSOFT
+from retrofit.onnx.importer.values import DTYPES
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+OLDEST_OPSET = 13  # the operator set from which on axes are inputs and softmax is of one axis
+STANDARD_DOMAINS = ("", "ai.onnx")
+
+
+def load_model(path: Path) -> onnx_ir.Model:
+    """The model in the file; raises `CheckpointError` where the file, or one with its external data, cannot be read."""
+    import onnx_ir
+
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist", remedy="give an ONNX file")
+    try:
+        model = onnx_ir.load(path.absolute())  # onnx_ir confines external data to the file's folder only if that has a name
+        if model.functions:
+            from onnx_ir.passes.common import InlinePass
+
+            InlinePass()(model)
+        check_external_data(model.graph)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read as an ONNX model",
+            why=first_line(root_cause(error)),
+            remedy="give a whole file, with the files of its external data in the same folder",
+        ) from error
+    if not model.graph.num_nodes():
+        raise CheckpointError(f"{path} holds no graph", remedy="give the file of a model that was exported whole")
+    opset = next((version for domain, version in model.opset_imports.items() if domain in STANDARD_DOMAINS), OLDEST_OPSET)
+    if opset < OLDEST_OPSET:
+        raise CheckpointError(
+            f"{path} is of operator set {opset}",
+            why=f"{OLDEST_OPSET} and later are read",
+            remedy="export it again, or convert it with onnx.version_converter",
+        )
+    return model
+
+
+def root_cause(error: Exception) -> Exception:
+    """The exception that the others were raised from: `onnx_ir` wraps one for each message it was reading."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
+
+
+def check_external_data(graph: onnx_ir.Graph) -> None:
+    """Raises where a file of external data is missing, too short, or outside the folder; maps the files and reads nothing."""
+    import onnx_ir
+
+    external = [tensor for tensor in constant_tensors(graph) if isinstance(tensor, onnx_ir.ExternalTensor)]
+    last_of_file = {tensor.path: tensor for tensor in sorted(external, key=lambda tensor: tensor.offset or 0)}
+    for tensor in last_of_file.values():
+        tensor.numpy()
+        tensor.release()
+
+
+def constant_tensors(graph: onnx_ir.Graph) -> Iterator[onnx_ir.TensorProtocol]:
+    """The initializers of the graph and its subgraphs, and the tensors among their nodes' attributes."""
+    import onnx_ir
+
+    for one in (graph, *graph.subgraphs()):
+        yield from (value.const_value for value in one.initializers.values() if value.const_value is not None)
+        for node in one:
+            yield from (held.value for held in node.attributes.values() if held.type == onnx_ir.AttributeType.TENSOR)
+
+
+def release_tensors(graph: onnx_ir.Graph) -> None:
+    """The graph no longer holds its constants; as its nodes and values refer to one another, it is itself freed much later."""
+    for one in (graph, *list(graph.subgraphs())):
+        for value in one.initializers.values():
+            value.const_value = None
+        for node in one:
+            node.attributes.clear()
+
+
+def to_torch(tensor: onnx_ir.TensorProtocol) -> Tensor:
+    """A copy of the tensor; external data is mapped for as long as it is copied, one tensor at a time."""
+    import onnx_ir
+
+    array = tensor.numpy()
+    if tensor.dtype == onnx_ir.DataType.BFLOAT16:  # numpy has no such type of its own
+        copied = torch.from_numpy(array.view("int16").copy()).view(torch.bfloat16)
+    elif tensor.dtype not in DTYPES:  # four bits and the like
+        copied = torch.from_numpy(array.astype("int16" if array.dtype.kind not in "f" else "float32"))
+    else:
+        copied = torch.from_numpy(array.copy())
+    del array
+    if isinstance(tensor, onnx_ir.ExternalTensor):
+        tensor.release()
+    return copied
+
+
+def attribute_values(node: onnx_ir.Node) -> dict[str, Any]:
+    """The node's attributes as Python values and torch tensors; graphs left out."""
+    import onnx_ir
+
+    values: dict[str, Any] = {}
+    for name, attribute in node.attributes.items():
+        if attribute.type == onnx_ir.AttributeType.TENSOR:
+            tensor = to_torch(attribute.value)
+            values[name] = tensor.reshape(()).item() if node.op_type == "ConstantOfShape" else tensor
+        elif attribute.type not in (onnx_ir.AttributeType.GRAPH, onnx_ir.AttributeType.GRAPHS):
+            values[name] = attribute.value
+    return values
+
+
+def node_label(node: onnx_ir.Node) -> str:
+    """What errors call the node: its name, or that of its first output."""
+    return node.name or str(node.outputs[0].name)
+
+
+def operator_label(node: onnx_ir.Node) -> str:
+    """The node's operator with its domain."""
+    return f"{node.domain or 'ai.onnx'}.{node.op_type}"
+
+
+def reads_only_as_right_factor(node: onnx_ir.Node, value: onnx_ir.Value) -> bool:
+    """Whether all that the node does with the matrix is to multiply by it from the right."""
+    if len(node.inputs) < 2 or node.inputs[1] is not value or node.inputs.count(value) != 1:
+        return False
+    if (node.domain, node.op_type) == (MICROSOFT, "Attention"):
+        return True
+    return node.op_type in ("MatMul", "Gemm") and not attribute_values(node).get("transB")

@@ -1,0 +1,270 @@
+"""ONNX attention operators and rotary embeddings as torch functions: ONNX's own, of operator set 23, and those of ONNX Runtime.
+
+An operator takes the keys and values of earlier tokens where the graph passes them; a model of whole sequences never does.
+
+Source: ONNX's operator specifications; ONNX Runtime's documentation of its contributed operators (domain `com.microsoft`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from retrofit.onnx.importer.operators.onnxruntime_fused import nonzero_attributes
+from retrofit.onnx.importer.operators.table import MICROSOFT, operator
+from retrofit.onnx.importer.values import Value, tensor
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
+    """The first 2·r channels of x (batch, heads, length, width) turned by the angles (batch or 1, 1, length, r), the rest kept."""
+    turned, rest = x[..., : 2 * cosines.shape[-1]], x[..., 2 * cosines.shape[-1] :]
+    one, other = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    parts = one * cosines - other * sines, other * cosines + one * sines
+    made = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat([made, rest], -1) if rest.shape[-1] else made
+
+
+def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: int, heads: int, width: int) -> Tensor:
+    """`rotate`, of heads that stand apart, (batch, heads, length, width), or side by side in (batch, length, heads·width)."""
+    cosines, sines = (part.unsqueeze(-3) for part in (cosines, sines))
+    if x.dim() == 4:
+        return rotate(x, cosines, sines, bool(interleaved))
+    count = heads or x.shape[-1] // (width or 2 * cosines.shape[-1])
+    return merge_heads(rotate(split_heads(x, count), cosines, sines, bool(interleaved)))
+
+
+@operator("RotaryEmbedding")
+def rotary_embedding(
+    x: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    positions: Value = None,
+    interleaved: int = 0,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
+) -> Tensor:
+    if positions is not None:
+        positions = tensor(positions, x)
+        cosines, sines = cosines[positions], sines[positions]
+    return apply_rotary(x, cosines, sines, interleaved, num_heads, 0)
+
+
+@operator("RotaryEmbedding", domain=MICROSOFT)
+def rotary_embedding_of_runtime(
+    x: Tensor,
+    positions: Value,
+    cosines: Tensor,
+    sines: Tensor,
+    interleaved: int = 0,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
+    scale: float = 1.0,
+    is_packed_batching: int = 0,
+) -> Tensor:
+    positions = tensor(positions, x)
+    if positions.dim() == 1:  # where the first token stands
+        positions = positions[:, None] + torch.arange(x.shape[-2], device=x.device)
+    return apply_rotary(x, cosines[positions], sines[positions], interleaved, num_heads, rotary_embedding_dim if num_heads else 0)
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(batch, length, heads·width) as (batch, heads, length, width)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(batch, heads, length, width) as (batch, length, heads·width)."""
+    return x.transpose(1, 2).flatten(-2)
+
+
+def append_to_past(past: Tensor | None, x: Tensor) -> Tensor:
+    """The keys or values of all tokens, those of earlier ones first."""
+    return x if past is None or (isinstance(past.shape[2], int) and past.shape[2] == 0) else torch.cat([past, x], 2)
+
+
+def additive_mask(mask: Tensor | None, value: float, like: Tensor) -> Tensor | None:
+    """A mask of what may be read, or one that is added, as one that is added."""
+    if mask is None:
+        return None
+    if mask.is_floating_point():
+        return mask.to(like.dtype)
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask == 0, value)
+
+
+def sum_masks(*masks: Tensor | None) -> Tensor | None:
+    """Masks that are added, as one."""
+    given = [mask for mask in masks if mask is not None]
+    return functools.reduce(torch.add, given) if given else None
+
+
+def causal_mask(queries: int, keys: int, like: Tensor, window: int = -1) -> Tensor:
+    """Added, it leaves each query what stands at or before its place, and at most `window` of that."""
+    rows = torch.arange(queries, device=like.device)[:, None] + (keys - queries)
+    columns = torch.arange(keys, device=like.device)
+    open_ = columns <= rows
+    if window > 0:
+        open_ = open_ & (columns > rows - window)
+    return additive_mask(open_, float("-inf"), like)  # type: ignore[return-value]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, softcap: float = 0.0, window: int = -1
+) -> Tensor:
+    """Attention of q over k and v (batch, heads, length, width); fewer heads of keys and values serve several queries each."""
+    if k.shape[1] != q.shape[1]:
+        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
+    plain = causal and mask is None and softcap == 0 and window <= 0 and q.shape[2] == k.shape[2]
+    if causal and not plain:
+        mask = sum_masks(mask, causal_mask(q.shape[2], k.shape[2], q, window))
+    if softcap == 0:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, scale=scale)
+    scores = torch.matmul(q, k.mT) * (scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
+    scores = softcap * torch.tanh(scores / softcap)
+    return torch.matmul(torch.softmax(scores if mask is None else scores + mask, -1), v)
+
+
+@operator("Attention")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    past_k: Tensor | None = None,
+    past_v: Tensor | None = None,
+    is_causal: int = 0,
+    kv_num_heads: int = 0,
+    q_num_heads: int = 0,
+    qk_matmul_output_mode: int = 0,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    softmax_precision: int | None = None,
+) -> tuple[Tensor, ...]:
+    """ONNX's own; the scores are no output here."""
+    flat = q.dim() == 3
+    if flat:
+        q, k, v = split_heads(q, q_num_heads), split_heads(k, kv_num_heads), split_heads(v, kv_num_heads)
+    k, v = append_to_past(past_k, k), append_to_past(past_v, v)
+    made = attend(q, k, v, additive_mask(mask, float("-inf"), q), bool(is_causal), scale, softcap)
+    return merge_heads(made) if flat else made, k, v
+
+
+@operator("Attention", domain=MICROSOFT, refuses=nonzero_attributes("do_rotary"))
+def attention_of_runtime(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    mask_index: Value = None,
+    past: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    past_length: Tensor | None = None,
+    *,
+    num_heads: int,
+    do_rotary: int = 0,
+    mask_filter_value: float = -10000.0,
+    past_present_share_buffer: int = 0,
+    qkv_hidden_sizes: tuple[int, ...] = (),
+    rotary_embedding_dim: int = 0,
+    scale: float = 0.0,
+    unidirectional: int = 0,
+) -> tuple[Tensor, ...]:
+    """Self-attention with its projections, `weight` (out, in) here: the import turns it round."""
+    projected = F.linear(x, weight, bias)
+    third = projected.shape[-1] // 3
+    q, k, v = (split_heads(part, num_heads) for part in projected.split(list(qkv_hidden_sizes or (third,) * 3), -1))
+    if past is not None:
+        k, v = append_to_past(past[0], k), append_to_past(past[1], v)
+    mask = sum_masks(key_mask(mask_index, k.shape[2], mask_filter_value, q), attention_bias)
+    made = attend(q, k, v, mask, bool(unidirectional), scale or None)
+    return merge_heads(made), torch.stack([k, v]) if past is not None else k
+
+
+def key_mask(mask: Value, keys: int, value: float, like: Tensor) -> Tensor | None:
+    """ONNX Runtime's masks of keys as one that is added: the length of each row, or its end and its start, or a mask."""
+    if mask is None:
+        return None
+    mask = tensor(mask, like)
+    if mask.dim() == 1:
+        places, batch = torch.arange(keys, device=like.device), like.shape[0]
+        ends = mask[:batch, None]
+        open_ = places < ends
+        if mask.shape[0] > batch:
+            open_ = open_ & (places >= mask[batch : 2 * batch, None])
+        return additive_mask(open_, value, like)[:, None, None]  # type: ignore[index]
+    made = additive_mask(mask, value, like)
+    return made[:, None, None] if made.dim() == 2 else made[:, None] if made.dim() == 3 else made  # type: ignore[union-attr, index]
+
+
+@operator("MultiHeadAttention", domain=MICROSOFT)
+def multi_head_attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    bias: Tensor | None = None,
+    key_padding: Value = None,
+    attention_bias: Tensor | None = None,
+    past_k: Tensor | None = None,
+    past_v: Tensor | None = None,
+    *,
+    num_heads: int,
+    mask_filter_value: float = -10000.0,
+    scale: float = 0.0,
+    unidirectional: int = 0,
+) -> tuple[Tensor, ...]:
+    if q.dim() == 5:  # (batch, length, heads, 3, width)
+        q, k, v = (part.flatten(-2) for part in q.unbind(3))
+    elif k is not None and k.dim() == 5:
+        k, v = (part.flatten(-2) for part in k.unbind(3))
+    assert k is not None and v is not None
+    if bias is not None:
+        width = q.shape[-1]
+        q = q + bias[:width]
+        if k.dim() == 3:
+            k, v = k + bias[width : width + k.shape[-1]], v + bias[width + k.shape[-1] :]
+    q = split_heads(q, num_heads)
+    if k.dim() == 3:
+        k, v = split_heads(k, num_heads), split_heads(v, num_heads)
+    k, v = append_to_past(past_k, k), append_to_past(past_v, v)
+    mask = sum_masks(key_mask(key_padding, k.shape[2], mask_filter_value, q), attention_bias)
+    return merge_heads(attend(q, k, v, mask, bool(unidirectional), scale or None)), k, v
+
+
+@operator("GroupQueryAttention", domain=MICROSOFT, refuses=nonzero_attributes("smooth_softmax"))
+def group_query_attention(
+    q: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    past_k: Tensor | None = None,
+    past_v: Tensor | None = None,
+    last: Tensor | None = None,
+    total: Value = None,
+    cosines: Tensor | None = None,
+    sines: Tensor | None = None,
+    positions: Tensor | None = None,
+    attention_bias: Tensor | None = None,
+    *,
+    num_heads: int,
+    kv_num_heads: int,
+    do_rotary: int = 0,
+    local_window_size: int = -1,
+    rotary_interleaved: int = 0,
+    scale: float = 0.0,
+    smooth_softmax: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, ...]:
+    """Causal attention; `last` is the place of the last token of each row, behind which stands padding."""
+    if k is None or v is None:
+        width = q.shape[-1] // (num_heads + 2 * kv_num_heads)
+        q, k, v = q.split([num_heads * width, kv_num_heads * width, kv_num_heads * width], -1)
+    q, k, v = split_heads(q, num_heads), split_heads(k, kv_num_heads), split_heads(v, kv_num_heads)
+    before = 0 if past_k is None else past_k.shape[2]
+    if do_rotary and cosines is not None and sines is not None:
+        places = torch.arange(q.shape[2], device=q.device) + before if positions is None else positions
+        turns = cosines[places].unsqueeze(-3), sines[places].unsqueeze(-3)
+        q, k = (rotate(part, *turns, bool(rotary_interleaved)) for part in (q, k))
+    k, v = append_to_past(past_k, k), append_to_past(past_v, v)
+    made = attend(q, k, v, attention_bias, True, scale or None, softcap, local_window_size)
+    return merge_heads(made), k, v

@@ -1,0 +1,234 @@
+"""ONNX operators that networks consist of, as torch functions: products, norms, convolutions, pooling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from retrofit.onnx.importer.operators.table import operator
+from retrofit.onnx.importer.values import Value, number, numbers, tensor
+
+
+@operator("MatMul")
+def mat_mul(one: Tensor, other: Tensor) -> Tensor:
+    return torch.matmul(one, other)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product with a weight, (out, in), and what is added to it: what MatMul, Gemm and Add are where a weight is in them."""
+    return F.linear(x, weight, bias)
+
+
+@operator("Gemm")
+def gemm(
+    one: Tensor, other: Tensor, offset: Value = None, alpha: float = 1.0, beta: float = 1.0, transA: int = 0, transB: int = 0
+) -> Tensor:
+    product = torch.matmul(one.t() if transA else one, other.t() if transB else other)
+    product = product if alpha == 1.0 else alpha * product
+    return product if offset is None else product + (offset if beta == 1.0 else beta * offset)
+
+
+def half_of_inverse(attributes: dict[str, Any]) -> str:
+    return "the half of an inverse transform" if attributes.get("onesided") and attributes.get("inverse") else ""
+
+
+@operator("DFT", refuses=half_of_inverse)
+def dft(x: Tensor, dft_length: Value = None, axis: Value = -2, inverse: int = 0, onesided: int = 0) -> Tensor:
+    """Along an axis of numbers whose last axis is their real and imaginary part, or their real part alone."""
+    values = torch.view_as_complex(x.contiguous()) if x.shape[-1] == 2 else x.squeeze(-1)
+    length = None if dft_length is None else number(dft_length)
+    along = number(axis) % x.dim()
+    if onesided:
+        return torch.view_as_real(torch.fft.rfft(x[..., 0], length, along))
+    return torch.view_as_real((torch.fft.ifft if inverse else torch.fft.fft)(values, length, along))
+
+
+@operator("Einsum")
+def einsum(*values: Tensor, equation: str) -> Tensor:
+    return torch.einsum(equation.replace(" ", ""), *values)
+
+
+@operator("Softmax")
+def softmax(x: Tensor, axis: int = -1) -> Tensor:
+    return torch.softmax(x, axis)
+
+
+@operator("LogSoftmax")
+def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
+    return torch.log_softmax(x, axis)
+
+
+@operator("LayerNormalization")
+def layer_normalization(
+    x: Tensor, scale: Value, bias: Value = None, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+) -> Tensor:
+    return F.layer_norm(x, x.shape[axis:], expand_gain(scale, x, axis), expand_gain(bias, x, axis), epsilon)
+
+
+@operator("RMSNormalization", "SimplifiedLayerNormalization")
+def rms_normalization(x: Tensor, scale: Value, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> Tensor:
+    return F.rms_norm(x, x.shape[axis:], expand_gain(scale, x, axis), epsilon)
+
+
+def expand_gain(gain: Value, x: Tensor, axis: int) -> Tensor | None:
+    """The gain with an element for each that is normalised together, as torch wants it."""
+    if gain is None or (isinstance(gain, Tensor) and gain.shape == x.shape[axis:]):
+        return gain
+    return tensor(gain, x, x.dtype).expand(x.shape[axis:])
+
+
+@operator("InstanceNormalization")
+def instance_normalization(x: Tensor, scale: Tensor, bias: Tensor, epsilon: float = 1e-5) -> Tensor:
+    return F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
+
+
+@operator("GroupNormalization")
+def group_normalization(
+    x: Tensor, scale: Tensor, bias: Tensor, num_groups: int, epsilon: float = 1e-5, stash_type: int = 1
+) -> Tensor:
+    each = 1 if scale.shape[0] == x.shape[1] else x.shape[1] // num_groups  # a scale a group before operator set 21
+    return F.group_norm(x, num_groups, scale.repeat_interleave(each), bias.repeat_interleave(each), epsilon)
+
+
+@operator("BatchNormalization")
+def batch_normalization(
+    x: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    epsilon: float = 1e-5,
+    momentum: float = 0.9,
+    training_mode: int = 0,
+) -> Tensor:
+    return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
+
+
+@operator("Conv")
+def conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    auto_pad: str = "NOTSET",
+    dilations: tuple[int, ...] = (),
+    group: int = 1,
+    kernel_shape: tuple[int, ...] = (),
+    pads: tuple[int, ...] = (),
+    strides: tuple[int, ...] = (),
+) -> Tensor:
+    rank = x.dim() - 2
+    steps, spread = strides or (1,) * rank, dilations or (1,) * rank
+    before, after = padding(x, weight.shape[2:], auto_pad, pads, steps, spread)
+    if before != after:
+        x = F.pad(x, [width for at in reversed(range(rank)) for width in (before[at], after[at])])
+        before = (0,) * rank
+    function: Any = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
+    return function(x, weight, bias, steps, before, spread, group)
+
+
+def padding(
+    x: Tensor, kernel: Any, auto_pad: str, pads: tuple[int, ...], steps: tuple[int, ...], spread: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What is put before and after each spatial axis."""
+    rank = x.dim() - 2
+    if auto_pad in ("NOTSET", "VALID"):
+        given = pads if pads and auto_pad == "NOTSET" else (0,) * (2 * rank)
+        return tuple(given[:rank]), tuple(given[rank:])
+    reach = [(extent - 1) * width + 1 for extent, width in zip(kernel, spread, strict=True)]
+    lack = [-(-length // step) * step - step + wide - length for length, step, wide in zip(x.shape[2:], steps, reach, strict=True)]
+    small = tuple(width // 2 for width in lack)
+    large = tuple(width - half for width, half in zip(lack, small, strict=True))
+    return (small, large) if auto_pad == "SAME_UPPER" else (large, small)
+
+
+@operator("MaxPool")
+def max_pool(
+    x: Tensor,
+    kernel_shape: tuple[int, ...],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    dilations: tuple[int, ...] = (),
+    pads: tuple[int, ...] = (),
+    storage_order: int = 0,
+    strides: tuple[int, ...] = (),
+) -> Tensor:
+    rank = x.dim() - 2
+    steps, spread = strides or (1,) * rank, dilations or (1,) * rank
+    before, after = padding(x, kernel_shape, auto_pad, pads, steps, spread)
+    if before != after:
+        x = F.pad(x, [width for at in reversed(range(rank)) for width in (before[at], after[at])], value=float("-inf"))
+        before = (0,) * rank
+    function: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
+    return function(x, kernel_shape, steps, before, spread, bool(ceil_mode))
+
+
+def asymmetric_padding(attributes: dict[str, Any]) -> str:
+    pads = tuple(attributes.get("pads", ()))
+    return "" if pads[: len(pads) // 2] == pads[len(pads) // 2 :] else "padding that differs before and after"
+
+
+@operator("Col2Im", refuses=asymmetric_padding)
+def col2im(
+    x: Tensor,
+    image_shape: Value,
+    block_shape: Value,
+    dilations: tuple[int, ...] = (),
+    pads: tuple[int, ...] = (),
+    strides: tuple[int, ...] = (),
+) -> Tensor:
+    image, block = numbers(image_shape), numbers(block_shape)
+    return F.fold(x, image, block, dilations or 1, pads[: len(block)] or 0, strides or 1)
+
+
+def unsupported_pooling(attributes: dict[str, Any]) -> str:
+    pads, rank = attributes.get("pads", ()), len(attributes["kernel_shape"])
+    if attributes.get("auto_pad", "NOTSET").startswith("SAME") or tuple(pads[:rank]) != tuple(pads[rank:]):
+        return "padding that may differ before and after"
+    return "dilations" if any(width != 1 for width in attributes.get("dilations", ())) else ""
+
+
+@operator("AveragePool", refuses=unsupported_pooling)
+def average_pool(
+    x: Tensor,
+    kernel_shape: tuple[int, ...],
+    auto_pad: str = "NOTSET",
+    ceil_mode: int = 0,
+    count_include_pad: int = 0,
+    dilations: tuple[int, ...] = (),
+    pads: tuple[int, ...] = (),
+    strides: tuple[int, ...] = (),
+) -> Tensor:
+    rank = x.dim() - 2
+    steps = strides or (1,) * rank
+    before, _ = padding(x, kernel_shape, auto_pad, pads, steps, (1,) * rank)
+    function: Any = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)[rank - 1]
+    return function(x, kernel_shape, steps, before, bool(ceil_mode), bool(count_include_pad))
+
+
+@operator("GlobalAveragePool")
+def global_average_pool(x: Tensor) -> Tensor:
+    return x.mean(tuple(range(2, x.dim())), keepdim=True)
+
+
+@operator("GlobalMaxPool")
+def global_max_pool(x: Tensor) -> Tensor:
+    return x.amax(tuple(range(2, x.dim())), keepdim=True)
+
+
+@operator("DepthToSpace")
+def depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
+    if mode == "CRD":
+        return F.pixel_shuffle(x, blocksize)
+    batch, channels, height, width = x.shape
+    apart = x.reshape(batch, blocksize, blocksize, channels // blocksize**2, height, width).permute(0, 3, 4, 1, 5, 2)
+    return apart.reshape(batch, channels // blocksize**2, height * blocksize, width * blocksize)
+
+
+@operator("SpaceToDepth")
+def space_to_depth(x: Tensor, blocksize: int) -> Tensor:
+    batch, channels, height, width = x.shape
+    apart = x.reshape(batch, channels, height // blocksize, blocksize, width // blocksize, blocksize).permute(0, 3, 5, 1, 2, 4)
+    return apart.reshape(batch, channels * blocksize**2, height // blocksize, width // blocksize)

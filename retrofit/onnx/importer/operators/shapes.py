@@ -1,0 +1,203 @@
+"""ONNX operators on shapes and layout, and those that create tensors from shapes, as torch functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from retrofit.onnx.importer.operators.table import operator
+from retrofit.onnx.importer.values import (
+    DTYPES,
+    Value,
+    dtype_of,
+    is_number,
+    number,
+    numbers,
+    tensor,
+)
+
+END = 2**31 - 1  # "to the end" in a slice is this or more
+
+
+FEW = 16  # numbers up to which a constant of one value is numbers and no tensor
+
+
+@operator("Shape")
+def shape(x: Value, start: int = 0, end: int | None = None) -> Value:
+    found = tuple(x.shape) if isinstance(x, Tensor) else (len(x),) if isinstance(x, tuple) else ()
+    return found[start:end]
+
+
+@operator("Size")
+def size(x: Value) -> Value:
+    return x.numel() if isinstance(x, Tensor) else len(numbers(x))
+
+
+@operator("Reshape")
+def reshape(x: Value, shape: Value, allowzero: int = 0) -> Value:
+    wanted = numbers(shape)
+    if is_number(x) and len(wanted) <= 1:
+        return flatten_numbers(x) if wanted else number(x)
+    if isinstance(x, tuple) and wanted == (-1, 2):  # of every axis what is put before it and after: numbers in pairs
+        return tuple(zip(x[::2], x[1::2], strict=True))
+    x = tensor(x)
+    if not allowzero:
+        wanted = tuple(x.shape[at] if isinstance(one, int) and one == 0 else one for at, one in enumerate(wanted))
+    return x.reshape(wanted)
+
+
+def flatten_numbers(x: Value) -> tuple[Any, ...]:
+    """Numbers, or rows of numbers, as one row."""
+    return tuple(one for part in numbers(x) for one in numbers(part))
+
+
+@operator("Transpose")
+def transpose(x: Value, perm: tuple[int, ...] | None = None) -> Value:
+    if isinstance(x, tuple):  # rows of numbers
+        return tuple(zip(*x, strict=True))
+    return x.permute(perm if perm is not None else tuple(reversed(range(x.dim()))))
+
+
+@operator("Unsqueeze")
+def unsqueeze(x: Value, axes: Value) -> Value:
+    places = numbers(axes)
+    if is_number(x) and not isinstance(x, tuple) and places in ((0,), (-1,)):
+        return (x,)
+    x = tensor(x)
+    rank = x.dim() + len(places)
+    for place in sorted(place % rank for place in places):
+        x = x.unsqueeze(place)
+    return x
+
+
+@operator("Squeeze")
+def squeeze(x: Value, axes: Value = None) -> Value:
+    if is_number(x):
+        return x[0] if isinstance(x, tuple) and len(x) == 1 else x
+    if axes is None:
+        return x.squeeze()
+    return x.squeeze(tuple(place % x.dim() for place in numbers(axes)))
+
+
+@operator("Flatten")
+def flatten(x: Tensor, axis: int = 1) -> Tensor:
+    axis %= x.dim() + 1
+    rows = 1
+    for extent in x.shape[:axis]:
+        rows = rows * extent
+    return x.reshape(rows, -1)
+
+
+@operator("Concat")
+def concat(*values: Value, axis: int) -> Value:
+    if all(map(is_number, values)):
+        return tuple(one for value in values for one in numbers(value))
+    like = next(value for value in values if isinstance(value, Tensor))
+    parts = [tensor(value, like) for value in values]
+    full = [part for part in parts if not is_empty_along(part, axis)] or parts[:1]
+    return torch.cat(full, axis) if len(full) > 1 else full[0]
+
+
+def is_empty_along(x: Tensor, axis: int) -> bool:
+    """Whether nothing is there to be joined: the past before any token."""
+    return isinstance(x.shape[axis], int) and x.shape[axis] == 0
+
+
+@operator("Split")
+def split(x: Value, sizes: Value = None, axis: int = 0, num_outputs: int | None = None, *, outputs: int = 1) -> tuple[Value, ...]:
+    if is_number(x):
+        given = numbers(sizes) if sizes is not None else equal_parts(len(x), num_outputs or outputs)
+        ends = [sum(given[: at + 1]) for at in range(len(given))]
+        return tuple(x[end - length : end] for end, length in zip(ends, given, strict=True))
+    given = numbers(sizes) if sizes is not None else equal_parts(x.shape[axis], num_outputs or outputs)
+    return torch.split(x, list(given), axis)
+
+
+def equal_parts(length: int, count: int) -> tuple[int, ...]:
+    each = -(-length // count)
+    return (*(each for _ in range(count - 1)), length - each * (count - 1))
+
+
+@operator("Slice")
+def slice_(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Value = None) -> Value:
+    firsts, lasts = numbers(starts), numbers(ends)
+    along = numbers(axes) if axes is not None else tuple(range(len(firsts)))
+    strides = numbers(steps) if steps is not None else (1,) * len(firsts)
+    for first, last, axis, step in zip(firsts, lasts, along, strides, strict=True):
+        x = slice_axis(x, first, last, axis, step)
+    return x
+
+
+def slice_axis(x: Value, first: Any, last: Any, axis: int, step: int) -> Value:
+    if is_number(x):
+        return x[slice_bound(first) : slice_bound(last) : step]
+    if step < 0:  # torch steps forward only: what is left, turned round
+        chosen = range(int(x.shape[axis]))[slice_bound(first) : slice_bound(last) : step]
+        return x.index_select(axis, torch.tensor(list(chosen), dtype=torch.int64, device=x.device))
+    key: list[slice] = [slice(None)] * x.dim()
+    key[axis] = slice(None if isinstance(first, int) and first == 0 else slice_bound(first), slice_bound(last), step)
+    return x[tuple(key)]
+
+
+def slice_bound(place: Any) -> Any:
+    """An end of a slice; None at, or beyond, what ONNX takes for the end."""
+    return None if isinstance(place, int) and not -END < place < END else place
+
+
+@operator("Expand")
+def expand(x: Value, shape: Value) -> Tensor:
+    """Broadcast against the shape: an extent of 1 in it leaves the tensor's."""
+    x, wanted = tensor(x), numbers(shape)
+    lead = x.dim() - len(wanted)
+    wanted = (*(-1 for _ in range(lead)), *wanted)
+    return x.expand(
+        tuple(-1 if isinstance(one, int) and one == 1 and at >= len(wanted) - x.dim() else one for at, one in enumerate(wanted))
+    )
+
+
+@operator("Tile")
+def tile(x: Value, repeats: Value) -> Value:
+    return numbers(x) * number(repeats) if is_number(x) and isinstance(number(repeats), int) else tensor(x).repeat(numbers(repeats))
+
+
+@operator("Pad")
+def pad(x: Tensor, pads: Value, value: Value = None, axes: Value = None, mode: str = "constant") -> Tensor:
+    given = numbers(pads)
+    count = len(given) // 2
+    along = numbers(axes) if axes is not None else tuple(range(count))
+    widths = {axis % x.dim(): (given[at], given[at + count]) for at, axis in enumerate(along)}
+    first = x.dim() if not widths else next((axis for axis in range(x.dim()) if widths.get(axis, (0, 0)) != (0, 0)), x.dim())
+    flat = [width for axis in reversed(range(first, x.dim())) for width in widths.get(axis, (0, 0))]
+    names = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
+    if mode == "constant":
+        return F.pad(x, flat, value=0 if value is None else number(value))
+    return F.pad(x, flat, mode=names[mode])
+
+
+@operator("ConstantOfShape", makes=True)
+def constant_of_shape(shape: Value, value: Any = 0.0, device: torch.device | None = None) -> Value:
+    """`value`, a number, in every place; few whole ones in a row are numbers, which shapes are computed from."""
+    wanted = numbers(shape)
+    if dtype_of(value) is torch.int64 and len(wanted) == 1 and isinstance(wanted[0], int) and wanted[0] <= FEW:
+        return (value,) * wanted[0]
+    return torch.full(wanted, value, dtype=dtype_of(value), device=device)
+
+
+@operator("Range", makes=True)
+def range_(start: Value, limit: Value, delta: Value, device: torch.device | None = None) -> Tensor:
+    return torch.arange(number(start), number(limit), number(delta), device=device)
+
+
+@operator("EyeLike")
+def eye_like(x: Tensor, k: int = 0, dtype: int | None = None) -> Tensor:
+    rows, columns = (torch.arange(extent, device=x.device) for extent in x.shape)
+    return (rows[:, None] + k == columns).to(x.dtype if dtype is None else DTYPES[dtype])
+
+
+@operator("Trilu")
+def trilu(x: Tensor, k: Value = None, upper: int = 1) -> Tensor:
+    offset = 0 if k is None else number(k)
+    return torch.triu(x, offset) if upper else torch.tril(x, offset)

@@ -1,0 +1,165 @@
+"""The analysis of what a K·d-wide stream does to a model outside its layers: one small model for each decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.own_models import Block, Own
+from torch import Tensor, nn
+
+import retrofit
+from retrofit.errors import DoesNotFitError
+from retrofit.passes.altup.widening import WideningPlan, WideProduct, WidthPropagation
+
+WIDTH, DEPTH, TOKENS = 24, 3, 50
+
+
+class Stem(nn.Module):
+    """A module around what happens to an embedding: a norm and a projection, both d wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.project = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.project(self.norm(y))
+
+
+class Surrounded(Own):
+    """`Own` with code before and after the layers that the test writes, and modules for it to call."""
+
+    def __init__(
+        self,
+        before: Callable[[Any, Tensor, Tensor], Tensor] = lambda model, y, ids: y,
+        after: Callable[[Any, Tensor], Tensor] = lambda model, y: model.c(y),
+    ) -> None:
+        super().__init__(WIDTH, DEPTH, TOKENS)
+        self.before, self.after = before, after
+        self.norm, self.stem, self.positions = nn.LayerNorm(WIDTH), Stem(), nn.Embedding(99, WIDTH)
+        self.offsets = nn.Parameter(torch.randn(99, WIDTH))
+        self.register_buffer("waves", torch.randn(99, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(self, self.a(x), x)
+        for block in self.b:
+            y = block(y)
+        return self.after(self, y)
+
+
+def widening(model: Own, wide_end: bool = True) -> WideningPlan:
+    """The plan for the stack of `model`, the stream of which hops between two blocks."""
+    anatomy = retrofit.inspect(model)
+    (stack,) = anatomy.stacks
+    look_ups = [node for node in anatomy.flow.nodes if node.name == anatomy.embedding.node]
+    return WidthPropagation(anatomy, [stack], {stack.entry: [0, 1, 0, 0]}, look_ups, {stack.entry: wide_end}).run()
+
+
+def outside(plan: WideningPlan) -> dict[str, Any]:
+    """What the plan does beyond the token table, the head and the layers."""
+    found = {"blockwise": plan.blockwise, "replicated": plan.replicated, "buffers": plan.buffers, "parameters": plan.parameters}
+    return {name: value for name, value in found.items() if value}
+
+
+def test_a_table_layers_and_a_head_are_all_there_is() -> None:
+    plan = widening(Own(WIDTH, DEPTH, TOKENS))
+    assert plan.tables == {"a.weight": ["a"]}
+    assert plan.heads == {"c.weight": WideProduct(dim=1, path="c")}
+    assert list(plan.layers) == [("b.0", 0), ("b.1", 0), ("b.2", 0)]
+    assert [layer.home for layer in plan.layers.values()] == [0, 1, 0]
+    assert outside(plan) == {}
+
+
+LIFTED = {
+    "a norm before the layers": ({"before": lambda m, y, ids: m.norm(y)}, {"norm": 0}),
+    "a norm after them": ({"after": lambda m, y: m.c(m.norm(y))}, {"norm": 0}),
+    "the outermost module": ({"before": lambda m, y, ids: m.stem(y)}, {"stem": 0}),
+    "a keyword": ({"before": lambda m, y, ids: m.stem(y=y)}, {"stem": "y"}),
+    "both ends": ({"before": lambda m, y, ids: m.stem(y), "after": lambda m, y: m.c(m.norm(y))}, {"stem": 0, "norm": 0}),
+}
+
+
+@pytest.mark.parametrize("case", LIFTED)
+def test_a_module_that_reads_across_the_width_is_applied_block_by_block(case: str) -> None:
+    code, expected = LIFTED[case]
+    assert outside(widening(Surrounded(**code))) == {"blockwise": expected}
+
+
+def number(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1], device=ids.device)
+
+
+ADDED = {
+    "a module's output": (lambda m, y, ids: y + m.positions(number(ids)), {"replicated": ["positions"]}),
+    "a scaled output": (lambda m, y, ids: y + 0.5 * m.positions(number(ids))[None], {"replicated": ["positions"]}),
+    "a parameter": (lambda m, y, ids: y + m.offsets[: ids.shape[1]], {"parameters": ["offsets"]}),
+    "a buffer": (lambda m, y, ids: y + m.waves[: ids.shape[1]], {"buffers": ["waves"]}),
+    "one number a token": (lambda m, y, ids: y * (ids > 0).unsqueeze(-1), {}),
+    "the tokens in another order": (lambda m, y, ids: y.flip(1).roll(2, 1), {}),
+    "a number": (lambda m, y, ids: y * WIDTH**0.5, {}),
+}
+
+
+@pytest.mark.parametrize("case", ADDED)
+def test_a_contribution_of_the_dense_width_is_replicated_where_it_comes_from(case: str) -> None:
+    before, expected = ADDED[case]
+    assert outside(widening(Surrounded(before))) == expected
+
+
+def test_a_stream_that_leaves_its_stack_narrow_widens_nothing_after_it() -> None:
+    plan = widening(Surrounded(after=lambda m, y: m.c(m.norm(y))), wide_end=False)
+    assert plan.heads == {} and outside(plan) == {} and plan.tables == {"a.weight": ["a"]}
+
+
+class Remembering(Block):
+    """A layer that reads the embedded tokens as well."""
+
+    def forward(self, y: Tensor, embedded: Tensor | None = None) -> Tensor:
+        return super().forward(y) + 0.1 * torch.tanh(embedded)
+
+
+class Recalling(Own):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, DEPTH, TOKENS)
+        self.b = nn.ModuleList(Remembering(WIDTH) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedded = y = self.a(x)
+        for block in self.b:
+            y = block(y, embedded=embedded)
+        return self.c(y)
+
+
+def test_another_wide_argument_of_a_layer_is_narrowed_to_its_own_home_block() -> None:
+    layers = widening(Recalling()).layers
+    assert layers["b.1", 0].narrow == layers["b.2", 0].narrow == {"embedded": 0}
+
+
+REFUSED = {
+    "flips the width": (lambda m, y, ids: y.flip(-1), "reads across the stream's width"),
+    "rolls the width": (lambda m, y, ids: y.roll(3, -1), "reads across the stream's width"),
+    "rolls everything": (lambda m, y, ids: y.roll(3), "reads across the stream's width"),
+    "reorders the width": (lambda m, y, ids: y.index_select(-1, torch.arange(24).roll(1)), "reads across the stream's width"),
+    "takes some columns": (lambda m, y, ids: torch.cat([y[..., 12:], y[..., :12]], -1), "reads across the stream's width"),
+    "a matrix in the model's own code": (lambda m, y, ids: y @ m.stem.project.weight, "no module around it takes the stream"),
+    "positions read twice": (
+        lambda m, y, ids: y + m.positions(number(ids)) + m.positions(number(ids)).flip(-1).mean(),
+        "contributes to the wide stream in one call and to something else in another",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_decided_is_refused_with_the_reason(case: str) -> None:
+    before, why = REFUSED[case]
+    with pytest.raises(DoesNotFitError, match="wide stream cannot pass") as caught:
+        widening(Surrounded(before))
+    assert why in caught.value.why and "embedding=recycled" in caught.value.remedy
+
+
+def test_a_table_with_another_reader_is_refused() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        widening(Surrounded(after=lambda m, y: m.c(y) + m.a.weight.sum()))
+    assert caught.value.why == "a.weight is also read here, at its dense width"

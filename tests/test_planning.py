@@ -1,0 +1,220 @@
+"""`plan_of`: it does nothing to the model, and says beforehand what `apply` then does."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.functional_models import VOCABULARY, Functional
+from support.tiny_models import Plain, bert, gpt2, llama, t5, vit
+from torch import nn
+
+import retrofit
+from retrofit.anatomy.sites import NearMiss, Site
+from retrofit.errors import CaptureError, DoesNotFitError, SpecError
+from retrofit.pipeline.protocol import Plan
+from retrofit.planning import PlannedPass, RecipePlan, without_weights
+from retrofit.rewriting import apply_reported
+
+
+def functional() -> nn.Module:
+    """A model whose layers are code, with a table of ids that no module holds."""
+    return Functional(layers=2)
+
+
+def half() -> Any:
+    return llama().bfloat16()
+
+
+def retrofitted() -> Any:
+    """A model that a pass has rewritten already."""
+    return retrofit.apply(llama(), "altup(k=2)", verify=False)
+
+
+def rewritten_twice() -> Any:
+    """A model with a tied head that two passes have rewritten, one after the other."""
+    return retrofit.apply(retrofit.apply(gpt2(), "sum", verify=False), "sparse-ffn(sparsity=8)", verify=False)
+
+
+def inputs_for(build: Callable[[], nn.Module]) -> dict[str, torch.Tensor] | None:
+    if build is not functional:
+        return None
+    return {"ids": torch.randint(VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(3))}
+
+
+ALTUP, FFN, QKV, LOSS = "altup(k=2)", "sparse-ffn(sparsity=8)", "sparse-qkv", "sparse-loss(modules=2)"
+CASES: list[tuple[Callable[[], nn.Module], tuple[str, ...]]] = [
+    (llama, (ALTUP,)),
+    (llama, (FFN,)),
+    (llama, (QKV,)),
+    (llama, (LOSS,)),
+    (llama, ("sum", FFN, LOSS)),
+    (llama, (ALTUP, FFN)),
+    (llama, (FFN, ALTUP)),
+    (gpt2, ("sum", QKV)),
+    (gpt2, ("altup(k=2, embedding=recycled)",)),
+    (bert, ("sum", FFN)),
+    (t5, (FFN, "sum")),
+    (vit, (FFN,)),
+    (half, (ALTUP, FFN)),
+    (functional, (FFN,)),
+    (retrofitted, (FFN,)),
+    (rewritten_twice, (ALTUP,)),
+]
+
+
+def identify(case: Any) -> str:
+    return case.__name__ if callable(case) else " + ".join(spec.partition("(")[0] for spec in case)
+
+
+# ── Nothing is done ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def plain(value: Any) -> Any:
+    """Containers and plain data by what they hold, which a capture may rebuild, and anything else by its identity."""
+    return repr(value) if isinstance(value, (dict, list, tuple, set, str, int, float, bool)) else id(value)
+
+
+def everything_about(model: nn.Module) -> dict[str, Any]:
+    """The objects and values that make a model what it is, and the state of the random number generators."""
+    return {
+        "modules": {path: id(module) for path, module in model.named_modules(remove_duplicate=False)},
+        "classes": {path: type(module) for path, module in model.named_modules()},
+        "tensors": {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()},
+        "gradients": {name: (one.requires_grad, one.grad) for name, one in model.named_parameters()},
+        "attributes": {path: {key: plain(value) for key, value in vars(module).items()} for path, module in model.named_modules()},
+        "modes": {path: module.training for path, module in model.named_modules()},
+        "config": str(getattr(model, "config", None)),
+        "random": (random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()),
+    }
+
+
+@pytest.mark.parametrize(("build", "specs"), CASES, ids=identify)
+def test_nothing_about_the_model_changes(build: Callable[[], nn.Module], specs: tuple[str, ...]) -> None:
+    model = build().train()
+    next(model.children()).eval()
+    model.register_forward_hook(lambda module, args, output: output)
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = everything_about(model)
+    retrofit.plan_of(model, *specs, example_inputs=inputs_for(build))
+    after = everything_about(model)
+    assert [name for name in before if before[name] != after[name]] == []
+    state = model.state_dict()
+    assert state.keys() == values.keys()
+    for name, value in values.items():
+        assert torch.equal(state[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+
+
+def test_no_weight_is_copied() -> None:
+    model = gpt2()
+    model.transformer.loose = (
+        torch.ones(3) * model.transformer.ln_f.weight[:3]
+    )  # an attribute, and not a leaf of the autograd graph
+    skeleton: Any = without_weights(model)
+    tensors = [*skeleton.parameters(), *skeleton.buffers(), skeleton.transformer.loose]
+    assert all(tensor.is_meta for tensor in tensors)
+    assert skeleton.lm_head.weight is skeleton.transformer.wte.weight
+    assert [(name, one.shape, one.dtype) for name, one in skeleton.named_parameters(remove_duplicate=False)] == [
+        (name, one.shape, one.dtype) for name, one in model.named_parameters(remove_duplicate=False)
+    ]
+
+
+# ── What it says is what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("build", "specs"), CASES, ids=identify)
+def test_a_plan_says_what_apply_then_does(build: Callable[[], nn.Module], specs: tuple[str, ...]) -> None:
+    model = build()
+    plan = retrofit.plan_of(model, *specs, example_inputs=inputs_for(build))
+    applied = apply_reported(model, *specs, example_inputs=inputs_for(build), verify=False)
+    assert plan.fits
+    for planned, rewrite in zip(plan.passes, applied.rewrites, strict=True):
+        assert planned.spec == rewrite.spec
+        assert planned.exact == rewrite.exact
+        assert planned.plan.sites == rewrite.sites
+        assert planned.plan.near_misses == rewrite.skipped
+        assert (planned.plan.new_parameters, planned.plan.formula) == (rewrite.new_parameters, rewrite.formula)
+    assert plan.parameters_before == applied.parameters_before
+    assert plan.parameters_after == applied.parameters_after == sum(one.numel() for one in applied.model.parameters())
+    assert (plan.flops_before, plan.flops_after) == (applied.flops_before, applied.flops_after)
+
+
+def test_a_graph_module_is_planned_where_one_is_emitted() -> None:
+    model = llama()
+    plan = retrofit.plan_of(model, FFN, emit="graph")
+    applied = apply_reported(model, FFN, emit="graph", verify=False)
+    assert plan.passes[0].plan.sites == applied.rewrites[0].sites
+    assert (plan.parameters_after, plan.flops_after) == (applied.parameters_after, applied.flops_after)
+
+
+# ── Where nothing fits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("build", "spec"), [(vit, "sum"), (retrofitted, "altup(k=2)"), (Plain, "sparse-ffn(sparsity=8)")])
+def test_a_pass_that_fits_nowhere_says_why_and_apply_refuses_it(build: Callable[[], nn.Module], spec: str) -> None:
+    model = build()
+    plan = retrofit.plan_of(model, spec)
+    (planned,) = plan.passes
+    assert not plan.fits and planned.plan.sites == ()
+    assert planned.plan.near_misses and all(miss.why for miss in planned.plan.near_misses)
+    assert "fits nowhere" in str(plan) and planned.plan.near_misses[0].why in str(plan)
+    assert plan.parameters_after == plan.parameters_before and plan.flops_after == plan.flops_before
+    with pytest.raises(DoesNotFitError):
+        retrofit.apply(model, spec)
+
+
+def test_passes_after_one_that_fits_nowhere_are_planned_as_if_it_were_not_there() -> None:
+    plan = retrofit.plan_of(vit(), "sum", FFN)
+    alone = retrofit.plan_of(vit(), FFN)
+    assert [one.fits for one in plan.passes] == [False, True]
+    assert plan.passes[1].spec == alone.passes[0].spec and plan.passes[1].plan.sites == alone.passes[0].plan.sites
+    assert (plan.parameters_after, plan.flops_after) == (alone.parameters_after, alone.flops_after)
+
+
+def test_what_no_plan_can_be_made_of_is_an_error() -> None:
+    with pytest.raises(SpecError, match="no pass given"):
+        retrofit.plan_of(llama())
+    with pytest.raises(CaptureError):
+        retrofit.plan_of(functional(), FFN)
+
+
+# ── How it reads ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_thirty_sites_and_near_misses_of_one_kind_are_one_line_each() -> None:
+    sites = tuple(Site(f"layers.{i}.mlp", "one hidden unit of 8 active") for i in range(30))
+    misses = tuple(NearMiss(f"layers.{i}.attn", "it has no product", "none") for i in range(30))
+    planned = PlannedPass("some-pass()", True, Plan(sites, misses, 7, "7 = 7", notes=("seen once",)))
+    lines = str(RecipePlan((planned,), 100, 107, 10, None)).splitlines()
+    assert lines == [
+        "some-pass(): 30 sites, the same function at step 0",
+        "  rewritten   30 × layers.0–29.mlp: one hidden unit of 8 active",
+        "  left alone  30 × layers.0–29.attn: it has no product",
+        "              way out: none",
+        "  parameters  7 new: 7 = 7",
+        "  note        seen once",
+        "",
+        "parameters       100 → 107 (+7.0%)",
+        "FLOPs per token  unknown until it is applied",
+    ]
+
+
+def test_a_plan_is_plain_data_too() -> None:
+    plan = retrofit.plan_of(llama(), "sum", ALTUP)
+    data = json.loads(json.dumps(plan.to_dict()))
+    assert data["parameters"] == {"before": plan.parameters_before, "after": plan.parameters_after}
+    assert data["flops_per_token"]["after"] == plan.flops_after
+    assert [len(one["sites"]) for one in data["passes"]] == [len(one.plan.sites) for one in plan.passes]
+    assert re.match(r"sum\(\): 1 site, ", str(plan))
+
+
+def test_the_stages_are_reported() -> None:
+    stages: list[str] = []
+    retrofit.plan_of(llama(), "sum", FFN, progress=stages.append)
+    assert stages == ["capturing the dense model", "planning sum", "planning sparse-ffn", "counting the cost of the result"]
