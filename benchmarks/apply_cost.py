@@ -95,8 +95,8 @@ def in_a_process(options: argparse.Namespace, *more: str) -> dict[str, float]:
     """What this script prints when it measures one thing, in a process of its own."""
     given = ["--folder", options.folder, "--size", options.size, "--dtype", options.dtype, "--threads", str(options.threads)]
     command = [sys.executable, __file__, *given, *(["--report"] if options.report else []), *more]
-    made = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, float] = json.loads(made.stdout.splitlines()[-1])
+    process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
     return found
 
 

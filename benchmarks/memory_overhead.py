@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="which to time beside the dense model")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="which to time, after the dense model")
     turns.add_options(parser, rounds=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

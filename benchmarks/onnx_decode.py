@@ -1,10 +1,10 @@
-"""Decoding in ONNX Runtime: milliseconds a token, models rewritten with each recipe beside the dense one.
+"""Decoding in ONNX Runtime: milliseconds a token, models rewritten with each recipe, and the dense one.
 
     python benchmarks/onnx_decode.py --size t5-large --threads 1
 
 A decoder of a few blocks at the true width, exported by `retrofit.export_onnx`, one sequence, one token a step on a cache of
 `--past` tokens. The vocabulary is small, so that what is compared is the blocks. The models take turns in every round; a ratio is
-the median over the rounds of the dense model's time over a model's in the same round. The same step in torch stands beside it. On
+the median over the rounds of the dense model's time over a model's in the same round. The same step in torch is timed as well. On
 one thread time is the processor's, so that others on the machine do not count.
 """
 
@@ -99,7 +99,7 @@ def timed_step(model: Any, options: argparse.Namespace) -> tuple[Callable[[], fl
     ids = torch.randint(VOCABULARY, (1, options.past + 1), generator=torch.Generator().manual_seed(1))
     mask, numbers = torch.ones_like(ids), torch.arange(options.past + 1)[None]
     outputs = running(
-        {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": numbers[:, :-1], **running.empty(1)}
+        {"input_ids": ids[:, :-1], "attention_mask": mask[:, :-1], "position_ids": numbers[:, :-1], **running.empty_states(1)}
     )
     step = {"input_ids": ids[:, -1:], "attention_mask": mask, "position_ids": numbers[:, -1:], **next_step_states(outputs)}
 

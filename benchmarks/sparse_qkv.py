@@ -97,7 +97,7 @@ def copies(made: Callable[[], nn.Module]) -> list[Any]:
 
 
 def projections(width: int, modules: int, count: int) -> tuple[list[Step], list[Step]]:
-    """`count` dense layers of an attention, and what stands in their place: what a call looks back at comes with it."""
+    """`count` dense layers of an attention, and the sparse layers that replace them, each with its history."""
     x = torch.randn(1, 1, width)
     strides, like = dict.fromkeys("qkv", 1), torch.empty(0)
     dense = copies(lambda: nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count)))

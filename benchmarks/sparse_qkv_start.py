@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 
 from retrofit.passes.multiplicative import Multiplicative
 from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution
-from retrofit.pipeline.text import codec_for, windows_of
+from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.rewriting import apply_reported
 from retrofit.training.continued_pretraining import continue_pretraining
 

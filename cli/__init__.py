@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from retrofit.cli.failures import cleanly_terminated, exit_code, hang_up, report
+from retrofit.cli.failures import exit_code, hang_up, report, unwind_on_sigterm
 from retrofit.cli.parser import Parser
 
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show "→" still gets its table
     try:
-        with cleanly_terminated():
+        with unwind_on_sigterm():
             code = dispatch(given)
             sys.stdout.flush()
             return code
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dispatch(given: list[str]) -> int:
-    """The exit code of the command that `given` asks for."""
+    """The exit code of the command in `given`."""
     parser = build_parser()
     if not given:
         parser.print_help(sys.stderr)

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from retrofit.anatomy.wording import plural
-from retrofit.cli.tables import change
+from retrofit.anatomy.wording import format_change, plural
 from retrofit.runtime.line_folding import fold_lines
 
 if TYPE_CHECKING:
@@ -34,10 +33,10 @@ def rewrite_rows(rewrite: Rewrite) -> list[Cells]:
 
 def plan_rows(plan: RecipePlan) -> list[Cells]:
     """What passes would do, and parameters and FLOPs before and after."""
-    after = "not known before it is done" if plan.flops_after is None else change(plan.flops_before, plan.flops_after)
+    after = "unknown until it is applied" if plan.flops_after is None else format_change(plan.flops_before, plan.flops_after)
     return [
         *(row for one in plan.passes for row in planned_pass_rows(one)),
-        ("parameters", change(plan.parameters_before, plan.parameters_after)),
+        ("parameters", format_change(plan.parameters_before, plan.parameters_after)),
         ("FLOPs per token", after),
     ]
 

@@ -1,4 +1,4 @@
-"""`retrofit apply`: a model on disk, rewritten by one pass or several, saved beside itself."""
+"""`retrofit apply`: a model on disk, rewritten by one pass or several, saved next to it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from retrofit.anatomy.wording import format_change
 from retrofit.cli.accounts import rewrite_rows
 from retrofit.cli.failures import UsageError
-from retrofit.cli.parser import Subparsers, add_model_arguments, existing
+from retrofit.cli.outputs import check_output, default_output, save_with_companions
+from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
-from retrofit.cli.tables import change, print_table
-from retrofit.cli.writing import beside, free, save_beside_companions
+from retrofit.cli.tables import print_table
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_pass_arguments(parser)
     add_model_arguments(parser)
-    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: beside MODEL)")
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: next to MODEL)")
     parser.add_argument("--force", action="store_true", help="replace an output that exists")
     parser.add_argument("--calibrate", metavar="FILE", type=Path, help="text that approximate passes are fitted on")
     parser.add_argument("--no-verify", action="store_true", help="skip the checks of the rewritten model")
@@ -50,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     passes = named_passes(arguments)
     if not passes:
         raise UsageError("no pass to apply", remedy="name one with --pass, or several in a file with --recipe; see retrofit passes")
-    existing(arguments.model)
-    output = free(arguments.output or beside(arguments.model, [one.name for one in passes]), arguments.force)
+    require_path(arguments.model)
+    output = check_output(arguments.output or default_output(arguments.model, [one.name for one in passes]), arguments.force)
 
     import torch
     from transformers import PreTrainedModel
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress(f"writing {output}")
         source = arguments.config or arguments.model
         if isinstance(model, PreTrainedModel) and source.is_dir() and output.suffix not in FILES:
-            save_beside_companions(model, source, output, force=arguments.force)
+            save_with_companions(model, source, output, force=arguments.force)
         else:
             save(model, output, force=arguments.force)
     print_table(summary(applied, output))
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.Tensor:
     """The text to fit on, as windows of the model's token ids: (windows, length)."""
-    from retrofit.pipeline.text import codec_for, read_texts, read_tokenizer, windows_of
+    from retrofit.pipeline.tokenization import codec_for, read_texts, read_tokenizer, windows_of
 
     codec = codec_for(model, read_tokenizer(arguments.config or arguments.model))
     return windows_of(read_texts([arguments.calibrate]), codec, WINDOW)
@@ -87,8 +88,8 @@ def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.T
 def summary(applied: Applied, output: Path) -> list[tuple[str, str]]:
     """What was rewritten, parameters and FLOPs before and after, what was verified, where the result is."""
     rows = [row for rewrite in applied.rewrites for row in rewrite_rows(rewrite)]
-    rows.append(("parameters", change(applied.parameters_before, applied.parameters_after)))
-    rows.append(("FLOPs per token", change(applied.flops_before, applied.flops_after)))
+    rows.append(("parameters", format_change(applied.parameters_before, applied.parameters_after)))
+    rows.append(("FLOPs per token", format_change(applied.flops_before, applied.flops_after)))
     checks = applied.report.checks if applied.report is not None else ()
     rows.append(("verified", ", ".join(check.name for check in checks if check.status == "passed") or "nothing"))
     rows.extend(("not verified", f"{check.name}: {check.why}") for check in checks if check.status != "passed")

@@ -1,4 +1,4 @@
-"""`retrofit export`: a model on disk as ONNX files beside it."""
+"""`retrofit export`: a model on disk as ONNX files next to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from retrofit.cli.accounts import listed
-from retrofit.cli.parser import Subparsers, add_model_arguments, existing
+from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
 
@@ -21,7 +21,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "export", help="write a model as ONNX", description="Write a model as ONNX files.", epilog=EXAMPLES
     )
     add_model_arguments(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="a .onnx file (default: beside MODEL)")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="a .onnx file (default: next to MODEL)")
     parser.add_argument("--force", action="store_true", help="replace files that exist")
     parser.add_argument(
         "--cache",
@@ -35,7 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The ONNX files are on disk and an account of them on stdout."""
-    model = existing(arguments.model)
+    model = require_path(arguments.model)
     output = arguments.output or model.resolve().with_name(
         f"{model.resolve().stem if model.is_file() else model.resolve().name}.onnx"
     )
@@ -46,15 +46,20 @@ def run(arguments: argparse.Namespace) -> int:
     with working(arguments.debug) as progress:
         progress(f"reading {model}")
         loaded = load(model, config=arguments.config, allow_pickle=arguments.allow_pickle)
-        made = export_onnx(loaded, output, arguments.cache, fuse=not arguments.no_fuse, force=arguments.force, progress=progress)
+        exported = export_onnx(
+            loaded, output, arguments.cache, fuse=not arguments.no_fuse, force=arguments.force, progress=progress
+        )
     rows = []
-    for file in made.files:
+    for file in exported.files:
         rows.append(("result", str(file.path)))
         rows.append(("nodes", f"{file.nodes:,}"))
         rows.extend(listed("fused", (step.name for step in file.steps if step.kept)))
         rows.append(("against torch", "not run" if file.gap is None else f"{file.gap:.1e} on other shapes"))
     rows.append(
-        ("cache", "as inputs and outputs" if made.cached else f"none: {made.why_no_cache}" if made.why_no_cache else "none")
+        (
+            "cache",
+            "as inputs and outputs" if exported.cached else f"none: {exported.why_no_cache}" if exported.why_no_cache else "none",
+        )
     )
     print_table(rows)
     return 0

@@ -26,11 +26,11 @@ REMEDIES = {
 
 
 class UsageError(RetrofitError):
-    """The command line asks for something that does not exist or does not fit together."""
+    """The command line names something that does not exist, or options that exclude one another."""
 
 
 class Terminated(KeyboardInterrupt):
-    """The process was asked to end by SIGTERM."""
+    """The process received SIGTERM."""
 
 
 def report(error: BaseException, stream: IO[str]) -> None:
@@ -67,7 +67,7 @@ def as_retrofit_error(error: BaseException) -> RetrofitError:
     if isinstance(error, MemoryError):
         return RetrofitError("out of memory", why=str(error), remedy="use a machine with more memory, or a smaller model")
     return RetrofitError(
-        f"{type(error).__name__}: {error}", why="nothing foresaw this failure", remedy="--debug shows where it happened"
+        f"{type(error).__name__}: {error}", why="this failure was not foreseen", remedy="--debug shows where it happened"
     )
 
 
@@ -87,7 +87,7 @@ def hang_up() -> int:
 
 
 @contextlib.contextmanager
-def cleanly_terminated() -> Iterator[None]:
+def unwind_on_sigterm() -> Iterator[None]:
     """SIGTERM unwinds the stack as Ctrl-C does, so that half-written files are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from retrofit.cli.accounts import plan_rows
 from retrofit.cli.failures import UsageError
-from retrofit.cli.parser import Subparsers, add_model_arguments, existing
+from retrofit.cli.outputs import check_output
+from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
 from retrofit.cli.tables import print_table
-from retrofit.cli.writing import free
 from retrofit.runtime.atomic_writes import whole_file
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
             why="a drawing shows a model as it is, a plan what it would become",
             remedy="leave out the passes to draw the model, or apply them and draw the result",
         )
-    existing(arguments.model)
+    require_path(arguments.model)
     return print_plan(arguments, passes) if passes else print_anatomy(arguments)
 
 
 def print_anatomy(arguments: argparse.Namespace) -> int:
     """The anatomy is on stdout and, where `--svg` names one, its drawing in a file."""
     if arguments.svg is not None:
-        free(arguments.svg, arguments.force)
+        check_output(arguments.svg, arguments.force)
 
     from retrofit.anatomy.inspection import inspect
     from retrofit.storage.checkpoint import load

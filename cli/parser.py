@@ -1,4 +1,4 @@
-"""An argument parser whose errors are exceptions that name the nearest thing there is, and the arguments that commands share."""
+"""An argument parser whose errors are exceptions that name the nearest known word, and the arguments that commands share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Gather: TypeAlias = Callable[[list[str], Sequence[str]], tuple[list[str], dict[s
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that knows `--debug`, abbreviates nothing, and raises `UsageError`.
+    """A parser with `--debug` and no abbreviations that raises `UsageError`.
 
-    `gather`, where set, sees the arguments first, together with the option strings the parser knows; it returns the arguments
+    `gather`, where set, sees the arguments first, together with the option strings of the parser; it returns the arguments
     that are left to parse and what it read from the others.
     """
 
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, extra
 
     def refuse(self, argument: str) -> NoReturn:
-        """An argument nobody asked for is an error that says which was probably meant."""
+        """An unknown argument is an error that says which was probably meant."""
         if argument.startswith("-"):
             name = argument.partition("=")[0]
             raise UsageError(f"there is no option {name}", remedy=suggest(name, self._option_string_actions, self.see()))
@@ -73,13 +73,13 @@ def suggest(word: str, known: Iterable[str], otherwise: str) -> str:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The parser reads MODEL and how to load it."""
     parser.add_argument("model", metavar="MODEL", type=Path, help=MODEL)
-    parser.add_argument("--config", metavar="DIR", type=Path, help="where the config of a bare state dict lies")
+    parser.add_argument("--config", metavar="DIR", type=Path, help="where the config of a bare state dict is")
     parser.add_argument(
         "--allow-pickle", action="store_true", help="load a pickled module, which can run any code: only from those you trust"
     )
 
 
-def existing(path: Path) -> Path:
+def require_path(path: Path) -> Path:
     """`path`, where something is there; raises `CheckpointError` where nothing is."""
     if not path.exists():
         raise CheckpointError(

@@ -11,7 +11,7 @@ from retrofit.pipeline.options import options_of
 from retrofit.pipeline.protocol import Pass
 from retrofit.pipeline.registry import load_pass, pass_names
 
-Declared = Callable[[str], Mapping[str, bool]]  # pass name → its options, and whether one may stand alone as a yes
+Declared = Callable[[str], Mapping[str, bool]]  # pass name → its options, and whether one may be given without a value, as a yes
 Requested = list[tuple[str, dict[str, str]]]  # (pass name, option → text), in the order given
 
 YES_OR_NO = ("true", "false", "yes", "no")
@@ -21,7 +21,7 @@ def split_passes(arguments: Sequence[str], own: Collection[str], declared: Decla
     """The arguments that belong to the command, and the passes with the options that belong to them.
 
     After `--pass NAME`, `--option value` and `--option=value` belong to that pass where it declares the option, and else to the
-    command where it is one of its `own`. A yes-or-no option may stand without its value. Raises `UsageError`.
+    command where it is one of its `own`. A yes-or-no option may be given without a value. Raises `UsageError`.
     """
     left: list[str] = []
     passes: Requested = []
@@ -74,7 +74,7 @@ def field_name(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
 
 
-def known_pass(name: str) -> type[Pass]:
+def find_pass(name: str) -> type[Pass]:
     """The class of the installed pass `name`; an unknown name is a `UsageError` that says which was probably meant."""
     names = pass_names()
     if name not in names:
@@ -82,15 +82,15 @@ def known_pass(name: str) -> type[Pass]:
     return load_pass(name)
 
 
-def declared_by(name: str) -> Mapping[str, bool]:
-    """The options of the installed pass `name`, and whether each may stand alone."""
-    return {option: isinstance(default, bool) for option, _, default, _ in options_of(known_pass(name))}
+def declared_options(name: str) -> Mapping[str, bool]:
+    """The options of the installed pass `name`, and whether each may be given without a value."""
+    return {option: isinstance(default, bool) for option, _, default, _ in options_of(find_pass(name))}
 
 
 def gather_passes(arguments: list[str], own: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The arguments left for the command, and its `passes`; where help is asked for, nothing but that."""
+    """The arguments left for the command, and its `passes`; with --help nothing but that."""
     ended = arguments.index("--") if "--" in arguments else len(arguments)
     if {"-h", "--help"} & set(arguments[:ended]):
         return ["--help"], {}
-    left, passes = split_passes(arguments, own, declared_by)
+    left, passes = split_passes(arguments, own, declared_options)
     return left, {"passes": passes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from retrofit.cli.parser import Subparsers
-from retrofit.cli.pass_options import known_pass
+from retrofit.cli.pass_options import find_pass
 from retrofit.cli.tables import print_table
 from retrofit.pipeline.options import format_value, options_of
 from retrofit.pipeline.registry import load_pass, pass_names
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def print_pass(name: str) -> None:
     """What the pass does, where it comes from, and its options are on stdout."""
-    kind = known_pass(name)
+    kind = find_pass(name)
     print(f"{name}: {kind.summary}\nsource: {kind.paper}\n")
     options = (
         (f"--{option.replace('_', '-')}", values, format_value(default), doc) for option, values, default, doc in options_of(kind)

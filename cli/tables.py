@@ -34,9 +34,3 @@ def print_table(rows: Iterable[Row], headings: Row = (), stream: IO[str] | None 
     plain = io.StringIO()
     console_for(plain).print(table)
     stream.write("".join(f"{line.rstrip()}\n" for line in plain.getvalue().splitlines()))
-
-
-def change(before: int, after: int) -> str:
-    """A count before and after, and by how much it grew."""
-    percent = f" ({(after - before) / before:+.1%})" if before else ""
-    return f"{before:,} → {after:,}{percent}"

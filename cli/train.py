@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.cli.failures import exit_code
-from retrofit.cli.parser import Subparsers, add_model_arguments, existing
+from retrofit.cli.outputs import check_output, default_output, name_in_errors
+from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
-from retrofit.cli.writing import beside, free, naming
 from retrofit.training.settings import Settings, flag
 
 EXAMPLES = """\
@@ -41,7 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="text files, or directories of .txt, .py and .md",
     )
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
-    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: beside MODEL)")
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: next to MODEL)")
     parser.add_argument("--force", action="store_true", help="replace an output that exists, and its run")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of the run that writes this output")
     for field in dataclasses.fields(Settings):
@@ -71,20 +71,20 @@ def run(arguments: argparse.Namespace) -> int:
     """The trained model, its numbers and its curve are on disk, and a table of them on stdout."""
     given = vars(arguments)
     settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings) if field.name in given})
-    existing(arguments.model)
-    output = free(arguments.output or beside(arguments.model, ["trained"]), arguments.force)
+    require_path(arguments.model)
+    output = check_output(arguments.output or default_output(arguments.model, ["trained"]), arguments.force)
 
     from retrofit.training.runs import refuse_to_overwrite
 
     refuse_to_overwrite(output, resume=arguments.resume, force=arguments.force)
 
-    from retrofit.pipeline.text import read_texts, read_tokenizer
+    from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.training.continued_pretraining import continue_pretraining
 
     texts = read_texts(arguments.data)
     try:
-        with working(arguments.debug) as progress, naming(output):
+        with working(arguments.debug) as progress, name_in_errors(output):
             progress(f"reading {arguments.model}")
             tokenizer = read_tokenizer(arguments.tokenizer or arguments.model, required=arguments.tokenizer is not None)
             model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)

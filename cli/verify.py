@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
-from retrofit.cli.parser import Subparsers, add_model_arguments, existing
+from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
 
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("verify", help="check a retrofitted model", description="Check a retrofitted model.")
     add_model_arguments(parser)
-    parser.add_argument("--against", metavar="DENSE", type=Path, help="the model it was made from: compare the two functions")
+    parser.add_argument(
+        "--against", metavar="DENSE", type=Path, help="the dense model it was rewritten from: compare the two functions"
+    )
     parser.add_argument("--onnx", action="store_true", help="also export to ONNX and compare; takes longer than all other checks")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """The report is on stdout; 0 where every check held, 1 where one failed."""
-    existing(arguments.model)
+    require_path(arguments.model)
     if arguments.against is not None:
-        existing(arguments.against)
+        require_path(arguments.against)
 
     is_onnx = arguments.model.suffix == ".onnx"
     if is_onnx and arguments.against is None:

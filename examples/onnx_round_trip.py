@@ -2,8 +2,8 @@
 
     python examples/onnx_round_trip.py
 
-A small Llama of random weights stands for the model somebody has as `model.onnx`. It comes in as a graph whose weights are
-parameters, is widened by `altup(k=2)` with every check, learns a sequence by heart, and goes out again for ONNX Runtime.
+A small Llama of random weights represents the model somebody has as `model.onnx`. It is imported as a graph whose weights are
+parameters, is widened by `altup(k=2)` with every check, learns a sequence by heart, and is exported again for ONNX Runtime.
 """
 
 from __future__ import annotations

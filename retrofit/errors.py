@@ -6,7 +6,7 @@ from typing import Any
 
 
 class RetrofitError(Exception):
-    """A failure a person can act on: the thing it concerns, the reason, the remedy."""
+    """A failure with what it concerns, the reason and the remedy."""
 
     def __init__(self, what: str, *, why: str = "", remedy: str = "") -> None:
         self.what, self.why, self.remedy = what, why, remedy
@@ -30,7 +30,7 @@ class NoTransformerError(RetrofitError):
 
 
 class DoesNotFitError(RetrofitError):
-    """A pass does not fit the model it was asked to rewrite."""
+    """A pass does not fit a model or a place in it."""
 
 
 class SpecError(RetrofitError):

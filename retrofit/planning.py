@@ -13,6 +13,7 @@ from torch import nn
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.anatomy.sites import NearMiss
+from retrofit.anatomy.wording import format_change
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError
 from retrofit.pipeline.protocol import AnyPass, Plan
 from retrofit.program.capture import capture
@@ -185,8 +186,3 @@ def entries(title: str, texts: Iterator[str] | tuple[str, ...] | list[str]) -> I
         first, *rest = text.split("\n")
         yield f"  {title:<11} {first}"
         yield from (f"  {'':<11} {line}" for line in rest)
-
-
-def format_change(before: int, after: int) -> str:
-    """A count before and after, and by how much it grew."""
-    return f"{before:,} → {after:,}" + (f" ({(after - before) / before:+.1%})" if before else "")

@@ -20,7 +20,7 @@ from retrofit.pipeline.calibration import calibration_from
 from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
 from retrofit.pipeline.registry import as_pass
 from retrofit.pipeline.replaying import rearranged, recipe, rewrites
-from retrofit.pipeline.running import Progress, called_now, run_passes
+from retrofit.pipeline.running import Progress, run_passes, with_current_names
 from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
@@ -95,9 +95,9 @@ def apply_reported(
     if example_inputs is not None:
         edit.set_attribute(model, "retrofit_inputs", recipe_storage.describe_inputs(inputs))
     try:
-        made, dense_flops = run_passes(model, chosen, inputs, edit, say, dense)
-        recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in made)))
-        edit.set_attribute(model, "retrofit_rewrites", (*called_now(rewrites(model) or (), edit.dense, edit), *made))
+        accounts, dense_flops = run_passes(model, chosen, inputs, edit, say, dense)
+        recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)))
+        edit.set_attribute(model, "retrofit_rewrites", (*with_current_names(rewrites(model) or (), edit.dense, edit), *accounts))
         edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))
         say("capturing the result")
         report = result = None
@@ -107,7 +107,7 @@ def apply_reported(
             run_result(model, inputs)
         if reference is not None:
             say("verifying")
-            report = check_rewrite(model, reference, made, edit.account(), program=result)
+            report = check_rewrite(model, reference, accounts, edit.account(), program=result)
             if not report.ok:
                 failed = ", ".join(check.name for check in report.checks if check.status == "failed")
                 raise VerificationError(
@@ -124,7 +124,7 @@ def apply_reported(
         raise
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
-    return Applied(model, made, report, before, after, dense_flops, flops)
+    return Applied(model, accounts, report, before, after, dense_flops, flops)
 
 
 def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:

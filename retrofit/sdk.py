@@ -9,7 +9,6 @@ from __future__ import annotations
 from retrofit.pipeline.options import option as option
 from retrofit.pipeline.protocol import Pass as Pass
 from retrofit.pipeline.protocol import Plan as Plan
-from retrofit.pipeline.protocol import Rewrite as Rewrite
 from retrofit.anatomy.sites import NearMiss as NearMiss
 from retrofit.anatomy.sites import Site as Site
 from retrofit.anatomy.sites import collect_near_miss as collect_near_miss

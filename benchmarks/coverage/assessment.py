@@ -63,12 +63,12 @@ def assess(name: str, spec: str) -> Row:
     try:
         anatomy = retrofit.inspect(model, example_inputs=example)
     except CaptureError as error:
-        row.captured = f"no: {told(error)}"
+        row.captured = f"no: {one_line(error)}"
         return row
     except RetrofitError as error:
-        row.captured, row.anatomy = "yes", f"no: {told(error)}"
+        row.captured, row.anatomy = "yes", f"no: {one_line(error)}"
         return row
-    row.captured, row.anatomy = "yes", f"yes: {described(anatomy)}"
+    row.captured, row.anatomy = "yes", f"yes: {describe_stacks(anatomy)}"
     row.transformer = any(is_transformer(stack) for stack in anatomy.stacks)
     before = Behaviour.of(entry, model)
     row.dense = before.complaint
@@ -77,10 +77,10 @@ def assess(name: str, spec: str) -> Row:
     try:
         retrofit.apply(model, spec, example_inputs=example, verify=False)
     except RetrofitError as error:
-        row.exact = f"refused: {told(error)}"
+        row.exact = f"refused: {one_line(error)}"
         if "embedding=recycled" not in getattr(error, "remedy", ""):
             return row
-        note = f", recycled only: {told(error)}"
+        note = f", recycled only: {one_line(error)}"
         try:  # the way out that the refusal names
             retrofit.apply(model, "altup(embedding=recycled)", example_inputs=example, verify=False)
         except RetrofitError:
@@ -105,9 +105,9 @@ def assess_pass(name: str, spec: str) -> str:
     except VerificationError as error:
         return f"no: {'; '.join(f'{check.name}: {check.why or check.measured}' for check in error.report.failed)}"
     except CaptureError as error:
-        return f"not captured: {told(error)}"
+        return f"not captured: {one_line(error)}"
     except RetrofitError as error:
-        return f"refused: {told(error)}"
+        return f"refused: {one_line(error)}"
     assert applied.report is not None
     (rewrite,) = applied.rewrites
     left = f", {len(rewrite.skipped)} left alone ({rewrite.skipped[0].why})" if rewrite.skipped else ""
@@ -119,10 +119,10 @@ def attempt(check: Callable[[], str]) -> str:
     try:
         return check()
     except Exception as error:
-        return f"no: {told(error)}"
+        return f"no: {one_line(error)}"
 
 
-def told(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An error in one line."""
     first = next(iter(str(error).strip().splitlines()), "")
     text = first if isinstance(error, RetrofitError) else f"{type(error).__name__}: {first}"
@@ -130,7 +130,7 @@ def told(error: BaseException) -> str:
     return f"{text} ({why.splitlines()[0]})" if why else text
 
 
-def described(anatomy: Anatomy) -> str:
+def describe_stacks(anatomy: Anatomy) -> str:
     return "; ".join(f"{stack.kind} {len(stack.layers)} × ({kinds(stack)})" for stack in anatomy.stacks)
 
 
@@ -164,13 +164,13 @@ class Behaviour:
     def logits_of(entry: zoo.Entry, model: PreTrainedModel) -> dict[str, torch.Tensor | str]:
         """Logits of other batches than the captured one, plain, padded, of larger images; the reason where there are none."""
         fresh = zoo.inputs(entry, model, batch=3, length=9, seed=5)
-        found = {"plain": measured(lambda: zoo.logits(model(**fresh)))}
+        found = {"plain": outcome_of(lambda: zoo.logits(model(**fresh)))}
         if "pixel_values" in fresh and fresh["pixel_values"].dim() == 4:
             larger = functional.interpolate(fresh["pixel_values"], scale_factor=1.5)
-            found["larger"] = measured(lambda: zoo.logits(model(**{**fresh, "pixel_values": larger})))
+            found["larger"] = outcome_of(lambda: zoo.logits(model(**{**fresh, "pixel_values": larger})))
         if entry.task != "image":
             mask = padding_mask(entry, 3, 9)
-            found["padded"] = measured(lambda: kept(zoo.logits(model(**fresh, attention_mask=mask)), mask, entry))
+            found["padded"] = outcome_of(lambda: unpadded_logits(zoo.logits(model(**fresh, attention_mask=mask)), mask, entry))
         return found
 
     @staticmethod
@@ -183,8 +183,8 @@ class Behaviour:
         prompt.pop("decoder_input_ids", None)
         options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "num_beams": 1}
         return {
-            "with a cache": measured(lambda: model.generate(**prompt, use_cache=True, **options)),
-            "without": measured(lambda: model.generate(**prompt, use_cache=False, **options)),
+            "with a cache": outcome_of(lambda: model.generate(**prompt, use_cache=True, **options)),
+            "without": outcome_of(lambda: model.generate(**prompt, use_cache=False, **options)),
         }
 
     @property
@@ -198,12 +198,12 @@ class Behaviour:
         return "; ".join(failing)
 
 
-def measured(compute: Callable[[], Any]) -> torch.Tensor | str:
+def outcome_of(compute: Callable[[], Any]) -> torch.Tensor | str:
     """The tensor computed, or why it could not be."""
     try:
         result = compute()
     except Exception as error:
-        return told(error)
+        return one_line(error)
     tensor = result if torch.is_tensor(result) else result.sequences
     return tensor if torch.isfinite(tensor).all() else "not finite"
 
@@ -217,7 +217,7 @@ def padding_mask(entry: zoo.Entry, batch: int, length: int) -> torch.Tensor:
     return mask
 
 
-def kept(logits: torch.Tensor, mask: torch.Tensor, entry: zoo.Entry) -> torch.Tensor:
+def unpadded_logits(logits: torch.Tensor, mask: torch.Tensor, entry: zoo.Entry) -> torch.Tensor:
     """The logits of the positions that are not padding, where the logits are of those positions."""
     return logits[mask.bool()] if logits.shape[:2] == mask.shape else logits
 
@@ -254,15 +254,15 @@ def generation(before: Behaviour, after: dict[str, torch.Tensor | str]) -> str:
 
 def round_trip(entry: zoo.Entry, model: PreTrainedModel) -> str:
     """Saved and loaded through the stock auto class, the logits are the same bits."""
-    verdict = reloaded(entry, model)
+    verdict = reload_and_compare(entry, model)
     if verdict == "yes":
         return verdict
-    dense = reloaded(entry, zoo.build(entry))
+    dense = reload_and_compare(entry, zoo.build(entry))
     return f"dense cannot: {dense}" if dense != "yes" else f"no: {verdict}"
 
 
 @torch.no_grad()
-def reloaded(entry: zoo.Entry, model: PreTrainedModel) -> str:
+def reload_and_compare(entry: zoo.Entry, model: PreTrainedModel) -> str:
     fresh = zoo.inputs(entry, model, batch=3, length=9, seed=5)
     expected = zoo.logits(model(**fresh))
     try:
@@ -270,7 +270,7 @@ def reloaded(entry: zoo.Entry, model: PreTrainedModel) -> str:
             model.save_pretrained(folder)
             found = zoo.logits(AUTO[entry.task].from_pretrained(folder)(**fresh))
     except Exception as error:
-        return told(error)
+        return one_line(error)
     if expected.shape == found.shape and torch.equal(expected, found):
         return "yes"
     return (
@@ -282,14 +282,14 @@ def reloaded(entry: zoo.Entry, model: PreTrainedModel) -> str:
 
 def training(entry: zoo.Entry, model: PreTrainedModel, new: list[tuple[str, nn.Parameter]]) -> str:
     """Every new parameter gets a finite gradient, and a few steps lower the loss."""
-    verdict = trained(entry, model, new)
+    verdict = train_a_few_steps(entry, model, new)
     if verdict == "yes":
         return verdict
-    dense = trained(entry, zoo.build(entry), [])
+    dense = train_a_few_steps(entry, zoo.build(entry), [])
     return f"dense cannot: {dense}" if dense != "yes" else f"no: {verdict}"
 
 
-def trained(entry: zoo.Entry, model: PreTrainedModel, new: list[tuple[str, nn.Parameter]]) -> str:
+def train_a_few_steps(entry: zoo.Entry, model: PreTrainedModel, new: list[tuple[str, nn.Parameter]]) -> str:
     given = with_labels(entry, model)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
     losses = []
@@ -307,7 +307,7 @@ def trained(entry: zoo.Entry, model: PreTrainedModel, new: list[tuple[str, nn.Pa
                     return f"{name} gets no finite gradient"
             optimizer.step()
     except Exception as error:
-        return told(error)
+        return one_line(error)
     finally:
         optimizer.zero_grad()
         model.eval()

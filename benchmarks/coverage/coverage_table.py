@@ -21,7 +21,7 @@ from sweeping import Row, Task, all_ids, assessed, cell, line, parser_of, write_
 HEADINGS = ("architecture", "captured", "anatomy", "AltUp exact", "generates", "trains", "saved and loaded")
 CELLS = ("captured", "anatomy", "exact", "generates", "trains", "saved")
 RECYCLED = "`embedding=recycled`"
-OTHERS = {  # beside AltUp, with sizes that fit the tiny models
+OTHERS = {  # passes other than AltUp, with sizes that fit the tiny models
     "sparse-ffn": "sparse-ffn(sparsity=8)",
     "shared-moe": "shared-moe(experts=2, k=1)",
     "memory": "memory(lookup=token-id)",
@@ -44,8 +44,8 @@ def main() -> int:
     for count, ((name, one), found) in enumerate(assessed(waiting, options.jobs, options.limit, find, failed), start=1):
         results.setdefault(name, {})[one] = found
         write_whole(options.results, json.dumps(results, indent=1, ensure_ascii=False))
-        told = "  ".join(f"{cell}: {found[cell][:40]}" for cell in CELLS) if one == "altup" else found["cell"][:160]
-        print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {name} {one}  {told}", flush=True)
+        summary = "  ".join(f"{cell}: {found[cell][:40]}" for cell in CELLS) if one == "altup" else found["cell"][:160]
+        print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {name} {one}  {summary}", flush=True)
         if time.monotonic() - started > 60 * options.minutes:
             break
     rows = [results[name]["altup"] for name in everything if "altup" in results.get(name, {})]
@@ -67,13 +67,13 @@ def parse() -> argparse.Namespace:
 def find(task: Task) -> Row:
     """What was found out about one architecture and one pass."""
     from assessment import Row as Assessed
-    from assessment import assess, assess_pass, told
+    from assessment import assess, assess_pass, one_line
 
     name, one = task
     try:
         return dataclasses.asdict(assess(name, SPEC)) if one == "altup" else {"cell": assess_pass(name, OTHERS[one])}
     except Exception as error:
-        problem = f"no: {told(error)}"
+        problem = f"no: {one_line(error)}"
         return dataclasses.asdict(Assessed(name, captured=problem)) if one == "altup" else {"cell": problem}
 
 

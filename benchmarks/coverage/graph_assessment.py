@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from assessment import told
+from assessment import one_line
 from support import other_zoos, zoo
 from support.inlining import inline_all
 from torch import Tensor, fx, nn
@@ -59,14 +59,14 @@ def assess(name: str) -> Row:
     try:
         retrofit.inspect(model, given)
     except CaptureError as error:
-        row.graph = f"dense cannot: {told(error)}"
+        row.graph = f"dense cannot: {one_line(error)}"
         return row
     except RetrofitError:
         pass  # a graph module is made of what is no transformer too
     try:
         graph = graph_module(model, given)
     except CaptureError as error:
-        row.graph = f"refused: {told(error)}"
+        row.graph = f"refused: {one_line(error)}"
         return row
     given = graph.__dict__["retrofit_examples"] | given  # the masks that it asks for
     row.graph = attempt(lambda: same_function(entry, model, graph))
@@ -98,7 +98,7 @@ def verdict(model: nn.Module, spec: str, **how: Any) -> str:
     except VerificationError as error:
         return f"no: {'; '.join(f'{check.name}: {check.why or check.measured}' for check in error.report.failed)}"
     except RetrofitError as error:
-        return f"refused: {told(error)}; {error.remedy}"
+        return f"refused: {one_line(error)}; {error.remedy}"
     assert applied.report is not None
     (rewrite,) = applied.rewrites
     left = f", {len(rewrite.skipped)} left alone ({rewrite.skipped[0].why})" if rewrite.skipped else ""
@@ -111,7 +111,7 @@ def assess_graph(kind: str) -> str:
     model = other_zoos.built(kind)
     graph = graph_module(model, other_zoos.examples(kind))
     other = other_zoos.examples(kind, batch=3, length=17, seed=1)
-    return compared({"outputs": first(graph(**other))}, {"outputs": first(model(**other))}, 1e-6)
+    return compare({"outputs": first(graph(**other))}, {"outputs": first(model(**other))}, 1e-6)
 
 
 @torch.no_grad()
@@ -124,13 +124,13 @@ def assess_file(kind: str) -> str:
         path, wide = Path(folder) / "model.pt2", Path(folder) / "wide.pt2"
         torch.export.save(torch.export.export(model, (), given, dynamic_shapes=sizes, strict=False), path)
         dense = retrofit.load(path)
-        verdict = compared({"read": first(dense(**other))}, {"read": first(model(**other))}, 1e-6)
+        verdict = compare({"read": first(dense(**other))}, {"read": first(model(**other))}, 1e-6)
         if not verdict.startswith("yes"):
             return verdict
         widened = retrofit.apply(dense, BOTH["altup"], verify=False)
         expected = first(widened(**other))
         retrofit.save(widened, wide)
-        return compared({"widened": first(retrofit.load(wide)(**other))}, {"widened": expected}, 1e-6)
+        return compare({"widened": first(retrofit.load(wide)(**other))}, {"widened": expected}, 1e-6)
 
 
 def first(output: Any) -> Tensor:
@@ -145,25 +145,25 @@ def attempt(check: Callable[[], str]) -> str:
     try:
         return check()
     except Exception as error:
-        return f"no: {told(error)}"
+        return f"no: {one_line(error)}"
 
 
 @torch.no_grad()
 def same_function(entry: zoo.Entry, model: nn.Module, graph: nn.Module) -> str:
     """Whether the graph module computes the model's function of inputs of another batch and length than it was made with."""
     other = named_inputs(model, zoo.inputs(entry, model, batch=3, length=9, seed=5))
-    asked = graph.__dict__["retrofit_examples"]
-    other |= {name: mask for name, mask in missing_masks(model, other).items() if name in asked}
+    taken = graph.__dict__["retrofit_examples"]
+    other |= {name: mask for name, mask in missing_masks(model, other).items() if name in taken}
     try:
         expected = zoo.logits(model(**other))
     except Exception as error:
-        return f"dense cannot: {told(error)}"
+        return f"dense cannot: {one_line(error)}"
     tensors = {name: value for name, value in other.items() if torch.is_tensor(value)}
     try:
         found = zoo.logits(graph(**tensors))
     except RetrofitError as error:
-        return f"refused: {told(error)}"
-    return compared({"logits": found}, {"logits": expected}, 1e-5)
+        return f"refused: {one_line(error)}"
+    return compare({"logits": found}, {"logits": expected}, 1e-5)
 
 
 @torch.no_grad()
@@ -172,7 +172,7 @@ def same_inlined(graph: fx.GraphModule, given: dict[str, Any]) -> str:
     tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
     flat = copy.deepcopy(graph)
     inline_all(flat)
-    return compared({"logits": zoo.logits(flat(**tensors))}, {"logits": zoo.logits(graph(**tensors))}, 0.0)
+    return compare({"logits": zoo.logits(flat(**tensors))}, {"logits": zoo.logits(graph(**tensors))}, 0.0)
 
 
 def derived_twice(model: nn.Module, graph: fx.GraphModule, spec: str, given: dict[str, Any]) -> str:
@@ -187,13 +187,13 @@ def derived_twice(model: nn.Module, graph: fx.GraphModule, spec: str, given: dic
         try:
             found.append(outcome(retrofit.apply(twin, spec, example_inputs=inputs, verify=False), inputs, origin))
         except RetrofitError as error:
-            found.append(told(error))
+            found.append(one_line(error))
     tree, ours = found
     if isinstance(tree, str):
         return f"refused on both: {tree}" if isinstance(ours, str) else f"no: refused on the tree only: {tree}"
     if isinstance(ours, str):
         return f"no: refused on the graph only: {ours}"
-    return compared(named_alike(ours, tree), tree.values, TOLERANCE)
+    return compare(with_names_of(ours, tree), tree.values, TOLERANCE)
 
 
 @dataclasses.dataclass
@@ -214,7 +214,7 @@ def outcome(model: nn.Module, inputs: dict[str, Any], origin: dict[int, int]) ->
     return Outcome({**grads, "logits": logits.detach()}, {name: named[name].detach() for name in grads}, origins)
 
 
-def named_alike(ours: Outcome, theirs: Outcome) -> Values:
+def with_names_of(ours: Outcome, theirs: Outcome) -> Values:
     """Our values under their names: for a parameter that the dense model had, what is that parameter here.
 
     Of others a part of the graph that is no module may stand in a name, and the number of a call; or in theirs a module that wraps
@@ -237,7 +237,7 @@ def named_alike(ours: Outcome, theirs: Outcome) -> Values:
         if once:
             found[name] = torch.stack(list(once.values())).sum(0)
         elif parts and sum(map(Tensor.numel, parts)) == value.numel():
-            found[name] = together(parts, value)
+            found[name] = joined_parts(parts, value)
     return found
 
 
@@ -245,7 +245,7 @@ def is_shaped(ours: Outcome, name: str, value: Tensor) -> bool:
     return ours.values[name].shape == value.shape
 
 
-def together(parts: list[Tensor], whole: Tensor) -> Tensor:
+def joined_parts(parts: list[Tensor], whole: Tensor) -> Tensor:
     """The values of the parts of a weight, each where the whole has the value of its rank: nobody says which part is which."""
     values = torch.cat([part.flatten() for part in parts]).sort().values
     return torch.empty_like(values).index_copy(0, whole.flatten().argsort(), values).view_as(whole)
@@ -257,7 +257,7 @@ def is_within(some: list[str], every: list[str]) -> bool:
     return all(piece in rest for piece in some)
 
 
-def compared(ours: Values, theirs: Values, tolerance: float) -> str:
+def compare(ours: Values, theirs: Values, tolerance: float) -> str:
     """How far values are from what they should be, relative to the largest of each."""
     missing = sorted(set(theirs) - set(ours))
     if missing:

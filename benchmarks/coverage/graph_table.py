@@ -35,7 +35,7 @@ def tasks() -> list[Task]:
 
 def find(task: Task) -> Row:
     """What was found out about one architecture of the zoo, or about one model of another library under one pass."""
-    from assessment import told
+    from assessment import one_line
     from graph_assessment import Row as Assessed
     from graph_assessment import assess, assess_file, assess_graph, assess_pass, attempt
 
@@ -46,7 +46,7 @@ def find(task: Task) -> Row:
     try:
         return dataclasses.asdict(assess(name))
     except Exception as error:
-        return dataclasses.asdict(Assessed(name, graph=f"no: {told(error)}"))
+        return dataclasses.asdict(Assessed(name, graph=f"no: {one_line(error)}"))
 
 
 def page(results: dict[str, Row]) -> str:

@@ -48,7 +48,7 @@ def tasks() -> list[Task]:
 def find(task: Task) -> Row:
     """How one file fares under one pass."""
     import torch
-    from assessment import told
+    from assessment import one_line
     from graph_assessment import verdict
     from support.onnx_files import file_of
 
@@ -59,12 +59,12 @@ def find(task: Task) -> Row:
     try:
         path = file_of(source, name)
     except Exception as error:
-        return {"cell": f"not written: {told(error)}"}
+        return {"cell": f"not written: {one_line(error)}"}
     torch.manual_seed(0)
     try:
         found = verdict(from_onnx(path), PASSES[one])
     except Exception as error:
-        found = f"no: {told(error)}"
+        found = f"no: {one_line(error)}"
     return {"cell": found.replace("refused", "no", 1) if found.startswith(LATE) else found}
 
 
@@ -79,7 +79,7 @@ def page(results: dict[str, Row]) -> str:
             "Written by `PYTHONPATH=tests python benchmarks/coverage/onnx_passes_table.py`; do not edit.",
             "",
             "Files of tiny random models, as torch's older exporter (traced, operator set 17 or as said), its newer one",
-            "(exported), ONNX Runtime's optimiser and `retrofit export` (with its cache; an encoder-decoder's encoder and decoder)",
+            "(exported), ONNX Runtime's optimizer and `retrofit export` (with its cache; an encoder-decoder's encoder and decoder)",
             f"write them, each read by `from_onnx` and rewritten ({', '.join(f'`{spec}`' for spec in PASSES.values())}):",
             "yes where the result comes through every check of `retrofit.verify`.",
             "",

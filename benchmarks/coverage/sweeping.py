@@ -96,7 +96,7 @@ class Worker:
         self.pipe.send(task)
 
     def stop(self) -> None:
-        """The process is gone: asked to end where it waits for work, killed where it does not."""
+        """The process has ended: by a request where it waits for work, else it is killed."""
         with contextlib.suppress(OSError):
             self.pipe.send(None)
         self.process.join(0 if self.task else 5)
@@ -163,9 +163,9 @@ def received(worker: Worker, failed: Failed) -> Row:
 def write_whole(path: Path, text: str) -> None:
     """`path` holds `text`, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".partial")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def line(cells: Sequence[str]) -> str:

@@ -1,1 +1,1 @@
-"""External memory beside layers."""
+"""External memory: tables of partial experts for layers."""

@@ -71,14 +71,14 @@ class Memory(Pass[MemoryPlan]):
     """Tables of partial experts for layers or FFNs, in which each token looks one up."""
 
     name: ClassVar[str] = "memory"
-    summary: ClassVar[str] = "add external memory: a table beside each layer, of which every token looks up one small expert"
+    summary: ClassVar[str] = "add external memory: a table for each layer, in which every token looks up one small expert"
     paper: ClassVar[str] = "The Power of External Memory in Increasing Predictive Model Capacity, §3"
     rewrites: ClassVar[str] = "layer or feed-forward"
 
     lookup: str = option("token-id", "what a token's entry is found by", choices=("token-id", "softmax", "lsh"))
     buckets: int = option(128, "n, entries in a table; by token-id it has one for each token of the vocabulary", minimum=1)
     rank: int = option(0, "r, hidden units of an entry; 0: an entry is a constant", minimum=0)
-    beside: str = option("layers", "what the tables stand beside", choices=("layers", "ffns"))
+    beside: str = option("layers", "what gets a table: each layer, or each FFN", choices=("layers", "ffns"))
     layers: str = option("all", "depths that get a table, e.g. 0-5+8")
     jitter: float = option(0.01, "ε of the noise on what the softmax lookup reads, in training", minimum=0)
     sparse: bool = option(False, "by token-id: gradients are sparse tensors, for optimizers that take them (SGD, SparseAdam)")

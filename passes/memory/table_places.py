@@ -44,7 +44,7 @@ class TablePlaces:
         self.calls = {(call.path, call.index): call for call in anatomy.program.calls}
 
     def of_layer(self, layer: Layer, stack: Stack, beside: str, near_misses: list[NearMiss]) -> list[TablePlace]:
-        """The places at one layer, `beside` the layer itself or its FFNs; a near miss for each that has none."""
+        """The places at one layer: the layer itself or its FFNs, as `beside` says; a near miss for each that has none."""
         places: list[TablePlace] = []
         with collect_near_miss(layer.name or layer.exit, near_misses):
             around = self.stream_module(layer, stack)

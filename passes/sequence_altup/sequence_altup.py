@@ -83,7 +83,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     """Layers compute every k-th token; predict and correct spread what they find over the tokens between."""
 
     name: ClassVar[str] = "sequence-altup"
-    summary: ClassVar[str] = "layers compute every k-th token only, whose correction the tokens between receive too"
+    summary: ClassVar[str] = "layers compute every k-th token only; the tokens between get its correction"
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, §4.2 and supplement Alg. 2"
     rewrites: ClassVar[str] = "layer"
     remedy: ClassVar[str] = "name layers that are modules of their own with layers=, or use another pass"

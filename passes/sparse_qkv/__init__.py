@@ -1,1 +1,1 @@
-"""Queries, keys and values of a few weights."""
+"""Sparse QKV: queries, keys and values from few weights."""

@@ -31,13 +31,13 @@ def describe_projections(region: list[fx.Node], role: Role, cores: list[Attentio
         names = attention_roles(products, region, cores, flow)
     elif role != "other mixer":
         names = ffn_roles(products, region, flow)
-    found: dict[tuple[str, str], Projection] = {}
+    projections: dict[tuple[str, str], Projection] = {}
     for product in products:
         label = names.get(product.node, "projection")
-        found.setdefault(
+        projections.setdefault(
             (product.parameter, label), Projection(product.parameter, label, product.in_features, product.out_features)
         )
-    return tuple(found.values())
+    return tuple(projections.values())
 
 
 def key_value_products_outside(region: list[fx.Node], cores: list[Attention], flow: Dataflow) -> list[WeightProduct]:

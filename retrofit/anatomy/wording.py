@@ -76,3 +76,8 @@ def compact(number: int) -> str:
 
 def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def format_change(before: int, after: int) -> str:
+    """A count before and after, and by how much it grew."""
+    return f"{before:,} → {after:,}" + (f" ({(after - before) / before:+.1%})" if before else "")

@@ -45,16 +45,16 @@ def verify(
     if isinstance(reference, nn.Module):
         require_weights(reference)
         dense, reference = reference, Reference.of(reference, named_inputs(model, example_inputs))
-    made = rewrites(model)
-    exact = all(one.exact for one in (made if made is not None else recipe(model) or ()))
+    accounts = rewrites(model)
+    exact = all(one.exact for one in (accounts if accounts is not None else recipe(model) or ()))
     if reference is None:
         inputs = named_inputs(model, example_inputs)
         subject = Subject(model, (inputs, *other_shapes(model, inputs)))
-        return run_checks(Context(subject, has_reference=False, rewrites=made, exact=exact), None, checks)
+        return run_checks(Context(subject, has_reference=False, rewrites=accounts, exact=exact), None, checks)
     context = Context(
         compared_subject(model, reference),
         has_reference=True,
-        rewrites=made,
+        rewrites=accounts,
         fates=match_parameters(reference["parameters"].prints, model),
         exact=exact,
         dense=dense,

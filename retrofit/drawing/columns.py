@@ -1,4 +1,4 @@
-"""How a drawing is divided: a column for each stack, with what stands below and above its layers."""
+"""How a drawing is divided: a column for each stack, with what is below and above its layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Column:
     head: Piece | None = None
     frame: Frame = dataclasses.field(default_factory=lambda: Frame(0, 0))
     inlets: list[Inlet] = dataclasses.field(default_factory=list)
-    doors: list[tuple[Piece, Point]] = dataclasses.field(default_factory=list)  # left edges of the stem's boxes
+    stem_entries: list[tuple[Piece, Point]] = dataclasses.field(default_factory=list)  # left edges of the stem's boxes
     floor: float = 0.0  # above what it shares with others
     entry: float = 0.0  # where other stacks join the stream, below the first layer
     top: float = 0.0
@@ -43,7 +43,7 @@ class Column:
     @property
     def brackets(self) -> float:
         """The room that the brackets of repeated layers take."""
-        return depth(self.folds) * bracket_width(self.folds)
+        return bracket_depth(self.folds) * bracket_width(self.folds)
 
     @property
     def left(self) -> float:
@@ -57,7 +57,7 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The columns from left to right, and what several of them stand on."""
+    """The columns from left to right, and the pieces shared by several of them."""
 
     columns: tuple[Column, ...]
     shared: tuple[tuple[Piece, tuple[Column, ...]], ...]
@@ -70,13 +70,13 @@ def lay_out(anatomy: Anatomy, around: Surroundings, placement: Placement) -> Lay
     for piece in (*around.embeddings, *around.stem) if columns else ():
         if piece.part is None and piece.parameters == 0:
             continue
-        stacks = placement.leads_to(nodes_of(piece, placement)) or (0,)
+        stacks = placement.stacks_computed_from(nodes_in_piece(piece, placement)) or (0,)
         if len(stacks) > 1:
             shared.append((piece, tuple(columns[index] for index in stacks)))
         else:
             columns[stacks[0]].stem.append(piece)
     for piece in (*around.tail, *filter(None, [around.head])) if columns else ():
-        found = placement.comes_from(nodes_of(piece, placement))
+        found = placement.last_stack_before(nodes_in_piece(piece, placement))
         column = columns[-1 if found is None else found]
         if piece is around.head:
             column.head = piece
@@ -90,8 +90,8 @@ def lay_out(anatomy: Anatomy, around: Surroundings, placement: Placement) -> Lay
     return Layout(columns, tuple(shared))
 
 
-def nodes_of(piece: Piece, placement: Placement) -> list[str]:
-    """The graph nodes that are made in a piece."""
+def nodes_in_piece(piece: Piece, placement: Placement) -> list[str]:
+    """The graph nodes computed in a piece."""
     inside = [] if piece.part else [node for name in piece.names for node in placement.nodes_of.get(name, [])]
     return [*piece.nodes, *inside]
 
@@ -104,11 +104,11 @@ def column_width(column: Column) -> float:
 
 def piece_width(piece: Piece) -> float:
     """How wide a piece's box has to be, within limits: for name and class, or else for the name alone."""
-    full = 44 + NAME.width(piece.name) + max(BODY.width(remark(piece)), BODY.width(dimensions(piece)))
+    full = 44 + NAME.width(piece.name) + max(BODY.width(class_and_size(piece)), BODY.width(dimensions(piece)))
     return full if full <= WIDEST_PIECE else min(full - BODY.width(piece.kind), WIDEST_PIECE)
 
 
-def remark(piece: Piece) -> str:
+def class_and_size(piece: Piece) -> str:
     """The class and the size of a module."""
     return " · ".join(filter(None, [piece.kind, "" if piece.parameters is None else compact(piece.parameters)]))
 
@@ -117,16 +117,16 @@ def dimensions(piece: Piece) -> str:
     return " × ".join(map(str, piece.part.shape)) if piece.part is not None else ""
 
 
-def depth(folds: Sequence[Fold]) -> int:
-    """How many brackets stand beside one another."""
-    return max(((fold.times > 1) + depth(fold.body) for fold in folds), default=0)
+def bracket_depth(folds: Sequence[Fold]) -> int:
+    """How many brackets are next to one another."""
+    return max(((fold.times > 1) + bracket_depth(fold.body) for fold in folds), default=0)
 
 
 def bracket_width(folds: Sequence[Fold]) -> float:
     """The room that one bracket with its number takes."""
-    return 30 + BRACKET.width(f"×{most(folds)}")
+    return 30 + BRACKET.width(f"×{most_repetitions(folds)}")
 
 
-def most(folds: Iterable[Fold]) -> int:
+def most_repetitions(folds: Iterable[Fold]) -> int:
     """The largest number of repetitions."""
-    return max((max(fold.times, most(fold.body)) for fold in folds), default=1)
+    return max((max(fold.times, most_repetitions(fold.body)) for fold in folds), default=1)

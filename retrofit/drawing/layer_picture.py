@@ -67,7 +67,7 @@ class Frame:
 
     @property
     def clear(self) -> tuple[float, float]:
-        """Where text stands free of the stream."""
+        """The left and right edge of text that leaves room for the stream."""
         near, far = self.at(STREAM_AT + 24), self.at(self.width - EDGE)
         return min(near, far), max(near, far)
 
@@ -80,31 +80,31 @@ class Inlet:
     point: Point
 
 
-def texts(branch: Branch, layer: Layer) -> list[tuple[str, Face]]:
+def branch_lines(branch: Branch, layer: Layer) -> list[tuple[str, Face]]:
     """The lines of a branch's box below its title."""
     lines = [(text, BODY) for text in [heads(branch)] if text]
-    made = shapes(branch)
-    if len(made) > MOST_SHAPES:
-        made[MOST_SHAPES - 1 :] = [f"{len(made) - MOST_SHAPES + 1} more"]
-    return lines + [(text, BODY) for text in made] + [(text, NAME) for text in [owner(branch, layer)] if text]
+    matrices = shapes(branch)
+    if len(matrices) > MOST_SHAPES:
+        matrices[MOST_SHAPES - 1 :] = [f"{len(matrices) - MOST_SHAPES + 1} more"]
+    return lines + [(text, BODY) for text in matrices] + [(text, NAME) for text in [owner(branch, layer)] if text]
 
 
-def title_of(branch: Branch) -> str:
+def branch_title(branch: Branch) -> str:
     return ("Gated " + LOOKS[branch.role][0].lower()) if branch.gated else LOOKS[branch.role][0]
 
 
 def box_width(branch: Branch, layer: Layer) -> float:
     """How wide the box of a branch has to be, within limits."""
-    first = TITLE.width(title_of(branch)) + 20 + BODY.width(compact(branch.parameters))
-    widest = max([first, *(face.width(text) for text, face in texts(branch, layer))])
+    first = TITLE.width(branch_title(branch)) + 20 + BODY.width(compact(branch.parameters))
+    widest = max([first, *(face.width(text) for text, face in branch_lines(branch, layer))])
     return min(max(widest + 2 * PAD, NARROWEST), WIDEST)
 
 
 def box_height(branch: Branch, layer: Layer, brief: bool) -> float:
-    return 2 * PAD - 3 + LINE * (1 if brief else 1 + len(texts(branch, layer)))
+    return 2 * PAD - 3 + LINE * (1 if brief else 1 + len(branch_lines(branch, layer)))
 
 
-def parallel(layer: Layer) -> list[list[int]]:
+def parallel_branches(layer: Layer) -> list[list[int]]:
     """The branches by position, neighbours that leave the stream at the same node together."""
     groups: list[list[int]] = []
     for index, branch in enumerate(layer.branches):
@@ -118,13 +118,13 @@ def parallel(layer: Layer) -> list[list[int]]:
 def panel_width(layer: Layer) -> float:
     """How wide a panel has to be for all branches of `layer`."""
     needed = NARROWEST
-    for group in parallel(layer):
+    for group in parallel_branches(layer):
         widest = max(box_width(layer.branches[index], layer) for index in group)
         needed = max(needed, len(group) * widest + (len(group) - 1) * BESIDE)
     return BRANCH_AT + needed + EDGE
 
 
-def captions(layers: Sequence[Layer], same: str, norms: Sequence[str]) -> list[str]:
+def panel_lines(layers: Sequence[Layer], same: str, norms: Sequence[str]) -> list[str]:
     """The lines below the title of a panel: where the layers are, what else is to be said of them."""
     name = common_name([layer.name for layer in layers]) if all(layer.name for layer in layers) else "no module of their own"
     unplaced = ", ".join(relative(norm, layers[0].name) for norm in norms)
@@ -138,7 +138,7 @@ class LayerPicture:
         self.sheet, self.frame = sheet, frame
         self.inlets: list[Inlet] = []
         self.drawn: dict[Hashable, str] = {}  # structure → the layers it was drawn in full for
-        self.brief = False  # whether the layer at hand was drawn before
+        self.brief = False  # whether the current layer was drawn before
 
     def draw(self, layers: Sequence[Layer], positions: Sequence[int], norms: Norms, y: float) -> float:
         """One panel for all of `layers`, its lower edge at `y`; returns its upper edge. What was drawn before is drawn in brief."""
@@ -148,10 +148,10 @@ class LayerPicture:
         norms = NONE if self.brief else norms
         y -= 12
         y = self.stream_norms(norms.stream.get(-1, ()), layer, y)
-        for group in parallel(layer):
+        for group in parallel_branches(layer):
             y = self.branches(layer, group, norms, y)
             y = self.stream_norms([norm for index in group for norm in norms.stream.get(index, ())], layer, y)
-        lines = captions(layers, f"as {same}" if self.brief else "", norms.unplaced)
+        lines = panel_lines(layers, f"as {same}" if self.brief else "", norms.unplaced)
         top = y - HEADER - LINE * (len(lines) - 1)
         self.header(layers, positions, lines, top)
         self.sheet.panel(frame.left, top, frame.width, bottom - top, PANEL, PANEL_EDGE)
@@ -185,7 +185,11 @@ class LayerPicture:
         for place, index in enumerate(group):
             offset = BRANCH_AT + place * (width + BESIDE)
             riser = frame.at(offset + RISER)
-            sheet.wire(bends([(frame.stream, tap), (first, tap), (first, fork), (riser, fork), (riser, floor)]), WIRE, arrow=True)
+            sheet.wire(
+                drop_straight_points([(frame.stream, tap), (first, tap), (first, fork), (riser, fork), (riser, floor)]),
+                WIRE,
+                arrow=True,
+            )
             sheet.wire([(riser, roof), (riser, join), (frame.stream + frame.side * PLUS, join)], WIRE, arrow=True)
             self.pills(before[index], layer, riser, level, width - RISER)
             self.pills(after[index], layer, riser, roof - STEP, width - RISER)
@@ -200,9 +204,9 @@ class LayerPicture:
         sheet, size = self.sheet, compact(branch.parameters)
         sheet.box(x, y, width, height, fill, edge)
         baseline = y + PAD + 10
-        sheet.text(x + PAD, baseline, title_of(branch), TITLE, width=width - 2 * PAD - BODY.width(size) - 8)
+        sheet.text(x + PAD, baseline, branch_title(branch), TITLE, width=width - 2 * PAD - BODY.width(size) - 8)
         sheet.text(x + width - PAD, baseline, size, BODY, "end")
-        for text, face in [] if self.brief else texts(branch, layer):
+        for text, face in [] if self.brief else branch_lines(branch, layer):
             baseline += LINE
             sheet.text(x + PAD, baseline, text, face, width=width - 2 * PAD)
 
@@ -218,7 +222,7 @@ class LayerPicture:
         return y
 
     def pill(self, x: float, y: float, name: str, room: float) -> float:
-        """A norm with its lower edge at `y`, its name beside it; returns its upper edge."""
+        """A norm with its lower edge at `y`, its name next to it; returns its upper edge."""
         sheet, top = self.sheet, y - PILL_HEIGHT
         sheet.box(x - PILL_WIDTH / 2, top, PILL_WIDTH, PILL_HEIGHT, "#ffffff", FAINT, PILL_HEIGHT / 2)
         sheet.text(x, top + 14, "norm", LABEL, "middle")
@@ -227,7 +231,7 @@ class LayerPicture:
         return top
 
 
-def bends(points: Sequence[Point]) -> list[Point]:
+def drop_straight_points(points: Sequence[Point]) -> list[Point]:
     """The points without those that repeat the one before or lie on the way to the next."""
     kept: list[Point] = []
     for point in points:

@@ -13,7 +13,16 @@ from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.folding import Fold, leaves
 from retrofit.anatomy.surroundings import Piece, surroundings
 from retrofit.anatomy.wording import compact, plural
-from retrofit.drawing.columns import MARGIN, Column, bracket_width, depth, dimensions, lay_out, nodes_of, remark
+from retrofit.drawing.columns import (
+    MARGIN,
+    Column,
+    bracket_depth,
+    bracket_width,
+    class_and_size,
+    dimensions,
+    lay_out,
+    nodes_in_piece,
+)
 from retrofit.drawing.faces import BODY, BRACKET, FACTS, HEADLINE, MUTED, NAME, TITLE, Face
 from retrofit.drawing.layer_picture import LOOKS, STREAM, STREAM_AT, WIRE, Frame, LayerPicture
 from retrofit.drawing.placement import Placement
@@ -82,17 +91,17 @@ class Picture:
     def draw_column(self, index: int, column: Column) -> None:
         """One stack from its inputs up to its outputs."""
         sheet, frame, stack = self.sheet, column.frame, column.stack
-        inputs = ", ".join(self.placement.inputs_of(index)) or ("" if self.placement.feeding(index) else "inputs")
+        inputs = ", ".join(self.placement.inputs_of(index)) or ("" if self.placement.stacks_feeding(index) else "inputs")
         if inputs:
             sheet.wire([(frame.stream, 30), (frame.stream, 1)], WIRE, 2, arrow=True)
-            self.beside(frame, 22, inputs, NAME)
+            self.label_stream(frame, 22, inputs, NAME)
         y = column.floor
         for piece in column.stem:
             lower = y
             y = self.draw_piece(piece, frame.left, frame.right, y)
-            column.doors.append((piece, (frame.left, (lower + y) / 2)))
+            column.stem_entries.append((piece, (frame.left, (lower + y) / 2)))
             y -= RISE
-        self.beside(frame, y - 4, " · ".join([stack.kind, f"width {stack.width}", *["causal"] * stack.causal]), BODY)
+        self.label_stream(frame, y - 4, " · ".join([stack.kind, f"width {stack.width}", *["causal"] * stack.causal]), BODY)
         column.entry = y - 8
         layers = LayerPicture(sheet, frame)
         y = self.draw_folds(column, layers, column.folds, leaves(column.folds), y - 24) + BETWEEN - RISE
@@ -101,13 +110,13 @@ class Picture:
             y = self.draw_piece(piece, frame.left, frame.right, y) - RISE
         y += RISE if column.head else 0
         sheet.wire([(frame.stream, column.floor + (RISE if column.floor else 0)), (frame.stream, y)], STREAM, THICK)
-        if column.head or not self.is_read(index):
+        if column.head or not self.has_readers(index):
             sheet.wire([(frame.stream, y), (frame.stream, y - 28)], WIRE, 2, arrow=True)
-            self.beside(frame, y - 12, "logits" if column.head else "output", BODY)
+            self.label_stream(frame, y - 12, "logits" if column.head else "output", BODY)
             y -= 28
         column.top = y
 
-    def beside(self, frame: Frame, y: float, text: str, face: Face) -> None:
+    def label_stream(self, frame: Frame, y: float, text: str, face: Face) -> None:
         """A text next to the stream."""
         anchor = "end" if frame.mirrored else "start"
         self.sheet.text(frame.at(STREAM_AT + 14), y, text, face, anchor, frame.width - STREAM_AT - 32)
@@ -134,7 +143,7 @@ class Picture:
         return y
 
     def draw_bracket(self, column: Column, fold: Fold, top: float, bottom: float) -> None:
-        frame, out = column.frame, depth(fold.body) * bracket_width(column.folds)
+        frame, out = column.frame, bracket_depth(fold.body) * bracket_width(column.folds)
         inner, edge = frame.at(-7 - out), frame.at(-14 - out)
         self.sheet.wire([(inner, top + 1), (edge, top + 1), (edge, bottom - 1), (inner, bottom - 1)], MUTED, 2)
         self.sheet.text(
@@ -159,7 +168,7 @@ class Picture:
 
     def draw_bar(self, piece: Piece, left: float, right: float, y: float) -> float:
         """A module that is neither embedding nor head, its class left out where there is no room for it."""
-        width, top, aside = right - left, y - BAR_HEIGHT, remark(piece)
+        width, top, aside = right - left, y - BAR_HEIGHT, class_and_size(piece)
         if NAME.width(piece.name) + BODY.width(aside) > width - 40:
             aside = "" if piece.parameters is None else compact(piece.parameters)
         self.sheet.box(left, top, width, BAR_HEIGHT, PART_FILL, PART_EDGE)
@@ -167,33 +176,33 @@ class Picture:
         self.sheet.text(left + 12, top + 19, piece.name, NAME, width=width - 40 - min(BODY.width(aside), width / 2))
         return top
 
-    def is_read(self, index: int) -> bool:
+    def has_readers(self, index: int) -> bool:
         """Whether another stack begins from this one's result or attends to it."""
         others = [(other, column) for other, column in enumerate(self.columns) if other != index]
         return any(
-            index in self.placement.feeding(other)
-            or any(index in self.placement.read_by(other, branch) for branch in column.crossing)
+            index in self.placement.stacks_feeding(other)
+            or any(index in self.placement.stacks_read_by(other, branch) for branch in column.crossing)
             for other, column in others
         )
 
     def draw_links(self, index: int, column: Column) -> None:
         """What reaches the stream or the cross-attentions of a stack from other stacks."""
-        for source in self.placement.feeding(index):
+        for source in self.placement.stacks_feeding(index):
             lane = column.left - 30
-            made = self.placement.made_from(index, source)
-            doors = [point for piece, point in column.doors if made & set(nodes_of(piece, self.placement))]
-            goal = doors[0] if doors else (column.frame.stream, column.entry)
-            self.sheet.wire([*self.way_to(source, index, lane), (lane, goal[1]), goal], STREAM, 2.4, arrow=True)
+            computed = self.placement.nodes_from_stack(index, source)
+            entries = [point for piece, point in column.stem_entries if computed & set(nodes_in_piece(piece, self.placement))]
+            goal = entries[0] if entries else (column.frame.stream, column.entry)
+            self.sheet.wire([*self.route_from(source, index, lane), (lane, goal[1]), goal], STREAM, 2.4, arrow=True)
         for inlet in column.inlets:
             (x, y), lane = inlet.point, column.frame.left - 34
-            sources = self.placement.read_by(index, inlet.branch)
+            sources = self.placement.stacks_read_by(index, inlet.branch)
             for source in sources:
-                self.sheet.wire([*self.way_to(source, index, lane), (lane, y), (x, y)], MEMORY, 2, arrow=True)
+                self.sheet.wire([*self.route_from(source, index, lane), (lane, y), (x, y)], MEMORY, 2, arrow=True)
             if not sources:
                 self.sheet.wire([(x - 44, y), (x, y)], MEMORY, 2, arrow=True)
 
-    def way_to(self, source: int, index: int, lane: float) -> list[Point]:
-        """From the top of the column `source` over the columns between to the lane beside the column `index`."""
+    def route_from(self, source: int, index: int, lane: float) -> list[Point]:
+        """From the top of the column `source` over the columns between to the lane next to the column `index`."""
         start = self.columns[source]
         over = min(column.top for column in self.columns[min(source, index) : max(source, index)]) - 14
         return [(start.frame.stream, start.top), (start.frame.stream, over), (lane, over)]

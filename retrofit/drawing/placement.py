@@ -1,6 +1,6 @@
-"""Where each thing sits beside the residual streams: which stack feeds which, what a stem module leads to, where a norm acts.
+"""Where each part belongs along the residual streams: what feeds a stack, what a stem module feeds, where a norm acts.
 
-Everything is read from the data flow. What the graph does not tell stays unplaced; nothing is concluded from a name.
+Everything is read from the data flow. What the graph does not show stays unplaced; nothing is inferred from a name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Norms:
 
 
 class Placement:
-    """Answers about `anatomy` from its graph."""
+    """Where the parts of `anatomy` belong, by its graph."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.graph = anatomy.graph
@@ -38,7 +38,7 @@ class Placement:
 
     @functools.cached_property
     def nodes_of(self) -> dict[str, list[str]]:
-        """The nodes made in each module, those of its children included, in order."""
+        """The nodes computed in each module and its children, in order."""
         found: dict[str, list[str]] = {}
         for node, module in self.graph.nodes(data="module"):
             parts = (module or "").split(".")
@@ -48,53 +48,55 @@ class Placement:
 
     @functools.cached_property
     def before_entry(self) -> list[set[str]]:
-        """For each stack, the nodes its stream is made from without passing through another stack."""
-        return [self.ancestors(stack.entry, set(self.seams(index))) for index, stack in enumerate(self.stacks)]
+        """For each stack, the ancestors of its stream up to the layers of other stacks."""
+        return [self.ancestors(stack.entry, set(self.layer_boundaries(index))) for index, stack in enumerate(self.stacks)]
 
     @functools.cached_property
     def after_exit(self) -> list[set[str]]:
-        """For each stack, the nodes that are made from its result."""
+        """For each stack, the nodes computed from its result."""
         return [self.descendants(stack.exit) for stack in self.stacks]
 
     def ancestors(self, node: str, stop: Iterable[str] = ()) -> set[str]:
-        """`node` and what it is made from, not looking past the nodes in `stop`, which are included."""
+        """The backward slice of `node`, which ends at the nodes in `stop` and includes them."""
         return reachable(self.graph.pred, node, set(stop))
 
     def descendants(self, node: str) -> set[str]:
         return reachable(self.graph.succ, node, set())
 
-    def seams(self, index: int) -> dict[str, int]:
+    def layer_boundaries(self, index: int) -> dict[str, int]:
         """The nodes between the layers of all stacks but `index`, with the stack they belong to."""
         others = [(other, stack) for other, stack in enumerate(self.stacks) if other != index]
         return {node: other for other, stack in others for node in (stack.exit, *(layer.exit for layer in stack.layers))}
 
-    def feeding(self, index: int) -> list[int]:
+    def stacks_feeding(self, index: int) -> list[int]:
         """The stacks that the stream of stack `index` begins from."""
-        seams = self.seams(index)
-        return sorted({seams[node] for node in self.before_entry[index] & seams.keys()})
+        boundaries = self.layer_boundaries(index)
+        return sorted({boundaries[node] for node in self.before_entry[index] & boundaries.keys()})
 
-    def made_from(self, index: int, source: int) -> set[str]:
-        """The nodes that the stream of stack `index` begins from and that are themselves made from stack `source`."""
-        before, seams = self.before_entry[index], self.seams(index)
-        starts = [node for node in before if seams.get(node) == source]
+    def nodes_from_stack(self, index: int, source: int) -> set[str]:
+        """The nodes that the stream of stack `index` begins from and that are themselves computed from stack `source`."""
+        before, boundaries = self.before_entry[index], self.layer_boundaries(index)
+        starts = [node for node in before if boundaries.get(node) == source]
         return {node for start in starts for node in self.descendants(start) & before if node != start}
 
-    def read_by(self, index: int, branch: Branch) -> list[int]:
-        """The stacks that a cross-attention reads; the one before it where the graph does not tell."""
+    def stacks_read_by(self, index: int, branch: Branch) -> list[int]:
+        """The stacks that a cross-attention reads; the one before it where the graph does not show it."""
         if branch.output not in self.graph:
             return [index - 1] if index else []
-        seams = self.seams(index)
-        return sorted({seams[node] for node in self.ancestors(branch.output, {*seams, branch.source}) & seams.keys()})
+        boundaries = self.layer_boundaries(index)
+        return sorted(
+            {boundaries[node] for node in self.ancestors(branch.output, {*boundaries, branch.source}) & boundaries.keys()}
+        )
 
-    def leads_to(self, nodes: Iterable[str]) -> tuple[int, ...]:
-        """The stacks whose streams are made from `nodes`."""
-        wanted = set(nodes)
-        return tuple(index for index, before in enumerate(self.before_entry) if before & wanted)
+    def stacks_computed_from(self, nodes: Iterable[str]) -> tuple[int, ...]:
+        """The stacks whose streams are computed from `nodes`."""
+        targets = set(nodes)
+        return tuple(index for index, before in enumerate(self.before_entry) if before & targets)
 
-    def comes_from(self, nodes: Iterable[str]) -> int | None:
-        """The last stack that `nodes` are made from."""
-        wanted = set(nodes)
-        return max((index for index, after in enumerate(self.after_exit) if after & wanted), default=None)
+    def last_stack_before(self, nodes: Iterable[str]) -> int | None:
+        """The last stack that `nodes` are computed from."""
+        targets = set(nodes)
+        return max((index for index, after in enumerate(self.after_exit) if after & targets), default=None)
 
     def inputs_of(self, index: int) -> list[str]:
         """The model's inputs that the stream of stack `index` begins from."""
@@ -125,7 +127,7 @@ class Placement:
                 if branch.source in up and branch.source != outlet and branch.output in down
             ]
             for index in branches:
-                weights = self.consumers(layer.branches[index])
+                weights = self.weight_products(layer.branches[index])
                 if not (weights & up - self.ancestors(layer.branches[index].source)):
                     before[index] = (*before.get(index, ()), norm)
                 elif not weights & down:
@@ -142,7 +144,7 @@ class Placement:
         after = self.descendants(early)
         return self.graph.subgraph({node for node in self.ancestors(late) if node in after})
 
-    def consumers(self, branch: Branch) -> set[str]:
+    def weight_products(self, branch: Branch) -> set[str]:
         """The nodes that multiply with the weights of `branch`."""
         names = {one.name for one in branch.projections if one.name}
         pending = [node for node, name in self.parameter_nodes if name in names]

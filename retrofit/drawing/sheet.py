@@ -91,7 +91,13 @@ class Sheet:
 
         dash = (0, (6 / thickness, 5 / thickness)) if dashed else "solid"
         line = PathPatch(
-            rounded(points), fill=False, edgecolor=color, linewidth=thickness, linestyle=dash, joinstyle="round", capstyle="butt"
+            rounded_path(points),
+            fill=False,
+            edgecolor=color,
+            linewidth=thickness,
+            linestyle=dash,
+            joinstyle="round",
+            capstyle="butt",
         )
         self.add("wire", line, WIRES)
         if arrow:
@@ -152,7 +158,7 @@ def plainly_styled() -> Iterator[None]:
         yield
 
 
-def rounded(points: Sequence[Point], radius: float = 8) -> Path:
+def rounded_path(points: Sequence[Point], radius: float = 8) -> Path:
     """The path through `points` with each corner rounded."""
     from matplotlib.path import Path
 

@@ -1,4 +1,4 @@
-"""Dropout of attention weights, which the graph of an evaluation does not show."""
+"""Dropout of attention weights, which a graph captured in evaluation mode does not show."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from retrofit.runtime.example_inputs import named_inputs
 
 
 def attention_dropouts(model: nn.Module, program: Program) -> dict[fx.Node, float]:
-    """The dropout of each fused attention in training, which the program of the evaluation does not show.
+    """The dropout of each fused attention in training, which a program captured in evaluation mode does not show.
 
-    It is read off a program captured in training, where that is the same program but for the dropouts; else there is none.
+    It is read off a second capture in training mode, where that has the same attentions; otherwise there is none.
     """
     fused = [node for node in program.graph.nodes if op(node) == "scaled_dot_product_attention"]
     if not fused:
@@ -39,6 +39,7 @@ def attention_dropouts(model: nn.Module, program: Program) -> dict[fx.Node, floa
 
 
 def dropout_probability(attention: fx.Node) -> float:
+    """The `dropout_p` of a fused attention."""
     return float(attention.args[4] if len(attention.args) > 4 else attention.kwargs.get("dropout_p", 0.0))  # type: ignore[arg-type]
 
 

@@ -1,4 +1,4 @@
-"""What a model does where it is given no mask: most hide nothing then, some hide the padding, which they tell by its ids."""
+"""What a model does without a mask: most hide nothing, some hide the padding, which they detect by its ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from retrofit.runtime.state_preservation import preserve_state
 def agrees_without_masks(model: nn.Module, other: nn.Module, inputs: Inputs) -> bool:
     """Whether two modules agree on these inputs, of which none is a mask, with special ids at the end of every row.
 
-    Models without values are believed.
+    Models on the meta device count as agreeing.
     """
     if device_of(model).type == "meta":
         return True
@@ -29,7 +29,7 @@ def agrees_without_masks(model: nn.Module, other: nn.Module, inputs: Inputs) -> 
 
 
 def end_with_special_ids(ids: Any, special: Tensor) -> Any:
-    """The ids (batch, length), the last of every row being the special ones."""
+    """The ids (batch, length) with the special ones at the end of every row."""
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         return ids
     count = min(len(special), ids.shape[1] - 1)

@@ -1,7 +1,7 @@
-"""Regions of a program: stretches of its nodes, one inside the other, each of which can become a module.
+"""Regions of a program: nested intervals of its nodes, each of which can become a module.
 
-A module call is a stretch, for it runs from its beginning to its end. Where the code of one call holds what the anatomy calls a
-layer, an attention, a feed-forward, a look-up or a head, that is a stretch too, if nothing else is interleaved with it.
+A module call is one interval. Where the code of one call holds what the anatomy calls a layer, an attention, a feed-forward, a
+look-up or a head, that is an interval too, if nothing else is interleaved with it.
 """
 
 from __future__ import annotations
@@ -34,25 +34,27 @@ CHILD_NAMES = {
 
 @dataclasses.dataclass(eq=False)
 class Region:
-    """The nodes from position `first` to `last`, and what of them is inside it a region again."""
+    """The nodes from position `first` to `last`, and the regions inside it."""
 
-    name: str  # within the region it lies in, dotted
+    name: str  # within the region around it, dotted
     path: str  # of the module whose call it is, or whose code holds it
     first: int
     last: int
     inside: list[Region] = dataclasses.field(default_factory=list)
-    in_code: bool = True  # of a larger module, and no module's own call
+    in_code: bool = True  # part of the code of a larger module, and not the call of a module
 
     def holds(self, other: Region) -> bool:
+        """Whether `other` lies inside this region, or is as large."""
         return self.first <= other.first and other.last <= self.last
 
     def crosses(self, other: Region) -> bool:
+        """Whether the two overlap and neither holds the other."""
         apart = self.last < other.first or other.last < self.first
         return not (apart or self.holds(other) or other.holds(self))
 
 
 def regions(anatomy: Anatomy, flow: Dataflow) -> Region:
-    """The whole program as a region, with every module call and every nameless part of the anatomy in it."""
+    """The whole program as a region, with every module call in it and every part of the anatomy that is no module."""
     whole = Region("", "", 0, len(flow.nodes) - 1)
     found = [*call_regions(flow), *anatomy_regions(anatomy, flow)]
     found.sort(key=lambda one: (one.first, -one.last))
@@ -71,7 +73,7 @@ def regions(anatomy: Anatomy, flow: Dataflow) -> Region:
 
 
 def call_regions(flow: Dataflow) -> Iterator[Region]:
-    """The stretch of every module call that computes something."""
+    """The interval of every module call that computes something."""
     spans: dict[Call, tuple[int, int]] = {}
     for node in flow.nodes:
         if node.op != "call_function" or (node not in flow.depends and not isinstance(node.meta.get("val"), torch.Tensor)):
@@ -86,7 +88,7 @@ def call_regions(flow: Dataflow) -> Iterator[Region]:
 
 
 def anatomy_regions(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
-    """The parts of the anatomy that stand in the code of a larger module."""
+    """The parts of the anatomy that are code of a larger module."""
     nodes = flow.named
     cores = find_attentions(flow)
     several = len(anatomy.stacks) > 1
@@ -112,9 +114,9 @@ def anatomy_regions(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
 
 
 def stem_regions(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Iterator[Region]:
-    """What the model's own code does between a look-up of tokens and the layers that is tied to the width of the stream.
+    """The steps in the model's own code between a look-up of tokens and the layers that depend on the width of the stream.
 
-    Norms, written out or not, a product with a weight, and what is added to the tokens and was looked up by their positions.
+    Norms, also decomposed ones, products with a weight, and position embeddings that are added to the tokens.
     """
     looked_up = [nodes[part.node] for part in anatomy.embeddings]
     found: dict[tuple[fx.Node, fx.Node], str] = {}  # by the first node and the last
@@ -126,7 +128,7 @@ def stem_regions(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) ->
                     found[node, node] = "norm"
                 elif op(node) == "add" and not flow.reaches_through_heavy_op(look_up, node):
                     found |= {(part, part): "addend" for part in node.all_input_nodes if not flow.reaches(look_up, part)}
-            for stretch in split_into_steps(look_up, steps):
+            for stretch in split_where_one_value_is_live(look_up, steps):
                 if op(stretch[-1]) == "linear" and weight_product(stretch[-1], flow) is not None:
                     found[stretch[-1], stretch[-1]] = "projection"
                 elif any(op(node) in MOMENTS for node in stretch) and not any(map(is_heavy, stretch)):
@@ -136,8 +138,8 @@ def stem_regions(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) ->
             yield Region(name, "", flow.position[first], flow.position[last])
 
 
-def split_into_steps(early: fx.Node, steps: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    """The steps from `early` to the last, cut wherever a single value of every token is all that is read from then on."""
+def split_where_one_value_is_live(early: fx.Node, steps: list[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The steps from `early` to the last, cut wherever only one value of each token is read from then on."""
     place = {node: at for at, node in enumerate(steps)}
     tokens = (shape(early) or ())[:-1]
     first, reach = 0, max((place[user] for user in early.users if user in place), default=0)  # where what came so far is last read
@@ -149,7 +151,7 @@ def split_into_steps(early: fx.Node, steps: list[fx.Node]) -> Iterator[list[fx.N
 
 
 def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region | None:
-    """What the code around the layers does to each token between the last of them and the head, such as a norm."""
+    """What the code around the layers does to each token between the last layer and the head, such as a norm."""
     if anatomy.head is None:
         return None
     leaves, head = last_node_of_layer(stack, len(stack.layers) - 1, flow, nodes), nodes[anatomy.head.node]
@@ -164,7 +166,7 @@ def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str,
 
 
 def is_only_weight_of_its_module(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether the module whose code computes `node` has no other weight than the one that enters there, and its bias."""
+    """Whether the module whose code computes `node` has no weight but the one that `node` reads, and its bias."""
     call = flow.call_of(node)
     own = [
         other
@@ -176,21 +178,21 @@ def is_only_weight_of_its_module(node: fx.Node, flow: Dataflow) -> bool:
 
 
 def is_bias(user: fx.Node, node: fx.Node, flow: Dataflow) -> bool:
-    """Whether `user` adds a parameter to `node` and nothing else reads it, right after it."""
+    """Whether `user` is the only reader of `node`, directly after it, and adds a parameter."""
     others = [part for part in user.all_input_nodes if part is not node]
     alone = len(flow.uses[node]) == 1 and flow.position.get(user) == flow.position[node] + 1
     return op(user) == "add" and alone and len(others) == 1 and others[0] in flow.program.parameters
 
 
 def layer_region(name: str, stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region:
-    """From after the stream enters to where the next layer takes it up: the norm after a sum belongs to the layer of the sum."""
+    """From the node after the layer's input to the last before the next layer: a norm after a sum belongs to the sum's layer."""
     inside = flow.between(nodes[stack.layers[depth].entry], nodes[stack.layers[depth].exit])
     last = last_node_of_layer(stack, depth, flow, nodes)
     return Region(name, stack.name, min(flow.position[node] for node in inside), flow.position[last])
 
 
 def last_node_of_layer(stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> fx.Node:
-    """The last node of what is done to the stream before the next layer; after the last layer, what is done after the first."""
+    """The last step on the stream before the next layer; after the last layer, the same steps as after the one before."""
     leaves = nodes[stack.layers[depth].exit]
     if len(stack.layers) < 2:
         return leaves
@@ -210,7 +212,7 @@ def last_node_of_layer(stack: Stack, depth: int, flow: Dataflow, nodes: dict[str
 
 
 def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Region | None:
-    """The stretch from a branch's first product to its last, where they stand in one piece of code; None where they do not."""
+    """From a branch's first product to its last, where one module's code computes both; None where not."""
     region = flow.between(nodes[branch.source], nodes[branch.output])
     inside = set(region)
     if branch.role == "ffn":
@@ -241,7 +243,7 @@ def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cor
 
 
 def spread_region(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Region | None:
-    """A feed-forward whose matrices are modules of their own, where code of the module around computes what lies between them."""
+    """A feed-forward whose matrices are modules, where code of the module around them computes what lies between them."""
     around = next(call for call in calls[0].chain if all(call.encloses(one) for one in calls))
     places = [flow.position[node] for node in flow.computations if any(call.encloses(flow.call_of(node)) for call in calls)]
     first, last = min(places), max(places)
@@ -254,7 +256,7 @@ def spread_region(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Re
 
 
 def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Iterator[Region]:
-    """The products of an attention's own code that make queries, keys and values, and the one with its result."""
+    """The products in an attention's own code that compute queries, keys and values, and the one that reads its result."""
     region = flow.between(nodes[branch.source], nodes[branch.output])
     held = [core for core in cores if core.result in set(region)]
     if len(held) != 1:
@@ -273,7 +275,7 @@ def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node]
 
 
 def make_names_relative(region: Region) -> None:
-    """Names are relative to the region around, and no two siblings have the same."""
+    """Names are relative to the region around, and siblings have different ones."""
     taken: set[str] = set()
     for one in region.inside:
         prefix = region.path + "." if region.path else ""

@@ -1,4 +1,4 @@
-"""What is known of a graph module's values, told anew: after a rewrite they may be wider, shorter, or of another type."""
+"""Shape propagation: the shapes and dtypes of a graph module's values after a rewrite, which may change them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ GraphOwner = fx.GraphModule | GraphPart
 
 
 def propagate_shapes(model: fx.GraphModule, inputs: Mapping[str, Any]) -> None:
-    """`meta["val"]` of every node, in the parts too wherever a pass has put them, has the shape and dtype that `inputs` lead to.
+    """`meta["val"]` of every node, also in parts wherever a pass has moved them, has the shape and dtype that `inputs` lead to.
 
-    The model runs once for it. Nodes that this run does not reach have none: those behind code that asks for values, in a model
-    without any.
+    The model runs once for it. Nodes that this run does not reach have none: in a model on the meta device, those behind code that
+    reads values.
     """
-    asks = contextlib.suppress(RuntimeError) if device_of(model).type == "meta" else contextlib.nullcontext()
+    may_fail = contextlib.suppress(RuntimeError) if device_of(model).type == "meta" else contextlib.nullcontext()
     for owner in graph_owners(model):
         for node in owner.graph.nodes:
             node.meta.pop("val", None)
-    with asks, preserve_state(model), torch.no_grad(), record_values(model, FakeTensorMode()):
+    with may_fail, preserve_state(model), torch.no_grad(), record_values(model, FakeTensorMode()):
         model(**inputs)
 
 
 @contextlib.contextmanager
 def record_values(model: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]:
-    """Within this context each graph of the model is run node by node, and tells what each gave.
+    """Within this context each graph of the model runs node by node and records the value of each.
 
-    Their classes are changed for it: what a pass puts in place of a module's `forward` runs that of its class.
+    The `forward` of their classes is replaced, because a `forward` that a pass set on a module calls that of its class.
     """
     compiled = {type(owner): type(owner).forward for owner in graph_owners(model)}
     try:
@@ -50,7 +50,7 @@ def record_values(model: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]
 
 
 def interpreting_forward(forward: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
-    """Runs the graph that `forward` was compiled from."""
+    """A `forward` that interprets the graph which `forward` was compiled from."""
     signature = inspect.signature(forward)
 
     def run(owner: GraphOwner, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def interpreting_forward(forward: Callable[..., Any], mode: FakeTensorMode) -> C
 
 
 class MetadataInterpreter(fx.Interpreter):
-    """Runs a graph and notes of each node what it gave: a tensor as one without contents."""
+    """Runs a graph and records the value of each node, tensors without their contents."""
 
     def __init__(self, owner: GraphOwner, mode: FakeTensorMode) -> None:
         super().__init__(owner, graph=owner.graph)
@@ -74,7 +74,7 @@ class MetadataInterpreter(fx.Interpreter):
         return value
 
     def without_contents(self, value: Tensor) -> Tensor:
-        """A tensor laid out like this one; whose view that is, is not asked."""
+        """A fake tensor with this layout, and no base if this is a view."""
         with self.mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 

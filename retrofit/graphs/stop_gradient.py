@@ -1,4 +1,4 @@
-"""Where a model's code stops gradients (`torch.no_grad`), or computes its own (`torch.autograd.Function`)."""
+"""Where a model's code stops gradients (`torch.no_grad`) or has a custom backward (`torch.autograd.Function`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOLERANCE = 1e-3  # of the largest gradient of a parameter: the two ways compute
 
 
 def stop_gradient_nodes(program: Program) -> set[fx.Node]:
-    """The operations through which the model's code lets no gradients, of those that have any to let through."""
+    """The operations that depend on a parameter and that the model's code runs without gradients."""
     trained: set[fx.Node] = set()
     for node in program.graph.nodes:
         number = not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple))
@@ -25,14 +25,14 @@ def stop_gradient_nodes(program: Program) -> set[fx.Node]:
 
 
 def custom_backwards(program: Program) -> list[str]:
-    """The names of the functions with a backward of their own."""
+    """The names of the functions with a custom backward."""
     return sorted(
         {name for node in program.graph.nodes if node.op == "call_function" and (name := annotation(node, CUSTOM_BACKWARD))}
     )
 
 
 def have_same_gradients(model: nn.Module, other: nn.Module, inputs: Inputs) -> bool:
-    """Whether two modules on the same parameters have the same gradients, on these inputs; models without values are believed."""
+    """Whether two modules on the same parameters have the same gradients on these inputs; on the meta device they count as such."""
     if device_of(model).type == "meta":
         return True
     parameters = [one for one in other.parameters() if one.requires_grad and any(one is held for held in model.parameters())]

@@ -1,7 +1,7 @@
-"""One form for products of tokens: rows that a program lays one after another, (batch·length, d), stay (batch, length, d).
+"""Products of flattened tokens, (batch·length, d), become products of tokens as they are, (batch, length, d).
 
-Exporters to ONNX, and much hand-written code, flatten the tokens before a matrix product and part them again behind it. The product
-of the tokens where they lie is the same, and says by its shape what belongs to a token.
+Exporters to ONNX, and much hand-written code, flatten the tokens before a matrix product and unflatten its result. The product of
+the unflattened tokens is the same, and its shape says what belongs to a token.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SymbolicSizes = Mapping[fx.Node, tuple[Any, ...]]
 
 
 def unflatten_products(program: Program, extents: SymbolicSizes) -> dict[fx.Node, fx.Node]:
-    """In the program no product flattens tokens that all its readers part again; the products, with a reader that went.
+    """No product of the program flattens tokens that all its users unflatten; returns those rewritten, each with a removed user.
 
-    `extents` are the sizes of each node's value.
+    `extents` are the symbolic sizes of each node's value.
     """
     tables: list[dict[Any, fx.Node]] = [
         program.outputs,
@@ -32,7 +32,7 @@ def unflatten_products(program: Program, extents: SymbolicSizes) -> dict[fx.Node
     found: dict[fx.Node, fx.Node] = {}
     for node in list(program.graph.nodes):
         readers = unflattening_views(node, extents)
-        if not readers or named & {node, node.args[0]}:  # modules are handed, or return, what is flattened
+        if not readers or named & {node, node.args[0]}:  # a module takes or returns the flattened tokens
             continue
         flat, found[node] = node.args[0], readers[0]
         node.args = (flat.args[0], *node.args[1:])
@@ -47,7 +47,7 @@ def unflatten_products(program: Program, extents: SymbolicSizes) -> dict[fx.Node
 
 
 def unflattening_views(node: fx.Node, extents: SymbolicSizes) -> list[fx.Node]:
-    """All that reads a product of flattened tokens, where that is nothing but views that part the tokens as they were."""
+    """The users of a product of flattened tokens, if they are all views that unflatten the tokens again; else none."""
     flat = node.args[0] if node.args else None
     if op(node) not in PRODUCTS or not isinstance(flat, fx.Node) or op(flat) not in VIEWS:
         return []

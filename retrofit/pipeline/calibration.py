@@ -1,4 +1,4 @@
-"""Calibration: what a model's modules are handed on real input, which approximate passes are fitted on."""
+"""Calibration data: real inputs, on which approximate passes are fitted."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ REMEDY = "give texts, token ids of shape (windows, length), or a dataloader of w
 
 
 def as_batches(model: nn.Module, given: Any) -> Iterator[dict[str, Any]]:
-    """The batches that `given` stands for, by argument name."""
+    """`given` as batches by argument name."""
     if isinstance(given, Mapping):
-        yield taken_by(model, given)
+        yield accepted_arguments(model, given)
     elif isinstance(given, Tensor):
         for part in given.split(BATCH):
-            yield named(model, part)
+            yield named_batch(model, part)
     elif isinstance(given, str) or (isinstance(given, Sequence) and given and all(isinstance(one, str) for one in given)):
-        yield from as_batches(model, windows(model, [given] if isinstance(given, str) else given))
+        yield from as_batches(model, tokenize_texts(model, [given] if isinstance(given, str) else given))
     elif isinstance(given, Iterable):
         for batch in given:
             if isinstance(batch, str):
                 yield from as_batches(model, batch)
             elif isinstance(batch, Mapping):
-                yield taken_by(model, batch)
+                yield accepted_arguments(model, batch)
             elif isinstance(batch, Tensor):
-                yield named(model, batch.unsqueeze(0) if batch.dim() == 1 and not batch.is_floating_point() else batch)
+                yield named_batch(model, batch.unsqueeze(0) if batch.dim() == 1 and not batch.is_floating_point() else batch)
             elif isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
-                yield named(model, batch[0])
+                yield named_batch(model, batch[0])
             else:
                 raise SpecError(f"calibration= holds a {type(batch).__name__}", remedy=REMEDY)
     else:
         raise SpecError(f"calibration= is a {type(given).__name__}", remedy=REMEDY)
 
 
-def named(model: nn.Module, value: Tensor) -> dict[str, Any]:
-    """A batch of one tensor by the name of the model's main input; a decoder beside an encoder gets the same ids."""
+def named_batch(model: nn.Module, value: Tensor) -> dict[str, Any]:
+    """A batch of one tensor, by the name of the model's main input; the decoder of an encoder-decoder gets the same ids."""
     if not value.is_floating_point():
         size = vocabulary_of(model)
         if size and int(value.max()) >= size:
@@ -79,7 +79,7 @@ def named(model: nn.Module, value: Tensor) -> dict[str, Any]:
     return batch
 
 
-def taken_by(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a batch that the model's forward takes, labels left out."""
     kept = {name: value for name, value in batch.items() if accepts(model, name) and name != "labels"}
     if not kept:
@@ -89,9 +89,9 @@ def taken_by(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def windows(model: nn.Module, texts: Sequence[str]) -> Tensor:
+def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
     """Texts as windows of token ids, by the tokenizer in the directory the model came from, else as bytes: (windows, length)."""
-    from retrofit.pipeline.text import codec_for, read_tokenizer, windows_of
+    from retrofit.pipeline.tokenization import codec_for, read_tokenizer, windows_of
 
     home = Path(str(getattr(getattr(model, "config", None), "name_or_path", "") or ""))
     tokenizer = read_tokenizer(home) if str(home) != "." and home.is_dir() else None

@@ -1,4 +1,4 @@
-"""Which layers of a stack an option names."""
+"""Layers of a stack by depth, as the option `layers` names them: `0-5+8`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of a pass: fields of a dataclass with documentation, choices and ranges, and their values as text."""
+"""The options of a pass: dataclass fields with documentation, choices and ranges; their values as text and back."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from retrofit.errors import SpecError
 
 
 def option(default: Any, doc: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
-    """A field of a pass: its default, one line of documentation, and the values it admits."""
+    """A field of a pass: its default, one line of documentation, and the values it accepts."""
     return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "minimum": minimum})
 
 
 def format_value(value: Any) -> str:
+    """The value of an option as it is written in a spec."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
@@ -27,22 +28,22 @@ def format_value(value: Any) -> str:
 def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) -> Any:
     """The value of a field, converted from text where it is text; raises `SpecError` where it cannot be."""
     hints = typing.get_type_hints(owner)[field.name]
-    admitted = [hint for hint in (typing.get_args(hints) or (hints,)) if hint is not type(None)]
+    accepted = [hint for hint in (typing.get_args(hints) or (hints,)) if hint is not type(None)]
     if typing.get_origin(hints) is tuple:
-        admitted = [tuple]
+        accepted = [tuple]
     optional = type(None) in typing.get_args(hints)
     if isinstance(value, str) and value.lower() in ("none", "") and optional:
         value = None
     if value is None and optional:
         return None
-    for kind in admitted:
+    for kind in accepted:
         converted = convert(kind, value)
         if converted is not None:
             value = converted
             break
     else:
         raise SpecError(
-            f"{owner.name}: option {field.name}={value!r} is not {describe(admitted)}", remedy=field.metadata.get("doc", "")
+            f"{owner.name}: option {field.name}={value!r} is not {describe(accepted)}", remedy=field.metadata.get("doc", "")
         )
     choices = field.metadata.get("choices") or ()
     if choices and value not in choices:
@@ -57,12 +58,13 @@ def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) ->
 
 
 def describe(kinds: list[Any]) -> str:
+    """The kinds of value in words."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list a+b+c"}
     return " or ".join(words.get(kind, str(kind)) for kind in kinds)
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """`value` as `kind`, or None where it is no such thing."""
+    """`value` as `kind`, or None where it is not one."""
     if kind is bool:
         if isinstance(value, bool):
             return value
@@ -84,12 +86,12 @@ def convert(kind: Any, value: Any) -> Any:
 
 
 def options_of(kind: type[Any]) -> Iterator[tuple[str, str, Any, str]]:
-    """Each option of a pass: name, values admitted, default, documentation."""
+    """Each option of a pass: name, accepted values, default, documentation."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
-        admitted = [item for item in (typing.get_args(hint) or (hint,)) if item is not type(None)]
-        admitted = [tuple] if typing.get_origin(hint) is tuple else admitted
-        values = "|".join(field.metadata.get("choices") or ()) or describe(admitted)
+        accepted = [item for item in (typing.get_args(hint) or (hint,)) if item is not type(None)]
+        accepted = [tuple] if typing.get_origin(hint) is tuple else accepted
+        values = "|".join(field.metadata.get("choices") or ()) or describe(accepted)
         minimum = field.metadata.get("minimum")
         yield field.name, values + (f" ≥ {minimum:g}" if minimum is not None else ""), field.default, field.metadata["doc"]

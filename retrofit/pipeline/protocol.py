@@ -1,7 +1,7 @@
-"""What a pass is: a frozen dataclass of hyperparameters that plans what it would rewrite in a model, and then does it.
+"""What a pass is: a frozen dataclass of hyperparameters with two methods, `plan` and `apply`.
 
-`Pass.plan` reads a model's anatomy and says which sites it would rewrite, which it would leave alone and why; it changes nothing.
-`Pass.apply` carries a plan out through an edit. `Pass.rewrite` is one after the other, with the account of what was done.
+`plan` reads a model's anatomy and returns which sites would be rewritten, which would be left alone and why; it changes nothing.
+`apply` rewrites these sites through an edit. `Pass.rewrite` runs one after the other and returns an account of what was done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from retrofit.anatomy.anatomy import Anatomy
     from retrofit.surgery.edit import Edit
 
-SHOWN = 4  # near misses in an error
+MAX_REASONS = 4  # near misses named in a refusal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Plan:
     near_misses: tuple[NearMiss, ...] = ()
     new_parameters: int = 0  # by the method's formula, not by counting
     formula: str = ""  # that formula with its numbers filled in
-    exact: bool | None = None  # whether the result computes the dense function, where the options alone do not say
-    spec: str = ""  # the pass as it is saved, where not all of its options are kept as given
+    exact: bool | None = None  # whether the result computes the dense function, where the options alone do not determine it
+    spec: str = ""  # the pass as it is saved, where the plan determines some of its options
     notes: tuple[str, ...] = ()
 
 
@@ -41,12 +41,12 @@ SomePlan = TypeVar("SomePlan", bound=Plan)
 class Rewrite:
     """The account of what one pass did to a model."""
 
-    spec: str  # by which it is done again on the model without weights
+    spec: str  # replayed on a model without weights
     exact: bool
     sites: tuple[Site, ...]
     skipped: tuple[NearMiss, ...] = ()
     new_parameters: int = 0  # by the method's formula, not by counting
-    superseded: int = 0  # elements that earlier passes added and this one took out again
+    superseded: int = 0  # elements that earlier passes added and this one removed
     formula: str = ""  # that formula with its numbers filled in
     second_step: tuple[str, ...] = ()  # parameters whose gradient is zero until others have moved
     notes: tuple[str, ...] = ()
@@ -59,9 +59,9 @@ class Pass(abc.ABC, Generic[SomePlan]):
     name: ClassVar[str]
     summary: ClassVar[str]  # one sentence
     paper: ClassVar[str]
-    calibrates: ClassVar[bool] = False  # whether it makes use of calibration data
-    rewrites: ClassVar[str] = "site"  # what its sites are, for an error: "feed-forward", "attention", …
-    remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits
+    calibrates: ClassVar[bool] = False  # whether it uses calibration data
+    rewrites: ClassVar[str] = "site"  # what a site is, for the refusal: "feed-forward", "attention", …
+    remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits and no near miss has one
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -73,26 +73,27 @@ class Pass(abc.ABC, Generic[SomePlan]):
     def exact(self) -> bool:
         """Whether the rewritten model computes the dense model's function at step 0."""
 
+    @abc.abstractmethod
     def plan(self, anatomy: Anatomy) -> SomePlan:
-        """What would be rewritten and what left alone; nothing is changed.
+        """What would be rewritten and what left alone; changes nothing.
 
-        Raises `DoesNotFitError` where the model as a whole does not fit; of single sites the plan holds a near miss each.
+        Raises `DoesNotFitError` where the model as a whole does not fit; a single place that does not fit is a near miss of the
+        plan.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def apply(self, plan: SomePlan, edit: Edit) -> None:
-        """The plan is carried out on `edit.model`; what turned out on the way is noted with `edit.note`."""
-        raise NotImplementedError
+        """Carries the plan out on `edit.model`; findings on the way go to `edit.note`."""
 
     def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
-        """The model that `anatomy` describes is rewritten through `edit`; raises `DoesNotFitError` where no site fits."""
+        """Plans for `anatomy` and carries the plan out through `edit`; raises `DoesNotFitError` where no site fits."""
         plan = self.plan(anatomy)
         if not plan.sites:
             raise self.nothing_fits(plan)
         return self.carry_out(plan, edit)
 
     def carry_out(self, plan: SomePlan, edit: Edit) -> Rewrite:
-        """The plan is carried out; returns the account of it."""
+        """Carries the plan out and returns the account of it."""
         import torch  # here, so that naming passes never waits for it
 
         edit.begin_pass()
@@ -114,12 +115,12 @@ class Pass(abc.ABC, Generic[SomePlan]):
         reasons = dict.fromkeys(f"{miss.name or 'the model'}: {miss.why}" for miss in plan.near_misses)
         return DoesNotFitError(
             f"{self.name}: no {self.rewrites} of the model can be rewritten",
-            why="; ".join(list(reasons)[:SHOWN]) or "the chosen layers hold none",
+            why="; ".join(list(reasons)[:MAX_REASONS]) or "the chosen layers hold none",
             remedy=next((miss.remedy for miss in plan.near_misses if miss.remedy), self.remedy),
         )
 
     def spec(self) -> str:
-        """The pass as text, every field written out: a saved recipe means the same when a default changes."""
+        """The pass as text with every option written out, so that a saved recipe keeps its meaning when a default changes."""
         fields = (f"{field.name}={format_value(getattr(self, field.name))}" for field in dataclasses.fields(self))
         return f"{self.name}({', '.join(fields)})"
 

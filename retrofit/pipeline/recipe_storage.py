@@ -26,7 +26,7 @@ METHOD = "retrofit"  # the name in transformers' table of quantizers, and `quant
 def store_recipe(model: nn.Module, recipe: Sequence[str]) -> None:
     """The recipe is stored with the model, and saved with it; an empty one removes it again.
 
-    A transformers model also has its books set straight: which weights are tied, and that its file keeps its own names.
+    A transformers model's bookkeeping is updated: which weights are tied, and that its file keeps its own names.
     Raises `CheckpointError`, before anything has changed, where the model's config or buffers leave no room for a recipe.
     """
     if is_transformers(model):
@@ -47,8 +47,8 @@ def store_in_config(model: Any, recipe: Sequence[str]) -> None:
     require_room(model)
     architecture = (stored_recipe(model) and rewritten_class(model.config)) or type(model).__name__
     inputs = stored_inputs(model)
-    noted: dict[str, Any] = {"quant_method": METHOD, "recipe": list(recipe), "architecture": architecture}
-    model.config.quantization_config = noted | ({"inputs": inputs} if inputs else {})
+    entry: dict[str, Any] = {"quant_method": METHOD, "recipe": list(recipe), "architecture": architecture}
+    model.config.quantization_config = entry | ({"inputs": inputs} if inputs else {})
     keep_own_names(model)
     declare_ties(model)
 
@@ -56,14 +56,14 @@ def store_in_config(model: Any, recipe: Sequence[str]) -> None:
 def describe_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Names, types and shapes of the tensors a model was captured with: kept with the recipe as `model.retrofit_inputs`.
 
-    A tensor is noted as `[dtype, [extent, …]]`, a container of tensors as `{"entries": {key: note}}` or `{"items": [note, …]}`.
+    A tensor is described as `[dtype, [extent, …]]`, a container of tensors as `{"entries": {key: …}}` or `{"items": […, …]}`.
     """
-    noted = {name: describe_input(value) for name, value in inputs.items()}
-    return {name: note for name, note in noted.items() if note is not None}
+    described = {name: describe_input(value) for name, value in inputs.items()}
+    return {name: one for name, one in described.items() if one is not None}
 
 
 def describe_input(value: Any) -> Any:
-    """The note on one input; None for what holds anything but tensors."""
+    """The description of one input; None for what holds anything but tensors."""
     if hasattr(value, "shape"):
         return [str(value.dtype).removeprefix("torch."), [int(size) for size in value.shape]]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -76,7 +76,7 @@ def describe_input(value: Any) -> Any:
 
 
 def stored_inputs(model: nn.Module) -> dict[str, Any]:
-    """The notes on the inputs, here or in the config the model was built from; empty where the inputs were derived."""
+    """The descriptions of the inputs, on the model or in its config; empty where the inputs were derived from the model."""
     if "retrofit_inputs" in model.__dict__:
         return dict(model.__dict__["retrofit_inputs"])
     config = getattr(getattr(model, "config", None), "quantization_config", None)
@@ -94,7 +94,7 @@ def remove_from_config(model: Any) -> None:
 
 
 def is_recipe(quantization_config: Any) -> bool:
-    """Whether what stands in `config.quantization_config` is a recipe and not a quantization."""
+    """Whether `config.quantization_config` holds a recipe and not a quantization."""
     if isinstance(quantization_config, dict):
         return quantization_config.get("quant_method") == METHOD
     return getattr(quantization_config, "quant_method", None) == METHOD

@@ -30,7 +30,7 @@ def parse_spec(text: str) -> AnyPass:
 
 
 def make_pass(name: str, options: Mapping[str, Any]) -> AnyPass:
-    """The registered pass `name` with `options`; an unknown name or option raises `SpecError` with what there is."""
+    """The registered pass `name` with `options`; an unknown name or option raises `SpecError` that lists the known ones."""
     kind = load_pass(name)
     known = [field.name for field in dataclasses.fields(kind)]
     for key in options:
@@ -73,5 +73,5 @@ def as_pass(given: AnyPass | str) -> AnyPass:
 
 
 def parse_recipe(specs: Iterable[str]) -> Recipe:
-    """The recipe that a list of specs stands for."""
+    """The recipe of a list of specs."""
     return tuple(parse_spec(spec) for spec in specs)

@@ -1,4 +1,4 @@
-"""Run passes over a model, and run a saved recipe over an empty skeleton; which passes a model has been through."""
+"""Replay a saved recipe on a model without weights; the recipe and the accounts of a rewritten model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from retrofit.surgery.edit import Edit, Fate
 
 
 def replay(model: nn.Module, specs: Sequence[str]) -> None:
-    """`model`, a dense skeleton with the right structure but no weights yet, has the structure that the recipe gives it."""
+    """`model`, a dense model whose weights are not loaded yet, gets the structure that the recipe leads to."""
     edit = Edit(model)
     passes = parse_recipe(specs)
     try:
-        made, _ = run_passes(model, passes, replayed_inputs(model), edit, lambda stage: None)
-        edit.set_attribute(model, "retrofit_rewrites", made)
+        accounts, _ = run_passes(model, passes, replayed_inputs(model), edit, lambda stage: None)
+        edit.set_attribute(model, "retrofit_rewrites", accounts)
         edit.set_attribute(model, "retrofit_rearranged", rearranged(edit))
         recipe_storage.store_recipe(model, specs)
     except RetrofitError:
@@ -33,10 +33,10 @@ def replay(model: nn.Module, specs: Sequence[str]) -> None:
 
 def replayed_inputs(model: nn.Module) -> dict[str, Any]:
     """Inputs like those the recipe was first applied with; only their types and shapes matter to a capture."""
-    noted = recipe_storage.stored_inputs(model)
-    if not noted:
+    descriptions = recipe_storage.stored_inputs(model)
+    if not descriptions:
         return named_inputs(model)
-    return named_inputs(model, {name: input_from_description(note, device_of(model)) for name, note in noted.items()})
+    return named_inputs(model, {name: input_from_description(one, device_of(model)) for name, one in descriptions.items()})
 
 
 def input_from_description(note: Any, device: torch.device) -> Any:
@@ -50,7 +50,7 @@ def input_from_description(note: Any, device: torch.device) -> Any:
 
 
 def rearranged(edit: Edit) -> dict[str, Fate]:
-    """The dense parameters whose values lie elsewhere in another layout, which nobody could find by looking."""
+    """The dense parameters that are stored in another layout, which their names and shapes do not show."""
     return {name: fate for name, fate in edit.account().items() if fate.kind == "rearranged"}
 
 

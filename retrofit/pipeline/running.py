@@ -1,4 +1,4 @@
-"""Run passes over a model, each on what the one before it left."""
+"""Run passes over a model, one after the other."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Progress = Callable[[str], None]
 def run_passes(
     model: nn.Module, passes: Recipe, inputs: dict[str, Any], edit: Edit, say: Progress, program: Program | None = None
 ) -> tuple[tuple[Rewrite, ...], int]:
-    """Each pass has rewritten what the one before it left; returns their accounts and the FLOPs before the first.
+    """Each pass rewrites the result of the one before it; returns their accounts and the FLOPs before the first.
 
-    `program` is the model as it is, where that is captured already.
+    `program` is the model's, where it is captured already.
     """
     rewrites: list[Rewrite] = []
     dense_flops = 0
@@ -32,18 +32,18 @@ def run_passes(
         anatomy = inspect(model, inputs) if program is None or rewrites else read_anatomy(model, program)
         dense_flops = dense_flops or flops_per_token(anatomy.program)
         say(f"rewriting with {one.spec()}")
-        before, left, names = held(model), dropped(edit), dict(model.named_parameters(remove_duplicate=False))
+        before, lost, names = parameter_sizes(model), dropped_elements(edit), dict(model.named_parameters(remove_duplicate=False))
         with torch.no_grad():
-            made = one.rewrite(anatomy, edit)
-        after = held(model)
-        rewrites = list(called_now(rewrites, names, edit))
+            account = one.rewrite(anatomy, edit)
+        after = parameter_sizes(model)
+        rewrites = list(with_current_names(rewrites, names, edit))
         gone = {key: size for key, size in before.items() if key not in after and key not in edit.replaced}
-        rewrites.append(dataclasses.replace(made, superseded=sum(gone.values()) - (dropped(edit) - left)))
+        rewrites.append(dataclasses.replace(account, superseded=sum(gone.values()) - (dropped_elements(edit) - lost)))
     return tuple(rewrites), dense_flops
 
 
-def called_now(rewrites: Iterable[Rewrite], before: Mapping[str, nn.Parameter], edit: Edit) -> tuple[Rewrite, ...]:
-    """The accounts of earlier passes, with the parameters they name, `before`, by the names that these have by now."""
+def with_current_names(rewrites: Iterable[Rewrite], before: Mapping[str, nn.Parameter], edit: Edit) -> tuple[Rewrite, ...]:
+    """The accounts of earlier passes with current parameter names; `before` holds the parameters by their old names."""
     names = {id(parameter): name for name, parameter in edit.model.named_parameters()}
 
     def now(name: str) -> str:
@@ -53,12 +53,12 @@ def called_now(rewrites: Iterable[Rewrite], before: Mapping[str, nn.Parameter], 
     return tuple(dataclasses.replace(one, second_step=tuple(map(now, one.second_step))) for one in rewrites)
 
 
-def held(model: nn.Module) -> dict[int, int]:
+def parameter_sizes(model: nn.Module) -> dict[int, int]:
     """The elements of each of the model's parameters, by identity."""
     return {id(parameter): parameter.numel() for parameter in model.parameters()}
 
 
-def dropped(edit: Edit) -> int:
+def dropped_elements(edit: Edit) -> int:
     """How many elements of the dense model have been dropped so far."""
     lost = {id(edit.dense[name]): edit.dense[name].numel() for name, fate in edit.account().items() if fate.kind == "dropped"}
     return sum(lost.values())

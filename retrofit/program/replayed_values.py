@@ -67,7 +67,7 @@ def calling_line() -> Line:
 
 
 def without_tensors(result: Any) -> Any:
-    """The result with lists in place of tensors."""
+    """The result with its tensors as lists."""
     if isinstance(result, Tensor):
         return TENSOR_TOLIST(result)
     return tuple(map(without_tensors, result)) if isinstance(result, tuple) else result

@@ -1,1 +1,1 @@
-"""What all else stands on: example inputs, probes, outcomes of checks, atomic writes, preserved state, silence."""
+"""What everything else builds on: example inputs, probes, calibration data, atomic writes, preserved state, modes, silence."""

@@ -1,4 +1,4 @@
-"""Outputs that are whole or not there: written beside their final name, renamed when complete, gone again when anything fails."""
+"""Outputs that are whole or not there: written under a hidden name, renamed when complete, removed when anything fails."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def whole_files(folder: Path, names: Sequence[str], *, force: bool = False) -> I
 
 
 def final_name(path: Path, *, force: bool, directory: bool) -> Path:
-    """`path` with its links followed; raises where something stands there that may not be replaced, or where nothing can be put."""
+    """`path` with its links followed; raises where something exists there that may not be replaced, or nothing can be written."""
     if path.exists():
         if path.is_dir() != directory:
             kinds = ("a directory", "a file") if path.is_dir() else ("a file", "a directory")
@@ -89,7 +89,7 @@ def final_name(path: Path, *, force: bool, directory: bool) -> Path:
 
 
 def draft_of(path: Path) -> Path:
-    """A new hidden name beside `path`."""
+    """A new hidden name in the directory of `path`."""
     return path.parent / f".retrofit-{secrets.token_hex(8)}.partial"
 
 

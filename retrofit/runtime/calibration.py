@@ -17,7 +17,7 @@ Watcher = Callable[[Tensor], None]
 
 
 class Enough(Exception):
-    """Every watcher has seen what it wanted."""
+    """A watcher needs no more batches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Calibration:
 
     @torch.no_grad()
     def observe(self, model: nn.Module, watchers: Mapping[str, Watcher]) -> None:
-        """Each watcher has seen what the module at its path was handed, batch by batch: (tokens, d), padding left out.
+        """Each watcher has seen the input of the module at its path, batch by batch: (tokens, d), padding left out.
 
         A watcher that raises `Enough` sees no more; when all have, the rest of the batches is not run. The model runs in evaluation
         mode and is left as it was.

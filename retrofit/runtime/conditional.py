@@ -41,7 +41,7 @@ def both_kept(originals: Originals = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_it_was(originals: Originals) -> Iterator[None]:
-    """Within this context the attributes have their original values: a branch is traced by a tracer that knows torch's own only."""
+    """Within this context the attributes have their original values: the tracer of a branch handles torch's own only."""
     now = [(owner, name, getattr(owner, name)) for owner, name, _ in originals]
     try:
         for owner, name, value in originals:

@@ -49,7 +49,7 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
     size = vocabulary_of(model)
     if size < 1:
         raise CaptureError(
-            f"{type(model).__name__}: cannot tell how many token ids it takes",
+            f"{type(model).__name__}: the number of token ids it takes is unknown",
             why="it has neither config.vocab_size nor an nn.Embedding",
             remedy="pass example_inputs={'argument': tensor, …}",
         )
@@ -70,7 +70,7 @@ def pixel_values(model: nn.Module, batch: int, seed: int = 0) -> torch.Tensor:
 
 
 def example_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> dict[str, Any]:
-    """Inputs the model accepts, by argument name, on its device; raises `CaptureError` where they cannot be told.
+    """Inputs the model accepts, by argument name, on its device; raises `CaptureError` where they cannot be inferred.
 
     A graph module brings its own, as `retrofit_examples`.
     """
@@ -78,14 +78,14 @@ def example_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH, s
         return {name: value.to(device_of(model)) for name, value in model.__dict__["retrofit_examples"].items()}
     parameters = forward_parameters(model)
     config = getattr(model, "config", None)
-    made: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     main = getattr(model, "main_input_name", None)
     if "pixel_values" in parameters and (main == "pixel_values" or "input_ids" not in parameters):
-        made["pixel_values"] = pixel_values(model, batch, seed)
+        inputs["pixel_values"] = pixel_values(model, batch, seed)
     elif "input_ids" in parameters:
-        made["input_ids"] = token_ids(model, batch, length, seed)
+        inputs["input_ids"] = token_ids(model, batch, length, seed)
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
-            made["decoder_input_ids"] = token_ids(model, batch, min(TARGET_LENGTH, length), seed + 1)
+            inputs["decoder_input_ids"] = token_ids(model, batch, min(TARGET_LENGTH, length), seed + 1)
     else:
         required = [
             name
@@ -98,9 +98,9 @@ def example_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH, s
                 why=f"it needs {len(required)} arguments whose meaning is unknown",
                 remedy="pass example_inputs={'argument': tensor, …}",
             )
-        made[required[0]] = token_ids(model, batch, length, seed)
+        inputs[required[0]] = token_ids(model, batch, length, seed)
     device = device_of(model)
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in made.items()}
+    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
 def named_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:

@@ -46,15 +46,15 @@ def resized(model: nn.Module, inputs: Inputs, batch: int, length: int, seed: int
     old_batch, old_length = extent_of(inputs)
     generator = torch.Generator().manual_seed(seed)
     special = special_ids(model)
-    made: dict[str, Any] = {}
+    fresh: dict[str, Any] = {}
     for name, value in inputs.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != old_batch:
-            made[name] = value
+            fresh[name] = value
         elif is_per_token(value) and old_length:
-            made[name] = resized_tokens(value, batch, max(1, value.shape[1] + length - old_length), special, generator)
+            fresh[name] = resized_tokens(value, batch, max(1, value.shape[1] + length - old_length), special, generator)
         else:
-            made[name] = redrawn(value, batch, length if old_length and value.shape[1:2] == (old_length,) else None, generator)
-    return made
+            fresh[name] = redrawn(value, batch, length if old_length and value.shape[1:2] == (old_length,) else None, generator)
+    return fresh
 
 
 def resized_like(model: nn.Module, inputs: Inputs, batch: int, seed: int) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def describe(inputs: Inputs) -> str:
 
 
 def accepts(model: nn.Module, name: str) -> bool:
-    """Whether the model's forward names the argument `name`, or takes any and stands in front of a model with a config."""
+    """Whether the model's forward names the argument `name`, or takes any argument on behalf of a model with a config."""
     parameters = forward_parameters(model)
     if name in parameters:
         return True
@@ -157,7 +157,7 @@ def named_outputs(output: Any) -> dict[str, torch.Tensor]:
 
 
 def output_ids_name(inputs: Inputs, outputs: torch.Tensor) -> str | None:
-    """The argument whose tokens the outputs stand for, one a token; None where they stand for none."""
+    """The argument of token ids with one output a token; None where there is none."""
     name = ids_name(inputs, decoder=has_two_sides(inputs))
     return name if name is not None and outputs.dim() == 3 and inputs[name].shape[1] == outputs.shape[1] else None
 

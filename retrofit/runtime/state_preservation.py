@@ -1,4 +1,4 @@
-"""Running a model so that it cannot tell afterwards."""
+"""Running a model without leaving a trace in it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def preserve_random_state() -> Iterator[None]:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What the module holds beside parameters, buffers and children."""
+    """What the module holds other than parameters, buffers and children."""
     return {name: value for name, value in vars(module).items() if name not in REGISTRIES}
 
 

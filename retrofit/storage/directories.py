@@ -58,6 +58,6 @@ def directory_class(path: Path) -> type[PreTrainedModel]:
     raise CheckpointError(
         f"{file}: there is no model class {architectures[0]!r}",
         why=f"transformers {transformers.__version__} does not have it"
-        + ("" if known else f", and knows no model_type {named.get('model_type')!r}"),
+        + ("" if known else f", and has no model_type {named.get('model_type')!r}"),
         remedy="install the version it was saved with, or import the package that defines it first",
     )

@@ -75,7 +75,7 @@ class RecipeReplay(HfQuantizer):
 
 
 def register() -> None:
-    """transformers knows what to do with a config that holds a recipe."""
+    """transformers replays the recipe of a config that holds one."""
     if recipe_storage.METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantization_config(recipe_storage.METHOD)(RecipeConfig)
         auto.register_quantizer(recipe_storage.METHOD)(RecipeReplay)

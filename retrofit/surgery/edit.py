@@ -1,4 +1,4 @@
-"""Edits on a live module tree that can all be taken back, and the account of where every dense parameter went."""
+"""Edits on a live module tree with undo, and the account of where every dense parameter went."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MISSING = object()
 
 @dataclasses.dataclass(frozen=True)
 class Widened:
-    """A dense parameter that became part of a larger one: `new[index]` held `scale · old` when it was made."""
+    """A dense parameter that became part of a larger one: `new[index]` was `scale · old` when it was created."""
 
     name: str
     index: tuple[slice, ...]
@@ -29,17 +29,17 @@ class Widened:
 class Rearranged:
     """How a dense parameter lies in a new one: as `new[index]`, transposed or not, its hidden units in an order of their own.
 
-    The units run along `dim` of the dense parameter, in `ports` of (first, step): unit u of a port stands at first + step·u.
+    The units run along `dim` of the dense parameter, in `ports` of (first, step): unit u of a port is at first + step·u.
     """
 
     index: tuple[int | slice, ...] = ()
     transposed: bool = False
-    order: str = ""  # the buffer that says which dense unit each unit of the new parameter is; "" where they are in order
+    order: str = ""  # the buffer with the dense unit of each unit of the new parameter; "" where they are in order
     dim: int = 0
     ports: tuple[tuple[int, int], ...] = ((0, 1),)
 
     def dense(self, new: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
-        """The dense parameter as it lies in `new`."""
+        """The dense parameter, read out of `new`."""
         value = new.detach()[self.index]
         value = value.t() if self.transposed else value
         if order is None:
@@ -72,9 +72,9 @@ class Fate:
 
 
 class Edit:
-    """A journal of edits on `model`: each takes effect at once, `undo` takes all back, `account` says where the parameters went.
+    """A journal of edits on `model`: each takes effect at once, `undo` reverts all, `account` says where the parameters went.
 
-    `calibration` is what a pass may observe the model on before it edits it, None where there is none.
+    `calibration` is data on which a pass may observe the model before it edits it, None where there is none.
     """
 
     def __init__(self, model: nn.Module, calibration: Calibration | None = None) -> None:
@@ -89,11 +89,11 @@ class Edit:
         self.late: list[nn.Parameter] = []  # of the pass under way: parameters whose gradient is zero until others have moved
 
     def begin_pass(self) -> None:
-        """What is noted from now on is about another pass."""
+        """Notes and late gradients from now on belong to another pass."""
         self.notes, self.late = [], []
 
     def note(self, text: str) -> None:
-        """`text` goes into the account of the pass under way: what was found out while it was carried out."""
+        """`text`, a finding, goes into the account of the pass under way."""
         self.notes.append(text)
 
     def expect_late_gradient(self, parameter: nn.Parameter) -> None:
@@ -106,7 +106,7 @@ class Edit:
         return tuple(name for name, parameter in self.model.named_parameters() if id(parameter) in late)
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        """`owner.name` is `value`; modules, parameters and buffers go where torch registers them."""
+        """`owner.name` is `value`; modules, parameters and buffers go into the registries of torch."""
         for registry in ("_modules", "_parameters", "_buffers"):
             table = owner.__dict__.get(registry) if isinstance(owner, nn.Module) else None
             if table is not None and name in table:
@@ -121,13 +121,13 @@ class Edit:
         before = table.get(key, MISSING) if hasattr(table, "get") else table[key]
         table[key] = value
 
-        def back() -> None:
+        def restore() -> None:
             if before is MISSING:
                 del table[key]
             else:
                 table[key] = before
 
-        self.journal.append(back)
+        self.journal.append(restore)
 
     def replace_module(self, path: str, module: nn.Module) -> None:
         """The submodule at `path`, under every name it is registered by, is `module`."""
@@ -148,13 +148,13 @@ class Edit:
         self.set_item(owner._modules, name, module)
 
     def make_persistent(self, owner: nn.Module, name: str) -> None:
-        """The buffer `name` of `owner` is saved: loading cannot make it again from what the dense model's code knows."""
+        """The buffer `name` of `owner` is saved: the dense model's code cannot compute it again on loading."""
         if name in owner._non_persistent_buffers_set:
             owner._non_persistent_buffers_set.discard(name)
             self.journal.append(lambda: owner._non_persistent_buffers_set.add(name))
 
     def add_handle(self, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """A hook that was registered goes when the edits are undone."""
+        """The hook of `handle` is removed when the edits are undone."""
         self.journal.append(handle.remove)
 
     def widen_parameter(self, old: nn.Parameter, new: nn.Parameter, index: tuple[slice, ...], why: str, scale: float = 1.0) -> None:
@@ -216,7 +216,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks
 
 
 def take_over_hooks(old: nn.Module, new: nn.Module) -> None:
-    """What an earlier pass hooked on `old` acts on `new`, and the children of `old` whose methods they are are its children."""
+    """Hooks of earlier passes on `old` are hooks of `new`, with the children of `old` whose methods they are."""
     for name in HOOKS:
         getattr(new, name).update(getattr(old, name))
     acting = {id(getattr(hook, "__self__", None)) for hook in (*old._forward_pre_hooks.values(), *old._forward_hooks.values())}

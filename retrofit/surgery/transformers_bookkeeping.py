@@ -1,4 +1,4 @@
-"""What transformers keeps about a model beside its modules: which weights are tied, under which names they are saved."""
+"""What transformers keeps about a model in addition to its modules: which weights are tied, under which names they are saved."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 CACHE_LINE = 64  # bytes
 
 
-LEFT_AS_MAPPED = contextvars.ContextVar("left_as_mapped", default=False)
+LEAVE_MAPPED = contextvars.ContextVar("leave_mapped", default=False)
 
 
 def align_weights(model: nn.Module) -> None:
-    """The weights on the CPU begin where a cache line does, as those of a model made in memory do.
+    """The weights on the CPU begin where a cache line does, as those of a model built in memory do.
 
     The last bits of a product with a single row depend on it, and weights mapped from a safetensors file begin anywhere: without
-    this a model could differ from its own copy. A dense model mapped from a file is left as it lies when it is rewritten.
+    this a model could differ from its own copy. A dense model mapped from a file stays where it is mapped when it is rewritten.
     """
-    for tensor in () if LEFT_AS_MAPPED.get() else (*model.parameters(), *model.buffers()):
+    for tensor in () if LEAVE_MAPPED.get() else (*model.parameters(), *model.buffers()):
         whole = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes
         if whole and tensor.data_ptr() % CACHE_LINE:
             tensor.data = tensor.data.clone()
@@ -33,15 +33,15 @@ def align_weights(model: nn.Module) -> None:
 @contextlib.contextmanager
 def leave_weights_mapped() -> Iterator[None]:
     """Within this context a rewritten model's weights stay where its file is mapped, and nothing is copied when it is loaded."""
-    token = LEFT_AS_MAPPED.set(True)
+    token = LEAVE_MAPPED.set(True)
     try:
         yield
     finally:
-        LEFT_AS_MAPPED.reset(token)
+        LEAVE_MAPPED.reset(token)
 
 
 def is_transformers(model: Any) -> bool:
-    """Whether the model is a `PreTrainedModel`, asked without importing transformers."""
+    """Whether the model is a `PreTrainedModel`; transformers is not imported for the answer."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
 
@@ -68,7 +68,7 @@ def transformers_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def declare_ties(model: Any) -> None:
-    """What transformers believes about tied weights is what is tied: the names in its tables are those of the rewritten model."""
+    """The weights that transformers takes for tied are the tied ones: its tables hold the names of the rewritten model."""
     sources = set(getattr(model, "all_tied_weights_keys", {}).values())
     groups = shared_names(model.named_parameters(remove_duplicate=False))
     for path, part in transformers_parts(model):
@@ -84,14 +84,14 @@ def declare_ties(model: Any) -> None:
 
 
 def adjust_bias(module: Any, weight: Any) -> None:
-    """What transformers does to the bias beside a tied weight: fits it to the rows, but not if it goes with the columns."""
+    """What transformers does to the bias of a tied weight: fits it to the rows, but not if it belongs to the columns."""
     own, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if own is None or bias is None or bias.shape[-1] != own.shape[-1]:
         sys.modules["transformers.modeling_utils"].PreTrainedModel._adjust_bias(None, module, weight)
 
 
 def declare_published_ties(model: Any) -> None:
-    """What transformers believes about tied weights is what the model's class declares."""
+    """The weights that transformers takes for tied are those that the model's class declares."""
     parts = [part for _, part in transformers_parts(model)]
     if not any("_tied_weights_keys" in part.__dict__ for part in parts):
         return

@@ -1,4 +1,4 @@
-"""A module around a module: where a call's argument is found, how part of an output is replaced, which attributes show through."""
+"""Modules that wrap a module: find an argument of a call, replace a part of an output, forward attributes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def find_argument(place: ArgumentPlace, args: list[Any], kwargs: dict[str, Any])
     raise DoesNotFitError(
         f"argument {keyword or position} was left out of a call",
         why="the rewritten module reads it",
-        remedy="call the module with the arguments it was given when the model was rewritten",
+        remedy="call the module with the arguments it had when the model was rewritten",
     )
 
 
@@ -55,7 +55,7 @@ def map_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Wrapper(nn.Module):
-    """A module around the module `layer`, for whose public attributes it answers."""
+    """Wraps the module `layer` and forwards its public attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -71,14 +71,15 @@ class Wrapper(nn.Module):
         return getattr(held["_modules"]["layer"], name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As for any module; a name that only the inner layer has is free."""
+        """Registers a parameter; unlike `nn.Module`, also under a name that `layer` has as an attribute."""
         self._parameters[name] = param
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        """Registers a buffer; unlike `nn.Module`, also under a name that `layer` has as an attribute."""
         self._buffers[name] = tensor
         (self._non_persistent_buffers_set.discard if persistent else self._non_persistent_buffers_set.add)(name)
 
 
 def batch_first(stream: Tensor, tokens_first: bool) -> Tensor:
-    """The stream (batch, T, d) as code has it that lays tokens first, (T, batch, d), and back."""
+    """The stream as (batch, T, d) where the model's code has it as (T, batch, d), and the other way round."""
     return stream.transpose(0, 1).contiguous() if tokens_first else stream

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PrinterCallback, Trainer, TrainerCall
 from transformers.utils import WEIGHTS_NAME, logging
 
 from retrofit.errors import CheckpointError, TrainingError
-from retrofit.pipeline.text import codec_for, windows_of
+from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.storage import architecture
 from retrofit.storage.checkpoint import ONNX, OTHER_FORMATS, save

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from retrofit.errors import TrainingError, first_line
-from retrofit.pipeline.text import Codec
+from retrofit.pipeline.tokenization import Codec
 from retrofit.runtime.modes import evaluation_mode
 
 IGNORED = -100  # a label that no loss counts

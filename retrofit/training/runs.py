@@ -1,4 +1,4 @@
-"""A training run on disk: the folder beside the model it writes, its numbers, its checkpoints."""
+"""A training run on disk: the folder next to the model it writes, its numbers, its checkpoints."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TrainingRun:
 
 
 def folder_of(output: Path) -> Path:
-    """Where the run that writes `output` keeps its numbers and checkpoints: `model.run` beside `model.pt`."""
+    """Where the run that writes `output` keeps its numbers and checkpoints: `model.run` next to `model.pt`."""
     return output.with_suffix(".run") if output.suffix in FILES else output.with_name(f"{output.name}.run")
 
 

@@ -30,7 +30,7 @@ from retrofit.checks.report import Report
 
 @functools.cache
 def rewritten(build: Callable[..., Any], spec: str) -> tuple[nn.Module, Reference]:
-    """A faultless rewritten model, and what is remembered of the dense one."""
+    """A faultless rewritten model, and the reference of the dense one."""
     model = build()
     reference = Reference.of(model)
     retrofit.apply(model, spec, verify=False)
@@ -206,7 +206,7 @@ def _(model: Any) -> None:
     layers(model)[1].layer.self_attn.layer_idx = 0
 
 
-@fault("a layer remembers the batch between calls", check="cache", names="beam: ")
+@fault("a layer keeps the batch between calls", check="cache", names="beam: ")
 def _(model: Any) -> None:
     def forward(old: Any, hidden: torch.Tensor) -> Any:
         wrapper = layers(model)[0]
@@ -298,7 +298,9 @@ def _(model: Any) -> None:
     more(layers(model)[1].layer.mlp)
 
 
-@fault("an attention beside a sparse feed-forward does more", check="graph", names="model.layers.1.self_attn", spec=SPARSE_FFN)
+@fault(
+    "an attention in a layer with a sparse feed-forward does more", check="graph", names="model.layers.1.self_attn", spec=SPARSE_FFN
+)
 def _(model: Any) -> None:
     more(layers(model)[1].self_attn.o_proj)
 
@@ -318,7 +320,7 @@ def _(model: Any) -> None:
     layers(model)[1].memory.b.requires_grad_(False)
 
 
-@fault("a layer beside a memory does more", check="graph", names="model.layers.0.layer", spec=MEMORY)
+@fault("a layer with a memory does more", check="graph", names="model.layers.0.layer", spec=MEMORY)
 def _(model: Any) -> None:
     more(layers(model)[0].layer.post_attention_layernorm)
 
@@ -334,7 +336,9 @@ def _(model: Any) -> None:
     replaced_forward(convolution, lambda old, m, gates, places=None: old(m.roll(-1, 1), gates))
 
 
-@fault("a norm beside a sparse attention does more", check="graph", names="model.layers.1.input_layernorm", spec="sparse-qkv")
+@fault(
+    "a norm in a layer with a sparse attention does more", check="graph", names="model.layers.1.input_layernorm", spec="sparse-qkv"
+)
 def _(model: Any) -> None:
     more(layers(model)[1].input_layernorm)
 

@@ -21,12 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrofit.anatomy.sites import Site
+from retrofit.anatomy.wording import format_change
 from retrofit.cli import main
 from retrofit.cli.accounts import listed, planned_pass_rows
+from retrofit.cli.outputs import check_output, default_output, name_in_errors
 from retrofit.cli.progress import Progress
 from retrofit.cli.recipes import read_recipe
-from retrofit.cli.tables import change, print_table
-from retrofit.cli.writing import beside, free, naming
+from retrofit.cli.tables import print_table
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError
 from retrofit.pipeline.protocol import Plan
 from retrofit.pipeline.registry import parse_spec
@@ -60,9 +61,7 @@ def failing(monkeypatch: pytest.MonkeyPatch):
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     done = python(f"""
         import sys
-        from retrofit.anatomy.sites import Site
-from retrofit.cli import main
-from retrofit.cli.accounts import listed, planned_pass_rows
+        from retrofit.cli import main
         code = main({arguments})
         heavy = sorted({{"torch", "transformers", "numpy", "matplotlib", "networkx", "onnx", "rich"}} & set(sys.modules))
         sys.exit(f"imported {{heavy}}" if heavy else code)
@@ -228,33 +227,33 @@ def test_the_result_goes_beside_the_model(tmp_path: Path, monkeypatch: pytest.Mo
     directory = tmp_path / "hf_dir"
     directory.mkdir()
     monkeypatch.chdir(directory)
-    assert beside(Path("a/model.pt"), ["altup"]) == Path("a/model.altup.pt")
-    assert beside(Path("a/model.v1.pt"), ["altup", "sparse-ffn"]) == Path("a/model.v1.altup.sparse-ffn.pt")
-    assert beside(Path("a/pytorch_model.bin"), ["altup"]) == Path("a/pytorch_model.altup.pt")
-    assert beside(Path(f"{directory}/"), ["altup", "sum"]) == tmp_path / "hf_dir.altup.sum"
-    assert beside(Path("."), ["altup"]) == tmp_path / "hf_dir.altup"
-    assert beside(Path("../hf_dir/.."), ["altup"]) == tmp_path.with_name(f"{tmp_path.name}.altup")
+    assert default_output(Path("a/model.pt"), ["altup"]) == Path("a/model.altup.pt")
+    assert default_output(Path("a/model.v1.pt"), ["altup", "sparse-ffn"]) == Path("a/model.v1.altup.sparse-ffn.pt")
+    assert default_output(Path("a/pytorch_model.bin"), ["altup"]) == Path("a/pytorch_model.altup.pt")
+    assert default_output(Path(f"{directory}/"), ["altup", "sum"]) == tmp_path / "hf_dir.altup.sum"
+    assert default_output(Path("."), ["altup"]) == tmp_path / "hf_dir.altup"
+    assert default_output(Path("../hf_dir/.."), ["altup"]) == tmp_path.with_name(f"{tmp_path.name}.altup")
 
 
 def test_an_output_that_exists_needs_force(tmp_path: Path) -> None:
     output = tmp_path / "model.altup.pt"
-    assert free(output, force=False) == output
+    assert check_output(output, force=False) == output
     output.touch()
-    assert free(output, force=True) == output
+    assert check_output(output, force=True) == output
     with pytest.raises(CheckpointError, match="exists already"):
-        free(output, force=False)
+        check_output(output, force=False)
 
 
 def test_an_output_without_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no directory"):
-        free(tmp_path / "nowhere" / "model.pt", force=True)
+        check_output(tmp_path / "nowhere" / "model.pt", force=True)
 
 
 def test_a_failure_to_write_names_the_output() -> None:
-    with pytest.raises(OSError) as caught, naming(Path("out.pt")):
+    with pytest.raises(OSError) as caught, name_in_errors(Path("out.pt")):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert caught.value.filename == "out.pt"
-    with pytest.raises(FileNotFoundError) as caught, naming(Path("out.pt")):
+    with pytest.raises(FileNotFoundError) as caught, name_in_errors(Path("out.pt")):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "in.txt")
     assert caught.value.filename == "in.txt"
 
@@ -401,9 +400,9 @@ def test_folding_counts_every_line(lines: list[str]) -> None:
 
 
 def test_a_change_says_by_how_much() -> None:
-    assert change(1000, 1500) == "1,000 → 1,500 (+50.0%)"
-    assert change(1000, 1000) == "1,000 → 1,000 (+0.0%)"
-    assert change(0, 7) == "0 → 7"
+    assert format_change(1000, 1500) == "1,000 → 1,500 (+50.0%)"
+    assert format_change(1000, 1000) == "1,000 → 1,000 (+0.0%)"
+    assert format_change(0, 7) == "0 → 7"
 
 
 # Recipes
@@ -452,7 +451,7 @@ def test_a_recipe_that_cannot_be_read_is_named(
     assert main(["apply", "--recipe", str(file), "model.pt"]) == 2
     said = capsys.readouterr().err
     assert all(part in said for part in says)
-    assert "nothing foresaw" not in said
+    assert "not foreseen" not in said
 
 
 @pytest.mark.parametrize("command", ["apply", "inspect"])

@@ -437,7 +437,7 @@ def test_tied_weights_are_linked_by_a_dashed_line(sketch: Callable[[], Anatomy])
 def test_a_stack_that_begins_from_another_is_reached_through_the_module_between() -> None:
     anatomy = sketches.picture_reader()
     placement = Placement(anatomy)
-    assert [placement.feeding(index) for index in (0, 1)] == [[], [0]]
+    assert [placement.stacks_feeding(index) for index in (0, 1)] == [[], [0]]
     root = drawing(anatomy)
     (bar,) = (text for text in texts(root) if text.text == "projector")
     (end,) = (end for start, end in wires(root, STREAM) if end[0] - start[0] > 100)
@@ -518,11 +518,11 @@ def test_stacks_and_what_they_read() -> None:
     anatomy = sketches.encoder_decoder()
     placement = Placement(anatomy)
     cross = anatomy.stacks[1].layers[2].branches[1]
-    assert placement.read_by(1, cross) == [0]
-    assert placement.feeding(1) == []
-    assert placement.leads_to([part.node for part in anatomy.embeddings]) == (0, 1)
-    assert placement.comes_from(placement.nodes_of["encoder.final_norm"]) == 0
-    assert placement.comes_from(placement.nodes_of["decoder.final_norm"]) == 1
+    assert placement.stacks_read_by(1, cross) == [0]
+    assert placement.stacks_feeding(1) == []
+    assert placement.stacks_computed_from([part.node for part in anatomy.embeddings]) == (0, 1)
+    assert placement.last_stack_before(placement.nodes_of["encoder.final_norm"]) == 0
+    assert placement.last_stack_before(placement.nodes_of["decoder.final_norm"]) == 1
     assert [placement.inputs_of(index) for index in (0, 1)] == [["input_ids"], ["decoder_input_ids"]]
 
 
@@ -546,3 +546,14 @@ def test_drawing_is_the_same_in_every_process_and_needs_no_torch() -> None:
         }
         printed.append(subprocess.run([sys.executable, "-c", PRINT], env=environment, capture_output=True, check=True).stdout)
     assert printed[0] == printed[1] != b""
+
+
+def test_only_the_command_line_draws() -> None:
+    root = Path(__file__).parents[2]
+    importing = {
+        file.relative_to(root).parts[0]
+        for folder in ("retrofit", "passes", "cli")
+        for file in (root / folder).rglob("*.py")
+        if "retrofit.drawing" in file.read_text(encoding="utf-8") and file.parent.name != "drawing"
+    }
+    assert importing == {"cli"}

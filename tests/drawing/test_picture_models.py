@@ -115,8 +115,8 @@ def test_the_decoder_reads_the_encoder() -> None:
     anatomy = anatomy_of(t5)
     placement = Placement(anatomy)
     cross = [branch for layer in anatomy.stacks[1].layers for branch in layer.branches if branch.role == "cross-attention"]
-    assert [placement.read_by(1, branch) for branch in cross] == [[0]] * 4
-    assert [placement.feeding(index) for index in (0, 1)] == [[], []]
+    assert [placement.stacks_read_by(1, branch) for branch in cross] == [[0]] * 4
+    assert [placement.stacks_feeding(index) for index in (0, 1)] == [[], []]
 
 
 def test_parameters_that_no_output_hangs_on_are_counted_elsewhere() -> None:

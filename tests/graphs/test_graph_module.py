@@ -118,7 +118,7 @@ def test_it_is_copied_saved_and_cast_like_any_module(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "whole.pt", weights_only=False)(ids()), twin(ids()))
 
 
-def test_a_copy_knows_what_it_is() -> None:
+def test_a_copy_keeps_config_examples_and_recipe() -> None:
     """What it was captured with, its config and its recipe: a copy is rewritten, verified and saved as the original is."""
     graph = graph_module(zoo.build(zoo.entry("causal/gpt2")))
     widened = copy.deepcopy(retrofit.apply(copy.deepcopy(graph), "sparse-loss(modules=4)", verify=False))
@@ -160,7 +160,7 @@ def test_feed_forwards_inside_a_layers_code_are_found_on_the_graph(spec: str) ->
     assert retrofit.recipe(model) is not None
 
 
-# Between them: tied heads, fused QKV, layers shared across depth, experts, an encoder beside a decoder, relative positions, images.
+# Between them: tied heads, fused QKV, layers shared across depth, experts, an encoder with a decoder, relative positions, images.
 ENTRIES = ("causal/gpt2", "masked/albert", "seq2seq/bart")
 MORE = ("causal/llama", "masked/bert", "masked/esm", "image/vit")
 
@@ -233,7 +233,7 @@ def test_a_part_is_a_module_to_whoever_captures_it_again() -> None:
 
 
 def test_verified_layers_that_share_a_module_still_learn() -> None:
-    """The round trip gives every weight back to its place, once where one module stands in several layers."""
+    """The round trip restores every weight, once where one module is used in several layers."""
     model = retrofit.apply(Functional(), "shared-moe(experts=2)", example_inputs=ids())
     assert all(isinstance(one, nn.Parameter) for _, one in model.named_parameters(remove_duplicate=False))
 
@@ -262,7 +262,7 @@ def test_a_mask_that_was_needed_to_capture_need_not_be_given_where_that_hides_no
     torch.testing.assert_close(graph(**padded), model(**padded))
 
 
-def test_a_mask_is_asked_for_where_the_model_would_hide_padding_without_one() -> None:
+def test_a_mask_is_required_where_the_model_would_hide_padding_without_one() -> None:
     model = Masked(hides=True)
     graph = graph_module(model, {"input_ids": ids()})
     assert set(graph.__dict__["retrofit_examples"]) == {"input_ids", "attention_mask"}

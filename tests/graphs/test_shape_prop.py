@@ -20,7 +20,7 @@ RECIPES = (
 
 @pytest.mark.parametrize("specs", RECIPES)
 def test_nodes_say_what_the_rewritten_graph_gives(specs: tuple[str, ...]) -> None:
-    """What modules return is seen by hooks, what the graph says of their calls stands in it."""
+    """Hooks record what modules return; the graph has what their calls are recorded with."""
     entry = zoo.entry("causal/llama")
     dense = zoo.build(entry).eval()
     inputs = zoo.inputs(entry, dense)
@@ -88,7 +88,7 @@ class Turned(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def test_complex_numbers_are_told_too() -> None:
+def test_complex_numbers_are_propagated_too() -> None:
     ids = torch.randint(11, (2, 5))
     model: Any = retrofit.apply(Turned().eval(), "sparse-ffn(sparsity=4)", example_inputs={"ids": ids}, emit="graph", verify=False)
     found = [node.meta["val"].dtype for node in model.graph.nodes if isinstance(node.meta.get("val"), Tensor)]

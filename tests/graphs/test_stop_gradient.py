@@ -38,7 +38,7 @@ class Truncated(Functional):
 
 
 class Scaled(torch.autograd.Function):
-    """x ↦ 2x, with the gradient that is told."""
+    """x ↦ 2x, with the gradient that is given."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: float) -> Tensor:

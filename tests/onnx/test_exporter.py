@@ -1,4 +1,4 @@
-"""Models gone out as ONNX: ONNX Runtime computes what torch does, at any batch, length and split into steps, and decodes alike."""
+"""Models exported to ONNX: ONNX Runtime computes what torch does, at any batch, length and split into steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARITY = 1e-4
 
 
 class Remembers(nn.Module):
-    """Adds to what a layer is handed a part of what it was handed for the token before, at whatever step that was."""
+    """Adds to the input of a layer a part of its input for the token before, at whatever step that was."""
 
     def __init__(self, layer: nn.Module, name: str) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_a_sequence_in_any_steps_gives_what_it_gives_at_once(form, batch, steps,
     model, _, (running,) = out(form)
     tokens = ids(batch, sum(steps), seed)
     whole = logits(model, input_ids=tokens, use_cache=False)
-    states, made, done = running.empty(batch), [], 0
+    states, made, done = running.empty_states(batch), [], 0
     for step in steps:
         numbers = torch.arange(done, done + step).expand(batch, -1)
         mask = torch.ones(batch, done + step, dtype=torch.long)
@@ -170,20 +170,20 @@ def test_a_sequence_in_any_steps_gives_what_it_gives_at_once(form, batch, steps,
     assert distance(torch.cat(made, 1), whole) <= PARITY
 
 
-def test_a_module_that_remembers_has_its_memory_as_state():
+def test_a_module_with_a_memory_has_it_as_a_state():
     _, _, (running,) = out("memory")
     assert running.inputs["past_key_values.memory.layers.0"].shape == ["batch_size", 1, 16]
     assert running.outputs[-1] == "present.memory.layers.0"
 
 
-def test_strided_layers_hand_on_every_other_key():
+def test_strided_layers_return_every_other_key():
     _, made, (running,) = out("strided")
     assert made.cached and not made.why_no_cache
     words = ("key", "value", "correction", "real")
     assert running.outputs == ["logits", *(f"present.0.{word}" for word in words)]
     tokens = ids(2, 7)
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "position_ids": torch.arange(7).expand(2, -1)}
-    made_here = running({**given, **running.empty(2)})
+    made_here = running({**given, **running.empty_states(2)})
     assert made_here["present.0.key"].shape == (2, 2, 4, 4) and made_here["present.0.real"].shape == (2, 1, 7)
 
 
@@ -258,7 +258,7 @@ def test_a_file_that_exists_stays_unless_forced(tmp_path):
     assert OnnxSession(path).outputs == ["output"] and list(tmp_path.iterdir()) == [path]
 
 
-def test_weights_too_large_for_one_file_lie_beside_it(tmp_path, monkeypatch):
+def test_weights_too_large_for_one_file_are_in_a_second(tmp_path, monkeypatch):
     monkeypatch.setattr(export_onnx, "MOST_INLINE_BYTES", 0)
     model = MADE["plain"]()
     retrofit.export_onnx(model, tmp_path / "model.onnx")
@@ -297,14 +297,14 @@ class Fixed(Plain):
         (Fixed, "sequence_length of tokens is fixed at"),
     ],
 )
-def test_what_cannot_go_out_leaves_nothing_behind(kind, reason, tmp_path):
+def test_what_cannot_be_exported_leaves_no_file(kind, reason, tmp_path):
     with pytest.raises(CaptureError, match=reason):
         retrofit.export_onnx(kind(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("path", "cache"), [("model.pt", "auto"), ("model.onnx", "all")])
-def test_what_is_asked_for_wrongly_is_refused_with_a_remedy(path, cache, tmp_path):
+def test_wrong_arguments_are_refused_with_a_remedy(path, cache, tmp_path):
     with pytest.raises(RetrofitError, match="way out"):
         retrofit.export_onnx(Plain(), tmp_path / path, cache)
     with pytest.raises(CaptureError, match="cannot be exported with its cache"):
@@ -337,7 +337,7 @@ def test_fused_operators_are_in_the_file():
 # ── The check ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_check_is_made_where_it_is_asked_for():
+def test_the_check_is_made_on_request_only():
     model = tiny_models.vit()
     assert "onnx" not in CHECKS
     report = retrofit.verify(model, checks=["onnx"])

@@ -1,4 +1,4 @@
-"""Models come in from ONNX: what they compute is what ONNX Runtime computes, and from there they go the way of any other model."""
+"""Models imported from ONNX compute what ONNX Runtime computes, and are from then on models like any other."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from retrofit.rewriting import apply_reported
 from retrofit.runtime.probes import distance, resized
 
 PARITY = 1e-4
+SHAPES = (("weight", (4, 4)), ("bias", (4,)))  # of a layer
 FILES = [
     *(("traced", name) for name in ("masked/bert", "image/vit", "masked/deberta-v2")),
     *(("exported, set 18", name) for name in ("causal/llama", "causal/gpt2", "causal/opt", "masked/roberta")),
@@ -56,7 +57,7 @@ def test_files_compute_what_onnx_runtime_computes_and_can_be_rewritten(source: s
     model, running = from_onnx(path), OnnxSession(path)
     for seed in range(3):
         inputs = other_inputs(model, seed)
-        expected = running({**inputs, **running.empty(len(next(iter(inputs.values()))))})
+        expected = running({**inputs, **running.empty_states(len(next(iter(inputs.values()))))})
         with torch.no_grad():
             found = model(**inputs)
         assert max(distance(found[key], expected[key]) for key in found) < PARITY
@@ -154,7 +155,7 @@ def test_from_torch_to_onnx_to_a_rewrite_to_training_to_onnx(tmp_path: Path, cap
     capsys.readouterr()
     inputs = other_inputs(from_onnx(dense), 1)
     first, last = (OnnxSession(path) for path in (dense, out))
-    states = first.empty(len(inputs["input_ids"]))
+    states = first.empty_states(len(inputs["input_ids"]))
     assert distance(last({**inputs, **states})["logits"], first({**inputs, **states})["logits"]) > 1e-3  # it has learned something
 
 
@@ -166,7 +167,7 @@ def test_a_rewritten_file_goes_straight_to_onnx(tmp_path: Path, capsys: pytest.C
     assert "out.onnx" in capsys.readouterr().out
     inputs = other_inputs(from_onnx(path), 1)
     running = OnnxSession(path)
-    expected = running({**inputs, **running.empty(len(inputs["input_ids"]))})["logits"]
+    expected = running({**inputs, **running.empty_states(len(inputs["input_ids"]))})["logits"]
     assert distance(OnnxSession(out)(inputs)["logits"], expected) < PARITY
 
 
@@ -183,11 +184,11 @@ def test_the_example_learns_and_goes_out(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("name", ["causal/llama", pytest.param("causal/gpt_neox", marks=pytest.mark.long)])
-def test_states_stay_inputs_and_outputs_where_they_are_asked_for(name: str) -> None:
+def test_states_stay_inputs_and_outputs_on_request(name: str) -> None:
     path = file_of("with its cache", name)
     model, running = from_onnx(path, cache="past"), OnnxSession(path)
     tokens = torch.randint(3, 60, (3, 9), generator=torch.Generator().manual_seed(0))
-    states, done = running.empty(3), 0
+    states, done = running.empty_states(3), 0
     for step in (4, 1, 1, 3):
         numbers = torch.arange(done, done + step).expand(3, -1).contiguous()
         mask = torch.ones(3, done + step, dtype=torch.long)
@@ -209,7 +210,7 @@ def test_what_is_rewritten_goes_on_from_its_states(tmp_path: Path) -> None:
         with pytest.raises(DoesNotFitError, match="states of earlier tokens") as caught:
             retrofit.apply(model, spec, verify=False)
         assert "cache='none'" in caught.value.remedy
-    empty = {argument_name(key): value for key, value in running.empty(2).items()}
+    empty = {argument_name(key): value for key, value in running.empty_states(2).items()}
     given = {"input_ids": torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(0))}
     given |= {"attention_mask": torch.ones(2, 6, dtype=torch.long), "position_ids": torch.arange(6).expand(2, -1)}
     for spec in ("altup(k=2)", "sparse-ffn(sparsity=8)", "shared-moe(experts=2, k=1)", "memory(lookup=token-id)", "sum"):
@@ -225,7 +226,7 @@ def test_what_is_rewritten_goes_on_from_its_states(tmp_path: Path) -> None:
         assert distance(torch.cat(found, 1), whole) < 1e-5, spec
 
 
-def test_states_that_are_not_handed_on_are_not_empty_at_the_start(tmp_path: Path) -> None:
+def test_states_that_are_not_returned_are_not_empty_at_the_start(tmp_path: Path) -> None:
     state = helper.make_tensor_value_info("past_key_values.0.encoder.key", onnx.TensorProto.FLOAT, ["batch", "length", 4])
     path = written(tmp_path / "m.onnx", [helper.make_node("Add", ["x", "seen"], ["y"])])
     model = onnx.load(str(path))
@@ -241,7 +242,7 @@ def test_states_that_are_not_handed_on_are_not_empty_at_the_start(tmp_path: Path
     torch.testing.assert_close(found["y"], OnnxSession(path)(given)["y"])
 
 
-# ── What cannot come in ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What cannot be imported ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def written(path: Path, nodes: list[Any], *, version: int = 20, held: dict[str, np.ndarray] | None = None) -> Path:
@@ -322,6 +323,55 @@ def test_weights_that_lie_elsewhere_are_read_and_missed(tmp_path: Path) -> None:
         from_onnx(apart)
 
 
+def test_external_data_outside_the_folder_of_the_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inside").mkdir()
+    path = written(tmp_path / "inside/m.onnx", [helper.make_node("Add", ["x", "c"], ["y"])], held={"c": np.ones(4, "f")})
+    onnx.save(onnx.load(str(path)), str(path), save_as_external_data=True, location="data", size_threshold=0)
+    assert torch.equal(from_onnx(path)(x=torch.zeros(2, 4))["y"], torch.ones(2, 4))
+    (tmp_path / "inside/data").rename(tmp_path / "data")
+    (tmp_path / "inside/data").symlink_to(tmp_path / "data")
+    monkeypatch.chdir(tmp_path / "inside")
+    for name in (path, "m.onnx"):
+        with pytest.raises(CheckpointError, match="cannot be read") as caught:
+            from_onnx(name)
+        assert "outside" in caught.value.why
+
+
+def test_functions_of_a_file_are_inlined(tmp_path: Path) -> None:
+    """Functions that call functions, with constants of their own and an attribute of the call."""
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("local", 1)]
+    half = helper.make_node("Constant", [], ["half"], value=numpy_helper.from_array(np.array(0.5, "f")))
+    halve = helper.make_function("local", "Halve", ["a"], ["b"], [half, helper.make_node("Mul", ["a", "half"], ["b"])], opsets[:1])
+    activation = helper.make_node("LeakyRelu", ["h"], ["y"])
+    activation.attribute.add(name="alpha", ref_attr_name="slope", type=onnx.AttributeProto.FLOAT)
+    body = [
+        helper.make_node("MatMul", ["x", "w"], ["p"]),
+        helper.make_node("Add", ["p", "c"], ["s"]),
+        helper.make_node("Halve", ["s"], ["h"], domain="local"),
+        activation,
+    ]
+    layer = helper.make_function("local", "Layer", ["x", "w", "c"], ["y"], body, opsets, ["slope"])
+    calls = [
+        helper.make_node("Layer", ["x", "layers.0.weight", "layers.0.bias"], ["z"], domain="local", slope=0.2),
+        helper.make_node("Layer", ["z", "layers.1.weight", "layers.1.bias"], ["y"], domain="local", slope=0.7),
+    ]
+    held = {
+        f"layers.{at}.{name}": np.random.default_rng(at).standard_normal(shape).astype("f")
+        for at in range(2)
+        for name, shape in SHAPES
+    }
+    model = onnx.load(str(written(tmp_path / "m.onnx", calls, held=held)))
+    model.opset_import.append(opsets[1])
+    model.functions.extend([halve, layer])
+    onnx.save(model, str(tmp_path / "m.onnx"))
+    module, session = from_onnx(tmp_path / "m.onnx"), OnnxSession(tmp_path / "m.onnx")
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(module(x=x)["y"].detach(), session({"x": x})["y"])
+    assert {name: tuple(value.shape) for name, value in module.named_parameters()} == {
+        name: value.shape for name, value in held.items()
+    }
+
+
 def test_old_operator_sets_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="operator set 9"):
         from_onnx(written(tmp_path / "m.onnx", [helper.make_node("Relu", ["x"], ["y"])], version=9))
@@ -357,7 +407,7 @@ def test_a_graph_saved_as_a_checkpoint_is_told_where_to_go(tmp_path: Path) -> No
 )
 def test_the_numbers_of_weights_tell_layers_apart(names: list[str], layers: list[list[int]]) -> None:
     table = {at: [branch_of(f"{name}.weight")] for at, name in enumerate(names)}
-    assert group_by_number(list(table), table) == layers  # type: ignore[arg-type] # numbers stand for residual additions
+    assert group_by_number(list(table), table) == layers  # type: ignore[arg-type] # numbers represent residual additions
 
 
 def branch_of(name: str) -> Branch:

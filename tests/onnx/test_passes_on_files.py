@@ -1,6 +1,6 @@
-"""Every pass goes out to ONNX, from a decoder with its cache, an encoder and an encoder-decoder, decodes alike, and comes back.
+"""Every pass is exported to ONNX, from a decoder with its cache, an encoder and an encoder-decoder, and read back.
 
-What comes in from a file is rewritten, learns, and goes out again.
+What is imported from a file is rewritten, learns, and is exported again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def ids(batch: int, length: int) -> torch.Tensor:
 @pytest.mark.long
 @pytest.mark.parametrize("spec", PASSES)
 @pytest.mark.parametrize("form", MODELS)
-def test_every_pass_goes_out_and_decodes_alike(form: str, spec: str, tmp_path: Path) -> None:
+def test_every_pass_is_exported_and_decodes_the_same(form: str, spec: str, tmp_path: Path) -> None:
     model = rewritten(form, spec)
     made = retrofit.export_onnx(model, tmp_path / "model.onnx", "none" if form == "encoder" else "past")
     assert all(file.gap is not None and file.gap < PARITY for file in made.files)

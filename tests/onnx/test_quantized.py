@@ -1,4 +1,4 @@
-"""Weights that lie quantised in an ONNX file are the numbers ONNX Runtime computes with, as parameters; activations are refused."""
+"""Weights that an ONNX file stores quantized are the numbers ONNX Runtime computes with, as parameters; activations are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def written(path: Path, nodes: list[Any], held: dict[str, Any], version: int = 2
 
 
 def compared(path: Path) -> Any:
-    """The file computes what it does in ONNX Runtime, whose optimiser would round the activations as well."""
+    """The file computes what it does in ONNX Runtime, whose optimizer would round the activations as well."""
     x = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(0))
     model = from_onnx(path)
     with torch.no_grad():
@@ -126,16 +126,16 @@ def test_tables_of_gather_block_quantized_are_parameters(tmp_path: Path, q: Any,
     assert {name: tuple(one.shape) for name, one in model.named_parameters()} == {"table": (11, WIDE)}
 
 
-def test_what_is_quantised_as_the_model_runs_is_refused_with_its_node(tmp_path: Path) -> None:
+def test_what_is_quantized_as_the_model_runs_is_refused_with_its_node(tmp_path: Path) -> None:
     nodes = [
-        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"], name="the_quantiser"),
+        helper.make_node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"], name="the_quantizer"),
         helper.make_node("MatMulInteger", ["q", "weight", "z"], ["product"]),
         helper.make_node("Cast", ["product"], ["real"], to=TensorProto.FLOAT),
         helper.make_node("Mul", ["real", "s"], ["y"]),
     ]
     with pytest.raises(CaptureError, match="DynamicQuantizeLinear") as caught:
         from_onnx(written(tmp_path / "m.onnx", nodes, {"weight": BITS8}))
-    assert "the_quantiser" in caught.value.why and "weights only" in caught.value.remedy
+    assert "the_quantizer" in caught.value.why and "weights only" in caught.value.remedy
 
 
 def test_activations_that_are_rounded_on_the_way_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Caches that hold more than keys and values go out as states, one token a step; sizes that code fixes are refused."""
+"""Caches that hold more than keys and values are exported as states, one token a step; sizes that code fixes are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def recurrence():
 
 
 def sums():
-    """A layer with a sum that the cache itself holds, beside its list of layers, and one with keys and values."""
+    """A layer with a sum that the cache itself holds, apart from its list of layers, and one with keys and values."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24, "max_position_embeddings": 32}
     experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 4}
     config = transformers.MiniMaxConfig(**SIZES, **heads, **experts, layer_types=["linear_attention", "full_attention"])
@@ -71,7 +71,7 @@ def part_of(model) -> Decoder:
 
 @torch.no_grad()
 def stepped(part: Decoder) -> torch.Tensor:
-    """The greedy tokens behind the prompt, one token a step."""
+    """The greedy tokens after the prompt, one token a step."""
     tokens, mask = prompt()
     states = part.past(tokens[:, :0])
     for end in range(1, tokens.shape[1] + NEW):
@@ -99,7 +99,7 @@ def test_one_token_a_step_goes_out_and_comes_back(form, tmp_path):
     model = MADE[form]()
     made = retrofit.export_onnx(model, tmp_path / "model.onnx", "past")
     running = OnnxSession(made.files[0].path, 1)
-    assert running.step == 1 and running.inputs[f"past_key_values.{FIXED[form]}"].shape[0] == "batch_size"
+    assert running.tokens_per_step == 1 and running.inputs[f"past_key_values.{FIXED[form]}"].shape[0] == "batch_size"
     ids, mask = prompt()
     assert torch.equal(decode(running, ids, NEW, mask), generated(model))
     imported = retrofit.from_onnx(made.files[0].path)
@@ -124,7 +124,7 @@ def test_a_cache_layer_that_forgets_what_it_is_made_of_is_refused():
         def __init__(self, config, **more):
             self.window = config
 
-    with pytest.raises(CaptureError, match="Layer of the model's cache cannot be made anew") as raised:
+    with pytest.raises(CaptureError, match="Layer of the model's cache cannot be constructed anew") as raised:
         new_like(Layer(3))
     assert "config" in raised.value.why
 
@@ -164,7 +164,7 @@ class Pieces(Plain):
 
 
 class Bent(Plain):
-    """Looks up biases from the end of a table, of which one place stands for all: how much is cut off hangs on the length."""
+    """Looks up biases from the end of a table, of which one place serves all: how much is cut off depends on the length."""
 
     def forward(self, tokens):
         table = torch.arange(64.0)[None]
@@ -183,7 +183,7 @@ class Choosy(Plain):
 
 
 class Pooled(Plain):
-    """Takes the largest of neighbouring tokens, zeros before the first and behind the last."""
+    """Takes the largest of neighbouring tokens, zeros before the first and after the last."""
 
     def forward(self, tokens):
         padded = F.pad(self.mix(self.table(tokens))[:, None] - 5.0, (0, 0, 1, 1), value=0.0)
@@ -202,7 +202,7 @@ class Turned(Plain):
 
 
 def test_what_runs_over_pieces_is_refused_with_the_length_that_it_would_fail_at(tmp_path):
-    with pytest.raises(CaptureError, match="sequence_length is not free: at 17"):
+    with pytest.raises(CaptureError, match="sequence_length is not dynamic: at 17"):
         retrofit.export_onnx(Pieces(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
@@ -242,7 +242,7 @@ def test_a_model_that_wants_some_tokens_goes_out_for_these_and_more(tmp_path):
 
 
 class Growing(Plain):
-    """Makes a longer table where one is asked for: in a file it has an end, which ONNX Runtime says."""
+    """Makes a longer table where one is needed: in a file it has an end, at which ONNX Runtime raises."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def test_a_table_that_would_grow_goes_out_as_long_as_it_is(tmp_path):
         running({"tokens": torch.randint(19, (2, 33))})
 
 
-def test_what_hangs_on_values_is_refused_with_its_line(tmp_path):
+def test_a_branch_on_values_is_refused_with_its_line(tmp_path):
     class Choosing(Plain):
         def forward(self, tokens):
             x = self.table(tokens)
@@ -274,4 +274,4 @@ def test_what_hangs_on_values_is_refused_with_its_line(tmp_path):
 
     with pytest.raises(CaptureError) as raised:
         retrofit.export_onnx(Choosing(), tmp_path / "model.onnx")
-    assert "hangs on the values" in raised.value.why and "x if x.sum() > 0" in raised.value.why
+    assert "branches on the values" in raised.value.why and "x if x.sum() > 0" in raised.value.why

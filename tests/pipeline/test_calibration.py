@@ -1,4 +1,4 @@
-"""Calibration data in every form it may be given, and what a model's modules are seen to be handed."""
+"""Calibration data in every accepted form, and the inputs that a model's modules are observed on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from retrofit.errors import SpecError
 from retrofit.pipeline.calibration import BATCH, LENGTH, calibration_from
-from retrofit.pipeline.text import codec_for
+from retrofit.pipeline.tokenization import codec_for
 from retrofit.runtime.calibration import Calibration, Enough
 
 IDS = torch.arange(10, 30).repeat(3, 1)
@@ -23,7 +23,7 @@ def llama(**overrides: Any) -> Any:
 
 
 class Seen:
-    """Everything that a module is handed; no more after `most` tokens."""
+    """Every input of a module, up to `most` tokens."""
 
     def __init__(self, most: int = 10**9) -> None:
         self.most, self.parts = most, []
@@ -39,8 +39,8 @@ class Seen:
 
 
 @torch.no_grad()
-def handed(model: nn.Module, path: str, **inputs: Tensor) -> Tensor:
-    """What the module at `path` is handed: (batch, length, d)."""
+def input_of(model: nn.Module, path: str, **inputs: Tensor) -> Tensor:
+    """The input of the module at `path`: (batch, length, d)."""
     found: list[Tensor] = []
     handle = model.get_submodule(path).register_forward_pre_hook(lambda module, args: found.append(args[0]))
     model(**inputs)
@@ -62,7 +62,7 @@ FORMS = {
 def test_every_form_of_data_shows_the_same_inputs(form: str) -> None:
     model, seen = llama(), Seen()
     calibration_from(model, FORMS[form]).observe(model, {"model.layers.1.mlp": seen})
-    torch.testing.assert_close(seen.rows, handed(model, "model.layers.1.mlp", input_ids=IDS).flatten(0, 1))
+    torch.testing.assert_close(seen.rows, input_of(model, "model.layers.1.mlp", input_ids=IDS).flatten(0, 1))
 
 
 def test_texts_are_cut_into_windows_of_bytes() -> None:
@@ -90,7 +90,7 @@ def test_padding_is_not_seen() -> None:
     mask[2, :3] = 0
     batch = {"input_ids": IDS, "attention_mask": mask}
     calibration_from(model, batch).observe(model, {"model.layers.0.mlp": seen})
-    expected = handed(model, "model.layers.0.mlp", **batch)[mask.bool()]
+    expected = input_of(model, "model.layers.0.mlp", **batch)[mask.bool()]
     assert len(seen.rows) == int(mask.sum())
     torch.testing.assert_close(seen.rows, expected)
 

@@ -111,8 +111,11 @@ class Broken(Pass):
 
     exact = True
 
-    def rewrite(self, anatomy, edit):
-        self.inner.rewrite(anatomy, edit)
+    def plan(self, anatomy):
+        return self.inner.plan(anatomy)
+
+    def apply(self, plan, edit):
+        self.inner.apply(plan, edit)
         raise self.error("halfway")
 
 

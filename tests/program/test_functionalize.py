@@ -93,9 +93,9 @@ def test_any_code_computes_what_it_did_or_is_left_alone(steps: list[tuple[str, i
         ([("view", 0, 0), ("add_", 2, 1)], False),  # what it is a view of is read in the end too
         ([("slice", 0, 0), ("select", 2, 0), ("mul_", 3, 0), ("transposed", 0, 0), ("mul_", 4, 0)], True),
         ([("turned", 0, 0), ("mul_", 0, 0)], False),  # a reshape may be a view or not
-        ([("dropped", 0, 0), ("add_", 2, 1)], False),  # in evaluation dropout hands back what it was handed
+        ([("dropped", 0, 0), ("add_", 2, 1)], False),  # in evaluation dropout returns its argument
         ([("parts", 0, 0), ("add_", 0, 1)], True),
-        ([("like", 0, 1), ("add_", 2, 1)], True),  # of the same type already: the tracer knows it for the same value
+        ([("like", 0, 1), ("add_", 2, 1)], True),  # of the same type already: the tracer records it as the same value
         ([("product", 0, 1), ("add_", 2, 1)], True),
     ],
 )

@@ -1,4 +1,4 @@
-"""Config values that single architectures need beside the general shrinking, and the few that cannot be built."""
+"""Config values that single architectures need in addition to the general shrinking, and the few that cannot be built."""
 
 from __future__ import annotations
 

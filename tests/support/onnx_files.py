@@ -1,4 +1,4 @@
-"""ONNX files of the zoo's models, as torch's two exporters, ONNX Runtime's optimiser and this project's own exporter write them."""
+"""ONNX files of the zoo's models, as torch's two exporters, ONNX Runtime's optimizer and this project's own exporter write them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def by_tracing(version: int, fused_attention: bool = True) -> Exporter:
-    """torch's older exporter; a decoder is handed a mask, for without one its code looks for packed sequences."""
+    """torch's older exporter; a decoder gets a mask, because without one its code looks for packed sequences."""
 
     def exporter(name: str, path: Path) -> None:
         model, inputs = built(name)

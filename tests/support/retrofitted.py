@@ -1,4 +1,4 @@
-"""Tiny models with AltUp in them, at their exact start and away from it, where no two blocks and no two coefficients are alike."""
+"""Tiny models with AltUp in them, at their exact start and away from it, where no two blocks and no two coefficients are equal."""
 
 from __future__ import annotations
 

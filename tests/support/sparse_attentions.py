@@ -51,7 +51,7 @@ def rough(module: nn.Module, seed: int = 0) -> Any:
 
 # Between them: one matrix a letter and one for all by chunks, by heads and by indices, rotary, learned and relative positions,
 # grouped queries, gates from a matrix of their own and from the queries', a stream that the attention's code reads too, or the
-# module of its output layer, a layer at all depths, biases, an encoder beside a decoder, images; every variant and every output.
+# module of its output layer, a layer at all depths, biases, encoder-decoder models, images; every variant and every output.
 FORMS: dict[str, tuple[str, SparseQKV]] = {
     "gemma2": ("causal/gemma2", SparseQKV(output="mult-conv")),
     "gpt2": ("causal/gpt2", SparseQKV(output="conv", kernel=2)),
@@ -68,7 +68,7 @@ FORMS: dict[str, tuple[str, SparseQKV]] = {
 }
 
 
-# Two layers with a dense feed-forward each: what the attention does is the same, and sooner known.
+# Two layers with a dense feed-forward each: the attention is the same, and tested in less time.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "causal/big_bird": {"num_hidden_layers": 2},
     "causal/falcon": {"num_hidden_layers": 2},

@@ -1,6 +1,6 @@
-"""A rewriting that needs no analysis: what saving and loading must cope with, in its smallest form.
+"""A rewrite that needs no analysis: everything that saving and loading must support, in its smallest form.
 
-Every layer is wrapped, so its weights have new names, beside new parameters (one frozen) and buffers (one not saved); the token
+Every layer is wrapped, so its weights have new names, next to new parameters (one frozen) and buffers (one not saved); the token
 embedding has moved into a wider one, so a tied head is tied to another name.
 """
 
@@ -21,8 +21,8 @@ HEADED = ("standin(k=2, headed=true)",)  # also rewrites the norm before a head,
 class Wrapped(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        beside = next(layer.parameters())
-        like: dict[str, Any] = {"dtype": beside.dtype, "device": beside.device}
+        first = next(layer.parameters())
+        like: dict[str, Any] = {"dtype": first.dtype, "device": first.device}
         self.layer = layer
         self.p = nn.Parameter(torch.empty(2, 2, **like))
         self.g = nn.Parameter(torch.empty(2, **like))

@@ -72,7 +72,7 @@ def test_tokens_may_come_before_the_batch(spec: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["looped", "nn.TransformerEncoder"])
-def test_a_part_takes_its_sizes_from_what_it_is_handed(kind: str) -> None:
+def test_a_part_reads_its_sizes_off_its_arguments(kind: str) -> None:
     """A layer of the graph module is run on fewer tokens than the model is, as Sequence-AltUp does."""
     graph = graph_module(other_zoos.built(kind), other_zoos.examples(kind))
     layer = graph.get_submodule("layers.1" if kind == "looped" else "encoder.layers.1")
@@ -95,7 +95,7 @@ def test_weights_of_one_stack_are_parameters_of_their_layers_in_the_same_memory(
 
 
 class Unrolled(nn.Module):
-    """A recurrence written as a loop over the tokens, beside a layer."""
+    """A recurrence written as a loop over the tokens, next to a layer."""
 
     def __init__(self) -> None:
         super().__init__()

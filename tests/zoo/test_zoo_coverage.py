@@ -76,7 +76,7 @@ def test_another_function_is_not_called_exact() -> None:
     assert assessment.agreement(before, assessment.Behaviour.logits_of(entry, model)).startswith("no: ")
 
 
-def test_a_parameter_without_gradient_is_told() -> None:
+def test_a_parameter_without_gradient_is_reported() -> None:
     entry = zoo.entry("causal/gpt2")
     model = zoo.build(entry)
     lonely = torch.nn.Parameter(torch.zeros(2))
@@ -97,14 +97,14 @@ def test_results_are_kept_between_runs(tmp_path, monkeypatch, capsys) -> None:
     results, output = tmp_path / "kept.json", tmp_path / "coverage.md"
     options = ["--only", "timm", "--passes", "^altup|memory", "--results", str(results), "-o", str(output)]
     monkeypatch.setattr("sys.argv", ["coverage_table.py", *options])
-    asked: list[list[Task]] = []
+    requested: list[list[Task]] = []
 
     def answer(tasks: list[Task], *_: object):
-        asked.append(tasks)
+        requested.append(tasks)
         yield from ((task, row(task[0]) if task[1] == "altup" else {"cell": "yes"}) for task in tasks)
 
     monkeypatch.setattr(coverage_table, "assessed", answer)
     assert coverage_table.main() == coverage_table.main() == 0
-    assert asked == [[("image/timm_wrapper", "altup"), ("image/timm_wrapper", "memory")], []]
+    assert requested == [[("image/timm_wrapper", "altup"), ("image/timm_wrapper", "memory")], []]
     assert "`image/timm_wrapper`" in output.read_text()
     assert "1 architectures" in capsys.readouterr().out

@@ -1,10 +1,10 @@
-"""What a decoder remembers between two steps, as tensors by name: a cache taken apart into them and put together from them.
+"""The cache of a decoder as tensors by name: a cache taken apart into states, and built from them.
 
 `{layer}.key`, `{layer}.value`: (batch, heads, past, head width), with `decoder.` and `encoder.` before the last word where there is
-a cross attention, as the ecosystem's ONNX decoders name them. What a layer holds beside them (the window of a convolution, the sum
-of a recurrence, the keys of an index) is called after its attribute, `{layer}.conv`, `{layer}.recurrent`, `{layer}.indexer_keys`.
-`memory.{module}`: what a rewritten module remembers beside them (`retrofit.caching`). A cache layer of a rewritten module's own
-says itself what it carries (`Carrier`): `{layer}.{name}`. States that grow with the tokens are empty before the first, others
+a cross attention, as the ecosystem's ONNX decoders name them. What else a layer holds (the window of a convolution, the sum of a
+recurrence, the keys of an index) has the name of its attribute, `{layer}.conv`, `{layer}.recurrent`, `{layer}.indexer_keys`.
+`memory.{module}`: what a rewritten module stores in the cache (`retrofit.surgery.cache_memory`). The cache layer of a rewritten
+module declares what it carries (`Carrier`): `{layer}.{name}`. States that grow with the tokens are empty before the first, others
 zeros.
 """
 
@@ -60,14 +60,14 @@ def states_of(cache: Any) -> States:
         for name, word in KEY_AND_VALUE.items():
             if is_state(held := getattr(layer, name, None)):
                 found[f"{index}.{word}"] = held
-        found |= {f"{index}.{place.word}": place.held(layer) for place in state_slots(layer)}
-    found |= {f"{index}.{place.word}": place.held(cache) for index, place in cache_slots(cache)}
+        found |= {f"{index}.{slot.word}": slot.held(layer) for slot in state_slots(layer)}
+    found |= {f"{index}.{slot.word}": slot.held(cache) for index, slot in cache_slots(cache)}
     return dict(sorted(found.items(), key=lambda item: layer_number(item[0]))) | memory_states(cache)
 
 
 @dataclasses.dataclass(frozen=True)
 class StateSlot:
-    """Where a cache layer, or the cache itself, holds a tensor beside keys and values: an attribute, or an entry of one."""
+    """Where a cache layer, or the cache itself, holds a tensor other than keys and values: an attribute, or an entry of one."""
 
     attribute: str
     entry: Any = None
@@ -95,7 +95,7 @@ class StateSlot:
 
 
 def state_slots(layer: Any) -> list[StateSlot]:
-    """Where the layer holds tensors beside its keys and values."""
+    """Where the layer holds tensors other than its keys and values."""
     found = []
     for name, value in vars(layer).items():
         if name in KEY_AND_VALUE:
@@ -110,22 +110,22 @@ def state_slots(layer: Any) -> list[StateSlot]:
 
 
 def cache_slots(cache: Cache) -> list[tuple[int, StateSlot]]:
-    """Where the cache itself holds a tensor for each layer, beside its list of layers, with the number of the layer."""
+    """Where the cache itself holds a tensor for each layer, apart from its list of layers, with the number of the layer."""
     lists = [(name, value) for name, value in vars(cache).items() if isinstance(value, list)]
     return [(index, StateSlot(name, index)) for name, value in lists for index, one in enumerate(value) if is_state(one)]
 
 
 def extra_states(cache: Any) -> list[str]:
-    """The names of the states that the cache holds beside keys and values, but for memories and what carriers say themselves."""
+    """The names of the states that the cache holds apart from keys and values, memories, and what carriers declare."""
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         return []
     layers = ((index, layer) for index, layer in enumerate(cache.layers) if not isinstance(layer, Carrier))
-    of_layers = [(index, place) for index, layer in layers for place in state_slots(layer)]
-    return [f"{index}.{place.word}" for index, place in (*of_layers, *cache_slots(cache))]
+    of_layers = [(index, slot) for index, layer in layers for slot in state_slots(layer)]
+    return [f"{index}.{slot.word}" for index, slot in (*of_layers, *cache_slots(cache))]
 
 
 def token_strides(cache: Any) -> dict[str, int]:
-    """How many tokens an entry of a state stands for, by the state's name: of the keys and values of which it is several."""
+    """How many tokens one entry of a state covers, by the state's name, for the keys and values where that is more than one."""
     if isinstance(cache, EncoderDecoderCache):
         return {with_side(name, "decoder"): every for name, every in token_strides(cache.self_attention_cache).items()}
     carriers = ((index, layer) for index, layer in enumerate(cache.layers) if isinstance(layer, Carrier))
@@ -140,7 +140,7 @@ def memory_states(cache: Cache) -> States:
 
 
 def is_state(value: Any) -> TypeGuard[Tensor]:
-    """Whether a value is about sequences, and no number that the layer knows from its config."""
+    """Whether a value is about sequences, and no number that the layer has from its config."""
     return isinstance(value, Tensor) and value.dim() > 1
 
 
@@ -167,9 +167,9 @@ def grows(name: str, growing: Mapping[str, int]) -> bool:
 
 
 def growth_axes(after: Mapping[int, States]) -> dict[str, int]:
-    """The axis of every state that gains an entry with each token, of states by the number of tokens they stand behind.
+    """The axis of every state that gains an entry with each token, of states by the number of tokens before them.
 
-    Raises `CaptureError` for one beside keys, values and memories that neither gains an entry with each token nor keeps its size.
+    Raises `CaptureError` for one other than keys, values and memories that neither grows with each token nor keeps its size.
     """
     (first, states), *others = after.items()
     found = {}
@@ -185,7 +185,7 @@ def growth_axes(after: Mapping[int, States]) -> dict[str, int]:
         elif axes and name.rpartition(".")[2] not in GROWING:
             raise CaptureError(
                 "the model's cache holds more than states of a fixed size and states that grow with each token",
-                why=f"the size of {name} hangs otherwise on the number of tokens",
+                why=f"the size of {name} depends on the number of tokens in another way",
             )
     return found
 
@@ -201,8 +201,8 @@ def build_cache(template: Cache, states: Mapping[str, Tensor]) -> Cache:
     if own and not states:
         return cast(Cache, new_like(template))
     made = copy.copy(template)
-    for index, place in own:
-        place.put(made, states[f"{index}.{place.word}"].clone())
+    for index, slot in own:
+        slot.put(made, states[f"{index}.{slot.word}"].clone())
     if isinstance(made, EncoderDecoderCache):
         for side, part in (("decoder", "self_attention_cache"), ("encoder", "cross_attention_cache")):
             of_side = {name.replace(f".{side}.", "."): value for name, value in states.items() if is_on_side(name, side)}
@@ -243,11 +243,13 @@ def new_like(template: Any) -> Any:
     kind: Any = type(template)
     if HYBRID is not None and isinstance(template, DynamicSlidingWindowLayer) and isinstance(template, HYBRID.__bases__[0]):
         kind = HYBRID
-    wanted = inspect.signature(kind).parameters
-    known = {name: getattr(template, name) for name in wanted if hasattr(template, name)}
-    needed = [name for name, one in wanted.items() if one.default is one.empty and one.kind not in VARIABLE]
+    parameters = inspect.signature(kind).parameters
+    known = {name: getattr(template, name) for name in parameters if hasattr(template, name)}
+    needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in VARIABLE]
     if lacking := [name for name in needed if name not in known]:
-        raise CaptureError(f"a {kind.__name__} of the model's cache cannot be made anew", why=f"it does not keep its {lacking[0]}")
+        raise CaptureError(
+            f"a {kind.__name__} of the model's cache cannot be constructed anew", why=f"it does not keep its {lacking[0]}"
+        )
     return kind(**known)
 
 
@@ -257,8 +259,8 @@ def layer_with_states(template: Any, states: States) -> Any:
     for name, value in vars(template).items():
         if name in vars(made) and not isinstance(value, Tensor):
             setattr(made, name, copy.copy(value))
-    for place in state_slots(template):
-        place.put(made, states[place.word].clone())
+    for slot in state_slots(template):
+        slot.put(made, states[slot.word].clone())
     if "key" in states:
         made.keys, made.values = states["key"], states["value"]
     return made

@@ -41,10 +41,10 @@ from retrofit.runtime.probes import (
 
 
 class Decoder(ExportPart):
-    """A decoder by itself, on the tokens that follow `past_key_values`; it hands on `present`. Nothing need come before.
+    """A decoder by itself, on the tokens that follow `past_key_values`, which may be none; it returns `present`.
 
-    Where a layer keeps a state of a fixed size (the window of a convolution, the sum of a recurrence), what it makes of several
-    tokens hangs on how they fall into pieces: then a step is one token, and one that is padding leaves such a state as it was.
+    Where a layer keeps a state of a fixed size (the window of a convolution, the sum of a recurrence), what it computes from
+    several tokens depends on how they are split into steps: then a step is one token, and padding leaves such a state as it was.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -60,11 +60,11 @@ class Decoder(ExportPart):
         self.states = list(states_of(self.template))
         if not self.states:
             raise CaptureError("the model keeps no cache", why="what it returned as its cache is empty")
-        self.growing = growth_axes({length: self.behind(tokens[:, :length]) for length in STATE_LENGTHS})
+        self.growing = growth_axes({length: self.states_after(tokens[:, :length]) for length in STATE_LENGTHS})
         self.fixed = [name for name in extra_states(self.template) if name not in self.growing]
-        free = (BATCH, PAST) if self.fixed else (BATCH, LENGTH, PAST)
-        self.sizes = {size: TRACED_SIZES[size] for size in free}
-        self.recent = False  # whether the model wants a mask of the step's tokens and not of all
+        dynamic = (BATCH, PAST) if self.fixed else (BATCH, LENGTH, PAST)
+        self.sizes = {size: TRACED_SIZES[size] for size in dynamic}
+        self.masks_new_tokens_only = False  # whether the model takes a mask of the step's tokens, not of all
         self.outputs = ["logits", *(PRESENT + name for name in self.states)]
 
     def tokens(self, batch: int, length: int, seed: int) -> Tensor:
@@ -79,21 +79,21 @@ class Decoder(ExportPart):
         return {**step, **self.past(tokens[:, :past])}
 
     def step(self, tokens: Tensor, past: int) -> Tensors:
-        """The inputs for the tokens behind the first `past` ones, but for the states."""
+        """The inputs for the tokens after the first `past` ones, without the states."""
         batch, total = tokens.shape
         numbers = torch.arange(past, total, device=tokens.device).expand(batch, -1).contiguous()
         every = {"attention_mask": torch.ones_like(tokens), "position_ids": numbers}
         return {"input_ids": tokens[:, past:].contiguous(), **{name: every[name] for name in self.extras}}
 
     def past(self, tokens: Tensor) -> Tensors:
-        """The states behind these tokens, which may be none."""
-        states = self.behind(tokens if tokens.shape[1] else self.tokens(len(tokens), 1, 0))
+        """The states after these tokens, which may be none, as inputs."""
+        states = self.states_after(tokens if tokens.shape[1] else self.tokens(len(tokens), 1, 0))
         if not tokens.shape[1]:
             states = {name: state_before_tokens(name, value, self.growing) for name, value in states.items()}
         return {PAST_KEY_VALUES + name: value.contiguous() for name, value in states.items()}
 
-    def behind(self, tokens: Tensor) -> Tensors:
-        """What the model itself keeps behind these tokens, all of it."""
+    def states_after(self, tokens: Tensor) -> Tensors:
+        """All that the model itself keeps in its cache after these tokens."""
         with torch.no_grad():
             begun = self.model(**{self.ids: tokens, self.cache: build_cache(self.template, {}), "use_cache": True})
         return states_of(getattr(begun, self.cache))
@@ -102,7 +102,7 @@ class Decoder(ExportPart):
         states, others = split_states(inputs)
         others[self.ids] = others.pop("input_ids")
         mask = others.get("attention_mask")
-        if mask is not None and self.recent:
+        if mask is not None and self.masks_new_tokens_only:
             others["attention_mask"] = mask[:, mask.shape[1] - others[self.ids].shape[1] :]
         output = self.model(**others, **{self.cache: build_cache(self.template, states), "use_cache": True})
         present = states_of(getattr(output, self.cache))

@@ -1,6 +1,6 @@
 """How far a traced program holds beyond the sizes it was traced with.
 
-A tracer writes down what it took for granted of the free sizes: its guards. Where one of them fails at other sizes, the model's
+A tracer records what it assumed about the dynamic sizes: its guards. Where one of them fails at other sizes, the model's
 code took a branch, or went through a loop so many times, that is right for some sizes only. A guard may also be idle, and the model
 itself may end there (a table of positions). So the program is run at the first such size, and held against the model.
 """
@@ -24,20 +24,22 @@ Shapes = dict[str, list[int]]
 
 
 def check_every_size(exported: torch.export.ExportedProgram, part: ExportPart, example: Mapping[str, Tensor], axes: Axes) -> None:
-    """Raises `CaptureError` where the program computes something else than the model at a size the tracer did not reckon with."""
+    """Raises `CaptureError` where the program computes something else than the model where a guard of the tracer fails."""
     for size, extent in guard_boundaries(exported, part.sizes, example, axes):
         try:
             inputs = part.example({**part.sizes, size: extent}, 5)
-            made = run_without_guards(exported, inputs)
+            results = run_without_guards(exported, inputs)
             with torch.no_grad():
                 expected = part(inputs)
         except Exception:  # the model does not run either, or a table ends there
             continue
-        if made is None or any(distance(one, other) > 10 * tolerance_of(other) for one, other in zip(made, expected, strict=True)):
+        if results is None or any(
+            distance(one, other) > 10 * tolerance_of(other) for one, other in zip(results, expected, strict=True)
+        ):
             raise CaptureError(
-                f"the {size} is not free: at {extent} the model's code takes another path than at {part.sizes[size]}",
+                f"the {size} is not dynamic: at {extent} the model's code takes another path than at {part.sizes[size]}",
                 why="it was traced with the latter; a loop over pieces of the sequence is such code, or a choice by its length",
-                remedy="rewrite that code without the loop or the choice; a decoder may go out with its cache (cache=past)",
+                remedy="rewrite that code without the loop or the choice; a decoder may be exported with its cache (cache=past)",
             )
 
 
@@ -47,20 +49,20 @@ def run_without_guards(exported: torch.export.ExportedProgram, inputs: Mapping[s
     exported._range_constraints = {}
     try:
         with torch.no_grad():
-            made: tuple[Tensor, ...] = exported.module(check_guards=False)(dict(inputs))
+            found: tuple[Tensor, ...] = exported.module(check_guards=False)(dict(inputs))
     except Exception as error:
         if "out of range" in str(error):  # which a file says as well
             raise
         return None
     finally:
         exported._range_constraints = ranges
-    return made
+    return found
 
 
 def guard_boundaries(
     exported: torch.export.ExportedProgram, traced: Sizes, example: Mapping[str, Tensor], axes: Axes
 ) -> list[tuple[str, int]]:
-    """Where what the tracer took for granted ends to hold: a free size, and the first extent at which it does, above or below."""
+    """Where the guards stop holding: a dynamic size, and the first extent above or below the traced one at which one fails."""
     now = {name: list(value.shape) for name, value in example.items()}
     guards = [guard for guard in map(compile_guard, getattr(exported, "_guards_code", None) or []) if guard(now)]
     found = set()
@@ -90,11 +92,11 @@ def shapes_at(now: Shapes, axes: Axes, traced: Sizes, other: Sizes) -> Shapes:
         step = int(every or 1)
         return -(-sizes[whole] // step) + traced[whole] // -step if whole in sizes else 0
 
-    made = {name: list(shape) for name, shape in now.items()}
-    for name, free in axes.items():
-        for axis, size in free.items():
-            made[name][axis] += more(size)
-    return made
+    found = {name: list(shape) for name, shape in now.items()}
+    for name, dynamic in axes.items():
+        for axis, size in dynamic.items():
+            found[name][axis] += more(size)
+    return found
 
 
 def compile_guard(guard: str) -> Callable[[Shapes], bool]:

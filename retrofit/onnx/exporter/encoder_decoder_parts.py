@@ -51,8 +51,8 @@ class Encoder(ExportPart):
         self.given = given | optional_inputs(self.model, given, ("attention_mask",))
         self.sizes = {BATCH: TRACED_SIZES[BATCH], LENGTH: TRACED_SIZES[SOURCE]}
         self.outputs = ["last_hidden_state"]
-        made = self.model(**self.given)
-        self.kind: Any = type(made) if dataclasses.is_dataclass(made) else BaseModelOutput  # of what the model's decoder is handed
+        output = self.model(**self.given)
+        self.kind: Any = type(output) if dataclasses.is_dataclass(output) else BaseModelOutput  # of what the model's decoder takes
 
     def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
         return pad_first_row(resized(self.model, self.given, sizes[BATCH], sizes[LENGTH], seed), seed)
@@ -65,16 +65,16 @@ class FirstStep(ExportPart):
     """The decoder of an encoder-decoder on tokens with none before them."""
 
     name = "decoder_model"
-    keeps = True  # whether it hands on states
+    returns_states = True
 
-    def __init__(self, model: nn.Module, encoder: Encoder, keeps: bool) -> None:
+    def __init__(self, model: nn.Module, encoder: Encoder, returns_states: bool) -> None:
         super().__init__(model)
-        self.encoder, self.keeps = (encoder,), keeps  # no child: its weights go into another file
+        self.encoder, self.returns_states = (encoder,), returns_states  # no child: its weights go into another file
         self.sizes = {size: TRACED_SIZES[size] for size in (BATCH, LENGTH, SOURCE)}
         self.masked = "attention_mask" in encoder.given and accepts(model, "attention_mask")
         output = self.output(self.start(self.sizes, 0))
-        self.template = getattr(output, "past_key_values", None) if keeps else None
-        self.states = list(states_of(self.template)) if keeps else []
+        self.template = getattr(output, "past_key_values", None) if returns_states else None
+        self.states = list(states_of(self.template)) if returns_states else []
         self.outputs = ["logits", *(PRESENT + name for name in self.states)]
 
     def start(self, sizes: Sizes, seed: int) -> Tensors:
@@ -95,14 +95,14 @@ class FirstStep(ExportPart):
         names = {"input_ids": "decoder_input_ids", "encoder_attention_mask": "attention_mask"}
         given = {names[name]: value for name, value in inputs.items() if name in names}
         encoded = encoder.kind(last_hidden_state=inputs["encoder_hidden_states"])
-        return self.model(**given, encoder_outputs=encoded, use_cache=self.keeps, **more)
+        return self.model(**given, encoder_outputs=encoded, use_cache=self.returns_states, **more)
 
-    def begun(self, inputs: Tensors) -> Any:
+    def first_output(self, inputs: Tensors) -> Any:
         """What the model returns for the first tokens, on a cache that keeps all of them."""
         return self.output(inputs, past_key_values=build_cache(self.template, {})) if self.states else self.output(inputs)
 
     def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
-        output = self.begun(inputs)
+        output = self.first_output(inputs)
         present = states_of(output.past_key_values) if self.states else {}
         return (logits_of(output), *(present[name] for name in self.states))
 
@@ -113,16 +113,16 @@ class NextStep(FirstStep):
     name = "decoder_with_past_model"
 
     def __init__(self, model: nn.Module, encoder: Encoder) -> None:
-        super().__init__(model, encoder, keeps=True)
+        super().__init__(model, encoder, returns_states=True)
         self.sizes = {size: TRACED_SIZES[size] for size in (BATCH, LENGTH, PAST, SOURCE)}
-        self.handed_on = [name for name in self.states if not is_on_side(name, "encoder")]
-        self.outputs = ["logits", *(PRESENT + name for name in self.handed_on)]
+        self.growing_states = [name for name in self.states if not is_on_side(name, "encoder")]
+        self.outputs = ["logits", *(PRESENT + name for name in self.growing_states)]
 
     def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
         before = {BATCH: sizes[BATCH], SOURCE: sizes[SOURCE], LENGTH: max(1, sizes[PAST])}
         start = self.start(before, seed)
         with torch.no_grad():
-            states = states_of(self.begun(start).past_key_values)
+            states = states_of(self.first_output(start).past_key_values)
         if not sizes[PAST]:
             states = {
                 name: value if is_on_side(name, "encoder") else state_before_tokens(name, value) for name, value in states.items()
@@ -134,4 +134,4 @@ class NextStep(FirstStep):
         states, others = split_states(inputs)
         output = self.output(others, past_key_values=build_cache(self.template, states))
         present = states_of(output.past_key_values)
-        return (logits_of(output), *(present[name] for name in self.handed_on))
+        return (logits_of(output), *(present[name] for name in self.growing_states))

@@ -1,7 +1,7 @@
-"""`export_onnx`: a model as ONNX files that ONNX Runtime runs, with free batch and length, its cache as inputs and outputs.
+"""`export_onnx`: a model as ONNX files that ONNX Runtime runs, with dynamic batch and length, its cache as inputs and outputs.
 
-Each part of the model (`retrofit.onnx.parts`) is traced, cleaned and compared with torch on inputs of other shapes than it was
-traced with before any file gets its name.
+Each part of the model (`retrofit.onnx.exporter.export_plan`) is traced, optimized and compared with torch on inputs of other
+shapes than it was traced with before any file gets its name.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def export_onnx(
     force: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ExportResult:
-    """`model` is at `path`, a `.onnx` file, and beside it what else belongs to it; files appear whole or not at all.
+    """`model` is in the file `path` (`.onnx`), and in others next to it where it takes several; files appear whole or not at all.
 
     An encoder-decoder becomes `encoder_{name}`, `decoder_{name}` and, with its cache, `decoder_with_past_{name}`. `cache` is
     `past` (a decoder takes and returns its keys and values), `none`, or `auto`: with, where the model has such a cache. `fuse` puts
@@ -101,20 +101,20 @@ def export_onnx(
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
     with preserve_state(model):
         progress("looking for the cache")
-        made = plan_export(model, named_inputs(model, example_inputs), cache)
-        names = [file_name(part, path) for part in made.parts]
+        plan = plan_export(model, named_inputs(model, example_inputs), cache)
+        names = [file_name(part, path) for part in plan.parts]
         with whole_files(path.parent, names, force=force) as draft:
-            files = [export_part(part, draft / name, model, fuse, progress) for part, name in zip(made.parts, names, strict=True)]
-    return export_result(made, files, path.parent)
+            files = [export_part(part, draft / name, model, fuse, progress) for part, name in zip(plan.parts, names, strict=True)]
+    return export_result(plan, files, path.parent)
 
 
-def export_result(made: ExportPlan, files: list[ExportedFile], folder: Path) -> ExportResult:
+def export_result(plan: ExportPlan, files: list[ExportedFile], folder: Path) -> ExportResult:
     placed = tuple(dataclasses.replace(file, path=folder / file.path.name) for file in files)
-    return ExportResult(placed, made.cached, made.why_no_cache)
+    return ExportResult(placed, plan.cached, plan.why_no_cache)
 
 
 def file_name(part: ExportPart, path: Path) -> str:
-    """The name of the file of a part: `decoder_model.onnx` beside what would be `model.onnx`."""
+    """The name of the file of a part: `decoder_model.onnx` where the whole model would be `model.onnx`."""
     return part.name.removesuffix("model") + path.name
 
 
@@ -123,7 +123,7 @@ def export_part(part: ExportPart, path: Path, model: nn.Module, fuse: bool, prog
     progress(f"tracing {path.name}")
     check_other_sizes_run(part)
     graph = trace_part(part)
-    progress(f"cleaning {path.name}")
+    progress(f"optimizing {path.name}")
     graph = optimize(graph)
     remove_unused_inputs(graph)
     separate_padding_from_pooling(graph)
@@ -159,12 +159,12 @@ def check_other_sizes_run(part: ExportPart) -> None:
             raise CaptureError(
                 f"{type(part.model).__name__} does not run at {', '.join(f'{size} {extent}' for size, extent in sizes.items())}",
                 why=first_line(error),
-                remedy="a file has these sizes free: a model that takes rows in groups, or some lengths only, cannot go out",
+                remedy="sizes are dynamic in a file: a model that takes rows in groups, or some lengths only, cannot be exported",
             ) from error
 
 
 def save_model(graph: onnx_ir.Model, path: Path) -> None:
-    """The graph is in the file, its weights inside or, where they are more than one can hold, beside it."""
+    """The graph is in the file, its weights inside or, where one file cannot hold them, in `{name}_data`."""
     import onnx_ir
 
     onnx_ir.save(graph, path, external_data=f"{path.name}_data" if weight_bytes(graph) > MOST_INLINE_BYTES else None)

@@ -1,6 +1,6 @@
 """A model as functions of named tensors: one, or an encoder, a decoder's first step and its next ones; each becomes an ONNX file.
 
-Names are those of the ecosystem's ONNX models. A part knows its free sizes, draws inputs of any size, and is a module itself,
+Names are those of the ecosystem's ONNX models. A part declares its dynamic sizes, draws inputs of any size, and is a module itself,
 whose forward takes its inputs as one mapping and returns its outputs as a tuple: what a tracer needs, and what torch can run too.
 
     model                     input_ids, attention_mask, …                                          → logits
@@ -47,12 +47,12 @@ BATCH, LENGTH, PAST, TOTAL, SOURCE = (
 PAST_KEY_VALUES, PRESENT = "past_key_values.", "present."
 PER = "_per_"  # in the name of an extent that is a part of another, rounded up
 CACHE = "past_key_values"  # as most models call it
-STATE_LENGTHS = (6, 7, 12)  # numbers of tokens behind which states are compared, to see which grow
-TRACED_SIZES = {BATCH: 2, LENGTH: 5, PAST: 7, SOURCE: 11}  # extents to trace with, no two alike
+STATE_LENGTHS = (6, 7, 12)  # numbers of tokens after which states are compared, to determine which grow
+TRACED_SIZES = {BATCH: 2, LENGTH: 5, PAST: 7, SOURCE: 11}  # extents to trace with, all different
 
 
 class ExportPart(nn.Module):
-    """One function of the model. `sizes` are its free sizes as it is traced; `outputs` the names of what forward returns."""
+    """One function of the model. `sizes` are its dynamic sizes with the extents traced; `outputs` names what forward returns."""
 
     name = "model"  # of the file
 
@@ -84,7 +84,7 @@ class ExportPart(nn.Module):
         return True
 
     def axes(self) -> dict[str, dict[int, str]]:
-        """For every input the axes that are free, and the size each is: an axis is what grows when that size grows.
+        """The dynamic axes of every input, and the size each is: an axis has a size if it grows with it.
 
         States that grow with every k-th token only show it when what came before is doubled.
         """
@@ -133,11 +133,11 @@ class WholeModel(ExportPart):
 
 def pad_first_row(inputs: Mapping[str, Any], seed: int) -> Tensors:
     """The inputs, each as a tensor of its own; the first row is padded on the right unless the seed is 0."""
-    made = {name: value.clone(memory_format=torch.contiguous_format) for name, value in inputs.items()}
-    mask = made.get("attention_mask")
+    padded = {name: value.clone(memory_format=torch.contiguous_format) for name, value in inputs.items()}
+    mask = padded.get("attention_mask")
     if seed and mask is not None:
         mask[0, mask.shape[1] - mask.shape[1] // 3 :] = 0
-    return made
+    return padded
 
 
 def split_states(inputs: Tensors) -> tuple[Tensors, Tensors]:

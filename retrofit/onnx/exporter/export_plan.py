@@ -53,7 +53,9 @@ def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -
     if cache != "none" and ids_name(inputs) is not None and (two_sided or can_generate(model, inputs) or cache == "past"):
         try:
             return ExportPlan(
-                require_exact_states(encoder_decoder_parts(model, inputs, keeps=True) if two_sided else (Decoder(model, inputs),))
+                require_exact_states(
+                    encoder_decoder_parts(model, inputs, returns_states=True) if two_sided else (Decoder(model, inputs),)
+                )
             )
         except Exception as error:  # whatever the model's own code raises
             why = str(error) if isinstance(error, RetrofitError) else first_line(error)
@@ -62,14 +64,14 @@ def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -
                     f"{type(model).__name__} cannot be exported with its cache", why=why, remedy="export it with cache=none"
                 ) from error
     return ExportPlan(
-        require_exact_states(encoder_decoder_parts(model, inputs, keeps=False) if two_sided else (WholeModel(model, inputs),)), why
+        encoder_decoder_parts(model, inputs, returns_states=False) if two_sided else (WholeModel(model, inputs),), why
     )
 
 
-def encoder_decoder_parts(model: nn.Module, inputs: Mapping[str, Any], keeps: bool) -> tuple[ExportPart, ...]:
+def encoder_decoder_parts(model: nn.Module, inputs: Mapping[str, Any], returns_states: bool) -> tuple[ExportPart, ...]:
     encoder = Encoder(model, inputs)
-    first = FirstStep(model, encoder, keeps)
-    return (encoder, first, NextStep(model, encoder)) if keeps else (encoder, first)
+    first = FirstStep(model, encoder, returns_states)
+    return (encoder, first, NextStep(model, encoder)) if returns_states else (encoder, first)
 
 
 def require_exact_states(parts: tuple[ExportPart, ...]) -> tuple[ExportPart, ...]:
@@ -95,20 +97,20 @@ def decoder_gap(part: Decoder) -> float:
     whole = logits_of(part.model(**{part.ids: tokens, "use_cache": False}))
     gap = distance(logits_in_steps(part, tokens), whole)
     if gap > 10 * tolerance_of(whole) and "attention_mask" in part.extras:
-        part.recent = True
+        part.masks_new_tokens_only = True
         gap = distance(logits_in_steps(part, tokens), whole)
     return gap
 
 
 def logits_in_steps(part: Decoder, tokens: Tensor) -> Tensor:
     """The logits of the tokens, 12 of them, taken step by step on the states."""
-    states, made = part.past(tokens[:, :0]), []
+    states, logits_so_far = part.past(tokens[:, :0]), []
     ends = (7, 12) if LENGTH in part.sizes else range(1, 13)
     for start, end in itertools.pairwise((0, *ends)):
         logits, *after = part({**part.step(tokens[:, :end], start), **states})
         states = {PAST_KEY_VALUES + name: value for name, value in zip(part.states, after, strict=True)}
-        made.append(logits)
-    return torch.cat(made, 1)
+        logits_so_far.append(logits)
+    return torch.cat(logits_so_far, 1)
 
 
 def next_step_gap(part: NextStep) -> float:
@@ -116,6 +118,6 @@ def next_step_gap(part: NextStep) -> float:
     start, cut = part.start(part.sizes, 1), 2
     whole = logits_of(part.output(start))
     shorter = {**start, "input_ids": start["input_ids"][:, :cut]}
-    states = states_of(part.begun(shorter).past_key_values)
+    states = states_of(part.first_output(shorter).past_key_values)
     rest = {**start, "input_ids": start["input_ids"][:, cut:]} | {PAST_KEY_VALUES + name: value for name, value in states.items()}
     return distance(part(rest)[0], whole[:, cut:])

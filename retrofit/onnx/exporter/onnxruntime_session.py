@@ -1,4 +1,4 @@
-"""ONNX models run by ONNX Runtime: on named tensors, and in the loop that decodes greedily on the states they hand on."""
+"""ONNX models run by ONNX Runtime: on named tensors, and in loops that decode greedily on the states that each step returns."""
 
 from __future__ import annotations
 
@@ -69,26 +69,26 @@ class OnnxSession:
             raise RetrofitError(f"the model also takes {', '.join(lacking)}")
         feed = {name: inputs[name].detach().cpu().contiguous().numpy() for name in self.inputs}
         try:
-            made = self.session.run(None, feed)
+            results = self.session.run(None, feed)
         except Exception as error:
             raise RetrofitError("ONNX Runtime cannot run the model", why=first_line(error)) from error
-        return {name: torch.from_numpy(value) for name, value in zip(self.outputs, made, strict=True)}
+        return {name: torch.from_numpy(value) for name, value in zip(self.outputs, results, strict=True)}
 
     @property
-    def step(self) -> int | None:
+    def tokens_per_step(self) -> int | None:
         """How many tokens a step takes; None where it may be any number."""
         extent = self.inputs["input_ids"].shape[1]
         return extent if isinstance(extent, int) else None
 
-    def empty(self, batch: int) -> dict[str, Tensor]:
+    def empty_states(self, batch: int) -> dict[str, Tensor]:
         """The states before any token: keys and values of none, memories of zeros."""
-        made = {}
+        states = {}
         for name, one in self.inputs.items():
             if name.startswith(PAST_KEY_VALUES):
-                free = iter((batch, 0))
-                shape = [extent if isinstance(extent, int) else next(free) for extent in one.shape]
-                made[name] = torch.zeros(shape, dtype=DTYPES[one.type])
-        return made
+                dynamic = iter((batch, 0))
+                shape = [extent if isinstance(extent, int) else next(dynamic) for extent in one.shape]
+                states[name] = torch.zeros(shape, dtype=DTYPES[one.type])
+        return states
 
 
 def next_step_states(outputs: Tensors) -> dict[str, Tensor]:
@@ -97,13 +97,13 @@ def next_step_states(outputs: Tensors) -> dict[str, Tensor]:
 
 
 def decode(model: OnnxSession, ids: Tensor, steps: int, mask: Tensor | None = None) -> Tensor:
-    """The prompt (batch, length) and `steps` greedy tokens behind it; rows may be padded on the left, as `mask` says."""
+    """The prompt (batch, length) and `steps` greedy tokens after it; rows may be padded on the left, as in `mask`."""
     mask = torch.ones_like(ids) if mask is None else mask
-    tokens, states, done = ids, model.empty(len(ids)), 0
+    tokens, states, done = ids, model.empty_states(len(ids)), 0
     for _ in range(steps):
         numbers = (mask.cumsum(-1) - 1).clamp(min=0)
-        for start in range(done, tokens.shape[1], model.step or tokens.shape[1]):
-            done = min(start + (model.step or tokens.shape[1]), tokens.shape[1])
+        for start in range(done, tokens.shape[1], model.tokens_per_step or tokens.shape[1]):
+            done = min(start + (model.tokens_per_step or tokens.shape[1]), tokens.shape[1])
             given = {"input_ids": tokens[:, start:done], "position_ids": numbers[:, start:done]}
             outputs = model({**given, "attention_mask": mask[:, :done], **states})
             states = next_step_states(outputs)
@@ -113,7 +113,7 @@ def decode(model: OnnxSession, ids: Tensor, steps: int, mask: Tensor | None = No
 
 
 def translate(parts: Sequence[OnnxSession], source: Tensors, start: int, steps: int) -> Tensor:
-    """`steps` greedy tokens behind the start token, from an encoder, a decoder's first step and its next ones."""
+    """`steps` greedy tokens after the start token, from an encoder, a decoder's first step and its next ones."""
     encoder, first, following = parts
     hidden = encoder(source)["last_hidden_state"]
     fixed = {"encoder_hidden_states": hidden, "encoder_attention_mask": source["attention_mask"]}

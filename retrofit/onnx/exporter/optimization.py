@@ -2,7 +2,7 @@
 
 `optimize` folds constants, merges equal computations and drops what nothing reads. The fusions put ONNX Runtime's own operators in
 the place of what they compute: norms, GELU, rotary embeddings, attention. They match the form of a graph and not its meaning, so
-each is tried on a copy and asked: does it load, does it agree on inputs of two other shapes?
+each is tried on a copy: the copy must load, and agree on inputs of two other shapes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOLERANCE = 1e-5  # relative to the largest output
 
 @dataclasses.dataclass(frozen=True)
 class RewriteStep:
-    """One cleaning step: whether it was kept, and how many nodes there were before and after; or why it was not."""
+    """One rewriting step: how many nodes there were before and after, and whether it was kept, or why not."""
 
     name: str
     before: int
@@ -48,7 +48,7 @@ def optimize(model: onnx_ir.Model) -> onnx_ir.Model:
 def separate_padding_from_pooling(model: onnx_ir.Model) -> None:
     """What is padded with a number before its largest are taken stays so.
 
-    ONNX Runtime's optimiser hands the padding to the pooling (`Pad_Fusion`), which pads with less than anything. A maximum with
+    ONNX Runtime's optimizer merges the padding into the pooling (`Pad_Fusion`), which pads with less than anything. A maximum with
     that in between changes nothing, and the two are no neighbours.
     """
     import onnx_ir

@@ -1,6 +1,6 @@
 """A part of a model as an ONNX graph: `torch.export`, then torch's own translation to ONNX.
 
-transformers keeps, for its own ONNX exporter, a list of what stands in the way (operations that ONNX lacks, shapes that torch would
+transformers keeps, for its own ONNX exporter, a list of obstacles (operations that ONNX lacks, shapes that torch would
 specialise on); the same patches are in place while a part is traced here.
 """
 
@@ -32,14 +32,14 @@ SCOPES = "pkg.torch.onnx.name_scopes"  # where torch writes down the modules tha
 
 
 def trace_part(part: ExportPart) -> onnx_ir.Model:
-    """The part as an ONNX model with its names, its free sizes free; raises `CaptureError` where torch cannot make one."""
-    wanted = part.axes()
+    """The part as an ONNX model with its names and dynamic sizes; raises `CaptureError` where torch cannot make one."""
+    axes = part.axes()
     example = part.example(part.sizes)
     try:
         with transformers_patches(), silence_tracer(), silence_loggers(), disable_stack_traces(), torch.no_grad():
-            exported = export_program(part, example, wanted)
-            symbols = size_names(exported, example, wanted)
-            check_every_size(exported, part, example, wanted)
+            exported = export_program(part, example, axes)
+            symbols = size_names(exported, example, axes)
+            check_every_size(exported, part, example, axes)
             model = translate_to_onnx(exported)
     except CaptureError:
         raise
@@ -60,7 +60,7 @@ def failure_reason(error: Exception) -> str:
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if not re.search(OTHER_CODE, frame.filename)]
     line = f", at {Path(ours[-1].filename).name}, line {ours[-1].lineno}: {ours[-1].line}" if ours else ""
     if isinstance(error, GuardOnDataDependentSymNode):
-        return f"its code takes a way that hangs on the values of tensors{line}"
+        return f"its code branches on the values of tensors{line}"
     return first_line(error) + line
 
 
@@ -77,7 +77,7 @@ def export_program(
 
 
 def constrain_sizes(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]) -> None:
-    """The tracer knows of each free size, but of what came before, that it is 1 or more."""
+    """The tracer may assume that each dynamic size is 1 or more, except the number of earlier tokens."""
     from torch.fx.experimental.symbolic_shapes import constrain_range
 
     for name, value in inputs.items():
@@ -89,13 +89,13 @@ def constrain_sizes(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mappi
 def size_names(
     exported: torch.export.ExportedProgram, example: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]
 ) -> dict[str, str]:
-    """The torch symbol of every free size, and its name; raises `CaptureError` where torch has fixed one."""
+    """The name of every dynamic size by its torch symbol; raises `CaptureError` where torch has fixed one."""
     values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     placed = [values[name] for name in exported.graph_signature.user_inputs if isinstance(name, str)]
     found: dict[str, str] = {}
     extents: dict[str, int] = {}  # of each size where it was first met
-    for (name, free), value in zip(axes.items(), placed, strict=True):
-        for axis, size in free.items():
+    for (name, dynamic), value in zip(axes.items(), placed, strict=True):
+        for axis, size in dynamic.items():
             extent = value.shape[axis]
             fixed = extent if isinstance(extent, int) else extent.node.maybe_as_int()
             if fixed is not None:
@@ -109,7 +109,7 @@ def size_names(
 
 
 def translate_to_onnx(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
-    """The ONNX model of an exported program, before any cleaning."""
+    """The ONNX model of an exported program, before any optimization."""
     from transformers.exporters import exporter_onnx, utils
 
     unsqueeze_complex_as_pairs(exported.graph_module)
@@ -123,12 +123,12 @@ def translate_to_onnx(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
 
 
 def make_topk_extents_dynamic(model: onnx_ir.Model) -> None:
-    """Where the k largest are picked of what may be fewer, k is no fixed extent in what is made of them."""
+    """Where a `TopK` takes the k largest of what may be fewer, the values computed from them have a dynamic extent, not k."""
     import onnx_ir
 
     for node in [node for node in model.graph.all_nodes() if node.op_type == "TopK"]:
-        few, made = node.inputs[1], node.outputs[0].shape
-        extent = None if made is None else made[node.attributes["axis"].as_int()]
+        few, shape = node.inputs[1], node.outputs[0].shape
+        extent = None if shape is None else shape[node.attributes["axis"].as_int()]
         if few is None or onnx_ir.convenience.get_const_tensor(few) is not None or not isinstance(extent, int):
             continue
         reached, met = list(node.outputs), set(node.outputs)
@@ -141,7 +141,7 @@ def make_topk_extents_dynamic(model: onnx_ir.Model) -> None:
 
 
 def unsqueeze_complex_as_pairs(module: torch.fx.GraphModule) -> None:
-    """Complex values get a new axis as pairs of reals, which is what they are in ONNX: torch's translation knows no other way."""
+    """Complex values get a new axis as pairs of reals, as ONNX represents them: torch's own translation does not support it."""
     aten = torch.ops.aten
     for node in module.graph.find_nodes(op="call_function", target=aten.unsqueeze.default):
         value, axis = node.args
@@ -158,7 +158,7 @@ def unsqueeze_complex_as_pairs(module: torch.fx.GraphModule) -> None:
 
 
 def custom_translations() -> dict[Any, Callable[..., Any]]:
-    """Operations that torch's own translation leaves out, or knows at some sizes only.
+    """Operations that torch's own translation lacks, or supports at some sizes only.
 
     A maximum or minimum over all axes; the k largest where fewer than k are: a model asks for them only where there are more, so a
     program of more tokens does, and all that there are is what the model takes of fewer.
@@ -188,16 +188,16 @@ def custom_translations() -> dict[Any, Callable[..., Any]]:
 
 
 def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
-    """The inputs, the outputs and the free sizes of the model have these names."""
+    """The inputs, the outputs and the dynamic sizes of the model have these names."""
     import onnx_ir
 
     graph = model.graph
-    for index, value in enumerate(graph.outputs):  # an input that is handed on keeps its own name
+    for index, value in enumerate(graph.outputs):  # an input that is also an output keeps its own name
         if value.is_graph_input() or value in list(graph.outputs)[:index]:
-            handed = onnx_ir.node("Identity", [value])
-            handed.outputs[0].shape, handed.outputs[0].type = value.shape, value.type
-            graph.append(handed)
-            graph.outputs[index] = handed.outputs[0]
+            copy = onnx_ir.node("Identity", [value])
+            copy.outputs[0].shape, copy.outputs[0].type = value.shape, value.type
+            graph.append(copy)
+            graph.outputs[index] = copy.outputs[0]
     for value in list(graph.initializers.values()):
         value.name = str(value.name).removeprefix(f"{WRAPPED}.")  # the model's own name of a weight
     for node in graph.all_nodes():

@@ -1,10 +1,10 @@
-"""Weights that lie in an ONNX file as few bits and scales, as the numbers that they stand for.
+"""Weights that an ONNX file stores as few bits and scales, as the numbers that they represent.
 
     DequantizeLinear            w = (q − z) · s, one scale for all, for a row or column, or for a block of one
     com.microsoft.MatMulNBits   the same for each row's blocks, two or more numbers packed into a byte
     com.microsoft.GatherBlockQuantized   the same for a table of which entries are looked up
 
-Only what is quantised in the file and nowhere else is read: a graph that quantises as it runs has no gradient.
+Only what is quantized in the file and nowhere else is read: a graph that quantizes as it runs has no gradient.
 
 Source: the operator specifications of ONNX; ONNX Runtime's documentation of its contributed operators.
 """
@@ -27,7 +27,7 @@ DEQUANTIZE = "DequantizeLinear"
 QUANTIZED_OPERATORS = frozenset(
     "QuantizeLinear DynamicQuantizeLinear MatMulInteger ConvInteger QLinearMatMul QLinearConv DynamicQuantizeMatMul QAttention "
     "MatMulIntegerToFloat QEmbedLayerNormalization QGemm".split()
-)  # they compute on quantised activations
+)  # they compute on quantized activations
 
 
 def is_block_product(node: onnx_ir.Node) -> bool:

@@ -1,7 +1,7 @@
 """The values of an imported ONNX graph: tensors, and numbers that stay numbers.
 
 A *number* is a Python or symbolic int, float or bool, or a flat tuple of them. The shapes that ONNX graphs compute on (Shape,
-Gather, Concat, Reshape) are numbers all the way, so that a graph captured again keeps free sizes free, and a constant factor is a
+Gather, Concat, Reshape) are numbers all the way, so that a graph captured again has dynamic shapes, and a constant factor is a
 factor and not a tensor of one element.
 """
 
@@ -41,8 +41,8 @@ def tensor(value: Value, like: Tensor | None = None, dtype: torch.dtype | None =
         return value
     device = like.device if like is not None else None
     if isinstance(value, tuple):
-        made = [tensor(one, like, dtype) for one in value]
-        return torch.stack(made) if made else torch.empty(0, dtype=dtype or torch.int64, device=device)
+        parts = [tensor(one, like, dtype) for one in value]
+        return torch.stack(parts) if parts else torch.empty(0, dtype=dtype or torch.int64, device=device)
     return torch.full((), value, dtype=dtype or dtype_of(value), device=device)
 
 

@@ -22,11 +22,15 @@ from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import Memory
 from retrofit.passes.memory.external_memory import ExternalMemory
 from retrofit.passes.memory.memory_layer import MemoryLayer
+from retrofit.pipeline.replaying import rewrites
 from retrofit.rewriting import apply_reported
 from retrofit.surgery.keyword_injection import InjectingForward
 
-# The ids are handed down by the code of some of these, and have to be bound for each call in the others.
-HANDED, BOUND = ("causal/llama", "masked/bert", "seq2seq/t5", "masked/albert"), ("causal/bloom", "causal/gptj", "causal/mamba")
+# The code of some of these forwards the ids to its layers; in the others they are injected in each call.
+FORWARDED, INJECTED = (
+    ("causal/llama", "masked/bert", "seq2seq/t5", "masked/albert"),
+    ("causal/bloom", "causal/gptj", "causal/mamba"),
+)
 LAYERS = {"causal/gptj": ("n_layer",), "causal/bloom": ("n_layer",), "seq2seq/t5": ("num_layers", "num_decoder_layers")}
 LAYERS["seq2seq/bart"] = ("encoder_layers", "decoder_layers")
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -85,7 +89,7 @@ def tables(model: nn.Module) -> list[ExternalMemory]:
 
 def combinations() -> list[tuple[str, str]]:
     chosen = [("causal/llama", variant) for variant in VARIANTS]
-    chosen += [(model, "default") for model in (*HANDED[1:], *BOUND)]
+    chosen += [(model, "default") for model in (*FORWARDED[1:], *INJECTED)]
     chosen += [
         ("causal/bloom", "ffns"),
         ("seq2seq/t5", "some ffns"),
@@ -149,7 +153,7 @@ def test_a_trained_model_is_the_dense_one_plus_the_papers_terms(place: str, look
     given = inputs(identity, batch=3, length=9, seed=5)
     spec = Memory(lookup=lookup, rank=rank, buckets=6, beside=ffns or "layers")
     retrofit.apply(model, spec, example_inputs=inputs(identity), verify=False)
-    if identity == "seq2seq/t5":  # the encoder's tables stay silent
+    if identity == "seq2seq/t5":  # the encoder's tables stay zero
         for module in model.encoder.modules():
             if isinstance(module, ExternalMemory):
                 module.requires_grad_(False)
@@ -195,8 +199,8 @@ SPREAD: dict[str, Callable[[Any], list[tuple[nn.Module, nn.Module]]]] = {
 
 
 @pytest.mark.parametrize(("identity", "lookup", "rank"), [*((one, "token-id", 0) for one in SPREAD), ("causal/opt", "softmax", 2)])
-def test_beside_an_ffn_of_several_modules_x_is_what_the_first_reads(identity: str, lookup: str, rank: int) -> None:
-    """The dense model, whose second matrix's result gets w_i(x) f_i(x) of what the first was handed."""
+def test_in_an_ffn_of_several_modules_x_is_the_input_of_the_first(identity: str, lookup: str, rank: int) -> None:
+    """The dense model, whose second matrix's result gets w_i(x) f_i(x) of the input of the first."""
     plain, model = build(identity), build(identity)
     given = inputs(identity, batch=3, length=9, seed=5)
     spec = Memory(lookup=lookup, rank=rank, buckets=6, beside="ffns")
@@ -216,7 +220,7 @@ def test_beside_an_ffn_of_several_modules_x_is_what_the_first_reads(identity: st
     torch.testing.assert_close(logits(model, given), expected, atol=2e-4, rtol=1e-4)
 
 
-def test_an_ffn_with_code_between_its_modules_is_refused_with_what_stands_there() -> None:
+def test_an_ffn_with_code_between_its_modules_is_refused_with_that_code() -> None:
     model = build("causal/opt")
     for layer in model.model.decoder.layers:
         del layer.activation_fn
@@ -227,7 +231,7 @@ def test_an_ffn_with_code_between_its_modules_is_refused_with_what_stands_there(
     assert "beside=layers" in caught.value.remedy and state(model) == before
 
 
-def test_dropout_that_moves_is_told() -> None:
+def test_dropout_that_moves_is_reported() -> None:
     model = build("seq2seq/bart")
     model.config.activation_dropout = 0.25
     for part in (*model.model.encoder.layers, *model.model.decoder.layers):
@@ -242,7 +246,7 @@ def test_dropout_that_moves_is_told() -> None:
 @pytest.mark.parametrize(("identity", "variant"), [("causal/llama", name) for name in VARIANTS] + [("causal/bloom", "default")])
 def test_every_new_parameter_learns_within_two_steps(identity: str, variant: str) -> None:
     model, given = copy.deepcopy(rewritten(identity, variant)), inputs(identity)
-    (rewrite,) = retrofit.replaying.rewrites(model)
+    (rewrite,) = rewrites(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step in range(2):
         optimizer.zero_grad()
@@ -462,7 +466,7 @@ ORDERS = (
     ("identity", "order"),
     [
         *(("causal/llama", order) for order in ORDERS[:4]),
-        *(("causal/gptj", order) for order in ORDERS[4:]),  # whose code hands no keywords down
+        *(("causal/gptj", order) for order in ORDERS[4:]),  # whose code forwards no keywords
         *(pytest.param("causal/gptj", order, marks=pytest.mark.long) for order in ORDERS[:4]),
         *(pytest.param("causal/llama", order, marks=pytest.mark.long) for order in ORDERS[4:]),
         pytest.param("causal/opt", ("memory(beside=ffns)", "altup(k=2)"), marks=pytest.mark.long),
@@ -479,7 +483,7 @@ def test_it_composes(identity: str, order: tuple[str, ...], tmp_path: Path) -> N
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), others), logits(model, others))
 
 
-def test_in_an_altup_model_the_table_stands_beside_the_narrow_layer() -> None:
+def test_in_an_altup_model_the_narrow_layer_gets_the_table() -> None:
     model = build("causal/llama")
     retrofit.apply(model, "altup(k=2)", "memory(lookup=softmax)", example_inputs=inputs("causal/llama"), verify=False)
     for layer in model.model.layers:
@@ -519,9 +523,24 @@ def test_a_refusal_says_why_and_leaves_the_model_exactly_as_it_was(identity: str
     assert state(model) == before and retrofit.recipe(model) is None
 
 
-def test_ids_are_handed_down_where_the_code_does_and_bound_elsewhere() -> None:
-    for identity in (*HANDED, *BOUND):
-        bound = any(
+@pytest.mark.parametrize(
+    ("identity", "variant"), [("causal/llama", "default"), ("causal/bloom", "ffns"), ("causal/opt", "softmax ffns")]
+)
+def test_a_plan_changes_nothing_and_announces_what_apply_does(identity: str, variant: str) -> None:
+    model, memory = build(identity), Memory(**VARIANTS[variant])
+    before = state(model)
+    plan = retrofit.plan_of(model, memory, example_inputs=inputs(identity))
+    assert state(model) == before
+    (planned,) = plan.passes
+    (rewrite,) = apply_reported(model, memory, example_inputs=inputs(identity), verify=False, count_flops=False).rewrites
+    assert (planned.plan.sites, planned.plan.near_misses) == (rewrite.sites, rewrite.skipped)
+    assert planned.plan.new_parameters == rewrite.new_parameters
+    assert plan.parameters_after == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_ids_are_forwarded_where_the_code_does_and_injected_elsewhere() -> None:
+    for identity in (*FORWARDED, *INJECTED):
+        injected = any(
             isinstance(vars(module).get("forward"), InjectingForward) for module in rewritten(identity, "default").modules()
         )
-        assert bound == (identity in BOUND), identity
+        assert injected == (identity in INJECTED), identity

@@ -128,7 +128,7 @@ def test_many_tokens_are_sorted_and_few_are_gathered() -> None:
 
 @pytest.mark.parametrize("lookup", sorted(KINDS))
 @pytest.mark.parametrize("rank", [0, 3])
-def test_a_new_table_says_nothing_and_has_as_many_parameters_as_its_formula(lookup: str, rank: int) -> None:
+def test_a_new_table_is_zero_and_has_as_many_parameters_as_its_formula(lookup: str, rank: int) -> None:
     kind, options = KINDS[lookup]
     memory = kind(10, 16, rank, torch.empty(0), **options)
     assert not memory(torch.randn(2, 7, 16), torch.randint(10, (2, 7))).any()
@@ -180,7 +180,7 @@ def test_ids_beyond_the_table_get_nothing() -> None:
 
 
 @pytest.mark.parametrize("ids", [None, torch.zeros(2, 3, dtype=torch.long)])
-def test_a_table_by_token_id_asks_for_one_id_a_token(ids: Tensor | None) -> None:
+def test_a_table_by_token_id_needs_one_id_a_token(ids: Tensor | None) -> None:
     with pytest.raises(DoesNotFitError, match="ids"):
         made("token-id", 5, 8, 0)(torch.zeros(2, 4, 8), ids)
 

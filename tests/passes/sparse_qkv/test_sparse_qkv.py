@@ -80,7 +80,7 @@ def test_the_parameters_number_what_the_paper_says(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["mult-conv", "mult", "conv"])
-def test_without_earlier_tokens_a_projection_is_the_matrix_it_stands_for(variant: str) -> None:
+def test_without_earlier_tokens_a_projection_is_its_dense_matrix(variant: str) -> None:
     layer = rough(ModularProjection(variant, 12, 4, 3, {"q": 1, "k": 2}, 3, torch.empty(0, dtype=torch.float64)))
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -96,7 +96,7 @@ def test_without_earlier_tokens_a_projection_is_the_matrix_it_stands_for(variant
 # ── Where they start ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def stood_for(d: Tensor, e: Tensor, reach: dict[str, Tensor], taps: dict[str, Tensor]) -> Tensor:
+def represented(d: Tensor, e: Tensor, reach: dict[str, Tensor], taps: dict[str, Tensor]) -> Tensor:
     """The dense matrices of all letters as one vector."""
     made = [torch.einsum("osg,is,im,omn->ign", reach[letter], d, e, tap) for letter, tap in taps.items()]
     return torch.cat([one.flatten() for one in made])
@@ -127,16 +127,16 @@ def test_each_step_of_the_alternation_is_a_least_squares_solution(kernel: int) -
 
     found = best_d(e, reach, taps, targets, rows)
     torch.testing.assert_close(
-        found.flatten(), best(d.numel(), lambda unit: stood_for(unit.view_as(d), e, reach, taps)), atol=1e-3, rtol=1e-3
+        found.flatten(), best(d.numel(), lambda unit: represented(unit.view_as(d), e, reach, taps)), atol=1e-3, rtol=1e-3
     )
     found = best_e(d, reach, taps, targets, rows)
     torch.testing.assert_close(
-        found.flatten(), best(e.numel(), lambda unit: stood_for(d, unit.view_as(e), reach, taps)), atol=1e-3, rtol=1e-3
+        found.flatten(), best(e.numel(), lambda unit: represented(d, unit.view_as(e), reach, taps)), atol=1e-3, rtol=1e-3
     )
     found = best_taps(d, e, reach["q"], targets["q"])
-    error = (stood_for(d, e, {"q": reach["q"]}, {"q": found}) - targets["q"].flatten()).norm()
-    least = best(found.numel(), lambda unit: stood_for(d, e, {"q": reach["q"]}, {"q": unit.view_as(found)})).view_as(found)
-    bound = (stood_for(d, e, {"q": reach["q"]}, {"q": least}) - targets["q"].flatten()).norm()
+    error = (represented(d, e, {"q": reach["q"]}, {"q": found}) - targets["q"].flatten()).norm()
+    least = best(found.numel(), lambda unit: represented(d, e, {"q": reach["q"]}, {"q": unit.view_as(found)})).view_as(found)
+    bound = (represented(d, e, {"q": reach["q"]}, {"q": least}) - targets["q"].flatten()).norm()
     assert error <= bound * 1.001 + 1e-6
 
 
@@ -158,7 +158,7 @@ def test_the_start_is_nearer_where_it_was_calibrated() -> None:
     assert errors[1] == pytest.approx((sum(value**2 for value in reported.values()) / 3) ** 0.5, rel=0.2)
 
 
-def test_projections_that_share_a_layer_start_together() -> None:
+def test_projections_that_share_a_layer_are_fitted_together() -> None:
     """What is reported of each is how far it is from its dense matrix once all have started."""
     generator = torch.Generator().manual_seed(0)
     weights = {letter: torch.randn(24, 24, generator=generator) for letter in "kv"}
@@ -182,7 +182,9 @@ def test_models_come_through_every_check(form: str) -> None:
     (rewrite,) = applied.rewrites
     assert not rewrite.exact and not rewrite.skipped
     attentions = [module for module in model.modules() if isinstance(module, SparseAttention)]
-    assert len(attentions) == (0 if form == "albert" else len(rewrite.sites))  # ALBERT's adds x itself: its projections stand alone
+    assert len(attentions) == (
+        0 if form == "albert" else len(rewrite.sites)
+    )  # ALBERT's code reads x itself: its projections compute for themselves
     assert len(rewrite.sites) == len(rewrite.notes)
     projections = [module for module in model.modules() if isinstance(module, ModularProjection)]
     counted = {id(parameter): parameter.numel() for one in projections for parameter in one.parameters()}
@@ -200,8 +202,8 @@ def test_models_come_through_every_check(form: str) -> None:
         pytest.param("causal/gemma3n_text", marks=pytest.mark.long),
     ],
 )
-def test_the_rewritten_model_is_the_dense_one_with_the_matrices_it_stands_for(name: str) -> None:
-    """At the start no filter looks back: then everything about the attention is what the model's own code makes of q, k and v."""
+def test_the_rewritten_model_is_the_dense_one_with_the_matrices_of_its_projections(name: str) -> None:
+    """At the start no filter reads earlier tokens: q, k and v are products with these matrices, all else is the same."""
     model = built(name)
     given_inputs = zoo.inputs(zoo.entry(name), model)
     dense = copy.deepcopy(model)
@@ -238,7 +240,7 @@ def test_code_that_sets_up_fresh_weights_finds_some(rule: str) -> None:
     getattr(nn.init, rule)(ColumnProjection(0, 2, [0, 1], nn.Parameter(torch.ones(2)), None, torch.device("cpu")).weight)
 
 
-def test_without_weights_the_projections_come_apart_alike() -> None:
+def test_without_weights_the_same_columns_are_found() -> None:
     """A skeleton's lists of indices have no values where it is captured."""
     found = []
     for device in ("cpu", "meta"):
@@ -304,7 +306,7 @@ def test_a_cache_of_fixed_length_gives_the_same_with_padding_on_the_left(form: s
 
 
 @torch.no_grad()
-def test_calls_without_a_cache_know_nothing_of_one_another() -> None:
+def test_calls_without_a_cache_are_independent() -> None:
     model = rewritten("gpt_neox")
     ids = inputs("gpt_neox", model)["input_ids"]
     first = model(ids, use_cache=False).logits
@@ -374,6 +376,20 @@ def test_in_half_precision_and_under_autocast_it_stays_near(dtype: torch.dtype) 
         assert (found - expected).norm() < 0.1 * expected.norm()
 
 
+def test_a_plan_changes_nothing_and_announces_what_apply_does() -> None:
+    entry = zoo.entry("causal/llama")
+    model = zoo.build(entry, num_key_value_heads=2)
+    before = {name: id(module) for name, module in model.named_modules()}
+    passes = (SparseQKV(), "sparse-loss(modules=8)")
+    plan = retrofit.plan_of(model, *passes)
+    assert {name: id(module) for name, module in model.named_modules()} == before
+    rewrites = apply_reported(model, *passes, verify=False).rewrites
+    for planned, rewrite in zip(plan.passes, rewrites, strict=True):
+        assert (planned.plan.sites, planned.plan.new_parameters) == (rewrite.sites, rewrite.new_parameters)
+    assert plan.parameters_after == sum(parameter.numel() for parameter in model.parameters())
+    assert "keys and values from every 2 modules" in plan.passes[0].plan.sites[0].what  # 4 query heads
+
+
 def test_calibration_gives_a_nearer_start() -> None:
     entry = zoo.entry("causal/llama")
     model = zoo.build(entry)
@@ -399,7 +415,7 @@ def test_calibration_gives_a_nearer_start() -> None:
         ("masked/bert", {"output": "conv"}, "does not return"),
     ],
 )
-def test_what_does_not_fit_is_said_and_left_as_it_was(name: str, options: dict[str, Any], reason: str) -> None:
+def test_what_does_not_fit_is_refused_and_left_as_it_was(name: str, options: dict[str, Any], reason: str) -> None:
     entry = zoo.entry(name)
     model = zoo.build(entry)
     before = {name: parameter for name, parameter in model.named_parameters()}  # noqa: C416

@@ -99,7 +99,7 @@ def test_trainer_trains_it_and_what_it_saved_is_loaded(tmp_path: Path) -> None:
     assert loaded.keys() == after.keys() and all(torch.equal(loaded[name], after[name]) for name in after)
 
 
-def test_lora_trains_beside_its_frozen_layers(tmp_path: Path) -> None:
+def test_lora_trains_next_to_frozen_sparse_layers(tmp_path: Path) -> None:
     base = prepared("afmoe")
     given = inputs("afmoe", base)
     model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
@@ -108,9 +108,7 @@ def test_lora_trains_beside_its_frozen_layers(tmp_path: Path) -> None:
         name for name, parameter in model.named_parameters() if parameter.grad is not None and parameter.grad.abs().max() > 0
     ]
     assert trained and all("lora_" in name for name in trained)
-    assert any(
-        "gate_proj" in name and "self_attn" in name for name in trained
-    )  # what reads the stream beside is still a dense layer
+    assert any("gate_proj" in name and "self_attn" in name for name in trained)  # what else reads the stream is still a dense layer
     with torch.no_grad():
         expected = model.eval()(**given).logits
         model.save_pretrained(str(tmp_path))

@@ -20,12 +20,12 @@ from retrofit.onnx.importer.values import Value, tensor
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
-    """The first 2·r channels of x (batch, heads, length, width) turned by the angles (batch or 1, 1, length, r), the rest kept."""
-    turned, rest = x[..., : 2 * cosines.shape[-1]], x[..., 2 * cosines.shape[-1] :]
-    one, other = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
+    """The first 2·r channels of x (batch, heads, length, width) rotated by the angles (batch or 1, 1, length, r), the rest kept."""
+    turning, rest = x[..., : 2 * cosines.shape[-1]], x[..., 2 * cosines.shape[-1] :]
+    one, other = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
     parts = one * cosines - other * sines, other * cosines + one * sines
-    made = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-    return torch.cat([made, rest], -1) if rest.shape[-1] else made
+    result = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat([result, rest], -1) if rest.shape[-1] else result
 
 
 def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: int, heads: int, width: int) -> Tensor:
@@ -148,8 +148,8 @@ def attention(
     if flat:
         q, k, v = split_heads(q, q_num_heads), split_heads(k, kv_num_heads), split_heads(v, kv_num_heads)
     k, v = append_to_past(past_k, k), append_to_past(past_v, v)
-    made = attend(q, k, v, additive_mask(mask, float("-inf"), q), bool(is_causal), scale, softcap)
-    return merge_heads(made) if flat else made, k, v
+    result = attend(q, k, v, additive_mask(mask, float("-inf"), q), bool(is_causal), scale, softcap)
+    return merge_heads(result) if flat else result, k, v
 
 
 @operator("Attention", domain=MICROSOFT, refuses=nonzero_attributes("do_rotary"))
@@ -178,8 +178,8 @@ def attention_of_runtime(
     if past is not None:
         k, v = append_to_past(past[0], k), append_to_past(past[1], v)
     mask = sum_masks(key_mask(mask_index, k.shape[2], mask_filter_value, q), attention_bias)
-    made = attend(q, k, v, mask, bool(unidirectional), scale or None)
-    return merge_heads(made), torch.stack([k, v]) if past is not None else k
+    result = attend(q, k, v, mask, bool(unidirectional), scale or None)
+    return merge_heads(result), torch.stack([k, v]) if past is not None else k
 
 
 def key_mask(mask: Value, keys: int, value: float, like: Tensor) -> Tensor | None:
@@ -194,8 +194,8 @@ def key_mask(mask: Value, keys: int, value: float, like: Tensor) -> Tensor | Non
         if mask.shape[0] > batch:
             open_ = open_ & (places >= mask[batch : 2 * batch, None])
         return additive_mask(open_, value, like)[:, None, None]  # type: ignore[index]
-    made = additive_mask(mask, value, like)
-    return made[:, None, None] if made.dim() == 2 else made[:, None] if made.dim() == 3 else made  # type: ignore[union-attr, index]
+    result = additive_mask(mask, value, like)
+    return result[:, None, None] if result.dim() == 2 else result[:, None] if result.dim() == 3 else result  # type: ignore[union-attr, index]
 
 
 @operator("MultiHeadAttention", domain=MICROSOFT)
@@ -255,7 +255,7 @@ def group_query_attention(
     smooth_softmax: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, ...]:
-    """Causal attention; `last` is the place of the last token of each row, behind which stands padding."""
+    """Causal attention; `last` is the place of the last token of each row, after which comes padding."""
     if k is None or v is None:
         width = q.shape[-1] // (num_heads + 2 * kv_num_heads)
         q, k, v = q.split([num_heads * width, kv_num_heads * width, kv_num_heads * width], -1)
@@ -266,5 +266,5 @@ def group_query_attention(
         turns = cosines[places].unsqueeze(-3), sines[places].unsqueeze(-3)
         q, k = (rotate(part, *turns, bool(rotary_interleaved)) for part in (q, k))
     k, v = append_to_past(past_k, k), append_to_past(past_v, v)
-    made = attend(q, k, v, attention_bias, True, scale or None, softcap, local_window_size)
-    return merge_heads(made), k, v
+    result = attend(q, k, v, attention_bias, True, scale or None, softcap, local_window_size)
+    return merge_heads(result), k, v

@@ -72,8 +72,8 @@ def one_hot(indices: Tensor, depth: Value, values: Value, axis: int = -1) -> Ten
     off, on = numbers(values)
     places = torch.arange(number(depth), device=indices.device)
     chosen = indices.unsqueeze(-1) == places
-    made = torch.where(chosen, tensor(on, indices), tensor(off, indices))
-    return made.movedim(-1, axis)
+    result = torch.where(chosen, tensor(on, indices), tensor(off, indices))
+    return result.movedim(-1, axis)
 
 
 @operator("TopK")
@@ -100,7 +100,7 @@ def non_zero(x: Tensor) -> Tensor:
 @operator("CumSum")
 def cum_sum(x: Tensor, axis: Value, exclusive: int = 0, reverse: int = 0) -> Tensor:
     along = number(axis)
-    turned = x.flip(along) if reverse else x
-    total = turned.cumsum(along, dtype=x.dtype)
-    total = total - turned if exclusive else total
+    reversed_ = x.flip(along) if reverse else x
+    total = reversed_.cumsum(along, dtype=x.dtype)
+    total = total - reversed_ if exclusive else total
     return total.flip(along) if reverse else total

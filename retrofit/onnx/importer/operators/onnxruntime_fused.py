@@ -87,10 +87,10 @@ def fused_mat_mul(
     return product if alpha == 1.0 else alpha * product
 
 
-def matmul_operand(x: Tensor, turned: int, rows_first: int) -> Tensor:
+def matmul_operand(x: Tensor, transposed: int, rows_first: int) -> Tensor:
     """The matrices that x holds, whose axis of rows stands before those of the batch if `rows_first`, then each transposed."""
     x = x.movedim(0, -2) if rows_first else x
-    return x.mT if turned else x
+    return x.mT if transposed else x
 
 
 operator("Trilu", domain=MICROSOFT)(trilu)

@@ -22,10 +22,10 @@ def reduction(name: str, of_tensor: Operator, of_numbers: Operator | None = None
     ) -> Value:
         axes = of_old.get("axes_attribute", axes)
         if is_number(x) and of_numbers is not None:
-            made = x
+            result = x
             for position, one in enumerate(numbers(x)):
-                made = one if position == 0 else of_numbers(made, one)
-            return (made,) if keepdims and isinstance(x, tuple) else made
+                result = one if position == 0 else of_numbers(result, one)
+            return (result,) if keepdims and isinstance(x, tuple) else result
         x = tensor(x)
         along = () if axes is None else numbers(axes)
         if not along and noop_with_empty_axes:

@@ -38,15 +38,15 @@ def size(x: Value) -> Value:
 
 @operator("Reshape")
 def reshape(x: Value, shape: Value, allowzero: int = 0) -> Value:
-    wanted = numbers(shape)
-    if is_number(x) and len(wanted) <= 1:
-        return flatten_numbers(x) if wanted else number(x)
-    if isinstance(x, tuple) and wanted == (-1, 2):  # of every axis what is put before it and after: numbers in pairs
+    extents = numbers(shape)
+    if is_number(x) and len(extents) <= 1:
+        return flatten_numbers(x) if extents else number(x)
+    if isinstance(x, tuple) and extents == (-1, 2):  # the padding before and after every axis: numbers in pairs
         return tuple(zip(x[::2], x[1::2], strict=True))
     x = tensor(x)
     if not allowzero:
-        wanted = tuple(x.shape[at] if isinstance(one, int) and one == 0 else one for at, one in enumerate(wanted))
-    return x.reshape(wanted)
+        extents = tuple(x.shape[at] if isinstance(one, int) and one == 0 else one for at, one in enumerate(extents))
+    return x.reshape(extents)
 
 
 def flatten_numbers(x: Value) -> tuple[Any, ...]:
@@ -134,7 +134,7 @@ def slice_(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Valu
 def slice_axis(x: Value, first: Any, last: Any, axis: int, step: int) -> Value:
     if is_number(x):
         return x[slice_bound(first) : slice_bound(last) : step]
-    if step < 0:  # torch steps forward only: what is left, turned round
+    if step < 0:  # torch steps forward only: what is left, reversed
         chosen = range(int(x.shape[axis]))[slice_bound(first) : slice_bound(last) : step]
         return x.index_select(axis, torch.tensor(list(chosen), dtype=torch.int64, device=x.device))
     key: list[slice] = [slice(None)] * x.dim()
@@ -150,11 +150,11 @@ def slice_bound(place: Any) -> Any:
 @operator("Expand")
 def expand(x: Value, shape: Value) -> Tensor:
     """Broadcast against the shape: an extent of 1 in it leaves the tensor's."""
-    x, wanted = tensor(x), numbers(shape)
-    lead = x.dim() - len(wanted)
-    wanted = (*(-1 for _ in range(lead)), *wanted)
+    x, extents = tensor(x), numbers(shape)
+    lead = x.dim() - len(extents)
+    extents = (*(-1 for _ in range(lead)), *extents)
     return x.expand(
-        tuple(-1 if isinstance(one, int) and one == 1 and at >= len(wanted) - x.dim() else one for at, one in enumerate(wanted))
+        tuple(-1 if isinstance(one, int) and one == 1 and at >= len(extents) - x.dim() else one for at, one in enumerate(extents))
     )
 
 
@@ -177,16 +177,16 @@ def pad(x: Tensor, pads: Value, value: Value = None, axes: Value = None, mode: s
     return F.pad(x, flat, mode=names[mode])
 
 
-@operator("ConstantOfShape", makes=True)
+@operator("ConstantOfShape", creates=True)
 def constant_of_shape(shape: Value, value: Any = 0.0, device: torch.device | None = None) -> Value:
     """`value`, a number, in every place; few whole ones in a row are numbers, which shapes are computed from."""
-    wanted = numbers(shape)
-    if dtype_of(value) is torch.int64 and len(wanted) == 1 and isinstance(wanted[0], int) and wanted[0] <= FEW:
-        return (value,) * wanted[0]
-    return torch.full(wanted, value, dtype=dtype_of(value), device=device)
+    extents = numbers(shape)
+    if dtype_of(value) is torch.int64 and len(extents) == 1 and isinstance(extents[0], int) and extents[0] <= FEW:
+        return (value,) * extents[0]
+    return torch.full(extents, value, dtype=dtype_of(value), device=device)
 
 
-@operator("Range", makes=True)
+@operator("Range", creates=True)
 def range_(start: Value, limit: Value, delta: Value, device: torch.device | None = None) -> Tensor:
     return torch.arange(number(start), number(limit), number(delta), device=device)
 

@@ -22,16 +22,16 @@ OPERATORS: dict[tuple[str, str], Operator] = {}  # by domain and name
 
 REFUSALS: dict[
     tuple[str, str], Callable[[dict[str, Any]], str]
-] = {}  # what of a node's attributes no function computes, "" if nothing
+] = {}  # what of a node's attributes its function does not support, "" if nothing
 
 
-FACTORIES: set[Operator] = set()  # those that make a tensor from numbers and are told its device
+FACTORIES: set[Operator] = set()  # those that create a tensor from numbers and take its device
 
 
 def operator(
-    *names: str, domain: str = "", makes: bool = False, refuses: Callable[[dict[str, Any]], str] | None = None
+    *names: str, domain: str = "", creates: bool = False, refuses: Callable[[dict[str, Any]], str] | None = None
 ) -> Callable[[Operator], Operator]:
-    """Nodes of these names call the decorated function; one that `makes` is told the device of what it makes.
+    """Nodes of these names call the decorated function; one that `creates` a tensor from numbers takes its device.
 
     `refuses` says what of a node's attributes the function does not compute, "" where it computes all.
     """
@@ -41,7 +41,7 @@ def operator(
             OPERATORS[domain, name] = function
             if refuses is not None:
                 REFUSALS[domain, name] = refuses
-        if makes:
+        if creates:
             FACTORIES.add(function)
         return function
 

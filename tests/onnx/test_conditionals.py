@@ -1,4 +1,4 @@
-"""ONNX files that choose between two ways as they run come in: they choose as ONNX Runtime does; what is rewritten is one way."""
+"""Imported ONNX files with an `If` select the branch that ONNX Runtime selects; what is rewritten has one branch."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_choice_within_a_choice(tmp_path: Path) -> None:
     compared(path, from_onnx(path))
 
 
-def test_what_hangs_on_values_is_refused_with_its_node(tmp_path: Path) -> None:
+def test_a_condition_on_values_is_refused_with_its_node(tmp_path: Path) -> None:
     by = [helper.make_node("ReduceMax", ["x"], ["most"], keepdims=0), helper.make_node("Cast", ["most"], ["chosen"], to=9)]
     with pytest.raises(CaptureError, match="the_choice"):
         from_onnx(choosing(tmp_path / "m.onnx", times(2.0, "one"), twice("other"), by))
@@ -132,7 +132,7 @@ def test_sparse_layers_come_back_in_and_learn_on(tmp_path: Path) -> None:
     assert choices and all(one.general == "otherwise" for one in choices)
     for batch, length in ((1, 1), (3, 14)):  # few tokens and many
         inputs = resized(back, back.__dict__["retrofit_examples"], batch, length, seed=batch)
-        expected = running({**inputs, **running.empty(batch)})["logits"]
+        expected = running({**inputs, **running.empty_states(batch)})["logits"]
         with torch.no_grad():
             assert distance(back(**inputs)["logits"], expected) < PARITY
     rewritten = retrofit.apply(back, "altup(k=2)")  # every check passes

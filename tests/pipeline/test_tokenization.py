@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, ViTConfig, ViTModel
 
 from retrofit.errors import TrainingError
-from retrofit.pipeline.text import byte_codec, codec_for, read_texts, read_tokenizer, special_ids, windows_of
+from retrofit.pipeline.tokenization import byte_codec, codec_for, read_texts, read_tokenizer, special_ids, windows_of
 from retrofit.training.windows import MOST_HELD_OUT, hold_out, ordered_windows, shuffled_windows
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -89,11 +89,11 @@ def test_a_tokenizer_says_which_ids_are_special(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_of_another_model_is_refused() -> None:
-    with pytest.raises(TrainingError, match="knows 10 ids, the model 9"):
+    with pytest.raises(TrainingError, match="has 10 ids, the model 9"):
         codec_for(LlamaForCausalLM(LlamaConfig(vocab_size=9, **SMALL)), word_tokenizer())
 
 
-def test_no_tokenizer_is_none_unless_it_was_asked_for(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_none_unless_it_is_required(tmp_path: Path) -> None:
     assert read_tokenizer(tmp_path) is None
     with pytest.raises(TrainingError, match="holds no tokenizer"):
         read_tokenizer(tmp_path, required=True)

@@ -23,15 +23,15 @@ SENTINELS = 1024  # more than any window of a sensible length needs
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How text becomes ids of one model's vocabulary, and which ids play a part of their own."""
+    """How text becomes ids of one model's vocabulary, and which ids have a special meaning."""
 
     name: str
     encode: Callable[[str], torch.Tensor]
     decode: Callable[[Sequence[int]], str]
     plain: range  # ids of ordinary text
-    mask: int  # stands for a hidden token
-    sentinels: tuple[int, ...]  # each stands for a hidden span
-    end: int | None  # closes a text
+    mask: int  # replaces a hidden token
+    sentinels: tuple[int, ...]  # each replaces a hidden span
+    end: int | None  # ends a text
 
 
 def read_texts(paths: Iterable[Path]) -> list[str]:
@@ -44,6 +44,7 @@ def read_texts(paths: Iterable[Path]) -> list[str]:
 
 
 def text_files(path: Path) -> list[Path]:
+    """The file itself, or the text files of a directory."""
     if not path.exists():
         raise TrainingError(f"{path}: there is no such file or directory", remedy="check --data")
     if not path.is_dir():
@@ -55,6 +56,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def read_text(file: Path) -> str:
+    """The text of a UTF-8 file."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -122,7 +124,7 @@ def tokenizer_codec(tokenizer: Any, vocabulary: int, special: dict[str, int]) ->
     words: dict[str, int] = tokenizer.get_vocab()
     if not words or max(words.values()) >= vocabulary:
         raise TrainingError(
-            f"the tokenizer knows {max(words.values(), default=-1) + 1} ids, the model {vocabulary}",
+            f"the tokenizer has {max(words.values(), default=-1) + 1} ids, the model {vocabulary}",
             why="the two do not belong together, or the model's embedding was not resized",
             remedy="give the tokenizer the model was trained with",
         )
@@ -145,7 +147,7 @@ def spare_ids(vocabulary: int, taken: set[int]) -> Iterator[int]:
 
 
 def special_ids(config: Any) -> dict[str, int]:
-    """What a model's config says about special ids, by field: pad_token_id, eos_token_id, …"""
+    """The special ids in a model's config, by field: pad_token_id, eos_token_id, …"""
     if not hasattr(config, "to_dict"):
         return {}
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -153,7 +155,7 @@ def special_ids(config: Any) -> dict[str, int]:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """How many ids a model's input embedding knows; raises `TrainingError` where it has none."""
+    """How many ids a model's input embedding has; raises `TrainingError` where it has none."""
     try:
         weight = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
     except (AttributeError, NotImplementedError):

@@ -1,0 +1,191 @@
+"""The seam for passes: options and specs, plan and apply, the refusal of a pass that fits nowhere, the account of one that does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from retrofit.anatomy.sites import NearMiss, Site, collect_near_miss
+from retrofit.errors import DoesNotFitError, SpecError
+from retrofit.pipeline import registry
+from retrofit.pipeline.options import option
+from retrofit.pipeline.protocol import Pass, Plan
+from retrofit.surgery.edit import Edit
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedPlan(Plan):
+    width: int = 0
+
+
+class Gated(nn.Module):
+    """out = layer(x)·(1 + scale·gate), with gate zero at the start."""
+
+    def __init__(self, layer: nn.Module, width: int) -> None:
+        super().__init__()
+        self.layer, self.gate, self.scale = layer, nn.Parameter(torch.zeros(width)), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * (1 + self.scale * self.gate)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gate(Pass[GatedPlan]):
+    """A toy pass: every square linear layer has a gate."""
+
+    name: ClassVar[str] = "gate"
+    summary: ClassVar[str] = "gate square layers"
+    paper: ClassVar[str] = "none"
+    rewrites: ClassVar[str] = "square layer"
+    remedy: ClassVar[str] = "use square layers"
+    limit: int = option(8, "widest layer", minimum=1)
+    rate: float = option(0.5, "a number")
+    kind: str = option("plain", "how", choices=("plain", "fancy"))
+    layers: tuple[str, ...] = option(("a", "b"), "names")
+    seed: int | None = option(None, "a seed")
+    quick: bool = option(False, "a switch")
+
+    @property
+    def exact(self) -> bool:
+        return self.kind == "plain"
+
+    def plan(self, anatomy: nn.Module) -> GatedPlan:  # type: ignore[override]
+        sites: list[Site] = []
+        near_misses: list[NearMiss] = []
+        for path, module in anatomy.named_modules():
+            if isinstance(module, nn.Linear):
+                with collect_near_miss(path, near_misses):
+                    if module.in_features != module.out_features:
+                        raise DoesNotFitError("a layer does not fit", why="it is not square", remedy=f"change {path}")
+                    sites.append(Site(path, "plus a gate"))
+        return GatedPlan(
+            tuple(sites), tuple(near_misses), new_parameters=8 * len(sites), formula="2·d", notes=("planned",), width=4
+        )
+
+    def apply(self, plan: GatedPlan, edit: Edit) -> None:
+        assert not torch.is_grad_enabled()
+        for site in plan.sites:
+            gated = Gated(edit.model.get_submodule(site.name), plan.width)
+            edit.replace_module(site.name, gated)
+            edit.expect_late_gradient(gated.scale)
+        edit.note("applied")
+
+
+def model(*widths: tuple[int, int]) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(*one) for one in widths))
+
+
+@pytest.fixture
+def gate_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "load_pass", {"gate": Gate}.__getitem__)
+
+
+WORDS = st.text("abcxyz_", min_size=1, max_size=5)
+GATES = st.builds(
+    Gate,
+    limit=st.integers(1, 10**9),
+    rate=st.floats(allow_nan=False, allow_infinity=False),
+    kind=st.sampled_from(["plain", "fancy"]),
+    layers=st.lists(WORDS, min_size=1, max_size=3).map(tuple),
+    seed=st.none() | st.integers(-9, 9),
+    quick=st.booleans(),
+)
+
+
+@given(GATES)
+def test_a_spec_is_read_back_as_the_pass_it_was_written_from(gate: Gate) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "load_pass", {"gate": Gate}.__getitem__)
+        assert registry.parse_spec(gate.spec()) == gate
+
+
+@pytest.mark.usefixtures("gate_is_installed")
+def test_a_spec_writes_every_option_out() -> None:
+    assert Gate(seed=3).spec() == "gate(limit=8, rate=0.5, kind=plain, layers=a+b, seed=3, quick=false)"
+    assert registry.parse_spec(" gate ( quick = yes , layers=c ) ") == Gate(quick=True, layers=("c",))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"limit": "many"}, "limit='many' is not a whole number"),
+        ({"limit": 0}, "limit=0 is below 1"),
+        ({"kind": "odd"}, "kind=odd is not one of plain, fancy"),
+        ({"quick": "perhaps"}, "quick='perhaps' is not true or false"),
+        ({"limit": True}, "limit=True is not a whole number"),
+    ],
+)
+def test_a_wrong_option_is_refused_by_name(wrong: dict[str, object], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        Gate(**wrong)
+
+
+def test_a_plan_changes_nothing_and_holds_a_near_miss_for_each_place_left_alone() -> None:
+    dense = model((4, 4), (4, 3))
+    before = dict(dense.named_modules())
+    plan = Gate().plan(dense)
+    assert [site.name for site in plan.sites] == ["0"]
+    assert plan.near_misses == (NearMiss("1", "it is not square", "change 1"),)
+    assert dict(dense.named_modules()) == before
+
+
+def test_the_account_of_a_rewrite_is_made_of_plan_and_edit() -> None:
+    dense = model((4, 4), (4, 3), (4, 4))
+    edit = Edit(dense)
+    account = Gate().rewrite(dense, edit)  # type: ignore[arg-type]
+    assert [site.name for site in account.sites] == ["0", "2"] and [miss.name for miss in account.skipped] == ["1"]
+    assert account.new_parameters == 16 and account.formula == "2·d" and account.exact
+    assert account.notes == ("planned", "applied") and account.spec == Gate().spec()
+    assert account.second_step == ("0.scale", "2.scale"), "their gradient is zero until the gates have moved"
+    edit.undo()
+    assert [type(layer) for layer in dense] == [nn.Linear] * 3
+
+
+def test_late_parameters_are_those_without_gradient_at_the_start() -> None:
+    dense = model((4, 4))
+    account = Gate().rewrite(dense, Edit(dense))  # type: ignore[arg-type]
+    dense(torch.randn(5, 4)).square().sum().backward()
+    zero = tuple(name for name, one in dense.named_parameters() if not one.grad.count_nonzero())
+    assert zero == account.second_step == ("0.scale",)
+
+
+def test_notes_of_one_pass_are_not_in_the_account_of_the_next() -> None:
+    dense = model((4, 4))
+    edit = Edit(dense)
+    Gate().rewrite(dense, edit)  # type: ignore[arg-type]
+    again = Gate().rewrite(dense, edit)  # type: ignore[arg-type]
+    assert again.notes == ("planned", "applied") and again.second_step == ("0.layer.scale",)
+
+
+def test_a_pass_that_fits_nowhere_is_refused_with_its_near_misses_before_any_edit() -> None:
+    dense = model((4, 3), (3, 4))
+    edit = Edit(dense)
+    with pytest.raises(DoesNotFitError) as caught:
+        Gate().rewrite(dense, edit)  # type: ignore[arg-type]
+    assert caught.value.what == "gate: no square layer of the model can be rewritten"
+    assert caught.value.why == "0: it is not square; 1: it is not square" and caught.value.remedy == "change 0"
+    assert edit.journal == []
+
+
+def test_a_model_without_any_place_is_refused_with_the_pass_s_own_remedy() -> None:
+    dense = nn.ReLU()
+    with pytest.raises(DoesNotFitError) as caught:
+        Gate().rewrite(dense, Edit(dense))  # type: ignore[arg-type]
+    assert caught.value.why and caught.value.remedy == "use square layers"
+
+
+def test_a_plan_may_say_more_exactly_what_the_options_do_not() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Fitted(Gate):
+        def plan(self, anatomy: nn.Module) -> GatedPlan:  # type: ignore[override]
+            return dataclasses.replace(super().plan(anatomy), exact=False, spec="gate(limit=3)")
+
+    dense = model((4, 4))
+    account = Fitted().rewrite(dense, Edit(dense))  # type: ignore[arg-type]
+    assert not account.exact and account.spec == "gate(limit=3)"

@@ -1,0 +1,135 @@
+"""Capture: which module calls a program has, what enters and leaves them, which call a node is of, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retrofit.errors import CaptureError
+from retrofit.program.aten_ops import op, shape
+from retrofit.program.capture import capture
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, scale: Tensor, *, shift: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x) * scale
+        return y, y + shift
+
+
+class Outer(nn.Module):
+    """Calls one module twice, with a positional, a second positional and a keyword argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, x: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        first, second = self.inner(x, scale, shift=self.offset)
+        third, _ = self.inner(first, scale, shift=second)
+        return {"last": third, "sum": first + second}
+
+
+def inputs() -> dict[str, Any]:
+    return {"x": torch.randn(2, 3, 4), "scale": torch.randn(4)}
+
+
+def test_every_call_is_recorded_in_order_and_nested() -> None:
+    program = capture(Outer(), inputs())
+    assert [(call.path, call.index) for call in program.calls] == [
+        ("", 0),
+        ("inner", 0),
+        ("inner.linear", 0),
+        ("inner", 1),
+        ("inner.linear", 1),
+    ]
+    root, first, first_linear, second, second_linear = program.calls
+    assert program.root is root and [call.number for call in program.calls] == list(range(5))
+    assert list(second_linear.chain) == [second_linear, second, root]
+    assert first.encloses(first_linear) and first.encloses(first) and not first.encloses(second_linear)
+
+
+def test_inputs_and_outputs_of_calls_are_the_nodes_between_them() -> None:
+    program = capture(Outer(), inputs())
+    placeholders = {name: node for node, name in program.inputs.items()}
+    _, first, _, second, _ = program.calls
+    assert first.inputs[0] is placeholders["x"] and first.inputs[1] is placeholders["scale"]
+    assert program.buffers[first.inputs["shift"]] == "offset"
+    assert second.inputs[0] is first.outputs[0] and second.inputs["shift"] is first.outputs[1]
+    assert program.outputs["last"] is second.outputs[0]
+    assert op(program.outputs["sum"]) == "add" and program.returns is dict
+    assert not any("retrofit" in str(node.target) for node in program.graph.nodes), "no marker is left"
+
+
+def test_the_owner_of_a_node_is_the_innermost_call_it_is_computed_in() -> None:
+    program = capture(Outer(), inputs())
+    owners = {op(node): [] for node in program.owner}
+    for node, call in program.owner.items():
+        owners[op(node)].append((call.path, call.index))
+    assert owners["linear"] == [("inner.linear", 0), ("inner.linear", 1)]
+    assert owners["mul"] == [("inner", 0), ("inner", 1)]
+    assert owners["add"].count(("", 0)) == 1
+    assert sorted(program.parameters.values()) == ["inner.linear.bias", "inner.linear.weight"]
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    model = Outer().train()
+    model.inner.eval()
+    capture(model, inputs())
+    assert model.training and not model.inner.training and not model.inner.linear.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_dynamic_program_has_symbols_for_sizes() -> None:
+    x = torch.randn(2, 5, 5)[:, :, :5]
+    static, dynamic = (capture(nn.Sequential(nn.Linear(5, 5)), {"input": x}, dynamic=free) for free in (False, True))
+    sizes = [next(iter(program.outputs.values())).meta["val"].shape for program in (static, dynamic)]
+    assert [isinstance(size, torch.SymInt) for size in sizes[0]] == [False, False, False]
+    assert [isinstance(size, torch.SymInt) for size in sizes[1]] == [True, True, False], "the width is the weight's"
+    assert shape(next(iter(dynamic.outputs.values()))) == (2, 5, 5), "a size as a number is that of the capture"
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() if (x > 0).all() else x.tanh()
+
+
+@pytest.mark.parametrize(("value", "taken"), [(1.0, "relu"), (-1.0, "tanh")])
+def test_of_a_branch_on_values_the_program_holds_the_one_taken(value: float, taken: str) -> None:
+    original = Tensor.__bool__
+    program = capture(Branching(), {"x": torch.full((2, 3), value)})
+    assert program.branches and op(next(iter(program.outputs.values()))) == taken
+    assert Tensor.__bool__ is original
+    assert not capture(Outer(), inputs()).branches
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(f"cannot take {tuple(x.shape)}\nand a second line")
+
+
+def test_what_cannot_be_traced_is_refused_with_the_first_line_of_the_reason() -> None:
+    model = Failing().train()
+    with pytest.raises(CaptureError, match="Failing could not be captured") as caught:
+        capture(model, {"x": torch.ones(2)})
+    assert "cannot take (2,)" in caught.value.why and "second line" not in caught.value.why
+    assert "example_inputs=" in caught.value.remedy and model.training
+
+
+def test_in_place_operations_are_functionalized() -> None:
+    class InPlace(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.clone()
+            y[:, 0].add_(1)
+            return y * 2
+
+    program = capture(InPlace(), {"x": torch.zeros(2, 3)})
+    assert not any(node.target._schema.is_mutable for node in program.owner if hasattr(node.target, "_schema"))
+    assert "select_scatter" in {op(node) for node in program.owner}
