@@ -33,7 +33,7 @@ from retrofit.anatomy.feed_forward_parsing import feed_forwards as feed_forwards
 from retrofit.anatomy.feed_forward_parsing import parse_feed_forward as parse_feed_forward
 from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock as FeedForwardBlock
 from retrofit.anatomy.feed_forward_blocks import RowMajor as RowMajor
-from retrofit.anatomy.feed_forward_blocks import install as install
+from retrofit.anatomy.feed_forward_blocks import install_feed_forward as install_feed_forward
 from retrofit.anatomy.feed_forward_blocks import linear as linear
 from retrofit.anatomy.weight_matrices import Matrix as Matrix
 from retrofit.anatomy.weight_matrices import weight_and_bias as weight_and_bias

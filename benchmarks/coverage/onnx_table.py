@@ -18,6 +18,8 @@ from typing import Any
 
 from sweeping import Row, Task, all_ids, parser_of, sweep
 
+from retrofit.checks.generation import decode
+
 STEPS = 6
 LIMIT = 1e-4  # how far an imported file may lie from ONNX Runtime
 HEADINGS = ("architecture", "files", "cache", "from torch", "tokens", "read back", "layers found", "fused")
@@ -130,7 +132,7 @@ def same_tokens(model: Any, made: Any) -> bool | str:
     """Whether ONNX Runtime decodes the tokens that `generate` does."""
     import torch
 
-    from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode, translate
+    from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, translate
     from retrofit.runtime.example_inputs import token_ids
 
     ids = token_ids(model, 2, 6, seed=3)

@@ -30,7 +30,19 @@ from retrofit.passes.memory.token_ids import (
     present_injection,
     trace_forwarding,
 )
-from retrofit.sdk import Anatomy, Edit, NearMiss, Pass, Plan, Site, Stack, collect_near_miss, install, option, selected_depths
+from retrofit.sdk import (
+    Anatomy,
+    Edit,
+    NearMiss,
+    Pass,
+    Plan,
+    Site,
+    Stack,
+    collect_near_miss,
+    install_feed_forward,
+    option,
+    selected_depths,
+)
 
 ROWS = "memory_rows"  # in a model's config: the rows of its tables, by the token table that they were sized for
 
@@ -190,7 +202,7 @@ class Memory(Pass[MemoryPlan]):
         if site is None:
             edit.replace_module(place.path, wrapper)
         else:
-            install(site, wrapper, edit)
+            install_feed_forward(site, wrapper, edit)
         for name in memory.late_parameters():
             edit.expect_late_gradient(memory.get_parameter(name))
 

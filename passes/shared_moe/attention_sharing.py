@@ -31,7 +31,7 @@ def plan_sharing(group: Group, stack: Stack, anatomy: Anatomy, near_misses: list
     for other in layers[1:]:
         for ours, theirs in itertools.zip_longest(first.attentions, other.attentions):
             with collect_near_miss(theirs.name if theirs else other.name, near_misses):
-                replacements = match_parameters(first, ours, other, theirs, anatomy)
+                replacements = pair_parameters(first, ours, other, theirs, anatomy)
                 if theirs is not None and replacements:
                     shared.append(SharedAttention(theirs.name, first.name, replacements))
     return shared
@@ -43,7 +43,7 @@ def layers_of(group: Group, stack: Stack) -> list[Layer]:
     return [layer for layer in stack.layers if layer.name and any(path.startswith(f"{layer.name}.") for path in paths)]
 
 
-def match_parameters(first: Layer, ours: Branch | None, other: Layer, theirs: Branch | None, anatomy: Anatomy) -> dict[str, str]:
+def pair_parameters(first: Layer, ours: Branch | None, other: Layer, theirs: Branch | None, anatomy: Anatomy) -> dict[str, str]:
     """The parameters of the attention `theirs`, each with the one of `ours` that replaces it; raises where they differ."""
     if ours is None or theirs is None or ours.role != theirs.role:
         raise differ(other, f"{first.name} has not the same attentions, which it would share")

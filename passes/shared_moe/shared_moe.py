@@ -37,7 +37,7 @@ from retrofit.sdk import (
     Site,
     SpecError,
     feed_forwards,
-    install,
+    install_feed_forward,
     option,
     selected_depths,
     weight_and_bias,
@@ -201,7 +201,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 if id(parameter) not in placed:
                     why = f"its layer uses the mixture of {group.name}, whose experts are taken from other layers"
                     edit.drop_parameter(parameter, why)
-            install(site, MoEBlock(site, edit.model.get_submodule(site.path), moe), edit)
+            install_feed_forward(site, MoEBlock(site, edit.model.get_submodule(site.path), moe), edit)
 
     def reinitialize(self, moe: MixtureOfExperts, e: int) -> None:
         """A part of the hidden units of expert `e` gets new weights, drawn with the mean and spread of the old ones."""

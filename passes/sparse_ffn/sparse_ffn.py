@@ -31,7 +31,7 @@ from retrofit.sdk import (
     SpecError,
     collect_near_miss,
     feed_forwards,
-    install,
+    install_feed_forward,
     linear,
     option,
     selected_depths,
@@ -208,6 +208,6 @@ class SparseFFN(Pass[SparseFFNPlan]):
                 getattr(block, name).copy_(values)
             if start.finding:
                 edit.note(f"{site.name}: {start.finding}")
-        install(site, block, edit)
+        install_feed_forward(site, block, edit)
         for dense, new, layout in rearranged:
             edit.rearrange_parameter(dense, new, block, layout, "a row for each hidden unit, in blocks")

@@ -54,7 +54,7 @@ class SparseProjections:
             )
         return errors
 
-    def install(self, edit: Edit, keep_output: bool) -> None:
+    def install_feed_forward(self, edit: Edit, keep_output: bool) -> None:
         """The attention computes its projections by these modules; its output layer stays, is replaced, or goes."""
         site, model = self.site, edit.model
         device = model.get_parameter(site.projections[0].matrix.weight).device

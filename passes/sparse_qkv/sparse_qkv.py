@@ -103,7 +103,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
                 )
             built.append(projections)
         for projections in built:
-            projections.install(edit, keep_output=self.output == "keep")
+            projections.install_feed_forward(edit, keep_output=self.output == "keep")
 
     def selected(self, anatomy: Anatomy) -> Iterator[tuple[Stack, int]]:
         """The stacks and depths that the options select."""

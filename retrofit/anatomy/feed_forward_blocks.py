@@ -53,7 +53,7 @@ def linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     return layer
 
 
-def install(site: FeedForward, block: nn.Module, edit: Edit) -> None:
+def install_feed_forward(site: FeedForward, block: nn.Module, edit: Edit) -> None:
     """`block`, which maps x to y, replaces the feed-forward."""
     for path in site.bypassed:
         edit.replace_module(path, nn.Identity())

@@ -86,7 +86,7 @@ def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
 
 def codec_for(model: nn.Module, tokenizer: Any = None) -> Codec:
     """The codec of `tokenizer`, or of bytes where there is none."""
-    special = special_ids(getattr(model, "config", None))
+    special = config_special_ids(getattr(model, "config", None))
     size = vocabulary_size(model)
     return byte_codec(size, special) if tokenizer is None else tokenizer_codec(tokenizer, size, special)
 
@@ -146,7 +146,7 @@ def spare_ids(vocabulary: int, taken: set[int]) -> Iterator[int]:
     return (one for one in reversed(range(vocabulary)) if one not in taken)
 
 
-def special_ids(config: Any) -> dict[str, int]:
+def config_special_ids(config: Any) -> dict[str, int]:
     """The special ids in a model's config, by field: pad_token_id, eos_token_id, …"""
     if not hasattr(config, "to_dict"):
         return {}

@@ -85,13 +85,13 @@ def matrix_product(node: fx.Node, operand: int) -> int:
     return 2 * math.prod(size(node)) * size(node.args[operand])[-1]
 
 
-def attention(node: fx.Node) -> int:
+def attention_flops(node: fx.Node) -> int:
     """Queries times keys, weights times values."""
     query, key, value = (size(node.args[position]) for position in range(3))
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
-def einsum(node: fx.Node) -> int:
+def einsum_flops(node: fx.Node) -> int:
     """Each operand in turn times the product so far, over all the indices that the two have; one operand alone is no product."""
     terms = str(node.args[0]).replace(" ", "").split("->")[0].split(",")
     operands = node.args[1]
@@ -111,12 +111,12 @@ def indices(term: str, rank: int) -> list[str]:
     return [*before, *(f".{place}" for place in range(hidden, 0, -1)), *after]
 
 
-def convolution(node: fx.Node) -> int:
+def convolution_flops(node: fx.Node) -> int:
     """Every output element sums over one filter."""
     return 2 * math.prod(size(node)) * math.prod(size(node.args[1])[1:])
 
 
-def transposed_convolution(node: fx.Node) -> int:
+def transposed_convolution_flops(node: fx.Node) -> int:
     """Every input element spreads over one filter."""
     return 2 * math.prod(size(node.args[0])) * math.prod(size(node.args[1])[1:])
 
@@ -130,12 +130,12 @@ FORMULAS: dict[str, Callable[[fx.Node], int]] = {
     "_grouped_mm": lambda node: matrix_product(node, 0),
     "grouped_mm": lambda node: matrix_product(node, 0),
     "grouped_mm_fallback": lambda node: matrix_product(node, 0),
-    "einsum": einsum,
-    "scaled_dot_product_attention": attention,
-    "conv1d": convolution,
-    "conv2d": convolution,
-    "conv3d": convolution,
-    "conv_transpose1d": transposed_convolution,
-    "conv_transpose2d": transposed_convolution,
-    "conv_transpose3d": transposed_convolution,
+    "einsum": einsum_flops,
+    "scaled_dot_product_attention": attention_flops,
+    "conv1d": convolution_flops,
+    "conv2d": convolution_flops,
+    "conv3d": convolution_flops,
+    "conv_transpose1d": transposed_convolution_flops,
+    "conv_transpose2d": transposed_convolution_flops,
+    "conv_transpose3d": transposed_convolution_flops,
 }

@@ -169,7 +169,7 @@ def detect_objective(model: nn.Module, codec: Codec, window: torch.Tensor) -> Ob
     shift = detect_label_shift(model, short)
     if seq2seq:
         return SpanCorruption(codec, first_decoder_id(model), shift)
-    return NextToken(shift) if is_causal(model, short["input_ids"], codec.plain) else MaskedTokens(codec, shift)
+    return NextToken(shift) if reads_no_later_token(model, short["input_ids"], codec.plain) else MaskedTokens(codec, shift)
 
 
 def first_decoder_id(model: nn.Module) -> int:
@@ -181,7 +181,7 @@ def first_decoder_id(model: nn.Module) -> int:
     return 0
 
 
-def is_causal(model: nn.Module, window: torch.Tensor, plain: range) -> bool:
+def reads_no_later_token(model: nn.Module, window: torch.Tensor, plain: range) -> bool:
     """Whether changing all tokens from some position on leaves the output before it as it was.
 
     A causal model leaves it bit for bit, save for rounding where the order of a sum depends on other tokens, which moves few

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import retrofit
-from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock, RowMajor, install, linear
+from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock, RowMajor, install_feed_forward, linear
 from retrofit.anatomy.feed_forward_parsing import feed_forwards
 from retrofit.anatomy.feed_forward_sites import FeedForward
 from retrofit.anatomy.weight_matrices import weight_and_bias, weight_out_first
@@ -67,7 +67,7 @@ def sites_of(model: nn.Module, inputs: dict[str, Any]) -> list[FeedForward]:
 def rebuild(model: nn.Module, sites: list[FeedForward]) -> None:
     edit = Edit(model)
     for site in sites:
-        install(site, Rebuilt(site, model.get_submodule(site.path), model), edit)
+        install_feed_forward(site, Rebuilt(site, model.get_submodule(site.path), model), edit)
 
 
 @pytest.mark.parametrize("name", FOUND)

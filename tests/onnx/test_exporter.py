@@ -22,7 +22,7 @@ from retrofit.checks.verify import verify_onnx
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
 from retrofit.onnx.exporter import export_onnx, optimization
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode, next_step_states, translate
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode_greedily, next_step_states, translate
 from retrofit.passes import AltUp, SequenceAltUp, SparseFFN, SparseQKV
 from retrofit.runtime.probes import distance
 from retrofit.surgery.cache_memory import TokenHistory, cache_among, histories_of
@@ -195,7 +195,7 @@ def test_greedy_decoding_gives_the_tokens_of_generate(form):
     if form in ("llama", "strided"):
         mask[0, :3] = mask[1, :1] = 0
     expected = model.generate(prompt, attention_mask=mask, **how)
-    assert torch.equal(decode(running, prompt, NEW, mask), expected)
+    assert torch.equal(decode_greedily(running, prompt, NEW, mask), expected)
 
 
 def test_translating_greedily_gives_the_tokens_of_generate():

@@ -14,7 +14,7 @@ import torch
 from support import retrofitted, tiny_models
 
 import retrofit
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode, translate
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode_greedily, translate
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.naming import argument_name
 from retrofit.pipeline.registry import parse_recipe
@@ -67,7 +67,7 @@ def test_every_pass_is_exported_and_decodes_the_same(form: str, spec: str, tmp_p
     tokens, mask = ids(3, 7), torch.ones(3, 7, dtype=torch.long)
     if form == "decoder":
         mask[0, :3] = mask[1, :1] = 0
-        assert torch.equal(decode(running[0], tokens, NEW, mask), model.generate(tokens, attention_mask=mask, **how))
+        assert torch.equal(decode_greedily(running[0], tokens, NEW, mask), model.generate(tokens, attention_mask=mask, **how))
     elif form == "encoder-decoder":
         mask[1, 4:] = 0
         expected = model.generate(input_ids=tokens, attention_mask=mask, **how)

@@ -15,7 +15,7 @@ from retrofit.onnx.exporter.cache_states import growth_axes, new_like
 from retrofit.onnx.exporter.decoder_part import Decoder
 from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES
 from retrofit.onnx.exporter.export_plan import plan_export
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode_greedily
 from retrofit.runtime.probes import distance
 
 NEW = 4  # tokens decoded
@@ -101,7 +101,7 @@ def test_one_token_a_step_goes_out_and_comes_back(form, tmp_path):
     running = OnnxSession(made.files[0].path, 1)
     assert running.tokens_per_step == 1 and running.inputs[f"past_key_values.{FIXED[form]}"].shape[0] == "batch_size"
     ids, mask = prompt()
-    assert torch.equal(decode(running, ids, NEW, mask), generated(model))
+    assert torch.equal(decode_greedily(running, ids, NEW, mask), generated(model))
     imported = retrofit.from_onnx(made.files[0].path)
     given = {"input_ids": ids[:, :1], "attention_mask": mask[:, 2:3], "position_ids": torch.zeros(2, 1, dtype=torch.long)}
     with torch.no_grad():

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, ViTConfig, ViTModel
 
 from retrofit.errors import TrainingError
-from retrofit.pipeline.tokenization import byte_codec, codec_for, read_texts, read_tokenizer, special_ids, windows_of
+from retrofit.pipeline.tokenization import byte_codec, codec_for, config_special_ids, read_texts, read_tokenizer, windows_of
 from retrofit.training.windows import MOST_HELD_OUT, hold_out, ordered_windows, shuffled_windows
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -60,7 +60,7 @@ def test_the_mask_is_the_one_of_the_config_where_it_names_one() -> None:
     assert codec_for(BertForMaskedLM(config)).mask == 299
     config.mask_token_id = 290
     assert codec_for(BertForMaskedLM(config)).mask == 290
-    assert special_ids(config)["mask_token_id"] == 290
+    assert config_special_ids(config)["mask_token_id"] == 290
 
 
 @pytest.mark.parametrize("vocabulary", [1, 255])

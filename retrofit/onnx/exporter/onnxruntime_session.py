@@ -96,7 +96,7 @@ def next_step_states(outputs: Tensors) -> dict[str, Tensor]:
     return {PAST_KEY_VALUES + name.removeprefix(PRESENT): value for name, value in outputs.items() if name.startswith(PRESENT)}
 
 
-def decode(model: OnnxSession, ids: Tensor, steps: int, mask: Tensor | None = None) -> Tensor:
+def decode_greedily(model: OnnxSession, ids: Tensor, steps: int, mask: Tensor | None = None) -> Tensor:
     """The prompt (batch, length) and `steps` greedy tokens after it; rows may be padded on the left, as in `mask`."""
     mask = torch.ones_like(ids) if mask is None else mask
     tokens, states, done = ids, model.empty_states(len(ids)), 0

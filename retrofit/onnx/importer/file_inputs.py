@@ -22,7 +22,7 @@ MASK_WORD, POSITION_WORD = "mask", "position"  # in the names of inputs that say
 ID_OPERATORS = frozenset("Cast Reshape Identity Squeeze Unsqueeze Clip Where Add Mul Sub".split())  # between ids and their table
 
 
-def is_state(value: onnx_ir.Value) -> bool:
+def is_state_input(value: onnx_ir.Value) -> bool:
     return str(value.name).startswith(PAST_PREFIX)
 
 
@@ -37,14 +37,12 @@ def only_selects_a_branch(value: onnx_ir.Value) -> bool:
     return bool(users) and not value.is_graph_output() and all(node.op_type == "If" and node.inputs[0] is value for node in users)
 
 
-def example_inputs(
-    inputs: Sequence[onnx_ir.Value], weights: Weights, batch: int = BATCH, length: int = LENGTH
-) -> dict[str, Tensor]:
+def file_examples(inputs: Sequence[onnx_ir.Value], weights: Weights, batch: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
     """An example of each input by argument: ids that its table has, masks of ones, positions counted, noise for what is real."""
     generator = torch.Generator().manual_seed(0)
     examples = {}
     shapes = example_shapes(inputs, batch, length)
-    past = TARGET_LENGTH if any(map(is_state, inputs)) else 0
+    past = TARGET_LENGTH if any(map(is_state_input, inputs)) else 0
     for one in inputs:
         name, dtype, shape = str(one.name), DTYPES[one.dtype], shapes[one]  # type: ignore[index]
         if dtype.is_floating_point and MASK_WORD not in name:
@@ -63,11 +61,11 @@ def example_shapes(inputs: Sequence[onnx_ir.Value], batch: int, length: int) -> 
     """The shape of an example of each input; where there are states, masks cover these and the tokens after them."""
     shapes: dict[onnx_ir.Value, tuple[int, ...]] = {}
     symbols: dict[str, int] = {}
-    states = any(map(is_state, inputs))
-    for one in sorted(inputs, key=lambda one: (MASK_WORD in str(one.name), is_state(one))):
+    states = any(map(is_state_input, inputs))
+    for one in sorted(inputs, key=lambda one: (MASK_WORD in str(one.name), is_state_input(one))):
         extent = min(TARGET_LENGTH, length) if str(one.name).startswith("decoder_") else length
-        if states and (is_state(one) or MASK_WORD in str(one.name)):
-            extent = TARGET_LENGTH if is_state(one) else TARGET_LENGTH + length
+        if states and (is_state_input(one) or MASK_WORD in str(one.name)):
+            extent = TARGET_LENGTH if is_state_input(one) else TARGET_LENGTH + length
         shape = list(one.shape or ())
         dynamic = [axis for axis, dim in enumerate(shape) if not isinstance(dim, int) or dim == 0]
         for at, axis in enumerate(dynamic):

@@ -28,7 +28,7 @@ from retrofit.onnx.importer.dequantization import (
     is_block_product,
     is_quantized_table,
 )
-from retrofit.onnx.importer.file_inputs import PRESENT_PREFIX, example_inputs, is_state, only_selects_a_branch, state_key
+from retrofit.onnx.importer.file_inputs import PRESENT_PREFIX, file_examples, is_state_input, only_selects_a_branch, state_key
 from retrofit.onnx.importer.model_file import attribute_values, node_label, operator_label, to_torch
 from retrofit.onnx.importer.naming import argument_name, identifier
 from retrofit.onnx.importer.operators import (  # noqa: F401 # each registers its operators
@@ -143,14 +143,14 @@ class GraphBuilder:
     def graph_module(self) -> fx.GraphModule:
         graph = self.model.graph
         inputs = [value for value in graph.inputs if value not in self.weights]
-        kept = [value for value in inputs if (self.keep_states or not is_state(value)) and not only_selects_a_branch(value)]
+        kept = [value for value in inputs if (self.keep_states or not is_state_input(value)) and not only_selects_a_branch(value)]
         for value in kept:
             self.values[value] = self.scope.graph.placeholder(argument_name(str(value.name)))
         if not kept:
             raise CaptureError(f"{self.path} takes no input", remedy="give the file of a whole model")
         self.device = self.scope.graph.call_function(getattr, (self.values[kept[0]], "device"))
         for value in inputs:
-            if is_state(value) and value not in kept:
+            if is_state_input(value) and value not in kept:
                 self.values[value] = self.initial_state(value, self.values[kept[0]])
             elif value not in kept:
                 self.values[value] = self.keep_states  # whether there are earlier tokens
@@ -160,8 +160,8 @@ class GraphBuilder:
         self.scope.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
         module = Graph(self.scope.root, self.scope.graph, "Imported")
         module.graph.lint()
-        select_general_branches(module, (example_inputs(kept, self.weights, *sizes) for sizes in TRIAL_SIZES))
-        module.__dict__["retrofit_examples"] = example_inputs(kept, self.weights)
+        select_general_branches(module, (file_examples(kept, self.weights, *sizes) for sizes in TRIAL_SIZES))
+        module.__dict__["retrofit_examples"] = file_examples(kept, self.weights)
         if recipe := self.model.metadata_props.get("retrofit.recipe", ""):
             recipe_storage.store_recipe(module, recipe.splitlines())
         return module.eval()
