@@ -17,8 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import side_by_side
 import torch
-import turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import T5Config, T5ForConditionalGeneration
@@ -185,16 +185,16 @@ def report(options: argparse.Namespace) -> None:
     ids = torch.randint(VOCABULARY, (options.batch, options.length), device=options.device)
     tokens = options.batch * options.length
     print(f"{options.size}, {options.layers}+{options.layers} layers, K={options.k}, {options.dtype}, ", end="")
-    print(turns.conditions(options))
+    print(side_by_side.conditions(options))
 
     print(f"\ntrain step, {options.batch}×{options.length} tokens")
     steps: dict[str, Callable[[], None]] = {name: partial(train_step, model, ids) for name, model in models.items()}
-    turns.compare(steps, options)
+    side_by_side.compare(steps, options)
 
     for model in models.values():
         model.eval().zero_grad(set_to_none=True)
     print("\ndecoding one token with the cache, batch 1")
-    turns.compare({name: decoder(model, ids, options.decode) for name, model in models.items()}, options, options.decode)
+    side_by_side.compare({name: decoder(model, ids, options.decode) for name, model in models.items()}, options, options.decode)
 
     for what, step in (
         (f"the token table on its own, training on {tokens} tokens", partial(table_step, tokens)),
@@ -202,7 +202,7 @@ def report(options: argparse.Namespace) -> None:
         ("the head on its own, decoding one token", partial(head_step, 1, train=False)),
     ):
         print(f"\n{what}")
-        turns.compare({f"V×{k}d": step(width=k * width, options=options) for k in (1, options.k)}, options)
+        side_by_side.compare({f"V×{k}d": step(width=k * width, options=options) for k in (1, options.k)}, options)
 
     print("\nkept for the backward pass")
     dense = 0
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    turns.add_options(parser, rounds=7)
+    side_by_side.add_options(parser, rounds=7)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     report(options)

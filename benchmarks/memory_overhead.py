@@ -15,8 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import side_by_side
 import torch
-import turns
 from altup_overhead import SIZES, VOCABULARY, decoder, train_step, without_ends
 from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
@@ -114,32 +114,32 @@ def report(options: argparse.Namespace) -> None:
     models = build(options)
     ids = torch.randint(VOCABULARY, (options.batch, options.length), device=options.device)
     print(f"{options.size}, {options.layers}+{options.layers} layers, V={VOCABULARY}, ", end="")
-    print(turns.conditions(options))
+    print(side_by_side.conditions(options))
     dense = sum(parameter.numel() for parameter in models["dense"].parameters())
     for name, model in models.items():
         print(f"  {name:<18}{(sum(one.numel() for one in model.parameters()) - dense) / 1e6:10.1f} M parameters more")
 
     print(f"\ntrain step, forward and backward, {options.batch}×{options.length} tokens")
-    turns.compare({name: partial(train_step, model, ids) for name, model in models.items()}, options)
+    side_by_side.compare({name: partial(train_step, model, ids) for name, model in models.items()}, options)
 
     print("\na table on its own, forward and backward, as many tokens")
     alone = {name: table_step(table, ids) for name, table in tables(SIZES[options.size][0], options.device).items()}
-    turns.compare(alone, options)
+    side_by_side.compare(alone, options)
 
     print("\ntrain step with the optimizer, AdamW (SparseAdam for sparse gradients)")
     full = {name: partial(full_step, model, optimizer_of(model), ids) for name, model in models.items()}
-    turns.compare(full, options)
+    side_by_side.compare(full, options)
     del full
 
     for model in models.values():
         model.eval().zero_grad(set_to_none=True)
     print("\ndecoding one token with the cache, batch 1")
-    turns.compare({name: decoder(model, ids, options.decode) for name, model in models.items()}, options, options.decode)
+    side_by_side.compare({name: decoder(model, ids, options.decode) for name, model in models.items()}, options, options.decode)
 
     for tokens in (1, 16, 64, 128, 256, 1024):
         print(f"\n128 experts of rank 16 for {tokens} tokens, forward")
         ways = ("by_gathering", "by_grouping")
-        turns.compare({way: expert_step(tokens, 16, way, options) for way in ways}, options, 10)
+        side_by_side.compare({way: expert_step(tokens, 16, way, options) for way in ways}, options, 10)
 
 
 def main() -> None:
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="which to time, after the dense model")
-    turns.add_options(parser, rounds=5)
+    side_by_side.add_options(parser, rounds=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     report(options)

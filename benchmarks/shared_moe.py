@@ -14,8 +14,8 @@ import copy
 from functools import partial
 from typing import Any
 
+import side_by_side
 import torch
-import turns
 from torch import Tensor, nn
 from transformers import AutoModel, GPT2Config, LlamaConfig
 
@@ -77,21 +77,21 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    turns.add_options(parser, rounds=7)
+    side_by_side.add_options(parser, rounds=7)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     models = build(options)
     ids = torch.randint(VOCABULARY, (options.batch, options.length), device=options.device)
     print(f"{options.model} {options.size}, {options.layers} layers, {options.dtype}, ", end="")
-    print(turns.conditions(options))
+    print(side_by_side.conditions(options))
     for name, model in models.items():
         print(f"  {name:<24}{sum(parameter.numel() for parameter in model.parameters()) / 1e6:8.1f} M parameters")
     print(f"\ntrain step, {options.batch}×{options.length} tokens")
-    turns.compare({name: partial(train_step, model, ids) for name, model in models.items()}, options)
+    side_by_side.compare({name: partial(train_step, model, ids) for name, model in models.items()}, options)
     for model in models.values():
         model.eval().zero_grad(set_to_none=True)
     print(f"\nprompt of 8 and {options.decode} tokens with the cache, batch 1")
-    turns.compare({name: partial(decode, model, ids[:1, :8], options.decode) for name, model in models.items()}, options)
+    side_by_side.compare({name: partial(decode, model, ids[:1, :8], options.decode) for name, model in models.items()}, options)
     print("\nload of the experts, E=4, K=2")
     print(expert_load(models["E=4, K=2"], ids.cpu()))
 

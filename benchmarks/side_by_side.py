@@ -1,4 +1,4 @@
-"""Tasks that take turns on a clock, and the table of what they took, for several benchmarks here; on its own it does nothing."""
+"""Time tasks side by side: every round runs each of them, so that a busy machine slows all alike; several benchmarks share it."""
 
 from __future__ import annotations
 
