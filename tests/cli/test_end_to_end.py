@@ -409,7 +409,7 @@ def test_a_full_disk_leaves_everything_as_it_was(
     assert "no space left" in said.lower()
 
 
-@pytest.mark.parametrize(("model", "output"), [("model.pt", "out.pt"), ("gpt2", "out")])
+@pytest.mark.parametrize(("model", "output"), [pytest.param("model.pt", "out.pt", marks=pytest.mark.long), ("gpt2", "out")])
 def test_a_write_that_the_system_stops_leaves_everything_as_it_was(model: str, output: str, here: Path) -> None:
     before = contents(here)
     limit = 30_000  # bytes a file may have: enough for a config, too few for the weights

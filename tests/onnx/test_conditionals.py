@@ -122,6 +122,7 @@ def test_two_constants_of_one_name_are_refused(tmp_path: Path) -> None:
 # ── A model of ours ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_sparse_layers_come_back_in_and_learn_on(tmp_path: Path) -> None:
     model = tiny_models.llama(hidden_size=32, intermediate_size=64)
     retrofit.apply(model, SparseFFN(sparsity=8, multiply_by_controller=True), verify=False)

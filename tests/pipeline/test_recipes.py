@@ -205,7 +205,7 @@ def test_altup_on_altup_is_refused(form, again):
     ("name", "altup", "why"),
     [
         ("masked/albert", AltUp(k=2, embedding="recycled"), "share their weights"),
-        ("causal/llama", AltUp(k=2, stacks="encoder"), "no encoder"),
+        ("causal/llama", AltUp(k=2, stacks="encoder"), "it is the decoder, and stacks=encoder"),
         ("causal/llama", AltUp(k=2, layers="0-9"), "depth 9"),
         ("causal/llama", AltUp(k=2, layers="first"), "first"),
     ],

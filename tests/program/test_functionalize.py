@@ -160,6 +160,7 @@ class WrittenOver(nn.Module):
 
 def test_what_is_written_over_learns() -> None:
     """The graph module's outputs and gradients are the module's own, on another batch and length than captured."""
+    torch.manual_seed(0)
     model, x = WrittenOver(), torch.randn(2, 5, 4)
     graph = graph_module(model, {"x": x})
     other = torch.randn(3, 7, 4)
@@ -172,4 +173,4 @@ def test_what_is_written_over_learns() -> None:
         assert torch.equal(out, model(x=other))
     assert gradients[0].keys() == gradients[1].keys()
     for name, value in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], value)
+        torch.testing.assert_close(gradients[1][name], value, rtol=2e-6, atol=1e-5)  # a float64 row in a float32 tensor

@@ -456,7 +456,7 @@ def test_a_module_shared_by_layers_stays_shared(tmp_path, monkeypatch):
 def test_installing_waits_for_transformers_without_importing_it():
     code = """
 import sys
-from retrofit import hub
+from retrofit.storage import transformers_hook
 transformers_hook.install()
 transformers_hook.install()
 print([name for name in ("torch", "transformers") if name in sys.modules])
