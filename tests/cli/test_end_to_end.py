@@ -428,7 +428,7 @@ def test_a_write_that_the_system_stops_leaves_everything_as_it_was(model: str, o
 @pytest.mark.parametrize(
     ("name", "model", "output"),
     [
-        ("SIGINT", "gpt2", "out"),
+        pytest.param("SIGINT", "gpt2", "out", marks=pytest.mark.long),
         ("SIGTERM", "model.pt", "out.pt"),
         pytest.param("SIGINT", "model.pt", "out.pt", marks=pytest.mark.long),
     ],

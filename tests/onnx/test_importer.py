@@ -44,6 +44,7 @@ DEAR = (
     *(("with its cache", name) for name in ("causal/llama", "causal/gemma2", "causal/gpt_neox", "image/vit")),
     *(("exported, set 18", name) for name in ("causal/gpt2", "causal/llama", "causal/opt", "masked/roberta")),
     *(("exported, set 23", name) for name in ("causal/gpt2", "image/vit")),
+    *(("traced", name) for name in ("image/vit", "masked/deberta-v2")),
 )
 
 
@@ -73,7 +74,13 @@ def test_files_compute_what_onnx_runtime_computes_and_can_be_rewritten(source: s
 
 
 @pytest.mark.parametrize(
-    "spec", ["sparse-qkv(kernel=2)", "sparse-loss(modules=2)", "sequence-altup(k=2)", "shared-moe(experts=2, k=1)"]
+    "spec",
+    [
+        pytest.param("sparse-qkv(kernel=2)", marks=pytest.mark.long),
+        "sparse-loss(modules=2)",
+        "sequence-altup(k=2)",
+        "shared-moe(experts=2, k=1)",
+    ],
 )
 def test_passes_rewrite_what_came_in_and_every_check_holds(spec: str) -> None:
     """Its tokens are flattened for every product, its head is code, its masks are made of an input that it must be given."""
@@ -171,6 +178,7 @@ def test_a_rewritten_file_goes_straight_to_onnx(tmp_path: Path, capsys: pytest.C
     assert distance(OnnxSession(out)(inputs)["logits"], expected) < PARITY
 
 
+@pytest.mark.long
 def test_the_example_learns_and_goes_out(capsys: pytest.CaptureFixture[str]) -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     try:
