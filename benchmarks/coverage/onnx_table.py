@@ -18,8 +18,6 @@ from typing import Any
 
 from sweeping import Row, Task, all_ids, parser_of, sweep
 
-from retrofit.checks.generation import decode
-
 STEPS = 6
 LIMIT = 1e-4  # how far an imported file may lie from ONNX Runtime
 HEADINGS = ("architecture", "files", "cache", "from torch", "tokens", "read back", "layers found", "fused")
@@ -132,7 +130,7 @@ def same_tokens(model: Any, made: Any) -> bool | str:
     """Whether ONNX Runtime decodes the tokens that `generate` does."""
     import torch
 
-    from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, translate
+    from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode_greedily, translate
     from retrofit.runtime.example_inputs import token_ids
 
     ids = token_ids(model, 2, 6, seed=3)
@@ -145,7 +143,7 @@ def same_tokens(model: Any, made: Any) -> bool | str:
         if len(sessions) == 1:
             mask[0, :2] = 0
             expected = model.generate(input_ids=ids, attention_mask=mask, **how)
-            made_tokens = decode(sessions[0], ids, STEPS, mask)
+            made_tokens = decode_greedily(sessions[0], ids, STEPS, mask)
             if torch.equal(made_tokens, expected):
                 return True
             return "the full forward's, not generate's" if torch.equal(made_tokens, of_forwards(model, ids, mask)) else False
