@@ -1,4 +1,4 @@
-"""Time tasks side by side: every round runs each of them, so that a busy machine slows all alike; several benchmarks share it."""
+"""Time tasks side by side: every round runs each of them, so that a busy machine slows all of them; several benchmarks share it."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def comparison(dense: Path, wide: Path, before: TrainingRun, after: TrainingRun)
 
 
 def seconds_a_step(models: Sequence[torch.nn.Module], rounds: int = 7) -> list[float]:
-    """The least time of a forward and backward pass of each model, the models taken in turns: a busy machine slows them alike."""
+    """The least time of a forward and backward pass of each model, measured in turn, so that a busy machine slows each of them."""
     ids = torch.randint(256, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
     seconds: list[list[float]] = [[] for _ in models]
     for _ in range(rounds):

@@ -224,15 +224,15 @@ def with_names_of(ours: Outcome, theirs: Outcome) -> Values:
     pieces = {name: [CALL.sub("", piece) for piece in name.split(".")] for name in ours.values if name not in ours.origins}
     found = {}
     for name, value in theirs.values.items():
-        alike = [one for one, origin in ours.origins.items() if origin == theirs.origins.get(name)]
-        if not alike:
+        matches = [one for one, origin in ours.origins.items() if origin == theirs.origins.get(name)]
+        if not matches:
             its = name.split(".")
             shaped = [one for one in pieces if one == name or is_shaped(ours, one, value)]
-            alike = [one for one in shaped if one == name or is_within(its, pieces[one])]
-            alike = alike or [one for one in shaped if is_within(pieces[one], its)]
-            alike = [one for one in alike if len(pieces[one]) == min(len(pieces[other]) for other in alike)]
-            alike = [one for one in alike if one in ours.held and torch.equal(ours.held[one], theirs.held[name])] or alike
-        once = {id(ours.values[one]): ours.values[one] for one in alike}
+            matches = [one for one in shaped if one == name or is_within(its, pieces[one])]
+            matches = matches or [one for one in shaped if is_within(pieces[one], its)]
+            matches = [one for one in matches if len(pieces[one]) == min(len(pieces[other]) for other in matches)]
+            matches = [one for one in matches if one in ours.held and torch.equal(ours.held[one], theirs.held[name])] or matches
+        once = {id(ours.values[one]): ours.values[one] for one in matches}
         parts = [ours.values[one] for one in ours.values if PLACE.sub("", one) == name]
         if once:
             found[name] = torch.stack(list(once.values())).sum(0)

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.registry import subclasses
 
 REFERENCE = re.compile(r"(?P<model>[\w.]+:[\w.]+)(?:\((?P<config>[\w.]+:[\w.]+)\))?")
 BUILD = "save it with torch.save(model) and load it with allow_pickle, or load(path, build=…) with a function that builds it"
@@ -136,13 +137,6 @@ def transformers_class(name: str) -> Any:
     return (
         getattr(transformers, name, None) if hasattr(transformers, name) else next((c for c in derived if c.__name__ == name), None)
     )
-
-
-def subclasses(kind: type) -> Iterator[type[Any]]:
-    children: list[type[Any]] = kind.__subclasses__()
-    for child in children:
-        yield child
-        yield from subclasses(child)
 
 
 def resolve(name: str, *, imports: bool) -> Any:

@@ -126,6 +126,12 @@ def test_a_wrong_option_is_refused_by_name(wrong: dict[str, object], words: str)
         Gate(**wrong)
 
 
+def test_a_pass_of_a_running_program_is_found_by_its_name() -> None:
+    assert registry.load_pass("gate") is Gate
+    with pytest.raises(SpecError, match="there is no pass called 'gates'"):
+        registry.load_pass("gates")
+
+
 def test_a_plan_changes_nothing_and_holds_a_near_miss_for_each_place_left_alone() -> None:
     dense = model((4, 4), (4, 3))
     before = dict(dense.named_modules())

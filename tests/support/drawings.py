@@ -95,7 +95,7 @@ def sheet(root: ElementTree.Element) -> Box:
 
 
 def text_box(text: ElementTree.Element) -> Box:
-    """Where a text stands in a common sans-serif, its letters 0.56 of their height wide on average."""
+    """The box of a text in a common sans-serif, its letters 0.56 of their height wide on average."""
     style, x, y = style_of(text), number(text, "x"), number(text, "y")
     size = float(style["font-size"].removesuffix("px"))
     width = (0.6 if "monospace" in style["font-family"] else 0.56) * size * len(text.text or "")
