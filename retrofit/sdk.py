@@ -13,7 +13,6 @@ from retrofit.anatomy.sites import NearMiss as NearMiss
 from retrofit.anatomy.sites import Site as Site
 from retrofit.anatomy.sites import collect_near_miss as collect_near_miss
 from retrofit.pipeline.layer_selection import selected_depths as selected_depths
-from retrofit.runtime.notes import Note as Note
 from retrofit.surgery.edit import Edit as Edit
 from retrofit.surgery.edit import Rearranged as Rearranged
 from retrofit.errors import CaptureError as CaptureError

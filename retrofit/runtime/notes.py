@@ -63,9 +63,9 @@ def table_lines(notes: Sequence[Note]) -> list[str]:
         listed = listed[:WORST_ROWS]
         rows.append([f"the {first.worst} {columns[0]}:"])
     rows += [[note.site, *(f"{note.values[column]:{note.form}}" for column in columns)] for note in listed]
-    label = max(len(row[0]) for row in rows)
+    first_width = max(len(row[0]) for row in rows)
     widths = [max(len(row[index]) for row in rows if len(row) > 1) for index in range(1, len(columns) + 1)]
     return [
-        "  ".join([row[0].ljust(label), *(cell.rjust(width) for cell, width in zip(row[1:], widths, strict=False))]).rstrip()
+        "  ".join([row[0].ljust(first_width), *(cell.rjust(width) for cell, width in zip(row[1:], widths, strict=False))]).rstrip()
         for row in rows
     ]
