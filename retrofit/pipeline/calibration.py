@@ -12,6 +12,7 @@ from retrofit.errors import SpecError
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import named_inputs, vocabulary_of
 from retrofit.runtime.probes import accepts, ids_name
+from retrofit.surgery.transformers_quantization import quantization_of
 
 LENGTH = 128  # tokens a window of text
 BATCH = 8  # windows a batch
@@ -90,12 +91,21 @@ def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, 
 
 
 def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
-    """Texts as windows of token ids, by the tokenizer in the directory the model came from, else as bytes: (windows, length)."""
+    """Texts as windows of token ids, by the tokenizer that came with the model, else as bytes: (windows, length)."""
     from retrofit.pipeline.tokenization import codec_for, read_tokenizer, windows_of
 
-    home = Path(str(getattr(getattr(model, "config", None), "name_or_path", "") or ""))
-    tokenizer = read_tokenizer(home) if str(home) != "." and home.is_dir() else None
+    home = origin_of(model)
+    tokenizer = read_tokenizer(home) if home is not None else None
     found = windows_of(texts, codec_for(model, tokenizer), LENGTH)
     if not len(found):
         raise SpecError(f"the calibration text does not fill one window of {LENGTH} tokens", remedy="give more text")
     return found
+
+
+def origin_of(model: nn.Module) -> Path | None:
+    """The directory or GGUF file that a transformers model was loaded from; None where it is not there."""
+    config = getattr(model, "config", None)
+    home = Path(str(getattr(config, "name_or_path", "") or ""))
+    file = getattr(quantization_of(model), "gguf_file", None)
+    found = home / str(file) if file else home
+    return found if str(home) != "." and found.exists() else None
