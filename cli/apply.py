@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from retrofit.rewriting import Applied
 
-WINDOW = 128  # tokens a window of calibration text
-
 EXAMPLES = """\
 An option after --pass belongs to that pass. What passes there are and what options they have: retrofit passes [NAME]
 
@@ -81,11 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.Tensor:
     """The text to fit on, as windows of the model's token ids: (windows, length)."""
-    from retrofit.pipeline.tokenization import codec_for, read_texts, read_tokenizer, windows_of
+    from retrofit.pipeline.calibration import calibration_windows
+    from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.companions import tokenizer_place
 
-    codec = codec_for(model, read_tokenizer(tokenizer_place(arguments.config or arguments.model)))
-    return windows_of(read_texts([arguments.calibrate]), codec, WINDOW)
+    tokenizer = read_tokenizer(tokenizer_place(arguments.config or arguments.model))
+    return calibration_windows(model, read_texts([arguments.calibrate]), tokenizer)
 
 
 def summary(applied: Applied, output: Path) -> list[tuple[str, str]]:

@@ -88,9 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with working(arguments.debug) as progress, name_in_errors(output):
             progress(f"reading {arguments.model}")
-            tokenizer = read_tokenizer(
-                arguments.tokenizer or tokenizer_place(arguments.model), required=arguments.tokenizer is not None
-            )
+            place = arguments.tokenizer or tokenizer_place(arguments.model)
+            tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
             model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
             result = continue_pretraining(
                 model,

@@ -92,13 +92,21 @@ def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, 
 
 def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
     """Texts as windows of token ids, by the tokenizer that came with the model, else as bytes: (windows, length)."""
-    from retrofit.pipeline.tokenization import codec_for, read_tokenizer, windows_of
+    from retrofit.pipeline.tokenization import read_tokenizer
 
     home = origin_of(model)
-    tokenizer = read_tokenizer(home) if home is not None else None
-    found = windows_of(texts, codec_for(model, tokenizer), LENGTH)
+    return calibration_windows(model, texts, read_tokenizer(home) if home is not None else None)
+
+
+def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> Tensor:
+    """Texts as windows of token ids, by `tokenizer`, or as bytes where that is None: (windows, length)."""
+    from retrofit.pipeline.tokenization import codec_for, windows_of
+
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    length = min(LENGTH, positions) if isinstance(positions, int) and positions > 0 else LENGTH
+    found = windows_of(texts, codec_for(model, tokenizer), length)
     if not len(found):
-        raise SpecError(f"the calibration text does not fill one window of {LENGTH} tokens", remedy="give more text")
+        raise SpecError(f"the calibration text does not fill one window of {length} tokens", remedy="give more text")
     return found
 
 

@@ -28,6 +28,7 @@ from retrofit.storage.pt_file import checkpoint_contents, read_checkpoint, rebui
 FILES = (".pt", ".pth")
 ONNX = ".onnx"
 OTHER_FORMATS = (".safetensors", ".ckpt", ".bin", ".npz", ".h5")
+NOT_WRITTEN = (*OTHER_FORMATS, gguf_header.SUFFIX)
 
 
 def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
@@ -50,7 +51,7 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
         with whole_file(path, force=force) as file:
             torch.save(payload, file)
         return path
-    if path.suffix in (*OTHER_FORMATS, gguf_header.SUFFIX):
+    if path.suffix in NOT_WRITTEN:
         raise CheckpointError(f"{path}: models are not saved as {path.suffix}", remedy="name a .pt file or a directory")
     if not hasattr(model, "save_pretrained"):
         raise CheckpointError(
@@ -110,7 +111,7 @@ def load(
 
 def is_file_name(path: Path) -> bool:
     """Whether `save` writes a file there, or refuses to, and not a directory."""
-    return path.suffix in (*FILES, *OTHER_FORMATS, SUFFIX, ONNX, gguf_header.SUFFIX)
+    return path.suffix in (*FILES, *NOT_WRITTEN, SUFFIX, ONNX)
 
 
 def as_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
