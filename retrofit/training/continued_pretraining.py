@@ -20,7 +20,7 @@ from retrofit.errors import CheckpointError, TrainingError
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.storage import architecture
-from retrofit.storage.checkpoint import ONNX, NOT_WRITTEN, save
+from retrofit.storage.checkpoint import NOT_WRITTEN, ONNX, save
 from retrofit.storage.exported_program import SUFFIX
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import Collator, objective_for
