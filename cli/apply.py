@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.anatomy.wording import format_change
-from retrofit.cli.accounts import rewrite_rows
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output, default_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
 from retrofit.cli.tables import print_table
+from retrofit.pipeline.accounts import rewrite_rows
 
 if TYPE_CHECKING:
     import torch
