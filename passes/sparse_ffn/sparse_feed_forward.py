@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,8 +137,8 @@ class SparseFeedForward(FeedForwardBlock):
         if self.controller != "gate":
             return
         (other,) = (port for index, port in enumerate(self.ports) if index != self.gate_port)
-        up = getattr(self.get_submodule(self.roles[other.matrix]), "weight", None)
-        down = getattr(self.down, "weight", None)
+        up: Any = getattr(self.get_submodule(self.roles[other.matrix]), "weight", None)
+        down: Any = getattr(self.down, "weight", None)
         plain = all(isinstance(one, Tensor) and type(one.data) is Tensor and one.is_floating_point() for one in (up, down))
         if not plain or down.shape != (self.units, self.width) or down.is_meta or up.is_meta or up.shape[-1] != self.width:
             return
