@@ -14,7 +14,7 @@ from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.anatomy.sites import NearMiss
 from retrofit.anatomy.wording import format_change
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError
-from retrofit.pipeline.accounts import aligned, plan_rows
+from retrofit.pipeline.accounts import aligned, plan_rows, separated
 from retrofit.pipeline.protocol import AnyPass, Plan
 from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
@@ -58,7 +58,7 @@ class RecipePlan:
         """What each pass would do, then parameters and FLOPs before and after, as rows of two cells."""
         after = "unknown until it is applied" if self.flops_after is None else format_change(self.flops_before, self.flops_after)
         return [
-            *(row for one in self.passes for row in plan_rows(one.spec, one.exact, one.plan)),
+            *separated(plan_rows(one.spec, one.exact, one.plan) for one in self.passes),
             ("parameters", format_change(self.parameters_before, self.parameters_after)),
             ("FLOPs per token", after),
         ]

@@ -47,6 +47,13 @@ def plan_rows(spec: str, exact: bool, plan: Plan) -> list[Cells]:
     return [*rows, *note_rows(plan.notes)]
 
 
+def separated(accounts: Iterable[list[Cells]]) -> list[Cells]:
+    """The rows of several passes, an empty one after each where there are several."""
+    each = list(accounts)
+    gap = [("", "")] if len(each) > 1 else []
+    return [row for rows in each for row in (*rows, *gap)]
+
+
 def promise(exact: bool) -> str:
     return "the same function at step 0" if exact else "approximate at step 0"
 

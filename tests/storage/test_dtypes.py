@@ -18,7 +18,7 @@ TOKENS = torch.randint(VOCABULARY, (16, 24), generator=torch.Generator().manual_
 SPECS = (
     "altup(k=2)",
     "sum",
-    "memory(rows=16, rank=2)",
+    "memory(buckets=16, rank=2)",
     "sequence-altup(k=2, layers=all)",
     "shared-moe(groups=0, experts=2)",
     "sparse-ffn(sparsity=8)",
@@ -27,10 +27,11 @@ SPECS = (
 )
 
 
-def rewritten(dtype: torch.dtype, spec: str) -> Any:
-    """A tiny Llama of that dtype, rewritten, and fitted on data where the pass is."""
-    fitted = TOKENS if parse_spec(spec).calibrates else None
-    return retrofit.apply(llama().to(dtype), spec, calibration=fitted, verify=False)
+def rewritten(dtype: torch.dtype, spec: str, folder: Path) -> Any:
+    """A tiny Llama loaded from a checkpoint of that dtype, rewritten, and fitted on data where the pass is."""
+    llama().to(dtype).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return retrofit.apply(model, spec, calibration=TOKENS if parse_spec(spec).calibrates else None, verify=False)
 
 
 def require_same(model: Any, again: Any) -> None:
@@ -42,12 +43,14 @@ def require_same(model: Any, again: Any) -> None:
     assert {name: buffer.dtype for name, buffer in again.named_buffers()} == {name: one.dtype for name, one in buffers.items()}
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+CASES = [*((torch.bfloat16, spec) for spec in SPECS), (torch.float16, "altup(k=2)"), (torch.float16, "sparse-ffn(sparsity=8)")]
+
+
+@pytest.mark.parametrize(("dtype", "spec"), CASES)
 def test_the_dtype_survives(dtype: torch.dtype, spec: str, tmp_path: Path) -> None:
-    model = rewritten(dtype, spec)
+    model = rewritten(dtype, spec, tmp_path / "dense")
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-    assert model.config.dtype == dtype and torch.isfinite(model(TOKENS[:2]).logits).all()
+    assert torch.isfinite(model(TOKENS[:2]).logits).all()
     model.save_pretrained(tmp_path / "model")
     retrofit.save(model, tmp_path / "model.pt")
     for again in (
