@@ -94,6 +94,7 @@ from retrofit.surgery.wrappers import with_item as with_item
 from retrofit.pipeline.calibration import calibration_from as calibration_from
 from retrofit.runtime.calibration import Calibration as Calibration
 from retrofit.runtime.calibration import Enough as Enough
+from retrofit.runtime.calibration_split import sample_calibration as sample_calibration
 from retrofit.runtime.calibration_split import split_calibration as split_calibration
 from retrofit.runtime.dense_predictions import DensePredictions as DensePredictions
 from retrofit.runtime.recorded_calls import RecordedCall as RecordedCall

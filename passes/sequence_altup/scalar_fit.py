@@ -55,8 +55,8 @@ class DenseModel:
         )
 
 
-def fit_scalars(edit: Edit, dense: DenseModel) -> list[str]:
-    """The strided layers have fitted scalars; returns the distance of the predictions, and each layer's error, before and after."""
+def fit_scalars(edit: Edit, dense: DenseModel) -> None:
+    """The strided layers have fitted scalars; how far the predictions and each layer are off before and after is noted."""
     layers = {path: strided_layer(edit.model, path) for path in dense.fitted}
     held_out = {path: regression(layer, dense.held_out[path]) for path, layer in layers.items()}
     before = {path: error_of(layer, START, *held_out[path]) for path, layer in layers.items()}
@@ -84,10 +84,9 @@ def fit_scalars(edit: Edit, dense: DenseModel) -> list[str]:
         if layer.b.item() == 1.0:  # the correction takes back what a2 adds
             edit.expect_late_gradient(layer.get_parameter("a2"))
     after = {path: error_of(layer, scalars_of(layer), *held_out[path]) for path, layer in layers.items()}
-    return [
-        f"the model: {dense.predictions.unit} {distances[0]:.3f} → {min(distances):.3f}",
-        *(f"{path}: relative error {before[path]:.3f} → {after[path]:.3f}" for path in layers),
-    ]
+    edit.note(f"{dense.predictions.unit} on windows held out: {distances[0]:.3f} → {min(distances):.3f}")
+    for path in layers:
+        edit.note("relative error on windows held out", path, {"before": before[path], "after": after[path]}, worst="highest")
 
 
 def strided_layer(model: nn.Module, path: str) -> SequenceAltUpLayer:

@@ -139,7 +139,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
                 for name in ("a2",) if self.k > 1 else ("a1", "a2"):
                     edit.expect_late_gradient(wrapper.get_parameter(name))
         if dense is not None:
-            edit.note("\n  ".join(["with the scalars 1, 0, 1 → fitted, on windows held out", *fit_scalars(edit, dense)]))
+            fit_scalars(edit, dense)
 
     # Which layers.
 

@@ -13,7 +13,7 @@ partial re-initialisation of Drop-Upcycling (ICLR 2025).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from retrofit.passes.shared_moe.attention_sharing import SharedAttention, plan_sharing, share
 from retrofit.passes.shared_moe.expert_load import expert_load
 from retrofit.passes.shared_moe.grouping import DOWN, Group, group_feed_forwards, named_matrices
-from retrofit.passes.shared_moe.mixture_fit import MixtureStart, fit_mixtures
+from retrofit.passes.shared_moe.mixture_fit import TOKENS, MixtureStart, fit_mixtures
 from retrofit.passes.shared_moe.mixture_of_experts import ExpertMatrices, MixtureOfExperts, MoEBlock
 from retrofit.sdk import (
     Anatomy,
@@ -41,6 +41,7 @@ from retrofit.sdk import (
     feed_forwards,
     install_feed_forward,
     option,
+    sample_calibration,
     selected_depths,
     weight_and_bias,
     weight_out_first,
@@ -209,10 +210,14 @@ class SharedMoE(Pass[SharedMoEPlan]):
             share(attention, edit)
         if self.balance and not isinstance(vars(edit.model).get("forward"), ForwardWithAuxiliaryLosses):
             edit.set_attribute(edit.model, "forward", ForwardWithAuxiliaryLosses(edit.model))
-        if plan.starts:
-            edit.note("\n  ".join(["relative error of the feed-forwards, uncalibrated → fitted", *errors_of(plan)]))
+        for group in plan.groups:
+            if (start := plan.starts.get(group.name)) is not None:
+                for site, before, after in zip(group.sites, start.before, start.after, strict=True):
+                    edit.note("relative error on tokens held out", site.name, {"before": before, "after": after}, worst="highest")
         if edit.calibration is not None:
-            edit.note("\n  ".join(["load of the experts", *expert_load(edit.model, edit.calibration).lines()]))
+            for path, shares in expert_load(edit.model, sample_calibration(edit.calibration, TOKENS)).shares.items():
+                columns = {f"expert {e}": share for e, share in enumerate(shares)}
+                edit.note("part of the dispatches", path, columns, form=".0%")
 
     def replace(self, group: Group, start: MixtureStart | None, placed: set[int], edit: Edit) -> None:
         """One mixture replaces the feed-forwards of the group, and where each of their weights went is accounted for."""
@@ -267,15 +272,6 @@ def parse_sources(text: str, experts: int) -> list[tuple[int, ...]]:
     if any(len(group) != experts for group in groups):
         raise SpecError(f"shared-moe: sources={text} does not name a layer for each of {experts} experts", remedy=SOURCES_REMEDY)
     return [tuple(map(int, group)) for group in groups]
-
-
-def errors_of(plan: SharedMoEPlan) -> Iterator[str]:
-    """For each layer of a fitted mixture its relative error on held-out tokens before and after."""
-    for group in plan.groups:
-        start = plan.starts.get(group.name)
-        if start is not None:
-            for site, before, after in zip(group.sites, start.before, start.after, strict=True):
-                yield f"{site.name}: {before:.3f} → {after:.3f}"
 
 
 def parameters_of(site: FeedForward, model: nn.Module) -> list[nn.Parameter]:

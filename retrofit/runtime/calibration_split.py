@@ -32,6 +32,13 @@ def split_calibration(calibration: Calibration, tokens: int, held_out_tokens: in
     return Calibration(tuple(batched(spread(fitted, most)))), Calibration(tuple(batched(spread(held_out, kept))))
 
 
+def sample_calibration(calibration: Calibration, tokens: int) -> Calibration:
+    """Windows of about `tokens` tokens, spread evenly over the data; all of it where it is no more."""
+    windows = [window for batch in calibration.batches for window in windows_of_batch(batch)]
+    length = max(1, max(length_of(window) for window in windows))
+    return Calibration(tuple(batched(spread(windows, max(1, tokens // length)))))
+
+
 def windows_of_batch(batch: Window) -> Iterator[Window]:
     """Each row of a batch as a batch of one; a value without rows is in all of them."""
     rows, _ = extent_of(batch)

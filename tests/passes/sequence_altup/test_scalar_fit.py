@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_half_of_the_way_is_half_of_what_is_linear() -> None:
     assert moved(START, end, 1.0) == pytest.approx(end)
 
 
-def strided(spec: SequenceAltUp, calibrated: bool) -> tuple[torch.nn.Module, tuple[str, ...]]:
+def strided(spec: SequenceAltUp, calibrated: bool) -> tuple[torch.nn.Module, tuple[Any, ...]]:
     entry = zoo.entry("seq2seq/t5")
     model = zoo.build(entry)
     ids = zoo.inputs(entry, model, batch=16, length=24)["input_ids"]
@@ -83,10 +84,11 @@ def scalars_of(model: torch.nn.Module) -> dict[str, list[float]]:
 def test_a_calibrated_start_is_nearer_and_worse_in_no_layer() -> None:
     model, notes = strided(SequenceAltUp(k=2), calibrated=True)
     assert any(one != [1.0, 0.0, 1.0] for one in scalars_of(model).values())
-    (note,) = notes
-    pairs = [tuple(float(part) for part in line.split()[-3::2]) for line in note.splitlines()[1:]]
-    assert len(pairs) == 1 + len(scalars_of(model))
-    assert all(after <= before for before, after in pairs) and pairs[0][1] < pairs[0][0]
+    whole, *layers = notes
+    before, after = (float(part) for part in whole.split(": ")[1].split(" → "))
+    assert after < before
+    assert {note.site for note in layers} == scalars_of(model).keys()
+    assert all(note.values["after"] <= note.values["before"] for note in layers)
 
 
 def test_the_fit_is_the_same_every_time() -> None:
