@@ -214,8 +214,9 @@ def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, reno
         x, held_x = ([inputs[site.path] for site in group.sites] for inputs in (fitted, held_out))
         router = torch.empty(experts, group.sites[0].width, device=x[0].device).normal_(std=ROUTER_SPREAD)
         bound = group.bound_to(edit.model)
-        parts = [Products.of(bound, one, edit.model) for one in (x, held_x)]
-        starts[group.name] = fit_mixture(*parts, group.source_indices(experts), router, k, renormalize, choose=not group.chosen)
+        products, held_products = (Products.of(bound, one, edit.model) for one in (x, held_x))
+        sources, choose = group.source_indices(experts), not group.chosen
+        starts[group.name] = fit_mixture(products, held_products, sources, router, k, renormalize, choose=choose)
     return starts
 
 
