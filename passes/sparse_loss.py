@@ -174,7 +174,7 @@ class SparseLoss(Pass[SparseLossPlan]):
         if edit.calibration is None or weight.is_meta:
             return
         x, held_out = (record_inputs(edit.model, head.module, part) for part in split_calibration(edit.calibration, TOKENS))
-        bias = None if replacement.bias is None else replacement.bias.detach().float().flatten()
+        bias = None if head.bias is None else edit.model.get_parameter(head.bias).detach().float().flatten()
         dense = DenseHead(weight.detach().t().float(), bias)
         before, after = fit_to_data(replacement.product, dense, x, held_out)
         edit.note(f"KL divergence from the dense head on tokens held out, in nats: {before:.3f} → {after:.3f}")

@@ -35,8 +35,8 @@ class DensePredictions:
     @classmethod
     def record(cls, model: nn.Module, fitted: Calibration, held_out: Calibration) -> DensePredictions:
         """The outputs of `model`, which is the dense one still; one window a batch."""
-        parts = [tuple(outputs_of(model, part)) for part in (fitted, held_out)]
-        return cls(*parts, parts[0][0][1].shape[-1] == vocabulary_of(model))
+        known, other = (tuple(outputs_of(model, part)) for part in (fitted, held_out))
+        return cls(known, other, known[0][1].shape[-1] == vocabulary_of(model))
 
     @property
     def unit(self) -> str:
