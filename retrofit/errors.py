@@ -53,6 +53,11 @@ class VerificationError(RetrofitError):
         self.report = report
 
 
+def join_remedies(one: str, other: str) -> str:
+    """Two ways out as one."""
+    return f"{one}; or {other}" if one else other
+
+
 def first_line(error: BaseException) -> str:
     """The kind of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
