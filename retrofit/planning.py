@@ -21,7 +21,11 @@ from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.line_folding import fold_lines
 from retrofit.runtime.skeletons import without_weights
 from retrofit.runtime.state_preservation import preserve_random_state
+<<<<<<< HEAD
 from retrofit.surgery import transformers_bookkeeping
+=======
+from retrofit.runtime.wrapped_models import transformer_inside
+>>>>>>> work
 from retrofit.surgery.edit import Edit
 
 
@@ -145,6 +149,7 @@ def plan_of(
 def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, report: Progress) -> tuple[RecipePlan, nn.Module]:
     """The plan for the model's modules, or its graph; and the model that it is for."""
     with preserve_random_state():
+        model = transformer_inside(model, example_inputs)
         model, inputs, program = prepare_model(model, example_inputs, emit, report)
         skeleton = without_weights(model)
         planned: list[PlannedPass] = []

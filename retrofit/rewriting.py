@@ -29,6 +29,7 @@ from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import device_of, named_inputs
 from retrofit.runtime.probes import run
 from retrofit.runtime.state_preservation import preserve_state
+from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
 
@@ -63,6 +64,8 @@ def apply(
     `emit="graph"` gives the rewritten model as an FX graph module on the same parameters and leaves `model` itself alone; so does a
     model whose layers are no modules, and one whose modules a pass does not fit but whose graph it fits. A transformers model, which
     would lose its class, its cache and `generate`, becomes a graph only where `emit` says so; a refusal says where that works.
+
+    Of a module that only feeds one transformers model, such as a sentence-transformers pipeline, that model is rewritten.
 
     `passes` are objects or specs (`"altup(k=2)"`); `example_inputs` (by argument name) are derived from the model where not given.
     `calibration`, what passes that start approximate are fitted on: texts, token ids (windows, length), or batches of inputs.
@@ -104,10 +107,10 @@ def apply_reported(
         if emit == "graph" or isinstance(model, fx.GraphModule):
             raise
         say("trying its graph")
-        inputs = named_inputs(model, example_inputs)
-        if not fits_as_graph(model, chosen, inputs):
+        inside = transformer_inside(model, example_inputs)
+        if not fits_as_graph(inside, chosen, named_inputs(inside, example_inputs)):
             raise
-        if transformers_bookkeeping.is_transformers(model):
+        if transformers_bookkeeping.is_transformers(inside):
             refusal.remedy = join_remedies(refusal.remedy, GRAPH_WAY_OUT)
             raise
         return how(model, emit="graph", note=f"{BECOMES_GRAPH}: {refusal.why or refusal.what}")
@@ -126,6 +129,8 @@ def rewrite_once(
     note: str = "",
 ) -> Applied:
     """What `apply_reported` does, on the model's modules or on its graph; `note` is told with the first pass."""
+    whole, model = model, transformer_inside(model, example_inputs)
+    fed = model if model is not whole else None
     before = sum(parameter.numel() for parameter in model.parameters())
     model, inputs, dense = prepare_model(model, example_inputs, emit, say)
     reference = None
@@ -137,6 +142,7 @@ def rewrite_once(
     if example_inputs is not None:
         edit.set_attribute(model, "retrofit_inputs", recipe_storage.describe_inputs(inputs))
     try:
+        recipe_storage.make_room(model, edit)
         accounts, dense_flops = run_passes(model, passes, inputs, edit, say, dense)
         if note:
             accounts = (dataclasses.replace(accounts[0], notes=(note, *accounts[0].notes)), *accounts[1:])
@@ -168,7 +174,7 @@ def rewrite_once(
         raise
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
-    return Applied(model, accounts, report, before, after, dense_flops, flops)
+    return Applied(whole if model is fed else model, accounts, report, before, after, dense_flops, flops)
 
 
 def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
