@@ -21,11 +21,8 @@ from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.line_folding import fold_lines
 from retrofit.runtime.skeletons import without_weights
 from retrofit.runtime.state_preservation import preserve_random_state
-<<<<<<< HEAD
-from retrofit.surgery import transformers_bookkeeping
-=======
 from retrofit.runtime.wrapped_models import transformer_inside
->>>>>>> work
+from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
 
 
@@ -126,8 +123,8 @@ def plan_of(
 
     `model` does not change: the first plan is read off the model itself, and every plan is carried out on a copy without weights.
     A pass that fits nowhere has a plan without sites, and the passes after it are planned as if it were not there; where `apply`
-    would rewrite the graph of the model instead, the plan is that for the graph. Raises
-    `RetrofitError` where the model cannot be captured or holds no transformer, `SpecError` where a pass cannot be parsed.
+    would rewrite the graph of the model instead, the plan is that for the graph. Raises `RetrofitError` where the model cannot be
+    captured or holds no transformer, `SpecError` where a pass cannot be parsed.
     """
     report = progress or (lambda stage: None)
     parsed = parse_passes(passes)
@@ -141,7 +138,7 @@ def plan_of(
         return plan
     if not as_graph.fits or as_graph.flops_after is None:
         return plan
-    if transformers_bookkeeping.is_transformers(model):
+    if transformers_bookkeeping.is_transformers(planned_as):
         return plan if plan.fits else plan.with_way_out(GRAPH_WAY_OUT)
     return as_graph.with_note(BECOMES_GRAPH)
 
