@@ -63,7 +63,7 @@ def apply(
 
     `emit="graph"` gives the rewritten model as an FX graph module on the same parameters and leaves `model` itself alone; so does a
     model whose layers are no modules, and one whose modules a pass does not fit but whose graph it fits. A transformers model
-    would lose its class, its cache and `generate`: it becomes a graph only where `emit` says so, and a refusal says where that works.
+    would lose its class, its cache and `generate`: it becomes a graph only where `emit` says so. A refusal says where that works.
 
     Of a module that only feeds one transformers model, such as a sentence-transformers pipeline, that model is rewritten.
 
