@@ -13,7 +13,7 @@ from retrofit.anatomy.inspection import read_anatomy
 from retrofit.checks.reference import Reference
 from retrofit.checks.report import Report
 from retrofit.checks.verify import check_rewrite
-from retrofit.errors import CaptureError, DoesNotFitError, SpecError, VerificationError, first_line, join_remedies
+from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, SpecError, VerificationError, first_line, join_remedies
 from retrofit.graphs.fits_as_graph import fits_as_graph
 from retrofit.graphs.graph_module import graph_module
 from retrofit.graphs.shape_prop import propagate_shapes
@@ -108,12 +108,14 @@ def apply_reported(
             raise
         say("trying its graph")
         inside = transformer_inside(model, example_inputs)
-        if not fits_as_graph(inside, chosen, named_inputs(inside, example_inputs)):
-            raise
         if transformers_bookkeeping.is_transformers(inside):
-            refusal.remedy = join_remedies(refusal.remedy, GRAPH_WAY_OUT)
+            if fits_as_graph(inside, chosen, named_inputs(inside, example_inputs)):
+                refusal.remedy = join_remedies(refusal.remedy, GRAPH_WAY_OUT)
             raise
-        return how(model, emit="graph", note=f"{BECOMES_GRAPH}: {refusal.why or refusal.what}")
+        try:
+            return how(model, emit="graph", note=f"{BECOMES_GRAPH}: {refusal.why or refusal.what}")
+        except RetrofitError:  # the graph cannot hold it either
+            raise refusal from None
 
 
 def rewrite_once(
