@@ -180,8 +180,8 @@ def spread_out(calibration: Calibration) -> Calibration:
 def held_out_tokens(count: int) -> Tensor:
     """Which of so many tokens are left out of the fit, drawn at random: (count).
 
-    Not every eighth: windows of text have lengths that 8 divides, and the first tokens of all of them, which are the massive ones of
-    many models, would be left out.
+    Not every eighth: windows of text have lengths that 8 divides, and the first tokens of all of them, which are the massive ones
+    of many models, would be left out.
     """
     drawn = torch.randperm(count, generator=torch.Generator().manual_seed(0))[: -(-count // HELD_OUT)]
     return torch.zeros(count, dtype=torch.bool).index_fill(0, drawn, True)
