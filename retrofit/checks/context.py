@@ -38,8 +38,8 @@ class Context:
     def exact_limit(self) -> float:
         """How far the outputs of an exact rewrite may lie from the dense model's in float64.
 
-        A weight that holds a multiple of a dense one is rounded in its own dtype, but for powers of two; and for fractions among these
-        where the numbers of float16 end.
+        A weight that holds a multiple of a dense one is rounded in its own dtype, but for powers of two; also for the
+        fractions among these where the numbers of float16 end.
         """
         precision = torch.finfo(self.subject.arithmetic.stored)
         scales = {fate.scale for fate in self.fates.values()}
