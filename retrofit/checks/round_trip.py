@@ -124,10 +124,10 @@ def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | N
         return Trip(medium, lost=tuple(lost))
     restored: tuple[str, ...] = ()
     for inputs, run_once in runs_to_repeat(subject):
-        ours, theirs = run_once.logits, logits_of(run(loaded, inputs)).cpu()
+        ours, theirs = run_once.logits, logits_loaded(subject, loaded, inputs)
         if not same_bits(ours, theirs):
             gap, culprit, buffers = distance(theirs, ours), find_culprit(context, loaded), restore_buffers(subject, loaded, before)
-            if not same_bits(ours, logits_of(run(loaded, inputs)).cpu()):
+            if not same_bits(ours, logits_loaded(subject, loaded, inputs)):
                 return Trip(medium, gap, culprit=culprit)
             restored = tuple(buffers)
     return Trip(medium, restored=restored)
@@ -137,6 +137,12 @@ def runs_to_repeat(subject: Subject) -> list[tuple[dict[str, Any], Run]]:
     """The inputs and what the model returned for them, also for another shape if it runs on that."""
     shapes = [0, *(shape for shape in range(1, len(subject.shapes))[:1] if not isinstance(attempt(subject.run, shape), Raised))]
     return [(subject.shapes[shape], subject.run(shape)) for shape in shapes]
+
+
+def logits_loaded(subject: Subject, loaded: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    """What the loaded model returns, in the arithmetic that the saved one is measured in."""
+    with subject.arithmetic.computing():
+        return logits_of(run(loaded, inputs)).cpu()
 
 
 def save_in_shards(model: nn.Module, path: Path) -> None:
