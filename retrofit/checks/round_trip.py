@@ -24,7 +24,7 @@ from retrofit.errors import CheckpointError
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.probes import distance, logits_of, run, same_bits
 from retrofit.storage.checkpoint import load, save
-from retrofit.storage.sampled_files import WHOLE, is_large, same_sample, write_samples
+from retrofit.storage.sampled_files import is_large, same_sample, write_samples
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 
@@ -73,7 +73,7 @@ def take_trip(context: Context, folder: Path, before: RoundTripMeasurement | Non
     if through_directory and (large := sum(is_large(one) for one in subject.model.parameters())):
         sampled = attempt(save_and_load, context, folder / "samples", before, True)
         if isinstance(sampled, Trip) and not sampled.lost and sampled.gap is None:
-            return dataclasses.replace(sampled, note=f"of {large} weights over {WHOLE >> 20} MiB the directory held a sample")
+            return dataclasses.replace(sampled, note=f"of {large} large weights the directory held a sample")
         shutil.rmtree(folder / "samples", ignore_errors=True)
     size = sum(tensor.numel() * tensor.element_size() for tensor in (*subject.model.parameters(), *subject.model.buffers()))
     if size > LARGEST or 2 * size > shutil.disk_usage(folder).free:
