@@ -1,8 +1,8 @@
 """How often a faultless rewrite is reported as wrong: tiny models of twelve families, every pass, every check.
 
-Each rewrite has a seed, from which come its weights, its odd sizes and the options of the pass; the weights are those of a fresh model,
-or three times as large, which rounds as trained ones with massive activations do. A refusal before the edit is no alarm: it is counted
-as `refused`. Progress is in the file of `-o`, and the next call goes on from there.
+Each rewrite has a seed, from which come its weights, its odd sizes and the options of the pass; the weights are those of a fresh
+model, or three times as large, which rounds as trained ones with massive activations do. A refusal before the edit is no alarm: it
+is counted as `refused`. Progress is in the file of `-o`, and the next call goes on from there.
 
     python benchmarks/false_alarms.py -o false_alarms.json --rewrites 1000
 """
@@ -193,9 +193,8 @@ def table(results: list[dict[str, Any]]) -> str:
     for result in results:
         for check, said in result["alarms"].items():
             rows.append(f"\n{result['family']} {result['spec']} scale {result['scale']:g} seed {result['seed']}: {check}: {said}")
-    refusals = Counter(
-        (result["family"], result["pass"], result["why"][:120]) for result in results if result["outcome"] == "refused"
-    )
+    refused = [result for result in results if result["outcome"] == "refused"]
+    refusals = Counter((result["family"], result["pass"], result["why"][:120]) for result in refused)
     for (family, one, why), count in sorted(refusals.items()):
         rows.append(f"\nrefused {count} times: {family} {one}: {why}")
     return "\n".join(rows)

@@ -36,11 +36,13 @@ class Choices(TorchDispatchMode):
     """Within this context the choices are recorded in `made`; given some that were, they are made again, however the numbers fall.
 
     Then `changed` is how many would have fallen otherwise, and `margin` how far at most the candidates lay apart, relative to the
-    largest of their numbers. Enter it after an arithmetic, so that it sees what the code sees.
+    largest of their numbers. `picks_only` leaves thresholds and roundings aside. Enter it after an arithmetic, so that it sees what
+    the code sees.
     """
 
-    def __init__(self, forced: list[Tensor] | None = None) -> None:
+    def __init__(self, forced: list[Tensor] | None = None, *, picks_only: bool = False) -> None:
         super().__init__()
+        self.picks_only = picks_only
         self.made: list[Tensor] = []
         self.forced = forced
         self.changed, self.margin = 0, 0.0
@@ -60,7 +62,7 @@ class Choices(TorchDispatchMode):
             values = values if keeps else values.squeeze(dim)
             self.compare(result[0], values, result[1] != places, scale_of(args[0]))
             return type(result)((values, places)) if isinstance(result, tuple) and type(result) is not tuple else (values, places)
-        if isinstance(result, Tensor) and is_discrete(result):
+        if isinstance(result, Tensor) and is_discrete(result) and (function in PLACES or not self.picks_only):
             places = self.choose(result)
             if places is not result:
                 self.compare(*candidates(function, args, result, places), result != places, scale_of(given[0]))
@@ -74,9 +76,10 @@ class Choices(TorchDispatchMode):
             return result
         place = len(self.made)
         self.made.append(result)
-        if place >= len(self.forced) or self.forced[place].shape != result.shape or self.forced[place].dtype != result.dtype:
+        if place >= len(self.forced) or self.forced[place].numel() != result.numel():
             raise OtherChoicesError("the operations are not those whose choices were recorded")
-        return result if torch.equal(self.forced[place], result) else self.forced[place]
+        forced = self.forced[place].reshape(result.shape).to(result)
+        return result if torch.equal(forced, result) else forced
 
     def compare(self, ours: Tensor, theirs: Tensor, differs: Tensor, scale: float) -> None:
         self.changed += int(differs.sum())
