@@ -24,15 +24,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+DEEP = {"num_hidden_layers": 22, "vocab_size": 32000}
 SIZES: dict[str, dict[str, Any]] = {
-    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "vocab_size": 32000},
-    "300m": {
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 16,
-        "vocab_size": 32000,
-    },
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, **DEEP},
+    "300m": {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, **DEEP},
     "smoke": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 2000},
 }
 SPECS = ("altup(k=2, embedding=wide)", "altup(k=2, embedding=recycled)")
@@ -73,7 +68,7 @@ def save_model(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def parts_timed(model: Any) -> Iterator[dict[str, list[float]]]:
-    """Within this context the capture, the passes, and each check on the dense and on the rewritten model are timed: [busy, forwards]."""
+    """Within this context what capture, passes and each check on both models take is recorded: [busy seconds, forwards]."""
     from retrofit import rewriting
     from retrofit.checks import reference
     from retrofit.checks.registry import CHECKS

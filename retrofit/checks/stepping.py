@@ -117,12 +117,13 @@ def step_through(model: nn.Module, whole: Inputs, name: str, reorders: bool) -> 
     """
     total, rows = whole[name].shape[1], len(whole[name])
     pieces: list[torch.Tensor] = []
-    cache, reordered = None, False
+    cache: Any = None
+    reordered = False
     steps = STEPS if reorders else 1
     for start, stop in [(0, total - steps), *((last, last + 1) for last in range(total - steps, total))]:
         chunk = {**section(whole, name, start, stop), "use_cache": True}
         if reorders and stop == total and hasattr(cache, "reorder_cache"):
-            cache.reorder_cache(torch.arange(rows - 1, -1, -1, device=whole[name].device))  # type: ignore[union-attr]
+            cache.reorder_cache(torch.arange(rows - 1, -1, -1, device=whole[name].device))
             chunk = {key: value.flip(0) if has_rows(value, rows) else value for key, value in chunk.items()}
             reordered = True
         output = run(model, chunk, past_key_values=cache) if cache is not None else run(model, chunk)
