@@ -97,7 +97,10 @@ def wiring(observed: Observed) -> Problems:
             moe.balance = weight  # type: ignore[union-attr]
     assert base is not None
     if abs(total - base - recorded) > 1e-2 * recorded + 1e-5 * abs(base):
-        yield "", f"its loss in training is {total - base:.4g} above that without balance loss, and the balance losses sum to {recorded:.4g}"
+        yield (
+            "",
+            f"its loss in training is {total - base:.4g} above that without balance loss, and the balance losses sum to {recorded:.4g}",
+        )
 
 
 def groups_of(observed: Observed) -> list[list[ObservedSite]]:
@@ -133,4 +136,3 @@ def expert_start(group: list[ObservedSite], observed: Observed) -> Problems:
         found = found if tail is None else tail(found)  # type: ignore[operator]
         if float((found - y).abs().max()) > CLOSE * float(y.abs().max()):
             yield source.path, f"expert {e} does not begin as this layer's feed-forward"
-

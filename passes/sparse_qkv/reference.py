@@ -161,7 +161,10 @@ def start(observed: Observed) -> Problems:
         found = found if order is None else found[..., order]
         error = float((found - y).norm() / y.norm())
         if error >= 1:
-            yield path, f"its relative error from the dense projection is {error:.2g}: it was not fitted, or its columns lie otherwise"
+            yield (
+                path,
+                f"its relative error from the dense projection is {error:.2g}: it was not fitted, or its columns lie otherwise",
+            )
 
 
 def projections(observed: Observed) -> Iterator[tuple[str, Any, Tensor, Tensor]]:

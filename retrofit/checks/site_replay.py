@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofit.checks.site_recording import CacheMark, map_tensors
-from retrofit.pipeline.method_reference import Deviation, Draw, Expected, ModuleReference, OneOf, Place, RecordedCall, SiteCall, item, linked
+from retrofit.pipeline.method_reference import (
+    Deviation,
+    Draw,
+    Expected,
+    ModuleReference,
+    OneOf,
+    Place,
+    RecordedCall,
+    SiteCall,
+    item,
+    linked,
+)
 from retrofit.runtime.precision import Widened
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.surgery.wrappers import with_item
@@ -336,9 +347,7 @@ class Replay:
 
         self.args = tuple(map(leaf, call.args))
         self.kwargs = {name: leaf(value) for name, value in call.kwargs.items()}
-        self.results = {
-            name: [map_tensors(returned, widen) for _, _, returned in made] for name, made in call.children.items()
-        }
+        self.results = {name: [map_tensors(returned, widen) for _, _, returned in made] for name, made in call.children.items()}
         self.site = SiteCall(module, options, self.args, self.kwargs, call.inputs, self.results, (), before, cached)
 
     def run(self, gradients: bool, seed: int) -> Found:
