@@ -1,8 +1,8 @@
 """The method check: what a pass installed computes what its method says, held against an independent reference.
 
-Every pass may bring a reference (`Pass.reference`): for each of its modules the formula in plain loops in float64. The modules' calls
-are recorded in forwards of the rewritten model (many tokens, one token, step by step on a cache), and each is made again by the module
-and by the reference: in evaluation mode, in training mode with the same random draws, and backward. Then comes what lies between the
+Every pass may bring a reference (`Pass.reference`): for each of its modules the formula in plain loops in float64. The calls of
+these modules are recorded in forwards of the rewritten model (many tokens, one token, step by step on a cache), and each is made again
+by the module and by the reference: evaluating, training with the same random draws, and backward. Then comes what lies between the
 modules (which block, which ids, whose loss) and, where the model has just been rewritten, what they begin with.
 """
 
@@ -20,7 +20,7 @@ from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.gradients import loss_of
 from retrofit.checks.site_recording import MOST, CallRecorder, has_cache
-from retrofit.checks.site_replay import Found, MovedParameters, output_of, own_modules, replay
+from retrofit.checks.site_replay import Found, MovedParameters, own_modules, replay
 from retrofit.checks.stepping import section, step_inputs
 from retrofit.checks.subject import Subject
 from retrofit.errors import RetrofitError, first_line
@@ -33,7 +33,7 @@ from retrofit.surgery.auxiliary_losses import auxiliary_losses
 ELEMENTS = 100_000_000  # parameters of sites that are computed again; of larger models some sites, evenly spaced
 STEPS = 5  # tokens decoded one at a time: of a few in a row some are anchors and some are not
 NAMED = 3  # problems that the report names
-PROBES = 4  # random rows that its projections are tried on
+PROBES = 16  # random rows that its projections are tried on
 ROWS = 3  # of what each dense module receives and returns
 
 
@@ -360,6 +360,3 @@ def passes_of(model: nn.Module, context: Context) -> tuple[Any, ...]:
     if accounts is not None:
         return tuple(parse_spec(one.spec) for one in accounts)
     return tuple(recipe(model) or ())
-
-
-__all__ = ["measure", "judge", "output_of"]

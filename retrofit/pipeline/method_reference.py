@@ -137,8 +137,8 @@ def linked(leaf: Tensor, argument: Tensor) -> Tensor:
 class ModuleReference:
     """How else the output of a module that a pass installs is computed.
 
-    `given` are its children that were there before, `functions` those that compute an element-wise part of the dense model, which the
-    formula calls too. `key` is the attribute that says where in what the module returns the output is, "" where that is the value
+    `given` are its children that were there before, `functions` those that compute an element-wise part of the dense model: the
+    formula calls these too. `key` is the attribute that says where in what the module returns the output is, "" where that is the value
     itself or its first item. `tokens`: from so many tokens on it computes in another way. `trainings`: how many times it is
     trained on other random numbers.
     """
