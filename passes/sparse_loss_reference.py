@@ -10,6 +10,7 @@ from torch import Tensor
 from retrofit.sdk import Observed, Problems, SiteCall
 
 LEAST = 0.6  # of a fit's own square: its product with what it is fitted to (1 but for the few rows they are tried on)
+CALIBRATED = 0.1  # the same of a fit on calibration data, for which random rows count otherwise
 
 
 def multiplicative_head(call: SiteCall) -> Tensor:
@@ -29,12 +30,13 @@ def start(observed: Observed) -> Problems:
     """D and E were fitted to the dense head: the scale of a least-squares fit Ŵ is the best one, ⟨Ŵ, W⟩ = ‖Ŵ‖²."""
     for site in observed.sites:
         head: Any = site.module
-        known = observed.dense_probes.get(site.path)
+        known = observed.dense_probes.get(site.dense_path)
         if known is None:
             continue
         x, y = (rows.double() for rows in known)
         bias = 0.0 if head.bias is None else head.bias.detach().double()
         found = logits(head, observed.options.modules, x) - bias
         agreement = float((found * y).sum() / found.square().sum().clamp_min(1e-30))
-        if not LEAST <= agreement <= 1 / LEAST:
+        least = CALIBRATED if observed.is_calibrated else LEAST
+        if not least <= agreement <= 1 / least:
             yield site.path, f"the dense head is {agreement:.2g} times as long along it: it was not fitted to it"

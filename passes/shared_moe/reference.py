@@ -115,7 +115,8 @@ def start(observed: Observed) -> Problems:
         weight = moe.router.weight.detach().float()
         if weight.numel() >= 24 and not 0.5 < float(weight.std()) / 0.02 < 2:
             yield group[0].path, f"the router begins with a spread of {float(weight.std()):.2g}, and the method's is 0.02"
-        if not observed.options.reinit:
+        chosen_on_data = observed.is_calibrated and len(group) > 1
+        if not observed.options.reinit and not chosen_on_data:
             yield from expert_start(group, observed)
 
 
@@ -123,7 +124,7 @@ def expert_start(group: list[ObservedSite], observed: Observed) -> Problems:
     """Expert e computes what the dense feed-forward at depth ⌊(e + ½) n / E⌋ of the group's n did."""
     for e in range(observed.options.experts):
         source = group[int((e + 0.5) * len(group) / observed.options.experts)]
-        known = observed.dense_calls.get(source.path)
+        known = observed.dense_calls.get(source.dense_path)
         if known is None or known[0].shape[-1] != source.module.width or known[1].shape[-1] != source.module.width:
             continue
         x, y = (rows.double() for rows in known)

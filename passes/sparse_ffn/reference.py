@@ -120,7 +120,7 @@ def start(observed: Observed) -> Problems:
     advantages: list[tuple[str, float, float]] = []
     for site in observed.sites:
         block: Any = site.module
-        known = observed.dense_calls.get(site.path)
+        known = observed.dense_calls.get(site.dense_path)
         if known is not None and known[0].shape[-1] == block.width == known[1].shape[-1]:
             x, y = (rows.double() for rows in known)
             apart = float((output(block, hidden_units(block, x)[1]).detach() - y).abs().max())

@@ -11,6 +11,7 @@ from torch import Tensor
 from retrofit.sdk import Deviation, Observed, Problems, SiteCall
 
 LEAST = 0.6  # of a fit's own square: its product with what it is fitted to (1 but for the few rows they are tried on)
+CALIBRATED = 0.1  # the same of a fit on calibration data, for which random rows count otherwise
 
 # ── The projections ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -165,7 +166,8 @@ def start(observed: Observed) -> Problems:
         found = projected(sparse, kind, options.kernel, x.unsqueeze(1)).squeeze(1)[..., start_column : start_column + width]
         found = found if order is None else found[..., order]
         agreement = float((found * y).sum() / found.square().sum().clamp_min(1e-30))
-        if not LEAST <= agreement <= 1 / LEAST:
+        least = CALIBRATED if observed.is_calibrated else LEAST
+        if not least <= agreement <= 1 / least:
             ratio = f"the dense projection is {agreement:.2g} times as long along it"
             yield path, f"{ratio}: it was not fitted, or its columns lie otherwise"
 
@@ -174,7 +176,7 @@ def projections(observed: Observed) -> Iterator[tuple[str, Any, Tensor, Tensor]]
     """The modules that were dense projections, with random rows and what the dense one made of them."""
     for site in observed.sites:
         module: Any = site.module
-        known = observed.dense_probes.get(site.path)
+        known = observed.dense_probes.get(site.dense_path)
         if known is not None and hasattr(module, "sparse") and not hasattr(module, "cross"):
             x, y = known
             if not hasattr(module, "width") or module.width == y.shape[-1]:
