@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from retrofit.passes import sparse_loss_reference as once_more
 from retrofit.passes.multiplicative import Multiplicative
 from retrofit.passes.sparse_loss_fit import TOKENS, DenseHead, fit_to_data
 from retrofit.sdk import (
@@ -22,6 +23,8 @@ from retrofit.sdk import (
     Calibration,
     DoesNotFitError,
     Edit,
+    MethodReference,
+    ModuleReference,
     Pass,
     Plan,
     Site,
@@ -131,6 +134,9 @@ class SparseLoss(Pass[SparseLossPlan]):
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.3"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "output head"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {MultiplicativeHead: ModuleReference(once_more.multiplicative_head)}, start=once_more.start
+    )
 
     modules: int = option(16, "S, the number of modules the vocabulary is divided into", minimum=1)
 

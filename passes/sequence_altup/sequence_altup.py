@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from retrofit.passes.sequence_altup import reference as once_more
 from retrofit.passes.sequence_altup.anchor_layer import MaskArgument
 from retrofit.passes.sequence_altup.argument_inference import Dims, infer_arguments, mask_argument, returned_arguments
 from retrofit.passes.sequence_altup.argument_paths import ArgumentPath, argument_path
@@ -36,7 +37,7 @@ from retrofit.passes.sequence_altup.layer_requirements import (
     require_unstrided,
 )
 from retrofit.passes.sequence_altup.scalar_fit import DenseModel, fit_scalars
-from retrofit.passes.sequence_altup.strided_layers import METHODS, OutputKey
+from retrofit.passes.sequence_altup.strided_layers import METHODS, OutputKey, StridedLayer
 from retrofit.passes.sequence_altup.token_dims import TokenDims
 from retrofit.sdk import (
     NO_STREAM,
@@ -45,6 +46,8 @@ from retrofit.sdk import (
     DoesNotFitError,
     Edit,
     Layer,
+    MethodReference,
+    ModuleReference,
     NearMiss,
     Pass,
     Plan,
@@ -88,6 +91,9 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, §4.2 and supplement Alg. 2"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "layer"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {StridedLayer: ModuleReference(once_more.strided_layer, ("layer",), key="stream_out", cached=True)}, start=once_more.start
+    )
     remedy: ClassVar[str] = "name layers that are modules of their own with layers=, or use another pass"
 
     k: int = option(4, "the stride: one token in k is computed", minimum=1)

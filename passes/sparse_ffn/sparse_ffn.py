@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from retrofit.passes.sparse_ffn import reference as once_more
 from retrofit.passes.sparse_ffn.controller_fit import TokenRecorder, fit_start, spread_out
 from retrofit.passes.sparse_ffn.gate_activation import gate_activation
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
@@ -24,6 +25,8 @@ from retrofit.sdk import (
     DoesNotFitError,
     Edit,
     FeedForward,
+    MethodReference,
+    ModuleReference,
     Pass,
     Plan,
     Rearranged,
@@ -58,6 +61,14 @@ class SparseFFN(Pass[SparseFFNPlan]):
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.1"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "feed-forward"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {
+            SparseFeedForward: ModuleReference(
+                once_more.sparse_feed_forward, functions=("hidden", "tail", "activation"), trainings=4
+            )
+        },
+        start=once_more.start,
+    )
 
     sparsity: int = option(64, "N, hidden units in a block; must divide d_ff", minimum=1)
     active: int = option(1, "k, active hidden units of each block, up to N; N is the dense function", minimum=1)

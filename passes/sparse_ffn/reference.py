@@ -1,0 +1,166 @@
+"""The sparse feed-forward once more, every unit computed, most of them times zero: the reference of the check `method`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
+
+CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by the dtype that the dense model computed it in
+COARSE = 5e-2  # the same of half precision
+PROBES = 512  # random inputs that a controller is tried on
+
+
+def sparse_feed_forward(call: SiteCall) -> Tensor:
+    """(hidden(x W_in + b_in) ⊙ m) W_out + b_out, m the indicator of the k units that the controller selects in each block of N."""
+    block: Any = call.module
+    options = call.options
+    x = call.argument(block.place)
+    z, h = hidden_units(block, x)
+    k, n = getattr(options, "active", 1), options.sparsity
+    if k < n:
+        logits = in_blocks(controller_logits(block, options, x, z, h), n)
+        mask = training_mask(call, logits, k) if call.training else indicator(logits, k)
+        if options.multiply_by_controller:
+            mask = mask * logits.softmax(-1)
+        h = h * mask.flatten(-2) * (math.sqrt(n / k) if options.scale else 1.0)
+    return output(block, h)
+
+
+def hidden_units(block: Any, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    """What each port of the hidden function reads, and its values: (…, d_ff) each."""
+    results = []
+    for role in block.roles:
+        matrix = getattr(block, role)
+        result = x @ matrix.weight.to(x.dtype).T
+        results.append(result if matrix.bias is None else result + matrix.bias)
+    units = range(block.units)
+    z = [results[port.matrix][..., [port.start + port.step * unit for unit in units]] for port in block.ports]
+    return z, block.hidden(*z)
+
+
+def output(block: Any, h: Tensor) -> Tensor:
+    """h W_out + b_out, and what the dense model's module did to it."""
+    y = h @ block.down.weight.to(h.dtype)
+    y = y if block.down.bias is None else y + block.down.bias
+    return y if block.tail is None else block.tail(y)  # type: ignore[no-any-return]
+
+
+def controller_logits(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor) -> Tensor:
+    """x C1 C2 + c, or the logarithm of |act(gate)| ‖row of W_up‖ ‖row of W_out‖."""
+    if getattr(options, "controller", "low-rank") != "gate":
+        return (x @ block.c1) @ block.c2 + block.bias  # type: ignore[no-any-return]
+    gate = gate_port(block, z)
+    ones = [value if number == gate else torch.ones_like(value) for number, value in enumerate(z)]
+    activation = block.hidden(*ones)
+    port = block.ports[1 - gate]
+    rows = getattr(block, block.roles[port.matrix]).weight[[port.start + port.step * unit for unit in range(block.units)]]
+    lengths = rows.norm(dim=1) * block.down.weight.norm(dim=1)
+    return (activation.abs() * lengths.detach()).clamp_min(1e-20).log()  # type: ignore[no-any-return]
+
+
+def gate_port(block: Any, z: list[Tensor]) -> int:
+    """The port that the hidden function is not linear in."""
+    with torch.no_grad():
+        whole = block.hidden(*z)
+        for number in range(2):
+            doubled = block.hidden(*(2 * value if number == port else value for port, value in enumerate(z)))
+            if not torch.allclose(doubled, 2 * whole):
+                return number
+    return list(block.roles).index("gate")
+
+
+def in_blocks(values: Tensor, n: int) -> Tensor:
+    """(…, d_ff) to (…, d_ff / n, n): unit u in block u // n."""
+    return values.reshape(*values.shape[:-1], -1, n)
+
+
+def indicator(logits: Tensor, k: int) -> Tensor:
+    """1 where fewer than k units of the block have a larger logit."""
+    larger = (logits.unsqueeze(-2) > logits.unsqueeze(-1)).sum(-1)
+    return (larger < k).to(logits.dtype)
+
+
+def training_mask(call: SiteCall, logits: Tensor, k: int) -> Tensor:
+    """The relaxed indicator under Gumbel noise; with probability `hard`, for the whole batch, the indicator with its gradient."""
+    options = call.options
+    if getattr(options, "controller", "low-rank") == "gate":
+        soft = relaxed(logits / options.temperature, k)
+        return indicator(logits, k) + (soft - soft.detach())
+    exponential = call.draw("exponential_").view(logits.shape)
+    if exponential.numel() >= 64 and not 0.5 < float(exponential.mean()) < 2:
+        raise Deviation("its noise is not Gumbel noise")
+    noisy = logits - exponential.log()
+    soft = relaxed(noisy / options.temperature, k)
+    is_hard = float(call.draw("rand")) < options.hard
+    return indicator(noisy, k) + (soft - soft.detach()) if is_hard else soft
+
+
+def relaxed(logits: Tensor, k: int) -> Tensor:
+    """min(1, e^l / Z), Z such that the units of a block sum to k: the softmax at k = 1."""
+    weights = (logits - logits.detach().amax(-1, keepdim=True)).exp()
+    full = torch.zeros_like(weights, dtype=torch.bool)
+    for _ in range(k):  # a unit that would get more than 1 gets 1, and the others share the rest
+        left = k - full.sum(-1, keepdim=True)
+        share = weights.masked_fill(full, 0.0) * left / weights.masked_fill(full, 0.0).sum(-1, keepdim=True)
+        full = full | (share > 1)
+    return torch.where(full, torch.ones_like(share), share)
+
+
+# ── Its start ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def start(observed: Observed) -> Problems:
+    """With all units active it is the dense feed-forward, and its controller selects better than chance."""
+    options = observed.options
+    advantages: list[tuple[str, float, float]] = []
+    for site in observed.sites:
+        block: Any = site.module
+        known = observed.dense_calls.get(site.dense_path)
+        if known is not None and known[0].shape[-1] == block.width == known[1].shape[-1]:
+            x, y = (rows.double() for rows in known)
+            apart = float((output(block, hidden_units(block, x)[1]).detach() - y).abs().max())
+            if apart > CLOSE.get(known[1].dtype, COARSE) * float(y.abs().max()):
+                yield site.path, "with all its units active it does not begin as the dense feed-forward"
+        if getattr(block, "c1", None) is None or not site.calls:
+            continue
+        random = random_rows(block)
+        if not bool(logits_of(block, options, random).var(0).any()):
+            yield site.path, "its controller selects the same units for all inputs: it was not fitted"
+        advantages.append((site.path, advantage(block, options, random), advantage(block, options, real_rows(site))))
+    if advantages and sum(one[1] for one in advantages) <= 0 and sum(one[2] for one in advantages) <= 0:
+        yield advantages[0][0], "the controllers begin no better than ones that select at random: they were not fitted"
+
+
+def random_rows(block: Any) -> Tensor:
+    """Standard normal inputs, (rows, d)."""
+    return torch.randn(PROBES, block.width, generator=torch.Generator().manual_seed(0)).to(block.c1.device)
+
+
+def real_rows(site: ObservedSite) -> Tensor:
+    """The inputs of a block in the model's forward, (rows, d)."""
+    block: Any = site.module
+    (position, keyword), call = block.place, site.calls[0]
+    x: Tensor = call.kwargs[keyword] if keyword in call.kwargs else call.args[position]
+    return x.detach().reshape(-1, x.shape[-1]).float()
+
+
+def logits_of(block: Any, options: Any, x: Tensor) -> Tensor:
+    """x C1 C2 + c as it is in the model: (rows, blocks, N)."""
+    logits = (x @ block.c1.detach().float()) @ block.c2.detach().float() + block.bias.detach().float()
+    return in_blocks(logits, options.sparsity)
+
+
+def advantage(block: Any, options: Any, x: Tensor) -> float:
+    """The energy Σ (h_u ‖row u of W_out‖)² of the selected units above their even share, as a part of all."""
+    k, n = getattr(options, "active", 1), options.sparsity
+    with torch.no_grad():
+        _, h = hidden_units(block, x)
+        energy = in_blocks((h.float() * block.down.weight.float().norm(dim=1)).square(), n)
+        chosen = logits_of(block, options, x).topk(k).indices
+        kept = energy.gather(-1, chosen).sum() / energy.sum().clamp_min(1e-30)
+    return float(kept) - k / n

@@ -1,0 +1,42 @@
+"""The multiplicative head once more, sum by sum: the reference that the check `method` holds the pass `sparse-loss` against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.sdk import Observed, Problems, SiteCall
+
+LEAST = 0.6  # of a fit's own square: its product with what it is fitted to (1 but for the few rows they are tried on)
+CALIBRATED = 0.1  # the same of a fit on calibration data, for which random rows count otherwise
+
+
+def multiplicative_head(call: SiteCall) -> Tensor:
+    """logits[s·M + m] = Σ_i x_i D[i,s] E[i,m], the first V of them, plus the bias."""
+    head: Any = call.module
+    return logits(head, call.options.modules, call.args[0])
+
+
+def logits(head: Any, modules: int, x: Tensor) -> Tensor:
+    d, e = head.product.d.to(x.dtype), head.product.e.to(x.dtype)
+    of_modules = [(x * d[:, s]) @ e for s in range(modules)]  # (…, M) each
+    found = torch.cat(of_modules, -1)[..., : head.vocabulary]
+    return found if head.bias is None else found + head.bias
+
+
+def start(observed: Observed) -> Problems:
+    """D and E were fitted to the dense head: the scale of a least-squares fit Ŵ is the best one, ⟨Ŵ, W⟩ = ‖Ŵ‖²."""
+    for site in observed.sites:
+        head: Any = site.module
+        known = observed.dense_probes.get(site.dense_path)
+        if known is None:
+            continue
+        x, y = (rows.double() for rows in known)
+        bias = 0.0 if head.bias is None else head.bias.detach().double()
+        found = logits(head, observed.options.modules, x) - bias
+        agreement = float((found * y).sum() / found.square().sum().clamp_min(1e-30))
+        least = CALIBRATED if observed.is_calibrated else LEAST
+        if not least <= agreement <= 1 / least:
+            yield site.path, f"the dense head is {agreement:.2g} times as long along it: it was not fitted to it"
