@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Tests and checks run two at a time: one thread each. Nothing ever asks the network for a model.
 ALONE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test long lint types coverage bench clean
+.PHONY: demo test long lint types coverage mutants bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -35,6 +35,10 @@ types: $(READY)
 # What is achieved on every architecture of the installed transformers; takes long, and goes on where it stopped.
 coverage: $(READY)
 	$(ALONE) PYTHONPATH=tests $(BIN)/python benchmarks/coverage/coverage_table.py -o docs/coverage.md
+
+# Which check reports which fault that is put into the passes' sources; goes on where it stopped, and makes anew what has changed.
+mutants: $(READY)
+	$(ALONE) PYTHONPATH=tests:benchmarks/coverage $(BIN)/python benchmarks/mutants/mutants_table.py --jobs 2 -o docs/mutants.md
 
 bench: $(READY)
 	for one in benchmarks/*.py; do echo "$$one"; $(BIN)/python "$$one" || exit 1; done

@@ -313,7 +313,7 @@ class AltUp(Pass[AltUpPlan]):
         wrapper.start(self.init, layer.next_active)
         late = list(wrapper.second_step)
         if self.init == "hop" and layer.next_active == layer.active:  # the stream stays, so p acts on the other blocks only
-            late.append("p")
+            late += ["p", "prediction_coefs.weight"]
         for name, parameter in wrapper.named_parameters():
             if name in late:
                 edit.expect_late_gradient(parameter)
