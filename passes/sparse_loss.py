@@ -12,8 +12,9 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from retrofit.passes import sparse_loss_reference as once_more
 from retrofit.passes.multiplicative import Multiplicative
-from retrofit.sdk import CAST, LAYOUT, Anatomy, DoesNotFitError, Edit, Pass, Plan, Site, op, option, weight_product
+from retrofit.sdk import CAST, LAYOUT, Anatomy, DoesNotFitError, Edit, MethodReference, ModuleReference, Pass, Plan, Site, op, option, weight_product
 
 
 class MultiplicativeHead(nn.Module):
@@ -114,6 +115,9 @@ class SparseLoss(Pass[SparseLossPlan]):
     summary: ClassVar[str] = "replace the output layer with a multiplicative one, which reads far fewer weights a token"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.3"
     rewrites: ClassVar[str] = "output head"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {MultiplicativeHead: ModuleReference(once_more.multiplicative_head)}, start=once_more.start
+    )
 
     modules: int = option(16, "S, the number of modules the vocabulary is divided into", minimum=1)
 

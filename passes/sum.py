@@ -14,7 +14,22 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.sdk import Anatomy, Edit, NearMiss, Pass, Plan, Site, Wrapper, argument_place, find_argument, map_first, shape
+from retrofit.passes import sum_reference as once_more
+from retrofit.sdk import (
+    Anatomy,
+    Edit,
+    MethodReference,
+    ModuleReference,
+    NearMiss,
+    Pass,
+    Plan,
+    Site,
+    Wrapper,
+    argument_place,
+    find_argument,
+    map_first,
+    shape,
+)
 
 
 class SummedEmbedding(Wrapper):
@@ -58,6 +73,9 @@ class SumEmbedding(Pass[SumPlan]):
     summary: ClassVar[str] = "add an extra embedding to the token representation (the papers' Sum baseline)"
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, Table 7"
     rewrites: ClassVar[str] = "token embedding"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {SummedEmbedding: ModuleReference(once_more.summed_embedding, ("layer",))}, start=once_more.start
+    )
     remedy: ClassVar[str] = "apply it to a model of text; altup(embedding=recycled) widens any stream"
 
     @property

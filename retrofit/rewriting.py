@@ -107,7 +107,7 @@ def apply_reported(
             run_result(model, inputs)
         if reference is not None:
             say("verifying")
-            report = check_rewrite(model, reference, accounts, edit.account(), program=result)
+            report = check_rewrite(model, reference, accounts, edit.account(), program=result, calibrated=calibration is not None)
             if not report.ok:
                 failed = ", ".join(check.name for check in report.checks if check.status == "failed")
                 raise VerificationError(

@@ -9,6 +9,14 @@ from __future__ import annotations
 from retrofit.pipeline.options import option as option
 from retrofit.pipeline.protocol import Pass as Pass
 from retrofit.pipeline.protocol import Plan as Plan
+from retrofit.pipeline.method_reference import Deviation as Deviation
+from retrofit.pipeline.method_reference import MethodReference as MethodReference
+from retrofit.pipeline.method_reference import ModuleReference as ModuleReference
+from retrofit.pipeline.method_reference import Observed as Observed
+from retrofit.pipeline.method_reference import ObservedSite as ObservedSite
+from retrofit.pipeline.method_reference import OneOf as OneOf
+from retrofit.pipeline.method_reference import Problems as Problems
+from retrofit.pipeline.method_reference import SiteCall as SiteCall
 from retrofit.anatomy.sites import NearMiss as NearMiss
 from retrofit.anatomy.sites import Site as Site
 from retrofit.anatomy.sites import collect_near_miss as collect_near_miss

@@ -23,13 +23,16 @@ from torch import fx, nn
 
 from retrofit.passes.altup.blocks import BlockScale, Blockwise, DivideAndProject, Replicated
 from retrofit.passes.altup.growth import Growth, grow
-from retrofit.passes.altup.layers import COEFFICIENTS
+from retrofit.passes.altup.layers import COEFFICIENTS, AltUpLayer
+from retrofit.passes.altup import reference as once_more
 from retrofit.passes.altup.plan import AltUpPlan, LayerPlan, WideHead, WideTable
 from retrofit.passes.altup.widening import WideningPlan, WidthPropagation
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
     Edit,
+    MethodReference,
+    ModuleReference,
     NearMiss,
     Pass,
     Site,
@@ -50,6 +53,17 @@ class AltUp(Pass[AltUpPlan]):
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, Alg. 1"
     rewrites: ClassVar[str] = "stack"
     remedy: ClassVar[str] = "use stacks=all"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {
+            AltUpLayer: ModuleReference(once_more.altup_layer, ("layer",), key="stream_out"),
+            Blockwise: ModuleReference(once_more.blockwise, ("layer",)),
+            Replicated: ModuleReference(once_more.replicated, ("layer",)),
+            BlockScale: ModuleReference(once_more.block_scale),
+            DivideAndProject: ModuleReference(once_more.divide_and_project),
+        },
+        once_more.wiring,
+        once_more.start,
+    )
 
     k: int = option(2, "K, the number of d-wide blocks in the stream", minimum=2)
     selection: str = option(

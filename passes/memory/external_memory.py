@@ -76,8 +76,9 @@ class ExternalMemory(nn.Module):
         ends = torch.searchsorted(i, torch.arange(self.buckets, device=i.device), right=True).to(torch.int32)
         padding = -self.rank % (16 // self.u.element_size())  # the kernels need rows of whole 16 bytes
         u, v = (F.pad(table, (0, padding)) if padding else table for table in (self.u, self.v))
-        hidden = grouped_mm(x.index_select(0, order), u, ends).relu()
-        return grouped_mm(hidden, v.transpose(1, 2), ends).index_select(0, torch.argsort(order))
+        product = torch.ops.transformers.grouped_mm_fallback if x.dtype == torch.float64 else grouped_mm  # no kernel is for float64
+        hidden = product(x.index_select(0, order), u, ends).relu()
+        return product(hidden, v.transpose(1, 2), ends).index_select(0, torch.argsort(order))
 
     def late_parameters(self) -> tuple[str, ...]:
         """The names of the parameters whose gradient is zero while all f_i are."""

@@ -18,7 +18,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from retrofit.passes.memory.external_memory import ExternalMemory, LshMemory, SoftmaxMemory, TokenIdMemory
+from retrofit.passes.memory import reference as once_more
+from retrofit.passes.memory.external_memory import FEW, ExternalMemory, LshMemory, SoftmaxMemory, TokenIdMemory
 from retrofit.passes.memory.memory_layer import GatheredFeedForward, MemoryLayer
 from retrofit.passes.memory.table_places import TablePlace, TablePlaces
 from retrofit.passes.memory.token_ids import (
@@ -33,6 +34,8 @@ from retrofit.passes.memory.token_ids import (
 from retrofit.sdk import (
     Anatomy,
     Edit,
+    MethodReference,
+    ModuleReference,
     NearMiss,
     Pass,
     Plan,
@@ -86,6 +89,9 @@ class Memory(Pass[MemoryPlan]):
     summary: ClassVar[str] = "add external memory: a table for each layer, in which every token looks up one small expert"
     paper: ClassVar[str] = "The Power of External Memory in Increasing Predictive Model Capacity, §3"
     rewrites: ClassVar[str] = "layer or feed-forward"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {MemoryLayer: ModuleReference(once_more.memory_layer, ("layer",), key="stream_out", tokens=FEW)}, start=once_more.start
+    )
 
     lookup: str = option("token-id", "what a token's entry is found by", choices=("token-id", "softmax", "lsh"))
     buckets: int = option(128, "n, entries in a table; by token-id it has one for each token of the vocabulary", minimum=1)

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from retrofit.passes.sequence_altup import reference as once_more
 from retrofit.passes.sequence_altup.anchor_layer import MaskArgument
 from retrofit.passes.sequence_altup.argument_inference import Dims, infer_arguments, mask_argument, returned_arguments
 from retrofit.passes.sequence_altup.argument_paths import ArgumentPath, argument_path
@@ -35,7 +36,7 @@ from retrofit.passes.sequence_altup.layer_requirements import (
     require_stream_returned,
     require_unstrided,
 )
-from retrofit.passes.sequence_altup.strided_layers import METHODS, OutputKey
+from retrofit.passes.sequence_altup.strided_layers import METHODS, OutputKey, StridedLayer
 from retrofit.passes.sequence_altup.token_dims import TokenDims
 from retrofit.sdk import (
     NO_STREAM,
@@ -44,6 +45,8 @@ from retrofit.sdk import (
     DoesNotFitError,
     Edit,
     Layer,
+    MethodReference,
+    ModuleReference,
     NearMiss,
     Pass,
     Plan,
@@ -86,6 +89,9 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     summary: ClassVar[str] = "layers compute every k-th token only; the tokens between get its correction"
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, §4.2 and supplement Alg. 2"
     rewrites: ClassVar[str] = "layer"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {StridedLayer: ModuleReference(once_more.strided_layer, ("layer",), key="stream_out", cached=True)}, start=once_more.start
+    )
     remedy: ClassVar[str] = "name layers that are modules of their own with layers=, or use another pass"
 
     k: int = option(4, "the stride: one token in k is computed", minimum=1)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from retrofit.passes.shared_moe import reference as once_more
 from retrofit.passes.shared_moe.attention_sharing import SharedAttention, plan_sharing, share
 from retrofit.passes.shared_moe.expert_load import expert_load
 from retrofit.passes.shared_moe.grouping import DOWN, Group, group_feed_forwards, named_matrices
@@ -30,6 +31,8 @@ from retrofit.sdk import (
     FeedForward,
     ForwardWithAuxiliaryLosses,
     Matrix,
+    MethodReference,
+    ModuleReference,
     NearMiss,
     Pass,
     Plan,
@@ -62,6 +65,9 @@ class SharedMoE(Pass[SharedMoEPlan]):
     paper: ClassVar[str] = "Go Wider Instead of Deeper, eq. 1 to 8"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "feed-forward"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {MoEBlock: ModuleReference(once_more.moe_block, functions=("hidden", "tail"))}, once_more.wiring, once_more.start
+    )
 
     experts: int = option(4, "E, the experts of a mixture", minimum=1)
     k: int = option(2, "K, the experts a token is sent to", minimum=1)

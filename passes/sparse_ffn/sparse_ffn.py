@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from retrofit.passes.sparse_ffn import reference as once_more
 from retrofit.passes.sparse_ffn.controller_fit import TokenRecorder, fit_start
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.sdk import (
@@ -23,6 +24,8 @@ from retrofit.sdk import (
     DoesNotFitError,
     Edit,
     FeedForward,
+    MethodReference,
+    ModuleReference,
     Pass,
     Plan,
     Rearranged,
@@ -55,6 +58,10 @@ class SparseFFN(Pass[SparseFFNPlan]):
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.1"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "feed-forward"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {SparseFeedForward: ModuleReference(once_more.sparse_feed_forward, functions=("hidden", "tail", "activation"), trainings=4)},
+        start=once_more.start,
+    )
 
     sparsity: int = option(64, "N, hidden units in a block, of which one is active; must divide d_ff", minimum=1)
     rank: int | None = option(None, "r, width of the controller's bottleneck; none: d/N", minimum=1)

@@ -20,9 +20,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from retrofit.passes.sparse_qkv import reference as once_more
 from retrofit.passes.sparse_qkv.attention_plan import AttentionPlan, separate_streams
 from retrofit.passes.sparse_qkv.least_squares_fit import SecondMoments
-from retrofit.passes.sparse_qkv.modular_projection import ModularShape
+from retrofit.passes.sparse_qkv.modular_projection import FEW, ModularShape
+from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection, IdentityProjection, SparseOutput, StreamSlice
+from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention
 from retrofit.passes.sparse_qkv.sparse_projections import SparseProjections
 from retrofit.sdk import (
     REST,
@@ -30,6 +33,8 @@ from retrofit.sdk import (
     AttentionSite,
     DoesNotFitError,
     Edit,
+    MethodReference,
+    ModuleReference,
     Pass,
     Plan,
     Site,
@@ -61,6 +66,16 @@ class SparseQKV(Pass[SparseQKVPlan]):
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.2"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "attention"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {
+            SparseAttention: ModuleReference(once_more.sparse_attention, ("layer",), key="out_key", tokens=FEW, cached=True),
+            ColumnProjection: ModuleReference(once_more.column_projection),
+            SparseOutput: ModuleReference(once_more.sparse_output),
+            IdentityProjection: ModuleReference(once_more.identity),
+            StreamSlice: ModuleReference(once_more.stream_slice, ("reader",)),
+        },
+        start=once_more.start,
+    )
     remedy: ClassVar[str] = "retrofit inspect shows the attentions; modules=, output=keep and layers= change what they must allow"
 
     modules: int | None = option(None, "S, modules that a projection is divided into; none: as many as query heads", minimum=1)

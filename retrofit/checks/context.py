@@ -23,6 +23,8 @@ class Context:
     exact: bool = True  # whether the model is to compute the dense function
     reads_ahead: bool = False  # whether later tokens change earlier outputs of the dense model, for every input of it
     dense: nn.Module | None = None  # the dense model itself, where it is at hand
+    fresh: bool = False  # whether it has just been rewritten, so that nothing has moved from its start
+    calibrated: bool = False  # whether passes were fitted on calibration data
 
     @functools.cached_property
     def new_parameters(self) -> dict[str, nn.Parameter]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from retrofit.checks import cache, causality, cost, function, gradients, graph, onnx, padding, parameters, round_trip
+from retrofit.checks import cache, causality, cost, function, gradients, graph, method, onnx, padding, parameters, round_trip
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding
 from retrofit.checks.subject import Subject
@@ -28,6 +28,7 @@ CHECKS: dict[str, Check] = {
     "graph": graph,
     "parameters": parameters,
     "function": function,
+    "method": method,
     "causality": causality,
     "padding": padding,
     "cache": cache,

@@ -77,6 +77,7 @@ def check_rewrite(
     *,
     program: Program | None = None,
     checks: Collection[str] = tuple(CHECKS),
+    calibrated: bool = False,
 ) -> Report:
     """The report of the checks on a model just rewritten, its dense parameters being where `fates` says.
 
@@ -86,7 +87,7 @@ def check_rewrite(
     require_known(checks)
     exact = all(one.exact for one in rewrites)
     subject = compared_subject(model, reference, program)
-    return run_checks(Context(subject, True, rewrites, dict(fates), exact), reference, checks)
+    return run_checks(Context(subject, True, rewrites, dict(fates), exact, fresh=True, calibrated=calibrated), reference, checks)
 
 
 def compared_subject(model: nn.Module, reference: Reference, program: Program | None = None) -> Subject:

@@ -61,6 +61,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
     paper: ClassVar[str]
     calibrates: ClassVar[bool] = False  # whether it uses calibration data
     rewrites: ClassVar[str] = "site"  # what a site is, for the refusal: "feed-forward", "attention", …
+    reference: ClassVar[Any] = None  # a `MethodReference`: how else what it installs is computed, for the check `method`
     remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits and no near miss has one
 
     def __post_init__(self) -> None:

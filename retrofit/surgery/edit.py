@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from retrofit.runtime.notes import Note, Worst
 
 if TYPE_CHECKING:
     from retrofit.runtime.calibration import Calibration
@@ -85,16 +87,23 @@ class Edit:
         self.layouts: dict[int, tuple[nn.Module, Rearranged, str]] = {}  # id of the dense parameter → how its successor holds it
         self.reasons: dict[int, str] = {}  # id of the dense parameter → why it was dropped
         self.journal: list[Callable[[], None]] = []
-        self.notes: list[str] = []  # of the pass under way
+        self.notes: list[Note] = []  # of the pass under way
         self.late: list[nn.Parameter] = []  # of the pass under way: parameters whose gradient is zero until others have moved
 
     def begin_pass(self) -> None:
         """Notes and late gradients from now on belong to another pass."""
         self.notes, self.late = [], []
 
-    def note(self, text: str) -> None:
-        """`text`, a finding, goes into the account of the pass under way."""
-        self.notes.append(text)
+    def note(
+        self, text: str, site: str = "", values: Mapping[str, float] | None = None, *, form: str = ".3g", worst: Worst = "lowest"
+    ) -> None:
+        """`text`, a finding, goes into the account of the pass under way.
+
+        Where it was measured at one site after the other, `text` names what was measured, the same words for every site, and
+        `values` are this site's numbers by column: a report shows all sites in one table. `form` is how they are written (`.1%`);
+        the first column ranks the sites, its lowest or highest being `worst`.
+        """
+        self.notes.append(Note(text, site, values, form, worst))
 
     def expect_late_gradient(self, parameter: nn.Parameter) -> None:
         """The gradient of the new `parameter` may be zero until others have moved."""

@@ -1,0 +1,226 @@
+"""AltUp once more, block by block as Alg. 1 is written: the reference that the check `method` holds the pass against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
+
+# ── Modules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def altup_layer(call: SiteCall) -> Tensor:
+    """x_new^i = x̂^i + g[i] (layer(x^j) − x̂^j), x̂^i = Σ_m p[i,m] x^m."""
+    layer: Any = call.module
+    k, d, j = call.options.k, layer.width, layer.active
+    x = call.argument(layer.stream_in)
+    blocks = [x] * k if layer.expand else list(x.split(d, -1))
+    if len(blocks) != k:
+        raise Deviation(f"its stream has {len(blocks)} blocks and not K = {k}")
+    places = {layer.stream_in: blocks[j]}
+    for place, block in layer.narrow:
+        value = call.argument(place)
+        if value is not None:
+            places[place] = value[..., block * d : (block + 1) * d]
+    y = call.given("layer", places, layer.stream_out)
+    new = {"scalar": scalar, "dense": dense, "dynamic": dynamic}[call.options.coefficients](layer, blocks, j, y)
+    if layer.rotate:
+        new = new[1:] + new[:1]
+    if layer.combine is None:
+        return torch.cat(new, -1)
+    return sum((weight * block for weight, block in zip(combination(call.options), new, strict=True)), torch.zeros_like(new[0]))
+
+
+def update(blocks: list[Tensor], j: int, y: Tensor, p: Any, g: Any) -> list[Tensor]:
+    """Alg. 1, with coefficients p[i][m] and g[i]: numbers, or one a token."""
+    k = len(blocks)
+    predicted = []
+    for i in range(k):
+        total = torch.zeros_like(blocks[0])
+        for m in range(k):
+            total = total + p[i][m] * blocks[m]
+        predicted.append(total)
+    return [predicted[i] + g[i] * (y - predicted[j]) for i in range(k)]
+
+
+def scalar(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]:
+    return update(blocks, j, y, layer.p, layer.g)
+
+
+def dense(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]:
+    """Alg. 2: x̂ = P x, x_new = x̂ + G (x̃ − x̂^j)."""
+    k, d = len(blocks), blocks[0].shape[-1]
+    p, g = layer.p.view(k, d, k, d), layer.g.view(k, d, d)
+    predicted = [torch.stack([blocks[m] @ p[i, :, m].T for m in range(k)]).sum(0) for i in range(k)]
+    return [predicted[i] + (y - predicted[j]) @ g[i].T for i in range(k)]
+
+
+def dynamic(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]:
+    """P from the active block and g from the layer's output, each its start plus a linear map of r(v)."""
+    k, clip = len(blocks), layer.coef_clip if layer.training else None
+    prediction, correction = layer.prediction_coefs.weight, layer.correction_coefs.weight
+    if clip is not None:
+        prediction, correction = prediction.clamp(-clip, clip), correction.clamp(-clip, clip)
+    of_block, of_output = routed(layer, blocks[j]), routed(layer, y)
+    p = [[layer.base_p[i, m] + (of_block @ prediction[i * k + m]).unsqueeze(-1) for m in range(k)] for i in range(k)]
+    g = [layer.base_g[i] + (of_output @ correction[i]).unsqueeze(-1) for i in range(k)]
+    return update(blocks, j, y, p, g)
+
+
+def routed(layer: Any, v: Tensor) -> Tensor:
+    """r(v) = tanh(router(rms_norm(v) / d))."""
+    norm = v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.router_norm.weight
+    return torch.tanh((norm / layer.width) @ layer.modality_router.weight.T)
+
+
+def blockwise(call: SiteCall) -> Tensor:
+    """The dense module on each block by itself."""
+    module: Any = call.module
+    blocks = call.argument(module.place).split(call.argument(module.place).shape[-1] // call.options.k, -1)
+    return torch.cat([call.given("layer", {module.place: block}, 0) for block in blocks], -1)
+
+
+def replicated(call: SiteCall) -> Tensor:
+    """The dense module's output K times."""
+    first = call.args[0] if call.args else next(iter(call.kwargs.values()), torch.zeros(1, dtype=torch.long))
+    place = (0, None) if call.args else (None, next(iter(call.kwargs), None))
+    places = {place: first} if isinstance(first, Tensor) else {}
+    y = call.given("layer", places or {(99, None): torch.zeros(1)}, 0) if places else call.results["layer"][0]
+    return torch.cat([y] * call.options.k, -1)
+
+
+def block_scale(call: SiteCall) -> Tensor:
+    """Block i times scale[i]."""
+    x, scale = call.args[0], call.module.scale
+    d = x.shape[-1] // call.options.k
+    return torch.cat([x[..., i * d : (i + 1) * d] * scale[i] for i in range(call.options.k)], -1)
+
+
+def divide_and_project(call: SiteCall) -> Tensor:
+    """Sub-block i of the extra width e, projected to d."""
+    x, weight = call.args[0], call.module.weight
+    part = call.options.extra // (call.options.k - 1)
+    return torch.cat([x[..., i * part : (i + 1) * part] @ weight[i].T for i in range(call.options.k - 1)], -1)
+
+
+# ── The model as a whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def combination(options: Any) -> list[float]:
+    """The weights of the blocks where they become the dense stream."""
+    return [1 / options.k] * options.k if options.init == "lockstep" else [1.0] + [0.0] * (options.k - 1)
+
+
+def layers_of(observed: Observed) -> list[ObservedSite]:
+    return [site for site in observed.sites if hasattr(site.module, "active") and site.calls]
+
+
+def chains(observed: Observed) -> Iterator[list[ObservedSite]]:
+    """Layers of which each receives as its stream what the one before it returned."""
+    chain: list[ObservedSite] = []
+    for site in layers_of(observed):
+        if chain and not torch.equal(stream_in(site), stream_out(chain[-1])):
+            yield chain
+            chain = []
+        chain.append(site)
+    if chain:
+        yield chain
+
+
+def stream_in(site: ObservedSite) -> Tensor:
+    (position, keyword), call = site.module.stream_in, site.calls[0]  # type: ignore[misc]
+    value: Tensor = call.kwargs[keyword] if keyword in call.kwargs else call.args[position]  # type: ignore[index]
+    return value
+
+
+def stream_out(site: ObservedSite) -> Tensor:
+    returned, key = site.calls[0].returned, site.module.stream_out
+    if isinstance(returned, Tensor):
+        return returned
+    value: Tensor = list(returned.values())[key] if isinstance(key, int) and hasattr(returned, "values") else returned[key]  # type: ignore[index]
+    return value
+
+
+def is_shared(site: ObservedSite) -> bool:
+    return len(site.calls) > 1
+
+
+def wiring(observed: Observed) -> Problems:
+    """Layer l works on block l mod K, or all on the first."""
+    k, alternates = observed.options.k, observed.options.selection == "alternating"
+    for number, chain in enumerate(chains(observed)):
+        for index, site in enumerate(chain):
+            before = chain[index - 1].module.active if index else None
+            if is_shared(site) or (before is None and number):
+                expected = 0 if is_shared(site) else site.module.active
+            else:
+                expected = 0 if before is None or not alternates else (int(before) + 1) % k  # type: ignore[arg-type]
+            if site.module.active != expected:
+                yield site.path, f"it works on block {site.module.active}, and the method on block {expected}"
+            if site.module.rotate != (is_shared(site) and alternates):
+                yield site.path, "its blocks move up by one" if site.module.rotate else "its blocks do not move up by one"
+            combine = site.module.combine
+            if combine is not None and list(combine) != combination(observed.options):  # type: ignore[arg-type]
+                yield site.path, f"it combines its blocks by {combine}, and the method by {combination(observed.options)}"
+
+
+def start(observed: Observed) -> Problems:
+    """Coefficients that take the dense stream from block j to the next layer's, or keep all blocks equal."""
+    options = observed.options
+    for chain in chains(observed):
+        for index, site in enumerate(chain):
+            j = int(site.module.active)  # type: ignore[arg-type]
+            if is_shared(site):
+                n = 1 % options.k if options.selection == "alternating" else 0
+            elif index + 1 < len(chain):
+                n = int(chain[index + 1].module.active)  # type: ignore[arg-type]
+            elif site.module.combine is None and chain is not None and site is not layers_of(observed)[-1]:
+                continue  # what follows is no layer that was seen to receive its stream
+            else:
+                n = 0
+            yield from ((site.path, problem) for problem in start_problems(site.module, options, j, n))
+    yield from table_start(observed)
+
+
+def start_problems(layer: Any, options: Any, j: int, n: int) -> Iterator[str]:
+    k, d = options.k, layer.width
+    p, g = torch.eye(k), torch.ones(k)
+    if options.init == "hop":
+        p[j] = torch.eye(k)[n]
+        g = torch.eye(k)[n]
+    if options.coefficients == "dense":
+        p, g = torch.kron(p, torch.eye(d)), torch.kron(g.unsqueeze(-1), torch.eye(d))
+    names = ("base_p", "base_g") if options.coefficients == "dynamic" else ("p", "g")
+    for name, expected in zip(names, (p, g), strict=True):
+        if not torch.equal(getattr(layer, name).detach().cpu().float(), expected):
+            yield f"{name} does not begin as {options.init} has it"
+    if options.coefficients == "dynamic":
+        for name in ("prediction_coefs", "correction_coefs"):
+            if bool(getattr(layer, name).weight.any()):
+                yield f"{name} does not begin at zero"
+        spread = float(layer.modality_router.weight.detach().float().std()) / math.sqrt(d)
+        if layer.modality_router.weight.numel() >= 32 and not 0.5 < spread < 2:
+            yield f"modality_router begins {spread:.2g} times as wide as what gives its results unit variance"
+
+
+def table_start(observed: Observed) -> Problems:
+    """The new columns of a token table are noise with the spread of the dense ones (hop), or copies of these (lockstep)."""
+    widened = {fate.name: fate for fate in observed.fates.values() if fate.kind == "widened"}
+    for name, fate in widened.items():
+        table = observed.model.get_parameter(name).detach().float()
+        owner = observed.model.get_submodule(name.rpartition(".")[0])
+        dim = next((dim for dim, part in enumerate(fate.index) if part != slice(None)), None)
+        if dim is None or not isinstance(owner, nn.Embedding):
+            continue
+        width = fate.index[dim].stop
+        dense, rest = table.narrow(dim, 0, width), table.narrow(dim, width, table.shape[dim] - width)
+        if observed.options.init == "lockstep":
+            if any(not torch.equal(part, dense) for part in rest.split(width, dim)):
+                yield name, "its new columns do not begin as copies of the dense ones"
+        elif rest.numel() >= 100 and not 0.5 < float(rest.std()) / max(float(dense.std()), 1e-30) < 2:
+            yield name, f"its new columns begin with a spread of {float(rest.std()):.2g}, the dense ones have {float(dense.std()):.2g}"

@@ -1,0 +1,142 @@
+"""Strided layers once more, token by token: the reference that the check `method` holds the pass against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.sdk import Observed, OneOf, Problems, SiteCall
+
+
+def strided_layer(call: SiteCall) -> Tensor:
+    """What each token gets from its anchor: the last token at or before it whose position is a multiple of k."""
+    layer: Any = call.module
+    options = call.options
+    stream = call.argument(place_of(call, layer))
+    x = stream.transpose(0, 1) if layer.tokens_first else stream
+    before = sum(one.kept["tokens"] for one in call.before)
+    batch, tokens = x.shape[:2]
+    call.kept["tokens"] = tokens
+    real = real_tokens(call, batch, before + tokens)
+    anchors = [anchor_columns(real[row].tolist(), options.k) for row in range(batch)]
+    given = call_layer(call, layer, x, anchors, before)
+    y = torch.stack([torch.stack([token(call, x, given, anchors, row, before, t) for t in range(tokens)]) for row in range(batch)])
+    call.irrelevant = ~real[:, before:]
+    return y.transpose(0, 1) if layer.tokens_first else y
+
+
+def place_of(call: SiteCall, layer: Any) -> tuple[int | None, str | None]:
+    """Where the stream enters: `stream` is its path, a name or a position."""
+    name = layer.stream[0]
+    if isinstance(name, int):
+        return name, None
+    names = list(layer.names)
+    return (names.index(name) if name in names else None), name
+
+
+def real_tokens(call: SiteCall, batch: int, tokens: int) -> Tensor:
+    """Which tokens so far are no padding, as the model's input says: (batch, tokens)."""
+    for name, value in call.inputs.items():
+        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.shape == (batch, tokens):
+            return value.bool()
+    return torch.ones(batch, tokens, dtype=torch.bool)
+
+
+def anchor_columns(real: list[bool], k: int) -> list[int]:
+    """For each column the column of its anchor, −1 before the first: positions count the real tokens."""
+    position, last, found = 0, -1, []
+    for column, is_real in enumerate(real):
+        if is_real:
+            if position % k == 0:
+                last = column
+            position += 1
+        found.append(last)
+    return found
+
+
+def call_layer(call: SiteCall, layer: Any, x: Tensor, anchors: list[list[int]], before: int) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+    """The layer on the new anchors: by row and column of each its input and its result; earlier ones are kept from earlier calls."""
+    known: dict[tuple[int, int], tuple[Tensor, Tensor]] = dict(call.before[-1].kept["anchors"]) if call.before else {}
+    new = [sorted({column for column in row[before:] if column >= before}) for row in anchors]
+    count = max(map(len, new)) if call.cached else -(-x.shape[1] // call.options.k)
+    if count:
+        slots = [[row[0] if row else 0] * count for row in new]
+        for row, columns in enumerate(new):
+            slots[row][: len(columns)] = columns
+            slots[row][len(columns) :] = [columns[0] if columns else before] * (count - len(columns))
+        inputs = torch.stack([torch.stack([layer_input(call, x, anchors, row, c, before) for c in columns]) for row, columns in enumerate(slots)])
+        whole = all(len(columns) == count for columns in new)
+        packed = inputs.transpose(0, 1) if layer.tokens_first else inputs
+        others = strided_arguments(call, slots[0], x) if whole and not call.cached else None
+        y = call.given("layer", {place_of(call, layer): packed}, layer.stream_out, others)
+        y = y.transpose(0, 1) if layer.tokens_first else y
+        for row, columns in enumerate(new):
+            for slot, column in enumerate(columns):
+                known[row, column] = inputs[row, slot], y[row, slot]
+    call.kept["anchors"] = known
+    return known
+
+
+def layer_input(call: SiteCall, x: Tensor, anchors: list[list[int]], row: int, column: int, before: int) -> Tensor:
+    """What the layer sees for an anchor: the token, or the mean of its window."""
+    if call.options.method != "average-pooling":
+        return x[row, column - before]
+    real = real_tokens(call, len(x), before + x.shape[1])[row]
+    window = [c for c, anchor in enumerate(anchors[row]) if anchor == column and bool(real[c])]
+    return torch.stack([x[row, c - before] for c in window]).mean(0) if window else x[row, column - before]
+
+
+def strided_arguments(call: SiteCall, columns: list[int], x: Tensor) -> Mapping[Any, Any]:
+    """Every other argument as it was, or cut down to the anchors along each dimension that is as long as the sequence."""
+    tokens = x.shape[1]
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            for dim, size in enumerate(value.shape):
+                if size == tokens:
+                    value = value.index_select(dim, torch.tensor(columns, device=value.device))
+            return value
+        if isinstance(value, (tuple, list)):
+            return [cut(one) for one in value]
+        return {key: cut(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+    arguments = {**dict(enumerate(call.args)), **call.kwargs}
+    return {key: OneOf((cut(value), value)) for key, value in arguments.items()}
+
+
+def token(
+    call: SiteCall,
+    x: Tensor,
+    given: dict[tuple[int, int], tuple[Tensor, Tensor]],
+    anchors: list[list[int]],
+    row: int,
+    before: int,
+    t: int,
+) -> Tensor:
+    """y_i = ŷ_i + b (ỹ − ŷ) at its anchor, ŷ_i = a1 x_i + a2 x at its anchor; the papers' baselines."""
+    column = before + t
+    anchor = anchors[row][column]
+    if anchor < 0:
+        return torch.zeros_like(x[row, t])  # padding, which nobody reads
+    seen, y = given[row, anchor]
+    if call.options.method == "average-pooling":
+        return y
+    if call.options.method == "stride-and-skip":
+        return y if column == anchor else x[row, t]
+    layer: Any = call.module
+    predicted = layer.a1 * x[row, t] + layer.a2 * seen
+    of_anchor = layer.a1 * seen + layer.a2 * seen
+    corrected: Tensor = predicted + layer.b * (y - of_anchor)
+    return corrected
+
+
+def start(observed: Observed) -> Problems:
+    """With k = 1 it begins as the dense layer: a1 = 1, a2 = 0, b = 1."""
+    for site in observed.sites:
+        if observed.options.method == "sequence-altup" and not observed.is_calibrated:
+            found = tuple(float(getattr(site.module, name)) for name in ("a1", "a2", "b"))
+            if found != (1.0, 0.0, 1.0):
+                yield site.path, f"a1, a2, b begin as {found} and not as (1, 0, 1)"

@@ -1,0 +1,135 @@
+"""The mixture of experts once more, token by token: the reference that the check `method` holds the pass against."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
+
+CLOSE = 1e-4  # of the largest output: a start from dense weights gives what the dense model computed in float32
+
+
+def moe_block(call: SiteCall) -> Tensor:
+    """Σ_i g(x)_i e_i(x), with noise, capacity and balance loss in training."""
+    block: Any = call.module
+    moe, options = block.moe, call.options
+    x = call.argument(block.place)
+    tokens = x.reshape(-1, x.shape[-1])
+    logits = torch.stack([tokens @ row for row in moe.router.weight], -1)
+    noise = 1 / options.experts if options.noise is None else options.noise
+    if call.training and noise:
+        drawn = call.draw("randn_like", "normal_", "randn").view(logits.shape)
+        if drawn.numel() >= 64 and not 0.5 < float(drawn.std()) < 1.5:
+            raise Deviation("its noise is not normal")
+        logits = logits + noise * drawn
+    probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    chosen = [sorted(range(options.experts), key=lambda e: -float(row[e]))[: options.k] for row in probabilities]
+    if call.training and options.balance:
+        call.losses.append(options.balance * balance_loss(probabilities, chosen))
+    capacity = math.inf
+    if call.training and options.capacity is not None:
+        capacity = math.ceil(options.capacity * options.k * len(tokens) / options.experts - 1e-9)
+    taken = [0] * options.experts
+    rows = []
+    for token, row, experts in zip(tokens, probabilities, chosen, strict=True):
+        whole = row[experts].sum() if options.renormalize else 1.0
+        y = torch.zeros_like(token)
+        for e in experts:
+            taken[e] += 1
+            if taken[e] <= capacity:
+                y = y + row[e] / whole * expert(block, e, token)
+            else:
+                y = y + 0.0 * row[e]
+        rows.append(y)
+    y = torch.stack(rows).view(x.shape)
+    return y if block.tail is None else block.tail(y)  # type: ignore[no-any-return]
+
+
+def balance_loss(probabilities: Tensor, chosen: list[list[int]]) -> Tensor:
+    """E Σ_i m_i P_i: m_i dispatches to expert i a token, P_i its mean probability."""
+    count, experts = probabilities.shape
+    total = probabilities.new_zeros(())
+    for e in range(experts):
+        dispatched = sum(e in one for one in chosen) / count
+        total = total + dispatched * probabilities[:, e].mean()
+    return experts * total
+
+
+def expert(block: Any, e: int, x: Tensor) -> Tensor:
+    """e_i(x) of one token: the dense feed-forward's form with the matrices of expert i."""
+    moe = block.moe
+    units = moe.down.weight.shape[2]
+    z = []
+    for name in moe.into:
+        matrices = getattr(moe, name)
+        result = matrices.weight[e].double() @ x
+        z.append(result if matrices.bias is None else result + matrices.bias[e])
+    ports = [z[port.matrix][[port.start + port.step * unit for unit in range(units)]] for port in moe.ports]
+    h = block.hidden(*ports)
+    y: Tensor = moe.down.weight[e].double() @ h
+    return y if moe.down.bias is None else y + moe.down.bias[e]
+
+
+# ── The model as a whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def wiring(observed: Observed) -> Problems:
+    """The balance losses of all routings are added to the model's own loss in training."""
+    mixtures = list({id(site.module.moe): site.module.moe for site in observed.sites if site.calls}.values())
+    if not observed.options.balance or not mixtures:
+        return
+    total = observed.training_loss()
+    if total is None:
+        return
+    recorded = observed.recorded_losses()
+    weights = [moe.balance for moe in mixtures]  # type: ignore[union-attr]
+    try:
+        for moe in mixtures:
+            moe.balance = 0.0  # type: ignore[union-attr,assignment]
+        base = observed.training_loss()
+    finally:
+        for moe, weight in zip(mixtures, weights, strict=True):
+            moe.balance = weight  # type: ignore[union-attr]
+    assert base is not None
+    if abs(total - base - recorded) > 1e-2 * recorded + 1e-5 * abs(base):
+        yield "", f"its loss in training is {total - base:.4g} above that without balance loss, and the balance losses sum to {recorded:.4g}"
+
+
+def groups_of(observed: Observed) -> list[list[ObservedSite]]:
+    """The blocks that share a mixture, in order of depth."""
+    groups: dict[int, list[ObservedSite]] = {}
+    for site in observed.sites:
+        if site.calls:
+            groups.setdefault(id(site.module.moe), []).append(site)
+    return list(groups.values())
+
+
+def start(observed: Observed) -> Problems:
+    """Each expert begins as a feed-forward of its group, spread evenly over its depth; the router with a spread of 0.02."""
+    for group in groups_of(observed):
+        moe: Any = group[0].module.moe
+        weight = moe.router.weight.detach().float()
+        if weight.numel() >= 24 and not 0.5 < float(weight.std()) / 0.02 < 2:
+            yield group[0].path, f"the router begins with a spread of {float(weight.std()):.2g}, and the method's is 0.02"
+        if not observed.options.reinit:
+            yield from expert_start(group, observed)
+
+
+def expert_start(group: list[ObservedSite], observed: Observed) -> Problems:
+    """Expert e computes what the dense feed-forward at depth ⌊(e + ½) n / E⌋ of the group's n did."""
+    for e in range(observed.options.experts):
+        source = group[int((e + 0.5) * len(group) / observed.options.experts)]
+        known = observed.dense_calls.get(source.path)
+        if known is None or known[0].shape[-1] != source.module.width or known[1].shape[-1] != source.module.width:
+            continue
+        x, y = (rows.double() for rows in known)
+        found = torch.stack([expert(source.module, e, row).detach() for row in x])
+        tail = source.module.tail
+        found = found if tail is None else tail(found)  # type: ignore[operator]
+        if float((found - y).abs().max()) > CLOSE * float(y.abs().max()):
+            yield source.path, f"expert {e} does not begin as this layer's feed-forward"
+

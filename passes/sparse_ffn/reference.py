@@ -1,0 +1,157 @@
+"""The sparse feed-forward once more, all units computed and most of them multiplied by zero: what the check `method` compares with."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.sdk import Deviation, Observed, Problems, SiteCall
+
+CLOSE = 1e-4  # of the largest output: the dense model computed it in float32
+PROBES = 512  # random inputs that a controller is tried on
+
+
+def sparse_feed_forward(call: SiteCall) -> Tensor:
+    """(hidden(x W_in + b_in) ⊙ m) W_out + b_out, m the indicator of the k units that the controller selects in each block of N."""
+    block, options = call.module, call.options
+    x = call.argument(block.place)
+    z, h = hidden_units(block, x)
+    k, n = getattr(options, "active", 1), options.sparsity
+    if k < n:
+        logits = in_blocks(controller_logits(block, options, x, z, h), n)
+        mask = training_mask(call, logits, k) if call.training else indicator(logits, k)
+        if options.multiply_by_controller:
+            mask = mask * logits.softmax(-1)
+        h = h * mask.flatten(-2) * (math.sqrt(n / k) if options.scale else 1.0)
+    return output(block, h)
+
+
+def hidden_units(block: Any, x: Tensor) -> tuple[list[Tensor], Tensor]:
+    """What each port of the hidden function reads, and its values: (…, d_ff) each."""
+    results = []
+    for role in block.roles:
+        matrix = getattr(block, role)
+        result = x @ matrix.weight.to(x.dtype).T
+        results.append(result if matrix.bias is None else result + matrix.bias)
+    units = range(block.units)
+    z = [results[port.matrix][..., [port.start + port.step * unit for unit in units]] for port in block.ports]
+    return z, block.hidden(*z)
+
+
+def output(block: Any, h: Tensor) -> Tensor:
+    """h W_out + b_out, and what the dense model's module did to it."""
+    y = h @ block.down.weight.to(h.dtype)
+    y = y if block.down.bias is None else y + block.down.bias
+    return y if block.tail is None else block.tail(y)  # type: ignore[no-any-return]
+
+
+def controller_logits(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor) -> Tensor:
+    """x C1 C2 + c, or the logarithm of |act(gate)| ‖row of W_up‖ ‖row of W_out‖."""
+    if getattr(options, "controller", "low-rank") != "gate":
+        return (x @ block.c1) @ block.c2 + block.bias  # type: ignore[no-any-return]
+    gate = gate_port(block, z)
+    ones = [value if number == gate else torch.ones_like(value) for number, value in enumerate(z)]
+    activation = block.hidden(*ones)
+    port = block.ports[1 - gate]
+    rows = getattr(block, block.roles[port.matrix]).weight[[port.start + port.step * unit for unit in range(block.units)]]
+    lengths = rows.norm(dim=1) * block.down.weight.norm(dim=1)
+    return (activation.abs() * lengths.detach()).clamp_min(1e-20).log()  # type: ignore[no-any-return]
+
+
+def gate_port(block: Any, z: list[Tensor]) -> int:
+    """The port that the hidden function is not linear in."""
+    with torch.no_grad():
+        whole = block.hidden(*z)
+        for number in range(2):
+            doubled = block.hidden(*(2 * value if number == port else value for port, value in enumerate(z)))
+            if not torch.allclose(doubled, 2 * whole):
+                return number
+    return list(block.roles).index("gate")
+
+
+def in_blocks(values: Tensor, n: int) -> Tensor:
+    """(…, d_ff) to (…, d_ff / n, n): unit u in block u // n."""
+    return values.reshape(*values.shape[:-1], -1, n)
+
+
+def indicator(logits: Tensor, k: int) -> Tensor:
+    """1 where fewer than k units of the block have a larger logit."""
+    larger = (logits.unsqueeze(-2) > logits.unsqueeze(-1)).sum(-1)
+    return (larger < k).to(logits.dtype)
+
+
+def training_mask(call: SiteCall, logits: Tensor, k: int) -> Tensor:
+    """The relaxed indicator under Gumbel noise; for the whole batch the indicator itself, with its gradient, at probability `hard`."""
+    options = call.options
+    if getattr(options, "controller", "low-rank") == "gate":
+        soft = relaxed(logits / options.temperature, k)
+        return indicator(logits, k) + (soft - soft.detach())
+    exponential = call.draw("exponential_").view(logits.shape)
+    if exponential.numel() >= 64 and not 0.5 < float(exponential.mean()) < 2:
+        raise Deviation("its noise is not Gumbel noise")
+    noisy = logits - exponential.log()
+    soft = relaxed(noisy / options.temperature, k)
+    is_hard = float(call.draw("rand")) < options.hard
+    return indicator(noisy, k) + (soft - soft.detach()) if is_hard else soft
+
+
+def relaxed(logits: Tensor, k: int) -> Tensor:
+    """min(1, e^l / Z), Z such that the units of a block sum to k: the softmax at k = 1."""
+    weights = (logits - logits.detach().amax(-1, keepdim=True)).exp()
+    full = torch.zeros_like(weights, dtype=torch.bool)
+    for _ in range(k):  # a unit that would get more than 1 gets 1, and the others share the rest
+        left = k - full.sum(-1, keepdim=True)
+        share = weights.masked_fill(full, 0.0) * left / weights.masked_fill(full, 0.0).sum(-1, keepdim=True)
+        full = full | (share > 1)
+    return torch.where(full, torch.ones_like(share), share)
+
+
+# ── Its start ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def start(observed: Observed) -> Problems:
+    """With all units active it is the dense feed-forward, and its controller selects better than chance."""
+    options = observed.options
+    for site in observed.sites:
+        block: Any = site.module
+        known = observed.dense_calls.get(site.path)
+        if known is not None and known[0].shape[-1] == block.width == known[1].shape[-1]:
+            x, y = (rows.double() for rows in known)
+            found = output(Doubled(block), hidden_units(Doubled(block), x)[1])
+            if float((found - y).abs().max()) > CLOSE * float(y.abs().max()):
+                yield site.path, "with all its units active it does not begin as the dense feed-forward"
+        if options.sparsity > getattr(options, "active", 1) and getattr(block, "c1", None) is not None and site.calls:
+            if not selects_better_than_chance(block, options, site.calls[0].args, site.calls[0].kwargs):
+                yield site.path, "its controller begins no better than one that selects at random: it was not fitted"
+
+
+class Doubled:
+    """A block's attributes; results of its matrices are in float64."""
+
+    def __init__(self, block: Any) -> None:
+        self.__dict__["block"] = block
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["block"], name)
+
+
+def selects_better_than_chance(block: Any, options: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the selected units add more to the output, in energy, than as many others: on the model's inputs or on random ones."""
+    position, keyword = block.place
+    real = kwargs[keyword] if keyword in kwargs else args[position]
+    random = torch.randn(PROBES, block.width, generator=torch.Generator().manual_seed(0)).to(real)
+    return any(advantage(block, options, x.detach().reshape(-1, block.width).float()) > 0 for x in (random, real))
+
+
+def advantage(block: Any, options: Any, x: Tensor) -> float:
+    """The energy Σ (h_u ‖row u of W_out‖)² of the selected units above their even share, as a part of all."""
+    k, n = getattr(options, "active", 1), options.sparsity
+    with torch.no_grad():
+        z, h = hidden_units(block, x)
+        logits = in_blocks((x @ block.c1.float()) @ block.c2.float() + block.bias.float(), n)
+        energy = in_blocks((h.float() * block.down.weight.float().norm(dim=1)).square(), n)
+        kept = (energy * indicator(logits, k)).sum() / energy.sum()
+    return float(kept) - k / n

@@ -1,0 +1,459 @@
+"""One recorded call made again, by the module and by its reference, in float64: outputs, auxiliary losses and gradients compared.
+
+The module's own code runs with parameters that have moved from their start (where much of a method is invisible: a table of zeros, a
+coefficient of one), with the recorded arguments, and with its given children answering as they did in the model's forward. Nothing in
+the model is changed: the parameters are copies, in place of the module's for the time of the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from retrofit.checks.site_recording import CacheMark, map_tensors
+from retrofit.pipeline.method_reference import Deviation, Draw, Expected, ModuleReference, OneOf, Place, RecordedCall, SiteCall, item, linked
+from retrofit.runtime.precision import Widened
+from retrofit.surgery.auxiliary_losses import auxiliary_losses
+from retrofit.surgery.wrappers import with_item
+
+LIMIT = 1e-7  # relative to the largest value: both sides are computed in float64
+SPREAD, LEAST = 0.5, 0.1  # how far parameters move: in parts of their own spread; those that are all zero
+NEGLIGIBLE = 1e-6  # of the largest gradient: one that is smaller everywhere is measured by that
+LARGE = 1 << 22  # elements of a table of which only the rows in use are copied
+TALL = 4096  # rows of such a table
+BLOCK = 65521  # random numbers that are drawn for one tensor; a prime, so that no two rows of a matrix are alike
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """How far a module and its reference lie apart, and what is wrong: "" where nothing is."""
+
+    gap: float = 0.0
+    problem: str = ""
+
+
+# ── Parameters that have moved ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass
+class MovedParameters:
+    """Copies of a module's own parameters and buffers in float64, moved a little; of large tables the rows in use alone."""
+
+    leaves: dict[str, Tensor]  # by name
+    places: list[tuple[dict[str, Any], str, Any, str]]  # registry, name in it, what was there, name of the leaf
+    rows: dict[str, Tensor]  # of large tables: the rows in use
+
+    @staticmethod
+    def of(module: nn.Module, reference: ModuleReference, calls: Sequence[RecordedCall]) -> MovedParameters:
+        """Those of a module for these calls; its given children and functions keep theirs."""
+        generator = torch.Generator().manual_seed(5)
+        leaves: dict[str, Tensor] = {}
+        places: list[tuple[dict[str, Any], str, Any, str]] = []
+        rows: dict[str, Tensor] = {}
+        used = used_integers(calls)
+        by_identity: dict[int, str] = {}
+        for path, part in own_modules(module, (*reference.given, *reference.functions)):
+            for registry in (part._parameters, part._buffers):
+                for name, value in registry.items():
+                    if value is None or not value.is_floating_point():
+                        continue
+                    full = f"{path}.{name}".lstrip(".")
+                    known = by_identity.setdefault(id(value), full)
+                    if known == full:
+                        is_table = value.numel() > LARGE and value.dim() > 1 and len(value) > TALL
+                        if is_table:
+                            rows[full] = used[used < len(value)]
+                        new = moved(value.detach(), rows.get(full), generator)
+                        leaves[full] = new.requires_grad_(registry is part._parameters)
+                    places.append((registry, name, value, known))  # type: ignore[arg-type]
+        return MovedParameters(leaves, places, rows)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within this context the module's parameters and buffers are these."""
+        try:
+            for registry, name, _, leaf in self.places:
+                registry[name] = self.leaves[leaf]
+            yield
+        finally:
+            for registry, name, value, _ in self.places:
+                registry[name] = value
+
+    def reduced(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient's rows in use, of a large table."""
+        return gradient[self.rows[name]] if name in self.rows else gradient
+
+
+def own_modules(module: nn.Module, given: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The module and those inside it, except its given children and what is inside them."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        if path.partition(".")[0] not in given or not path:
+            yield path, part
+
+
+def moved(value: Tensor, rows: Tensor | None, generator: torch.Generator) -> Tensor:
+    """A float64 copy, to which noise of a part of its own spread is added; zero but for `rows` where they are named."""
+    source = value if rows is None else value[rows]
+    noise = repeated_noise(source.shape, generator).to(value.device)
+    size = float(source.double().square().mean().sqrt()) if source.numel() else 0.0
+    new = source.double() + (SPREAD * size or LEAST) * noise
+    if rows is not None:
+        new = torch.zeros(value.shape, dtype=torch.float64, device=value.device).index_copy_(0, rows, new)
+    return new
+
+
+def repeated_noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Standard normal numbers, which repeat in a large tensor: there drawing all would take longer than all the rest."""
+    count = shape.numel()
+    block = torch.randn(min(count, BLOCK), generator=generator, dtype=torch.float64)
+    return block.repeat(-(-count // max(1, len(block))))[:count].view(shape)
+
+
+def used_integers(calls: Sequence[RecordedCall]) -> Tensor:
+    """The integers among the arguments of some calls, each once: rows of a table that may be read."""
+    found = [torch.zeros(1, dtype=torch.long)]
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype == torch.long:
+            found.append(value.detach().cpu().flatten())
+        return value
+
+    for call in calls:
+        map_tensors((call.args, call.kwargs), collect)
+    unique = torch.cat(found).unique()
+    return unique[unique >= 0]
+
+
+# ── Given children and random draws ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class GivenChild(nn.Module):
+    """In place of a given child: answers as it did in the model's forward, and holds its arguments against the reference's.
+
+    Before the reference has run it only answers.
+    """
+
+    def __init__(self, child: nn.Module, name: str, results: Sequence[Any]) -> None:
+        super().__init__()
+        self.__dict__["child"], self.child_name = child, name
+        self.results, self.expected, self.answered = list(results), None, 0
+        self.call: SiteCall | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["child"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        index = self.answered
+        self.answered += 1
+        if index >= len(self.results):
+            raise Deviation(f"it calls {self.child_name} more than {len(self.results)} times")
+        if self.expected is None:
+            return self.results[index]
+        if index >= len(self.expected):
+            raise Deviation(f"it calls {self.child_name} more than {len(self.expected)} times, as the method does")
+        expected: Expected = self.expected[index]
+        assert self.call is not None
+        received = [compare_argument(self.child_name, place, value, args, kwargs) for place, value in expected.places.items()]
+        compare_others(self.child_name, expected, self.call, args, kwargs)
+        answer = linked(expected.leaf, received[0])
+        return answer if expected.key is None else with_item(expected.returned, expected.key, answer)
+
+
+def compare_argument(name: str, place: Place, value: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """The argument at a place; raises `Deviation` unless it equals the value."""
+    position, keyword = place
+    missing = keyword not in kwargs and (position is None or position >= len(args))
+    if missing:
+        raise Deviation(f"{name} is called without {keyword or position}")
+    received = kwargs[keyword] if keyword in kwargs else args[position]
+    problem = difference(received, value)
+    if problem:
+        raise Deviation(f"what {name} receives as {keyword or position} is not the method's: {problem}")
+    return received  # type: ignore[no-any-return]
+
+
+def compare_others(name: str, expected: Expected, call: SiteCall, args: Any, kwargs: Any) -> None:
+    """Raises `Deviation` where another argument is neither the expected one nor, where none is, what the module itself was given."""
+    if expected.others is None:
+        return
+    given = {**dict(enumerate(call.args)), **call.kwargs, **expected.others}
+    named = {part for place in expected.places for part in place}
+    for key, value in (*enumerate(args), *kwargs.items()):
+        if key in named or key not in given:
+            continue
+        wanted = given[key].values if isinstance(given[key], OneOf) else (given[key],)
+        problems = [first_difference(value, one) for one in wanted]
+        if all(problems):
+            raise Deviation(f"what {name} receives as {key} is not the method's: {problems[-1]}")
+
+
+def first_difference(value: Any, other: Any) -> str:
+    """How the first two tensors inside differ that do, "" where none do."""
+    pairs = zip(tensors_of(value), tensors_of(other), strict=False)
+    return next((problem for pair in pairs if (problem := difference(*pair))), "")
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in lists, tuples and mappings."""
+    found: list[Tensor] = []
+
+    def collect(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            found.append(one)
+        return one
+
+    map_tensors(value, collect)
+    return found
+
+
+def difference(one: Any, other: Any) -> str:
+    """How two tensors differ by more than rounding, "" where they do not."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return "" if one is other else f"it is {type(one).__name__}"
+    if one.shape != other.shape:
+        return f"it is {tuple(one.shape)}, and not {tuple(other.shape)}"
+    gap = gap_of(one, other)
+    return f"{gap:.1e} of its scale apart" if gap > LIMIT else ""
+
+
+def gap_of(one: Tensor, other: Tensor, least: float = 0.0) -> float:
+    """The largest difference relative to the largest magnitude of `other`, or to `least` where that is more."""
+    if one.numel() == 0:
+        return 0.0
+    left, right = one.detach().double(), other.detach().double()
+    apart = (left - right).abs()
+    apart = apart.masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
+    finite = right.abs()[right.isfinite()]
+    scale = float(finite.max()) if finite.numel() else 1.0
+    gap = float(apart.max()) / (max(scale, least) or 1.0)
+    return gap if gap == gap else float("inf")
+
+
+class Drawn(TorchDispatchMode):
+    """Within this context the random numbers that are drawn are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[Draw] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
+            values = result[0] if isinstance(result, tuple) else result
+            if isinstance(values, Tensor):
+                self.draws.append(Draw(function._schema.name.removeprefix("aten::"), values.detach().double().clone()))
+        return result
+
+
+# ── Making a call again ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def replay(
+    module: nn.Module,
+    reference: ModuleReference,
+    options: Any,
+    calls: Sequence[RecordedCall],
+    parameters: MovedParameters,
+    *,
+    training: bool = False,
+    gradients: bool = False,
+    seed: int = 0,
+) -> Found:
+    """How far the module and its reference lie apart in calls that follow each other on one cache, or in a single one."""
+    caches: dict[int, Any] = {}
+    before: tuple[SiteCall, ...] = ()
+    found = Found()
+    with Widened(torch.float64), parameters.in_place(), modes(module, reference, training):
+        for call in calls:
+            one = Replay(module, reference, options, call, parameters, before, caches)
+            try:
+                found = max(found, one.run(gradients, seed), key=lambda each: each.gap)
+            except Deviation as error:
+                return Found(float("inf"), str(error))
+            if found.problem:
+                return found
+            before = (*before, one.site)
+    return found
+
+
+@contextlib.contextmanager
+def modes(module: nn.Module, reference: ModuleReference, training: bool) -> Iterator[None]:
+    """Within this context the module is in that mode; the model's own functions inside it (an activation, a dropout) evaluate."""
+    before = {part: part.training for part in module.modules()}
+    try:
+        module.train(training)
+        for name in reference.functions:
+            child = module._modules.get(name)
+            if child is not None:
+                child.eval()
+        yield
+    finally:
+        for part, mode in before.items():
+            part.training = mode
+
+
+class Replay:
+    """One recorded call, made again by the module and by its reference."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reference: ModuleReference,
+        options: Any,
+        call: RecordedCall,
+        parameters: MovedParameters,
+        before: tuple[SiteCall, ...],
+        caches: dict[int, Any],
+    ) -> None:
+        self.module, self.reference, self.parameters = module, reference, parameters
+        self.inputs: list[Tensor] = []  # float arguments, leaves of autograd
+        self.memo: dict[int, Tensor] = {}
+        cached = False
+
+        def widen(value: Any) -> Any:
+            nonlocal cached
+            if isinstance(value, CacheMark):
+                cached = True
+                return caches.setdefault(0, value.empty())
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                return value
+            return self.memo.setdefault(id(value), value.double())
+
+        def leaf(value: Any) -> Any:
+            wide = map_tensors(value, widen)
+            if isinstance(wide, Tensor) and wide.is_floating_point() and wide.dim() > 1 and not wide.requires_grad:
+                self.inputs.append(wide.requires_grad_())
+            return wide
+
+        self.args = tuple(map(leaf, call.args))
+        self.kwargs = {name: leaf(value) for name, value in call.kwargs.items()}
+        self.results = {
+            name: [map_tensors(returned, widen) for _, _, returned in made] for name, made in call.children.items()
+        }
+        self.site = SiteCall(module, options, self.args, self.kwargs, call.inputs, self.results, (), before, cached)
+
+    def run(self, gradients: bool, seed: int) -> Found:
+        """Both computations, compared; raises `Deviation` where the module does something else altogether."""
+        drawn = self.module_draws(seed) if self.site.training else []
+        self.site.draws = list(drawn)
+        with torch.set_grad_enabled(gradients):
+            expected = self.reference.compute(self.site)
+            if self.site.draws:
+                raise Deviation(f"it draws {self.site.draws[0].operation} numbers where the method draws none")
+            value, losses = self.run_module(seed)
+        if self.site.irrelevant is not None and value.shape == expected.shape:
+            hidden = self.site.irrelevant.unsqueeze(-1)
+            value, expected = value.masked_fill(hidden, 0.0), expected.masked_fill(hidden, 0.0)
+        found = self.compare_outputs(value, losses, expected)
+        if found.problem or not gradients:
+            return found
+        return max(found, self.compare_gradients(value, losses, expected, seed), key=lambda one: one.gap)
+
+    def module_draws(self, seed: int) -> list[Draw]:
+        """The random numbers that the module draws."""
+        torch.manual_seed(seed)
+        with torch.no_grad(), self.children(False), Drawn() as drawn:
+            self.module(*self.args, **self.kwargs)
+        return drawn.draws
+
+    def run_module(self, seed: int) -> tuple[Tensor, list[Tensor]]:
+        """The module's output and the auxiliary losses that it records."""
+        torch.manual_seed(seed)
+        with self.children(True) as stubs, auxiliary_losses() as losses:
+            returned = self.module(*self.args, **self.kwargs)
+        for name, stub in stubs.items():
+            if stub.expected is not None and stub.answered < len(stub.expected):
+                raise Deviation(f"it calls {name} {stub.answered} times, and the method calls it {len(stub.expected)} times")
+        return output_of(returned, self.module, self.reference), list(losses)
+
+    @contextlib.contextmanager
+    def children(self, compares: bool) -> Iterator[dict[str, GivenChild]]:
+        """Within this context the given children answer as they did in the model's forward."""
+        registry, stubs = self.module._modules, {}
+        originals = {name: child for name in self.reference.given if (child := registry.get(name)) is not None}
+        for name, child in originals.items():
+            stub = GivenChild(child, name, self.results.get(name, []))
+            if compares:
+                stub.expected, stub.call = self.site.expected.get(name, []), self.site
+            stubs[name] = registry[name] = stub
+        try:
+            yield stubs
+        finally:
+            registry.update(originals)
+
+    def compare_outputs(self, value: Tensor, losses: Sequence[Tensor], expected: Tensor) -> Found:
+        if value.shape != expected.shape:
+            return Found(float("inf"), f"it returns {tuple(value.shape)}, and the method gives {tuple(expected.shape)}")
+        gap = gap_of(value, expected)
+        if gap > LIMIT:
+            return Found(gap, f"its output is {gap:.1e} of its scale from the method's{self.first_place(value, expected)}")
+        if len(losses) != len(self.site.losses):
+            return Found(float("inf"), f"it records {len(losses)} auxiliary losses, and the method {len(self.site.losses)}")
+        for one, other in zip(losses, self.site.losses, strict=True):
+            if (loss_gap := gap_of(one, other)) > LIMIT:
+                return Found(loss_gap, f"its auxiliary loss is {float(one):.6g}, and the method's {float(other):.6g}")
+        return Found(gap)
+
+    @staticmethod
+    def first_place(value: Tensor, expected: Tensor) -> str:
+        """Where the outputs first differ, in words."""
+        if value.dim() < 2:
+            return ""
+        rows = (value - expected).detach().abs().flatten(0, -2).amax(-1)
+        wrong = (rows > LIMIT * float(expected.detach().abs().max())).nonzero().flatten()
+        return f", first at token {int(wrong[0])} of {len(rows)}, at {len(wrong)} in all" if len(wrong) else ""
+
+    def compare_gradients(self, value: Tensor, losses: Sequence[Tensor], expected: Tensor, seed: int) -> Found:
+        """The gradients of a random linear function of the output, and of the losses, by both computations."""
+        cotangent = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(value.device)
+        leaves = {name: leaf for name, leaf in self.parameters.leaves.items() if leaf.requires_grad}
+        names = [f"parameter {name}" for name in leaves] + [f"argument {number}" for number in range(len(self.inputs))]
+        names += [f"what {name} returns" for name, made in self.site.expected.items() for _ in made]
+        wanted = [*leaves.values(), *self.inputs]
+        wanted += [one.leaf for made in self.site.expected.values() for one in made]
+        ours = gradients_of((value * cotangent).sum() + sum(losses), wanted)
+        theirs = gradients_of((expected * cotangent).sum() + sum(self.site.losses), wanted)
+        floor = NEGLIGIBLE * max((float(one.abs().max()) for one in theirs if one is not None and one.numel()), default=0.0)
+        worst = Found()
+        for name, one, other in zip(names, ours, theirs, strict=True):
+            label = name.removeprefix("parameter ")
+            left, right = (None if grad is None else self.parameters.reduced(label, grad) for grad in (one, other))
+            if left is None or right is None:
+                present = right if left is None else left
+                if present is not None and bool((present.abs() > floor).any()):
+                    which = "none where the method gives one" if left is None else "one where the method gives none"
+                    return Found(float("inf"), f"the gradient of {name}: {which}")
+                continue
+            gap = gap_of(left, right, floor)
+            if gap > LIMIT:
+                return Found(gap, f"the gradient of {name} is {gap:.1e} of its scale from the method's")
+            worst = max(worst, Found(gap), key=lambda each: each.gap)
+        return worst
+
+
+def gradients_of(value: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of a number with respect to each tensor, None where it does not depend on it."""
+    if not value.requires_grad:
+        return [None] * len(wanted)
+    found = torch.autograd.grad(value, list(wanted), allow_unused=True)
+    return [one.to_dense() if one is not None and one.is_sparse else one for one in found]
+
+
+def output_of(returned: Any, module: nn.Module, reference: ModuleReference) -> Tensor:
+    """The output in what a module returned."""
+    if isinstance(returned, Tensor):
+        return returned
+    key = getattr(module, reference.key) if reference.key else None
+    value = item(returned, 0 if key is None else key)
+    if not isinstance(value, Tensor):
+        raise Deviation("it returns no tensor where its output is")
+    return value

@@ -1,0 +1,206 @@
+"""What a pass says of the modules it installs, so that they can be verified: the formula of each, computed in another way.
+
+A reference shares no code with the pass. `ModuleReference.compute` gets one call of a module as a `SiteCall` and returns what the
+formula gives, in float64, from the call's arguments, the module's parameters and the options of the pass. What is inside such a
+module and was there before (the dense layer it wraps) is *given*: its results are those of the model's own forward.
+
+`MethodReference.wiring` and `start` are about the model as a whole: what reaches the modules, and what they begin with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Place = tuple[int | None, str | None]  # an argument of a call: its position, its keyword
+Key = int | str | None  # an item of what a module returns; None: the value itself
+MISSING = object()
+NOTHING: Mapping[Any, Any] = {}
+
+
+class Deviation(Exception):
+    """A module does something that the method does not: the text says what."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Random numbers that a module drew: by which operation (`exponential_`, `uniform_`, `randn_like`, …), and the values."""
+
+    operation: str
+    values: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What a given child must be called with, and what it returns then."""
+
+    places: Mapping[Place, Tensor]  # the first carries the gradient
+    others: Mapping[Any, Any] | None  # further arguments, by position or keyword; None: they are not looked at
+    returned: Any  # as the child returned it, with `leaf` at `key`
+    leaf: Tensor
+    key: Key
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """An argument that may have any of these values."""
+
+    values: tuple[Any, ...]
+
+
+class SiteCall:
+    """One call of a module under verification: everything in float64, parameters too.
+
+    `inputs` are the model's. `before` are the earlier calls with the same cache. `losses` are the auxiliary losses that the formula
+    records, `irrelevant` the positions (batch, tokens) whose output nobody reads: padding.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        options: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        inputs: Mapping[str, Any],
+        results: Mapping[str, Sequence[Any]],
+        draws: Sequence[Draw] = (),
+        before: tuple[SiteCall, ...] = (),
+        cached: bool = False,
+    ) -> None:
+        self.module, self.options, self.args, self.kwargs, self.inputs = module, options, tuple(args), dict(kwargs), dict(inputs)
+        self.training, self.before, self.cached = module.training, before, cached
+        self.results, self.draws = {name: list(values) for name, values in results.items()}, list(draws)
+        self.expected: dict[str, list[Expected]] = {}
+        self.losses: list[Tensor] = []
+        self.irrelevant: Tensor | None = None
+        self.kept: dict[str, Any] = {}  # what the formula keeps for later calls with the same cache
+
+    def argument(self, place: Place, default: Any = MISSING) -> Any:
+        """The argument at a place; raises `Deviation` where it was left out and there is no default."""
+        position, keyword = place
+        if keyword is not None and keyword in self.kwargs:
+            return self.kwargs[keyword]
+        if position is not None and position < len(self.args):
+            return self.args[position]
+        if default is MISSING:
+            raise Deviation(f"it was called without the argument {keyword or position}")
+        return default
+
+    def given(
+        self, child: str, places: Mapping[Place, Tensor], key: Key = None, others: Mapping[Any, Any] | None = NOTHING
+    ) -> Tensor:
+        """What the child `child`, called with these arguments, returns at `key`: as it did in the model's forward.
+
+        The module must call it with the same, and with its own arguments apart from these and `others` (None: with whatever).
+        A gradient that arrives here goes on to the first of these arguments.
+        """
+        calls = self.expected.setdefault(child, [])
+        if len(calls) >= len(self.results.get(child, ())):
+            raise Deviation(f"{child} is called {len(self.results.get(child, ()))} times, and the method calls it more often")
+        returned = self.results[child][len(calls)]
+        key = None if isinstance(returned, Tensor) else key
+        leaf = (returned if key is None else item(returned, key)).detach().clone().requires_grad_()
+        calls.append(Expected(dict(places), others, returned, leaf, key))
+        return linked(leaf, next(iter(places.values())))
+
+    def draw(self, *operations: str) -> Tensor:
+        """The next random numbers that the module drew; raises `Deviation` unless by one of these operations."""
+        if not self.draws:
+            raise Deviation(f"it draws no {' or '.join(operations)} numbers where the method does")
+        draw = self.draws.pop(0)
+        if draw.operation not in operations:
+            raise Deviation(f"it draws {draw.operation} numbers where the method draws {' or '.join(operations)}")
+        return draw.values
+
+
+def item(returned: Any, key: Key) -> Any:
+    """The item `key` of what a module returned; a mapping is numbered in its order."""
+    if isinstance(returned, Mapping) and isinstance(key, int):
+        return list(returned.values())[key]
+    return returned[key]
+
+
+def linked(leaf: Tensor, argument: Tensor) -> Tensor:
+    """`leaf`, whose gradient also goes on to `argument`, by fixed weights of its own for each element."""
+    if not argument.is_floating_point():
+        return leaf
+    weights = torch.linspace(0.3, 1.7, argument.numel(), dtype=torch.float64, device=argument.device).reshape(argument.shape)
+    passed = (argument * weights).sum()
+    return leaf + (passed - passed.detach())
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleReference:
+    """How else the output of a module that a pass installs is computed.
+
+    `given` are its children that were there before, `functions` those that compute an element-wise part of the dense model, which the
+    formula calls too. `key` is the attribute that says where in what the module returns the output is, "" where that is the value
+    itself or its first item. `tokens`: from so many tokens on it computes in another way. `trainings`: how many times it is
+    trained on other random numbers.
+    """
+
+    compute: Callable[[SiteCall], Tensor]
+    given: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()
+    key: str = ""
+    tokens: int = 0
+    trainings: int = 1
+    cached: bool = False  # whether it keeps something in the model's cache
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedCall:
+    """One call of a module in a forward of the model: the arguments, and what its given children received and returned."""
+
+    number: int  # in the order in which the calls of all sites began
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    returned: Any
+    inputs: Mapping[str, Any]  # of the model
+    children: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any], Any], ...]]
+
+
+@dataclasses.dataclass
+class ObservedSite:
+    """A module that a pass installed, and its calls in one forward in evaluation mode."""
+
+    path: str
+    module: nn.Module
+    calls: list[RecordedCall] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Observed:
+    """A rewritten model, for what a reference says of it as a whole."""
+
+    model: nn.Module
+    options: Any  # the pass
+    inputs: Mapping[str, Any]
+    sites: list[ObservedSite]  # of this pass, in the order of their first calls
+    fates: Mapping[str, Any]  # of the dense parameters; empty where there is no dense model to compare with
+    dense_calls: Mapping[str, tuple[Tensor, Tensor]]  # of the dense model's modules: some rows of x, and of what it returned
+    dense_probes: Mapping[str, tuple[Tensor, Tensor]]  # of its plain projections: random rows, and their products with the weight
+    is_calibrated: bool  # whether calibration data was given
+    recipe: tuple[Any, ...]  # all the passes, in order
+    training_loss: Callable[[], float | None]  # the model's own, in training mode, always on the same random numbers
+    recorded_losses: Callable[[], float]  # the sum of the auxiliary ones that its modules record, on these numbers too
+
+
+Problems = Iterator[tuple[str, str]]  # the path of a site, and what is wrong there
+
+
+@dataclasses.dataclass(frozen=True)
+class MethodReference:
+    """The references of the modules of one pass, and what is to hold between them and at their start."""
+
+    modules: Mapping[type[nn.Module], ModuleReference]
+    wiring: Callable[[Observed], Problems] | None = None
+    start: Callable[[Observed], Problems] | None = None  # of a model just rewritten
+
+    def of(self, module: nn.Module) -> ModuleReference | None:
+        """The reference of a module, None where it is none of the pass's."""
+        return next((self.modules[kind] for kind in type(module).__mro__ if kind in self.modules), None)
