@@ -287,6 +287,7 @@ class AltUp(Pass[AltUpPlan]):
             module = edit.model.get_submodule(path)
             edit.add_module(module, "project", project)
             edit.add_handle(module.register_forward_hook(project.after))
+        edit.expect_late_gradient(project.weight)  # the head and the layers do not read the extra blocks at the start
         return project
 
     def widen_head(self, head: WideHead, projections: dict[str, DivideAndProject | None], edit: Edit) -> None:
