@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from retrofit.anatomy.wording import format_change
 from retrofit.cli.accounts import rewrite_rows
 from retrofit.cli.failures import UsageError
-from retrofit.cli.outputs import check_output, default_output, save_with_companions
+from retrofit.cli.outputs import check_output, default_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
@@ -21,13 +21,12 @@ if TYPE_CHECKING:
 
     from retrofit.rewriting import Applied
 
-WINDOW = 128  # tokens a window of calibration text
-
 EXAMPLES = """\
 An option after --pass belongs to that pass. What passes there are and what options they have: retrofit passes [NAME]
 
   retrofit apply --pass altup --k 2 model.pt                 writes model.altup.pt
   retrofit apply --pass altup --k 2 --pass sum hf_dir/       writes hf_dir.altup.sum/
+  retrofit apply --pass altup --k 2 model.gguf               writes model.altup/, with the tokenizer
   retrofit apply --recipe passes.txt hf_dir/                 the passes in passes.txt, one a line: altup(k=2)
 """
 
@@ -58,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     from transformers import PreTrainedModel
 
     from retrofit.rewriting import apply_reported
-    from retrofit.storage.checkpoint import FILES, load, save
+    from retrofit.storage.checkpoint import is_file_name, load, save
+    from retrofit.storage.companions import has_companions, save_with_companions
 
     with working(arguments.debug) as progress:
         progress(f"reading {arguments.model}")
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = applied.model
         progress(f"writing {output}")
         source = arguments.config or arguments.model
-        if isinstance(model, PreTrainedModel) and source.is_dir() and output.suffix not in FILES:
+        if isinstance(model, PreTrainedModel) and has_companions(source) and not is_file_name(output):
             save_with_companions(model, source, output, force=arguments.force)
         else:
             save(model, output, force=arguments.force)
@@ -79,10 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.Tensor:
     """The text to fit on, as windows of the model's token ids: (windows, length)."""
-    from retrofit.pipeline.tokenization import codec_for, read_texts, read_tokenizer, windows_of
+    from retrofit.pipeline.calibration import calibration_windows
+    from retrofit.pipeline.tokenization import read_texts, read_tokenizer
+    from retrofit.storage.companions import tokenizer_place
 
-    codec = codec_for(model, read_tokenizer(arguments.config or arguments.model))
-    return windows_of(read_texts([arguments.calibrate]), codec, WINDOW)
+    tokenizer = read_tokenizer(tokenizer_place(arguments.config or arguments.model))
+    return calibration_windows(model, read_texts([arguments.calibrate]), tokenizer)
 
 
 def summary(applied: Applied, output: Path) -> list[tuple[str, str]]:

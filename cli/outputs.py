@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from retrofit.runtime.atomic_writes import final_name, whole_directory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json")
+from retrofit.runtime import gguf_header
+from retrofit.runtime.atomic_writes import final_name
 
 
 def default_output(model: Path, words: Sequence[str]) -> Path:
-    """`model.altup.pt` for a file `model.pt` and the names of what was done to it, `model.altup` for a directory `model`."""
+    """`model.altup.pt` for `model.pt` and what was done to it, a directory `model.altup` for `model` or `model.gguf`."""
     model = model if model.name not in ("", "..") else model.resolve()
     done = ".".join(words)
+    if model.suffix == gguf_header.SUFFIX:
+        return model.with_name(f"{model.stem}.{done}")  # a directory has room for the tokenizer that the file holds
     suffix = ".pt2" if model.suffix in (".pt2", ".onnx") else ".pt"  # a graph stays one, and trains
     return model.with_name(f"{model.name}.{done}" if model.is_dir() else f"{model.stem}.{done}{suffix}")
 
@@ -39,18 +35,3 @@ def name_in_errors(output: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(output)
         raise
-
-
-def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, force: bool) -> Path:
-    """The model is in the directory `output`, and with it the other files of `source`: tokenizer, chat template, …"""
-    with whole_directory(output, force=force) as draft:
-        model.save_pretrained(draft)
-        for file in source.iterdir():
-            if (
-                file.is_file()
-                and not file.name.startswith(".")
-                and not file.name.endswith(WEIGHTS)
-                and not (draft / file.name).exists()
-            ):
-                shutil.copyfile(file, draft / file.name)
-    return output

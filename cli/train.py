@@ -20,6 +20,7 @@ depend on later tokens, masked tokens otherwise. Text is read through the tokeni
 
   retrofit train model.pt --data text.txt --steps 200        writes model.trained.pt, its curve and numbers in model.trained.run/
   retrofit train hf_dir/ --data docs/ --steps 1000 --bf16    writes hf_dir.trained/
+  retrofit train model.gguf --data text.txt --steps 200      writes model.trained/, with the tokenizer
 """
 
 
@@ -80,13 +81,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.checkpoint import load
+    from retrofit.storage.companions import tokenizer_place
     from retrofit.training.continued_pretraining import continue_pretraining
 
     texts = read_texts(arguments.data)
     try:
         with working(arguments.debug) as progress, name_in_errors(output):
             progress(f"reading {arguments.model}")
-            tokenizer = read_tokenizer(arguments.tokenizer or arguments.model, required=arguments.tokenizer is not None)
+            place = arguments.tokenizer or tokenizer_place(arguments.model)
+            tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
             model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
             result = continue_pretraining(
                 model,

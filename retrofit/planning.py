@@ -22,6 +22,7 @@ from retrofit.rewriting import Progress, parse_passes, prepare_model
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.line_folding import fold_lines
 from retrofit.runtime.state_preservation import preserve_random_state
+from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery.edit import Edit
 
 
@@ -110,6 +111,7 @@ def plan_of(
     report = progress or (lambda stage: None)
     parsed = parse_passes(passes)
     with preserve_random_state():
+        model = transformer_inside(model, example_inputs)
         model, inputs, program = prepare_model(model, example_inputs, emit, report)
         skeleton = without_weights(model)
         planned: list[PlannedPass] = []

@@ -27,6 +27,7 @@ from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import device_of, named_inputs
 from retrofit.runtime.probes import run
 from retrofit.runtime.state_preservation import preserve_state
+from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
 
@@ -59,6 +60,8 @@ def apply(
     `emit="graph"` gives the rewritten model as an FX graph module on the same parameters and leaves `model` itself alone; so does a
     model whose layers are no modules.
 
+    Of a module that only feeds one transformers model, such as a sentence-transformers pipeline, that model is rewritten.
+
     `passes` are objects or specs (`"altup(k=2)"`); `example_inputs` (by argument name) are derived from the model where not given.
     `calibration`, what passes that start approximate are fitted on: texts, token ids (windows, length), or batches of inputs.
     Raises `RetrofitError` where a pass does not fit, `VerificationError` where the result fails a check.
@@ -84,6 +87,8 @@ def apply_reported(
     chosen = parse_passes(passes)
     if calibration is not None and not any(one.calibrates for one in chosen):
         raise SpecError("calibration= was given, but none of the passes uses it", remedy="leave it out")
+    whole, model = model, transformer_inside(model, example_inputs)
+    fed = model if model is not whole else None
     before = sum(parameter.numel() for parameter in model.parameters())
     model, inputs, dense = prepare_model(model, example_inputs, emit, say)
     reference = None
@@ -95,6 +100,7 @@ def apply_reported(
     if example_inputs is not None:
         edit.set_attribute(model, "retrofit_inputs", recipe_storage.describe_inputs(inputs))
     try:
+        recipe_storage.make_room(model, edit)
         accounts, dense_flops = run_passes(model, chosen, inputs, edit, say, dense)
         recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)))
         edit.set_attribute(model, "retrofit_rewrites", (*with_current_names(rewrites(model) or (), edit.dense, edit), *accounts))
@@ -124,7 +130,7 @@ def apply_reported(
         raise
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
-    return Applied(model, accounts, report, before, after, dense_flops, flops)
+    return Applied(whole if model is fed else model, accounts, report, before, after, dense_flops, flops)
 
 
 def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:

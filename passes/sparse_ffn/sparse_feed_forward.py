@@ -1,41 +1,56 @@
-"""The sparse feed-forward: of every block of N hidden units one is active, selected by a low-rank controller.
+"""The sparse feed-forward: of every block of N hidden units k are active, selected by a controller.
 
-    Controller(x) = argmax over each block of N of (x C1 C2 + c)      C1: [d, r] `c1`, C2: [r, d_ff] `c2`, c: [d_ff] `bias`
-    h = hidden(x W_in + b_in) ⊙ Controller(x)                         hidden: the activation, and the gate where there is one
+    Controller(x) = the k largest in each block of N of (x C1 C2 + c)    C1: [d, r] `c1`, C2: [r, d_ff] `c2`, c: [d_ff] `bias`
+    h = hidden(x W_in + b_in) ⊙ Controller(x)                            hidden: the activation, and the gate where there is one
     y = h W_out + b_out
 
-In training the controller is a straight-through Gumbel-softmax: s = softmax((x C1 C2 + c + g)/τ) with Gumbel noise g and τ = 0.1;
-for three batches in ten h is multiplied by the one-hot of s, with the gradient of s, for the others by s itself. Otherwise there
-are two paths to the same result: few tokens gather the rows of their active units, many use all rows and a mask.
+The paper's k (`active`) is 1; at k = N there is no controller, and y is the dense function. With `controller="gate"`, for gated
+feed-forwards, nothing is predicted: the gate is computed whole, and in each block the k units are active whose
+|act(x W_gate)_u| ‖row u of W_up‖ ‖row u of W_out‖ are the largest.
+
+In training a low-rank controller is a straight-through Gumbel-softmax (`unit_choice.py`): with Gumbel noise g and τ = 0.1, h is
+multiplied by the relaxed indicator s of the k largest of (x C1 C2 + c + g)/τ (the softmax, at k = 1), and for three batches in ten
+by their indicator, with the gradient of s. A gate is no prediction that would have to explore: it is trained without noise, on the
+units that it selects, with the gradient of s for the logarithms of the products above. Otherwise there are two paths to the same
+result: few tokens gather the rows of their active units, many use all rows and a mask.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
+from retrofit.passes.sparse_ffn.gate_activation import gate_activation
 from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums, is_recorded
+from retrofit.passes.sparse_ffn.unit_choice import indicator, largest_units, sampled_indicator, straight_through
 from retrofit.sdk import FeedForward, FeedForwardBlock, Port, RowMajor, cond
 
-FEW = 4  # up to N / FEW tokens it is faster to copy the active rows than to use all (benchmarks/sparse_ffn.py --crossover)
-ALWAYS = 8  # from this N on, where rows are read in place on a CPU, it is faster for any number of tokens; below, for N tokens
+FEW = 4  # up to N / (k FEW) tokens it is faster to copy the active rows than to use all (benchmarks/sparse_ffn.py --crossover)
+ALWAYS = (
+    8  # from this N / k on, where rows are read in place on a CPU, it is faster for any number of tokens; below, for N / k tokens
+)
+LEAST = 1e-20  # magnitude of a gate, so that it has a logarithm
 
 
 class SparseFeedForward(FeedForwardBlock):
     """y = (hidden(x W_in + b_in) ⊙ Controller(x)) W_out + b_out: (…, d) to (…, d).
 
-    Hidden units come in blocks of `sparsity`, of which one is active; unit i is the dense model's unit `order[i]`. A block of one
-    unit needs no controller: there `c1`, `c2` and `bias` are None.
+    Hidden units come in blocks of `sparsity`, of which `active` are active; unit i is the dense model's unit `order[i]`. Where all
+    are, no controller is needed, and with that of the gate no parameters: there `c1`, `c2` and `bias` are None. `lengths` holds
+    ‖row of W_up‖ ‖row of W_out‖ of each unit then, as of the last call of `train()` or `eval()`, and is not saved.
     """
 
     c1: Tensor
     c2: Tensor
     bias: Tensor
     order: Tensor
+    lengths: Tensor
 
     def __init__(
         self,
@@ -51,58 +66,119 @@ class SparseFeedForward(FeedForwardBlock):
         hard: float,
         multiply: bool,
         scale: bool,
+        active: int = 1,
+        controller: str = "low-rank",
     ) -> None:
         super().__init__(site, old)
-        self.sparsity, self.temperature, self.hard, self.multiply = sparsity, temperature, hard, multiply
-        self.factor = math.sqrt(sparsity) if scale else 1.0
+        self.sparsity, self.active, self.temperature, self.hard, self.multiply = sparsity, active, temperature, hard, multiply
+        self.factor = math.sqrt(sparsity / active) if scale else 1.0
         self.hidden, self.ports, self.roles = site.hidden, site.ports, tuple(into)
         for role, child in into.items():
             self.add_module(role, child)
         self.down = down
         self.register_buffer("order", order)
+        self.controller = controller if active < sparsity else "none"
         for name, size in {"c1": (self.width, rank), "c2": (rank, self.units), "bias": (self.units,)}.items():
-            parameter = nn.Parameter(down.weight.new_zeros(size)) if sparsity > 1 else None
+            parameter = nn.Parameter(down.weight.new_zeros(size)) if self.controller == "low-rank" else None
             self.register_parameter(name, parameter)
+        if self.controller == "gate":
+            self.gate_port, self.activation = gate_activation(site)
+            self.register_buffer("lengths", torch.ones(self.units, device=down.weight.device), persistent=False)
+            self.register_load_state_dict_post_hook(lambda module, keys: module.measure_lengths())
+            self.measure_lengths()
 
     def compute(self, x: Tensor) -> Tensor:
-        if self.c1 is None:
+        if self.active == self.sparsity:
             return self.down(self.hidden(*self.port_values(x)))  # type: ignore[no-any-return]
-        logits = self.logits(x)
+        gate = [self.port_value(self.ports[self.gate_port], x)] if self.controller == "gate" else []
+        logits = self.logits(x, *gate)
         if self.training:
-            return self.apply_mask(x, self.sample_mask(logits))
-        largest, unit = logits.max(-1, keepdim=True)
-        weight = ((largest - logits.logsumexp(-1, keepdim=True)).exp(),) if self.multiply else ()
-        return cond(self.prefers_gather(x), self.compute_gathered, self.compute_masked, x, unit, *weight)
+            return self.apply_mask(x, self.sample_mask(logits), *gate)
+        unit = largest_units(logits, self.active)
+        weight = [logits.softmax(-1).gather(-1, unit)] if self.multiply else []
+        return cond(self.prefers_gather(x), self.compute_gathered, self.compute_masked, x, unit, *gate, *weight)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x C1 C2 + c in float32, whatever precision the rest is in: (…, blocks, N)."""
+    # Which units are active.
+
+    def logits(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """x C1 C2 + c, or the logarithm of the gate's magnitudes, in float32, whatever precision the rest is in: (…, blocks, N)."""
         with maybe_autocast(device_type=x.device.type, enabled=False):
+            if gate is not None:
+                magnitude = self.activation(gate).float().abs() * self.lengths.float()
+                return magnitude.clamp_min(LEAST).log().unflatten(-1, (-1, self.sparsity))
             low = x.float() @ self.c1.float()
             return F.linear(low, self.c2.float().t(), self.bias.float()).unflatten(-1, (-1, self.sparsity))
 
     def sample_mask(self, logits: Tensor) -> Tensor:
-        """The straight-through Gumbel-softmax, one-hot with probability `hard` for the whole batch: (…, blocks, N)."""
-        noise = torch.empty_like(logits).exponential_().log()
-        soft = ((logits - noise) / self.temperature).softmax(-1)
-        one_hot = torch.zeros_like(soft).scatter(-1, soft.argmax(-1, keepdim=True), 1.0)
-        mask = torch.where(torch.rand((), device=soft.device) < self.hard, one_hot + (soft - soft.detach()), soft)
+        """What h is multiplied by in training: (…, blocks, N)."""
+        if self.controller == "gate":
+            mask = straight_through(logits, self.active, self.temperature)
+        else:
+            mask = sampled_indicator(logits, self.active, self.temperature, self.hard)
         return mask * logits.softmax(-1) if self.multiply else mask
+
+    def train(self, mode: bool = True) -> SparseFeedForward:
+        super().train(mode)
+        self.measure_lengths()
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseFeedForward:
+        super()._apply(fn, recurse)
+        self.measure_lengths()  # in float32 whatever the weights are now
+        return self
+
+    def rebuild_buffers(self) -> None:
+        """`lengths` is not saved: it follows from the weights."""
+        self.measure_lengths()
+
+    @torch.no_grad()
+    def measure_lengths(self) -> None:
+        """`lengths` are those of the weights as they are now, where these are at hand: not sharded, quantized or without values."""
+        if self.controller != "gate":
+            return
+        (other,) = (port for index, port in enumerate(self.ports) if index != self.gate_port)
+        up: Any = getattr(self.get_submodule(self.roles[other.matrix]), "weight", None)
+        down: Any = getattr(self.down, "weight", None)
+        plain = all(isinstance(one, Tensor) and type(one.data) is Tensor and one.is_floating_point() for one in (up, down))
+        if not plain or down.shape != (self.units, self.width) or down.is_meta or up.is_meta or up.shape[-1] != self.width:
+            return
+        rows = up[other.start : other.start + other.step * self.units : other.step]
+        if len(rows) == self.units:
+            self.lengths = rows.float().norm(dim=1) * down.float().norm(dim=1)
 
     # All rows, and the mask.
 
-    def compute_masked(self, x: Tensor, unit: Tensor, weight: Tensor | None = None) -> Tensor:
-        """y from all units and a mask of the active ones: `unit`, the index in each block, and its weight, both (…, blocks, 1)."""
-        active = torch.arange(self.sparsity, device=x.device) == unit
-        return self.apply_mask(x, active if weight is None else active * weight)
+    def compute_masked(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
+        """y from all units and a mask of the active ones: `unit`, their indices in each block, (…, blocks, k).
 
-    def apply_mask(self, x: Tensor, mask: Tensor) -> Tensor:
-        h = self.scale(self.hidden(*self.port_values(x)))
+        The rest: the values of the gate where it is the controller, (…, d_ff), and the weights of the active units, (…, blocks, k).
+        """
+        gate, weight = self.gate_and_weight(rest)
+        return self.apply_mask(x, indicator(unit, self.sparsity, weight), gate)
+
+    def gate_and_weight(self, rest: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+        return rest[0] if self.controller == "gate" else None, rest[-1] if self.multiply else None
+
+    def apply_mask(self, x: Tensor, mask: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None:
+            z = self.port_values(x)
+        else:
+            z = [gate if index == self.gate_port else self.port_value(port, x) for index, port in enumerate(self.ports)]
+        h = self.scale(self.hidden(*z))
         return self.down(h * mask.flatten(-2).to(h.dtype))  # type: ignore[no-any-return]
 
     def port_values(self, x: Tensor) -> list[Tensor]:
         """The arguments of `hidden` for all units: (…, d_ff) each."""
         z = [self.get_submodule(role)(x) for role in self.roles]
         return [z[port.matrix][..., port.start : port.start + port.step * self.units : port.step] for port in self.ports]
+
+    def port_value(self, port: Port, x: Tensor) -> Tensor:
+        """One argument of `hidden` for all units, of a matrix that may give others too: (…, d_ff)."""
+        matrix = self.get_submodule(self.roles[port.matrix])
+        columns = slice(port.start, port.start + port.step * self.units, port.step)
+        if type(matrix) is nn.Linear and matrix.out_features > self.units:
+            return F.linear(x, matrix.weight[columns], None if matrix.bias is None else matrix.bias[columns])
+        return matrix(x)[..., columns]  # type: ignore[no-any-return]
 
     def scale(self, h: Tensor) -> Tensor:
         return h if self.factor == 1.0 else h * self.factor
@@ -115,27 +191,35 @@ class SparseFeedForward(FeedForwardBlock):
         if type(self.down) is not RowMajor or any(type(child) is not nn.Linear for child in into):
             return False
         if x.device.type == "cpu" and not is_recorded(x, self.down.weight, *(child.weight for child in into)):
-            return self.sparsity >= ALWAYS or x.numel() <= self.sparsity * self.width
-        return x.numel() <= self.sparsity // FEW * self.width
+            return self.sparsity >= ALWAYS * self.active or x.numel() <= self.sparsity // self.active * self.width
+        return x.numel() <= self.sparsity // (FEW * self.active) * self.width
 
-    def compute_gathered(self, x: Tensor, unit: Tensor, weight: Tensor | None = None) -> Tensor:
+    def compute_gathered(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
         """The same y from the rows of the active units alone."""
         blocks = self.units // self.sparsity
-        active = unit.view(-1, blocks) + torch.arange(0, self.units, self.sparsity, device=x.device)
+        first = torch.arange(0, self.units, self.sparsity, device=x.device)
+        active = (unit.reshape(-1, blocks, self.active) + first.unsqueeze(1)).flatten(1)
         tokens = x.reshape(-1, self.width)
-        h = self.scale(self.hidden(*(self.port_value_at(port, tokens, active) for port in self.ports)))
+        gate, weight = self.gate_and_weight(rest)
+        z = [
+            self.port_value_at(port, tokens, active)
+            if gate is None or index != self.gate_port
+            else gate.reshape(-1, self.units).gather(1, active)
+            for index, port in enumerate(self.ports)
+        ]
+        h = self.scale(self.hidden(*z))
         if weight is not None:
-            h = h * weight.reshape(-1, blocks).to(h.dtype)
+            h = h * weight.reshape(active.shape).to(h.dtype)
         y = indexed_sums(h, active, self.down.weight)
         return (y if self.down.bias is None else y + self.down.bias.to(y.dtype)).view(x.shape)
 
     def port_value_at(self, port: Port, x: Tensor, active: Tensor) -> Tensor:
-        """The argument of `hidden` that a port gives, for the active units: (tokens, blocks)."""
+        """The argument of `hidden` that a port gives, for the active units: (tokens, blocks · k)."""
         matrix: nn.Linear = getattr(self, self.roles[port.matrix])
         columns = port.columns(active)
         z = indexed_products(x, columns, matrix.weight)
         return z if matrix.bias is None else z + matrix.bias[columns].to(z.dtype)
 
     def extra_repr(self) -> str:
-        rank = 0 if self.c1 is None else self.c1.shape[1]
-        return f"d={self.width}, d_ff={self.units}, N={self.sparsity}, r={rank}"
+        choice = f"r={self.c1.shape[1]}" if self.controller == "low-rank" else f"controller={self.controller}"
+        return f"d={self.width}, d_ff={self.units}, N={self.sparsity}, k={self.active}, {choice}"

@@ -1,4 +1,4 @@
-"""The sparse-ffn pass: every feed-forward becomes one of which a controller activates one hidden unit in N.
+"""The sparse-ffn pass: every feed-forward becomes one of which a controller activates k hidden units in N.
 
 `sparse_feed_forward.py` is the layer, `controller_fit.py` its start from the dense weights and calibration data.
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from retrofit.passes.sparse_ffn import reference as once_more
 from retrofit.passes.sparse_ffn.controller_fit import TokenRecorder, fit_start
+from retrofit.passes.sparse_ffn.gate_activation import gate_activation
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.sdk import (
     Anatomy,
@@ -51,10 +52,10 @@ class SparseFFNPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class SparseFFN(Pass[SparseFFNPlan]):
-    """Feed-forwards of which a controller activates one hidden unit in N."""
+    """Feed-forwards of which a controller activates k hidden units in N."""
 
     name: ClassVar[str] = "sparse-ffn"
-    summary: ClassVar[str] = "activate one hidden unit in N of every feed-forward, chosen by a low-rank controller"
+    summary: ClassVar[str] = "activate k hidden units in N of every feed-forward, chosen by a low-rank controller or by the gate"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.1"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "feed-forward"
@@ -63,22 +64,39 @@ class SparseFFN(Pass[SparseFFNPlan]):
         start=once_more.start,
     )
 
-    sparsity: int = option(64, "N, hidden units in a block, of which one is active; must divide d_ff", minimum=1)
+    sparsity: int = option(64, "N, hidden units in a block; must divide d_ff", minimum=1)
+    active: int = option(1, "k, active hidden units of each block, up to N; N is the dense function", minimum=1)
+    controller: str = option(
+        "low-rank",
+        "what selects the active units: a low-rank map of x, or the gate of a gated feed-forward, computed whole",
+        choices=("low-rank", "gate"),
+    )
     rank: int | None = option(None, "r, width of the controller's bottleneck; none: d/N", minimum=1)
     layers: str = option("all", "depths whose feed-forwards become sparse, e.g. 0-5+8")
     multiply_by_controller: bool = option(False, "multiply an active unit by the probability the controller gives it")
-    scale: bool = option(False, "multiply the output weights by √N, for the units that are left out")
+    scale: bool = option(False, "multiply the output weights by √(N/k), for the units that are left out")
     temperature: float = option(0.1, "τ of the Gumbel-softmax in training", minimum=1e-6)
-    hard: float = option(0.3, "how often training uses the one-hot choice, and not the softmax", minimum=0)
+    hard: float = option(0.3, "how often training uses the k units selected, and not the softmax", minimum=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.hard > 1:
             raise SpecError(f"sparse-ffn: option hard={self.hard:g} is above 1", remedy="it is a probability")
+        if self.active > self.sparsity:
+            raise SpecError(
+                f"sparse-ffn: option active={self.active} is above sparsity={self.sparsity}",
+                why="a block has no more units",
+                remedy=f"give at most {self.sparsity}, which is the dense function",
+            )
 
     @property
     def exact(self) -> bool:
-        return self.sparsity == 1
+        return self.active == self.sparsity
+
+    @property
+    def predicts(self) -> bool:
+        """Whether there is a controller of its own parameters."""
+        return self.controller == "low-rank" and not self.exact
 
     def rank_for(self, width: int) -> int:
         """r for a feed-forward of this width."""
@@ -96,10 +114,10 @@ class SparseFFN(Pass[SparseFFNPlan]):
             with collect_near_miss(site.name, near_misses):
                 self.check(site, anatomy.model, remedy)
                 fitting.append(site)
-        n = self.sparsity
+        n, k = self.sparsity, "one hidden unit" if self.active == 1 else f"{self.active} hidden units"
         sizes = collections.Counter((site.width, site.units) for site in fitting)
         return SparseFFNPlan(
-            tuple(Site(site.name, f"one hidden unit of {n} active in each of {site.units // n} blocks") for site in fitting),
+            tuple(Site(site.name, f"{k} of {n} active in each of {site.units // n} blocks") for site in fitting),
             tuple(near_misses),
             new_parameters=sum(count * self.controller_parameters(*size) for size, count in sizes.items()),
             formula=self.formula(sizes),
@@ -113,9 +131,11 @@ class SparseFFN(Pass[SparseFFNPlan]):
         if site.units % self.sparsity:
             why = f"its d_ff = {site.units} is no multiple of N = {self.sparsity}; {self.divisors([site])} would do"
             raise DoesNotFitError(what, why=why, remedy=remedy)
-        if self.rank_for(site.width) > site.width:
+        if self.predicts and self.rank_for(site.width) > site.width:
             why = f"the controller's rank {self.rank} exceeds its width d = {site.width}"
             raise DoesNotFitError(what, why=why, remedy=f"use a rank up to {site.width}")
+        if self.controller == "gate" and not self.exact:
+            gate_activation(site)
         for matrix in (*site.into, site.out):
             for parameter in (one for one in weight_and_bias(matrix, model) if one is not None):
                 names = [name for name, one in model.named_parameters(remove_duplicate=False) if one is parameter]
@@ -133,14 +153,14 @@ class SparseFFN(Pass[SparseFFNPlan]):
         return "sparsity=" + " or ".join(map(str, sorted(nearest)))
 
     def controller_parameters(self, d: int, d_ff: int) -> int:
-        """d·r + r·d_ff + d_ff; a block of one unit has no controller."""
+        """d·r + r·d_ff + d_ff; none where the gate is the controller or all units are active."""
         r = self.rank_for(d)
-        return d * r + r * d_ff + d_ff if self.sparsity > 1 else 0
+        return d * r + r * d_ff + d_ff if self.predicts else 0
 
     def formula(self, sizes: collections.Counter[tuple[int, int]]) -> str:
         """The parameters of the controllers, with numbers; `sizes` counts the feed-forwards by d and d_ff."""
-        if self.sparsity == 1:
-            return "no controller: a block of one leaves nothing to choose"
+        if not self.predicts:
+            return f"no new parameters: {'all units are active' if self.exact else 'the gate selects the units'}"
         terms = []
         for (d, d_ff), count in sizes.items():
             r = self.rank_for(d)
@@ -149,16 +169,18 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     def decoding_cost(self, sites: Sequence[FeedForward]) -> str:
         """The FLOPs of a token that is decoded by itself."""
-        dense = sum(2 * site.width * site.units * (len(site.ports) + 1) for site in sites)
-        rows = dense // self.sparsity
-        choice = sum(2 * self.rank_for(site.width) * (site.width + site.units) for site in sites) if self.sparsity > 1 else 0
+        whole = 1 if self.controller == "gate" and not self.exact else 0  # matrices of which all rows are used
+        matrices = [(2 * site.width * site.units, len(site.ports) + 1) for site in sites]
+        dense = sum(size * count for size, count in matrices)
+        rows = sum(size * whole + size * (count - whole) * self.active // self.sparsity for size, count in matrices)
+        choice = sum(2 * self.rank_for(site.width) * (site.width + site.units) for site in sites) if self.predicts else 0
         return f"one token at a time, the feed-forwards cost {rows + choice:,} FLOPs, not {dense:,}"
 
     # The rewrite.
 
     def apply(self, plan: SparseFFNPlan, edit: Edit) -> None:
         sites = [site.bound_to(edit.model) for site in plan.feed_forwards]
-        inputs = self.record_inputs(sites, edit) if self.sparsity > 1 else {}
+        inputs = self.record_inputs(sites, edit) if self.predicts else {}
         for site in sites:
             self.replace(site, inputs.get(site.path), edit)
 
@@ -176,7 +198,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         """A sparse feed-forward with the dense weights replaces the dense one; `x`, (tokens, d), is its calibration input."""
         model, rank = edit.model, self.rank_for(site.width)
         has_values = not model.get_parameter(site.out.weight).is_meta
-        start = fit_start(site, model, self.sparsity, rank, x) if has_values and self.sparsity > 1 else None
+        start = fit_start(site, model, self.sparsity, rank, x) if has_values and self.predicts else None
         order = None if start is None else start.order
         rearranged: list[tuple[nn.Parameter, nn.Parameter, Rearranged]] = []
 
@@ -209,6 +231,8 @@ class SparseFFN(Pass[SparseFFNPlan]):
             hard=self.hard,
             multiply=self.multiply_by_controller,
             scale=self.scale,
+            active=self.active,
+            controller=self.controller,
         )
         if start is not None:
             for name, values in vars(start.controller).items():

@@ -23,6 +23,7 @@ from retrofit.pipeline.replaying import recipe, rewrites
 from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.state_preservation import preserve_state
+from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery.edit import Fate
 
 
@@ -39,10 +40,12 @@ def verify(
     as it was. Raises `RetrofitError` for a model on the meta device, for one whose inputs cannot be derived and for a check that
     does not exist. The check `onnx` runs only where `checks` names it.
     """
+    model = transformer_inside(model, example_inputs)
     require_weights(model)
     require_known(checks)
     dense = None
     if isinstance(reference, nn.Module):
+        reference = transformer_inside(reference, example_inputs)
         require_weights(reference)
         dense, reference = reference, Reference.of(reference, named_inputs(model, example_inputs))
     accounts = rewrites(model)

@@ -12,6 +12,7 @@ from retrofit.errors import SpecError
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import named_inputs, vocabulary_of
 from retrofit.runtime.probes import accepts, ids_name
+from retrofit.surgery.transformers_quantization import quantization_of
 
 LENGTH = 128  # tokens a window of text
 BATCH = 8  # windows a batch
@@ -90,12 +91,29 @@ def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, 
 
 
 def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
-    """Texts as windows of token ids, by the tokenizer in the directory the model came from, else as bytes: (windows, length)."""
-    from retrofit.pipeline.tokenization import codec_for, read_tokenizer, windows_of
+    """Texts as windows of token ids, by the tokenizer that came with the model, else as bytes: (windows, length)."""
+    from retrofit.pipeline.tokenization import read_tokenizer
 
-    home = Path(str(getattr(getattr(model, "config", None), "name_or_path", "") or ""))
-    tokenizer = read_tokenizer(home) if str(home) != "." and home.is_dir() else None
-    found = windows_of(texts, codec_for(model, tokenizer), LENGTH)
+    home = origin_of(model)
+    return calibration_windows(model, texts, read_tokenizer(home) if home is not None else None)
+
+
+def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> Tensor:
+    """Texts as windows of token ids, by `tokenizer`, or as bytes where that is None: (windows, length)."""
+    from retrofit.pipeline.tokenization import codec_for, windows_of
+
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    length = min(LENGTH, positions) if isinstance(positions, int) and positions > 0 else LENGTH
+    found = windows_of(texts, codec_for(model, tokenizer), length)
     if not len(found):
-        raise SpecError(f"the calibration text does not fill one window of {LENGTH} tokens", remedy="give more text")
+        raise SpecError(f"the calibration text does not fill one window of {length} tokens", remedy="give more text")
     return found
+
+
+def origin_of(model: nn.Module) -> Path | None:
+    """The directory or GGUF file that a transformers model was loaded from; None where it is not there."""
+    config = getattr(model, "config", None)
+    home = Path(str(getattr(config, "name_or_path", "") or ""))
+    file = getattr(quantization_of(model), "gguf_file", None)
+    found = home / str(file) if file else home
+    return found if str(home) != "." and found.exists() else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from retrofit.errors import CheckpointError
+from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import (
     declare_published_ties,
     declare_ties,
@@ -14,6 +16,12 @@ from retrofit.surgery.transformers_bookkeeping import (
     keep_published_names,
     persistent_buffers,
     shared_names,
+)
+from retrofit.surgery.transformers_quantization import (
+    came_through_quantizer,
+    forget_quantization,
+    has_plain_weights,
+    quantization_of,
 )
 
 if TYPE_CHECKING:
@@ -100,6 +108,31 @@ def is_recipe(quantization_config: Any) -> bool:
     return getattr(quantization_config, "quant_method", None) == METHOD
 
 
+def make_room(model: nn.Module, edit: Edit) -> None:
+    """A transformers model is ready to carry a recipe; raises `CheckpointError` where it cannot."""
+    if is_transformers(model):
+        require_room(model)
+        if not is_recipe(quantization_of(model)):
+            forget_quantization(model, edit)
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether the model's config says that it is quantized, and it is: weights that a quantizer unpacked again are not."""
+    return came_through_quantizer(model) and not is_recipe(quantization_of(model)) and not has_plain_weights(model)
+
+
+@contextlib.contextmanager
+def as_ordinary_model(model: Any) -> Iterator[None]:
+    """Within this context nothing says that the model came through a quantizer, where its weights are not quantized."""
+    edit = Edit(model)
+    if came_through_quantizer(model) and not is_recipe(quantization_of(model)) and has_plain_weights(model):
+        forget_quantization(model, edit)
+    try:
+        yield
+    finally:
+        edit.undo()
+
+
 def rewritten_class(config: Any) -> str | None:
     """The name of the class whose rewriting the recipe in the config is; None where it holds none.
 
@@ -112,14 +145,14 @@ def rewritten_class(config: Any) -> str | None:
 
 
 def require_room(model: Any) -> None:
-    """The config holds no quantization and no persistent buffer has two names, else `CheckpointError`."""
+    """The weights are not quantized and no persistent buffer has two names, else `CheckpointError`."""
     present = getattr(model.config, "quantization_config", None)
-    if present is not None and not is_recipe(present):
+    if is_quantized(model):
         method = present.get("quant_method") if isinstance(present, dict) else getattr(present, "quant_method", present)
         raise CheckpointError(
             f"{type(model).__name__} is quantized ({getattr(method, 'value', method)}) and cannot carry a recipe",
             why="config.json has one place for what changes a skeleton before loading, and the quantization holds it",
-            remedy="rewrite the model before it is quantized, or model.dequantize() first",
+            remedy="rewrite the model before it is quantized, or load it unpacked (dequantize=True in its quantization config)",
         )
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for names in shared_names(persistent_buffers(model, buffers)):

@@ -14,6 +14,7 @@ from retrofit.pipeline.protocol import Recipe, Rewrite
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.running import run_passes
 from retrofit.runtime.example_inputs import device_of, named_inputs
+from retrofit.runtime.wrapped_models import transformers_models
 from retrofit.surgery.edit import Edit, Fate
 
 
@@ -56,10 +57,18 @@ def rearranged(edit: Edit) -> dict[str, Fate]:
 
 def recipe(model: nn.Module) -> Recipe | None:
     """The passes applied to `model` so far, in order; None for a dense model."""
-    specs = recipe_storage.stored_recipe(model)
+    specs = recipe_storage.stored_recipe(rewritten_part(model))
     return parse_recipe(specs) if specs else None
 
 
 def rewrites(model: nn.Module) -> tuple[Rewrite, ...] | None:
     """The accounts of the passes applied to `model`, or replayed when it was loaded; None for a dense model."""
-    return getattr(model, "retrofit_rewrites", None)
+    return getattr(rewritten_part(model), "retrofit_rewrites", None)
+
+
+def rewritten_part(model: nn.Module) -> nn.Module:
+    """`model`, or the one transformers model inside it that carries a recipe where `model` carries none."""
+    if recipe_storage.stored_recipe(model):
+        return model
+    inside = [one for one in transformers_models(model) if recipe_storage.stored_recipe(one)]
+    return inside[0] if len(inside) == 1 else model

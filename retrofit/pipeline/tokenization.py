@@ -14,6 +14,7 @@ from torch import nn
 
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import RetrofitError, TrainingError, first_line
+from retrofit.runtime import gguf_header
 
 SUFFIXES = (".txt", ".py", ".md")
 BYTES = 256
@@ -64,7 +65,9 @@ def read_text(file: Path) -> str:
 
 
 def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
-    """The Hugging Face tokenizer in `folder`, None where there is none; raises `TrainingError` where one is `required`."""
+    """The tokenizer in `folder`, or in a GGUF file, None where there is none; raises `TrainingError` where one is `required`."""
+    if folder.suffix == gguf_header.SUFFIX and folder.is_file():
+        return read_gguf_tokenizer(folder, required=required)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
     if not any((folder / name).is_file() for name in names):
         if required:
@@ -72,13 +75,27 @@ def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
                 f"{folder} holds no tokenizer", why=f"none of {', '.join(names)} is there", remedy="check --tokenizer"
             )
         return None
+    return pretrained_tokenizer(folder, folder)
+
+
+def read_gguf_tokenizer(file: Path, *, required: bool) -> Any:
+    """The tokenizer in a GGUF file, None where it holds none; raises `TrainingError` where one is `required`."""
+    if gguf_header.read_header(file).has_tokenizer:
+        return pretrained_tokenizer(file, file.parent, gguf_file=file.name)
+    if required:
+        raise TrainingError(f"{file} holds no tokenizer", why="its metadata lists no tokens", remedy="check --tokenizer")
+    return None
+
+
+def pretrained_tokenizer(path: Path, folder: Path, **where: str) -> Any:
+    """The tokenizer that transformers makes of what is at `path`; raises `TrainingError` where it cannot."""
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **where)
     except Exception as error:  # whatever the tokenizer's own code raises
         raise TrainingError(
-            f"the tokenizer in {folder} cannot be read",
+            f"the tokenizer in {path} cannot be read",
             why=first_line(error),
             remedy="name the directory of another with --tokenizer",
         ) from error

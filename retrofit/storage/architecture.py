@@ -68,13 +68,13 @@ def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:
 
 def transformers_config(model: PreTrainedModel) -> dict[str, Any]:
     """The model's config and generation config as `save_pretrained` would write them."""
-    present = getattr(model.config, "quantization_config", None)
-    if present is not None and not recipe_storage.is_recipe(present):
+    if recipe_storage.is_quantized(model):
         raise CheckpointError(
             f"{type(model).__name__} is quantized, which a .pt checkpoint does not hold",
-            remedy="save it to a directory, or model.dequantize() first",
+            remedy="save it to a directory, or load it unpacked (dequantize=True in its quantization config)",
         )
-    config = json.loads(json.dumps(model.config.to_dict()))
+    with recipe_storage.as_ordinary_model(model):
+        config = json.loads(json.dumps(model.config.to_dict()))
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(model.dtype).removeprefix("torch.")
     if model.can_generate():

@@ -13,19 +13,22 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError, RetrofitError, first_line
 from retrofit.onnx.exporter.export_onnx import export_onnx
 from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.pipeline.recipe_storage import as_ordinary_model
+from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory, whole_file
 from retrofit.storage.directories import load_directory
 from retrofit.storage.exported_program import SUFFIX, load_exported, save_exported
+from retrofit.storage.gguf_file import load_gguf
 from retrofit.storage.pt_file import checkpoint_contents, read_checkpoint, rebuild_model
 
 FILES = (".pt", ".pth")
 ONNX = ".onnx"
-OTHER_FORMATS = (".safetensors", ".gguf", ".ckpt", ".bin", ".npz", ".h5")
+OTHER_FORMATS = (".safetensors", ".ckpt", ".bin", ".npz", ".h5")
+NOT_WRITTEN = (*OTHER_FORMATS, gguf_header.SUFFIX)
 
 
 def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
@@ -48,16 +51,16 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
         with whole_file(path, force=force) as file:
             torch.save(payload, file)
         return path
-    if path.suffix in OTHER_FORMATS:
+    if path.suffix in NOT_WRITTEN:
         raise CheckpointError(f"{path}: models are not saved as {path.suffix}", remedy="name a .pt file or a directory")
-    if not isinstance(model, PreTrainedModel):
+    if not hasattr(model, "save_pretrained"):
         raise CheckpointError(
             f"{type(model).__name__} cannot be saved as a directory",
-            why="a directory is a transformers model, and this is none",
+            why="it has no method save_pretrained, as transformers and sentence-transformers models have",
             remedy=f"save it to a file: {path.with_suffix('.pt')}",
         )
-    with whole_directory(path, force=force) as directory:
-        model.save_pretrained(directory)
+    with whole_directory(path, force=force) as directory, as_ordinary_model(model):
+        model.save_pretrained(str(directory))  # type: ignore[operator]
     return path
 
 
@@ -71,7 +74,7 @@ def load(
 ) -> nn.Module:
     """The model saved at `path`, rewritten as its recipe says, in eval mode, its weights in `dtype` or as they were saved.
 
-    An `.onnx` file becomes a graph module that trains (`from_onnx`).
+    An `.onnx` file becomes a graph module that trains (`from_onnx`), a `.gguf` file the transformers model it was made from.
 
     `config` is the directory (or config.json) that describes a file of bare weights; `build` makes the dense model that a file's
     weights belong to; `allow_pickle` admits files that can run code when they are read. Raises `CheckpointError`, and says why.
@@ -79,13 +82,18 @@ def load(
     path, dtype = Path(path), as_dtype(dtype)
     if not path.exists():
         raise CheckpointError(
-            f"{path} does not exist", remedy="give a .pt checkpoint, a Hugging Face directory, a .pt2 or an .onnx file"
+            f"{path} does not exist", remedy="give a .pt checkpoint, a Hugging Face directory, a .gguf, .pt2 or .onnx file"
         )
     if path.is_dir():
         if config is not None or build is not None:
             raise CheckpointError(f"{path} is a directory and says itself how it is built", remedy="leave out config and build")
         with name_file_in_errors(path):
             return load_directory(path, dtype)
+    if path.suffix == gguf_header.SUFFIX:
+        if config is not None or build is not None:
+            raise CheckpointError(f"{path} is a GGUF file and says itself how it is built", remedy="leave out config and build")
+        with name_file_in_errors(path):
+            return load_gguf(path, dtype)
     if path.suffix == SUFFIX:
         loaded = load_exported(path)
         return loaded if dtype is None else loaded.to(dtype)
@@ -99,6 +107,11 @@ def load(
     content = read_checkpoint(path, allow_pickle=allow_pickle)
     with name_file_in_errors(path):
         return rebuild_model(content, path, config=config, build=build, dtype=dtype, imports=allow_pickle)
+
+
+def is_file_name(path: Path) -> bool:
+    """Whether `save` writes a file there, or refuses to, and not a directory."""
+    return path.suffix in (*FILES, *NOT_WRITTEN, SUFFIX, ONNX)
 
 
 def as_dtype(given: torch.dtype | str | None) -> torch.dtype | None:

@@ -16,6 +16,7 @@ from retrofit.errors import CheckpointError, first_line
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
 from retrofit.storage.filling import config_class, from_state, require_match
+from retrofit.storage.pipeline_directories import transformer_folder
 
 
 def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, path: Path) -> nn.Module:
@@ -26,7 +27,8 @@ def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: tor
 
 
 def load_directory(path: Path, dtype: torch.dtype | None) -> nn.Module:
-    """The transformers model in the directory, every weight of it from there."""
+    """The transformers model in the directory, or in one of sentence-transformers, every weight of it from there."""
+    path = transformer_folder(path)
     kind: type[Any] = directory_class(path)
     with quiet(progress_bars=True):
         model, found = kind.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True, local_files_only=True)

@@ -125,6 +125,13 @@ class Edit:
         setattr(owner, name, value)
         self.journal.append(lambda: delattr(owner, name) if before is MISSING else setattr(owner, name, before))
 
+    def delete_attribute(self, owner: Any, name: str) -> None:
+        """`owner` has no attribute `name` of its own; it need not have had one."""
+        if name in vars(owner):
+            before = vars(owner)[name]
+            delattr(owner, name)
+            self.journal.append(lambda: setattr(owner, name, before))
+
     def set_item(self, table: Any, key: Any, value: Any) -> None:
         """`table[key]` is `value`."""
         before = table.get(key, MISSING) if hasattr(table, "get") else table[key]

@@ -20,7 +20,7 @@ from retrofit.errors import CheckpointError, TrainingError
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.storage import architecture
-from retrofit.storage.checkpoint import ONNX, OTHER_FORMATS, save
+from retrofit.storage.checkpoint import NOT_WRITTEN, ONNX, save
 from retrofit.storage.exported_program import SUFFIX
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import Collator, objective_for
@@ -105,7 +105,7 @@ def continue_pretraining(
 
 def refuse_unsavable(model: nn.Module, target: Path) -> None:
     """Raises `CheckpointError`, before any step, where the trained model could not be saved at `target`."""
-    if target.suffix in OTHER_FORMATS:
+    if target.suffix in NOT_WRITTEN:
         raise CheckpointError(f"{target}: models are not saved as {target.suffix}", remedy="name a .pt file or a directory")
     if target.suffix not in (SUFFIX, ONNX):
         architecture.describe_architecture(model)

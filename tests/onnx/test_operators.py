@@ -87,7 +87,12 @@ def kind_of(value: np.ndarray) -> int:
     return int(helper.np_dtype_to_tensor_dtype(value.dtype))
 
 
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
 X, W = real(2, 5, 8), real(8, 6)
+PIXELS = real(2, 3, 6, 4)
 HEADS = real(2, 4, 5, 6)
 ANGLES = real(7, 3)
 UNARY = """Neg Abs Floor Ceil Round Exp Sin Cos Tan Atan Sinh Cosh Asinh Erf Tanh Sigmoid Relu Softplus Softsign HardSwish Mish Sign
@@ -197,6 +202,23 @@ CASES = [
     Case("BatchNormalization", real(2, 3, 5), real(3), real(3), real(3), above(3)),
     Case("Conv", real(2, 3, 9, 8), real(4, 3, 3, 3), real(4), pads=[1, 0, 1, 0], strides=[2, 1]),
     Case("Conv", real(2, 4, 9), real(4, 1, 3), group=4, pads=[2, 0]),
+    Case("ConvTranspose", real(2, 3, 5, 4), real(3, 4, 3, 2), real(4), pads=[1, 0, 0, 1], strides=[2, 3]),
+    Case("ConvTranspose", real(2, 4, 5), real(4, 3, 3), group=2, strides=[3], output_padding=[1], dilations=[2]),
+    Case("ConvTranspose", real(2, 3, 5), real(3, 2, 3), strides=[2], auto_pad="SAME_UPPER"),
+    Case("ConvTranspose", real(2, 3, 5), real(3, 2, 3), strides=[2], auto_pad="SAME_LOWER"),
+    *(
+        Case("Resize", PIXELS, None, floats(1, 1, *scales), fixed=(2,), mode=mode, coordinate_transformation_mode=places)
+        for mode in ("nearest", "linear", "cubic")
+        for places in ("half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel", "half_pixel_symmetric")
+        for scales in ((2, 3), (1.3, 0.5))
+    ),
+    *(
+        Case("Resize", PIXELS, None, floats(1, 1, 2.6, 0.4), fixed=(2,), nearest_mode=rounding)
+        for rounding in ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
+    ),
+    Case("Resize", PIXELS, None, None, ints(2, 3, 9, 5), fixed=(3,), mode="linear"),
+    Case("Resize", PIXELS, None, None, ints(9, 5), fixed=(3,), mode="linear", axes=[2, 3], keep_aspect_ratio_policy="not_larger"),
+    Case("Resize", PIXELS, None, floats(1, 1, 2, 2), fixed=(2,), mode="cubic", cubic_coeff_a=-0.5, exclude_outside=1),
     Case("Conv", real(2, 3, 9, 8), real(4, 3, 3, 3), auto_pad="SAME_UPPER", strides=[2, 2]),
     Case("Conv", real(2, 3, 9, 8), real(4, 3, 3, 2), auto_pad="SAME_LOWER", strides=[2, 1]),
     Case("MaxPool", real(2, 3, 9, 8), kernel_shape=[3, 2], strides=[2, 2], pads=[1, 0, 1, 0]),

@@ -399,6 +399,8 @@ def test_a_wrong_shape_is_refused(tmp_path):
 def test_a_quantized_model_cannot_carry_a_recipe(form):
     model, _ = standin.tiny("llama")
     model.config.quantization_config = form(quant_method="fp8")
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.to(torch.float8_e4m3fn)
     with pytest.raises(CheckpointError, match="quantized") as error:
         recipe_storage.store_recipe(model, standin.RECIPE)
     assert "dequantize" in error.value.remedy

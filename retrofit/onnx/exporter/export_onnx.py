@@ -33,6 +33,7 @@ from retrofit.pipeline import recipe_storage
 from retrofit.runtime.atomic_writes import whole_files
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.state_preservation import preserve_state
+from retrofit.runtime.wrapped_models import transformer_inside
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -98,7 +99,7 @@ def export_onnx(
     path = Path(path)
     if path.suffix != SUFFIX:
         raise RetrofitError(f"{path} is no name of an ONNX file", remedy=f"call it {path.name}{SUFFIX}")
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    model = transformer_inside(getattr(model, "_orig_mod", model), example_inputs)  # the former is torch.compile's wrapper
     with preserve_state(model):
         progress("looking for the cache")
         plan = plan_export(model, named_inputs(model, example_inputs), cache)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 PAST_PREFIX, PRESENT_PREFIX = "past", "present"  # of the inputs that hold what earlier tokens left, and of the outputs that do
 MASK_WORD, POSITION_WORD = "mask", "position"  # in the names of inputs that say what is padding, and where tokens are
+IMAGE_RANK, PIXELS, STRIDE = 4, 8, 32  # of images: about as many pixels a token, and what their extents are multiples of
 ID_OPERATORS = frozenset("Cast Reshape Identity Squeeze Unsqueeze Clip Where Add Mul Sub".split())  # between ids and their table
 
 
@@ -67,7 +68,9 @@ def example_shapes(inputs: Sequence[onnx_ir.Value], batch: int, length: int) -> 
         if states and (is_state_input(one) or MASK_WORD in str(one.name)):
             extent = TARGET_LENGTH if is_state_input(one) else TARGET_LENGTH + length
         shape = list(one.shape or ())
-        dynamic = [axis for axis, dim in enumerate(shape) if not isinstance(dim, int) or dim == 0]
+        dynamic = [axis for axis, dim in enumerate(shape) if not isinstance(dim, int) or dim < 1]
+        if len(shape) == IMAGE_RANK and DTYPES[one.dtype].is_floating_point and not is_state_input(one):  # type: ignore[index]
+            extent = -(-length * PIXELS // STRIDE) * STRIDE
         for at, axis in enumerate(dynamic):
             symbol = str(getattr(shape[axis], "value", None) or "")
             shape[axis] = extent if at else batch

@@ -38,11 +38,12 @@ from retrofit.onnx.importer.operators import (  # noqa: F401 # each registers it
     neural_networks,
     onnxruntime_fused,
     reductions,
+    resizing,
     shapes,
 )
 from retrofit.onnx.importer.operators.table import FACTORIES, MICROSOFT, OPERATORS, REFUSALS, Operator
-from retrofit.onnx.importer.values import DTYPES, is_number
-from retrofit.onnx.importer.weights import Weights
+from retrofit.onnx.importer.values import DTYPES, is_number, numbers
+from retrofit.onnx.importer.weights import Weights, only_numbers
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.example_inputs import LENGTH
 
@@ -206,7 +207,7 @@ class GraphBuilder:
             return [self.scope.graph.call_function(indexing.gather, operands, {"axis": axis})]
         function = OPERATORS[node.domain, node.op_type]
         attributes = attribute_values(node)
-        if "axes" in attributes:  # of a reduction: an input since operator set 18
+        if "axes" in attributes and node.op_type.startswith("Reduce"):  # of a reduction: an input since operator set 18
             attributes["axes_attribute"] = attributes.pop("axes")
         if node.op_type == "Split":
             attributes["outputs"] = len(node.outputs)
@@ -257,6 +258,8 @@ class GraphBuilder:
 
     def constant(self, node: onnx_ir.Node) -> Any:
         (held,) = attribute_values(node).values()
+        if isinstance(held, Tensor) and only_numbers(node.outputs[0]):
+            return numbers(held)
         if isinstance(held, Tensor):
             return self.scope.localize(self.weights.constant(held, str(node.outputs[0].name)))
         return held

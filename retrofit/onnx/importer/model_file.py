@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import CheckpointError, first_line
+from retrofit.onnx.importer.older_sets import OLDEST_OPSET, convert_to_oldest
 from retrofit.onnx.importer.operators.table import MICROSOFT
 from retrofit.onnx.importer.values import DTYPES
 
 if TYPE_CHECKING:
     import onnx_ir
 
-OLDEST_OPSET = 13  # the operator set from which on axes are inputs and softmax is of one axis
 STANDARD_DOMAINS = ("", "ai.onnx")
+WEIGHTED_OPERATORS = ("Conv", "ConvTranspose", "MatMul", "Gemm")
+SEVERAL = 2  # elements from which on a constant of a node may be a weight
 
 
 def load_model(path: Path) -> onnx_ir.Model:
@@ -43,12 +45,29 @@ def load_model(path: Path) -> onnx_ir.Model:
         raise CheckpointError(f"{path} holds no graph", remedy="give the file of a model that was exported whole")
     opset = next((version for domain, version in model.opset_imports.items() if domain in STANDARD_DOMAINS), OLDEST_OPSET)
     if opset < OLDEST_OPSET:
-        raise CheckpointError(
-            f"{path} is of operator set {opset}",
-            why=f"{OLDEST_OPSET} and later are read",
-            remedy="export it again, or convert it with onnx.version_converter",
-        )
+        model = convert_to_oldest(model, opset, path)
+    simplify(model)
     return model
+
+
+def simplify(model: onnx_ir.Model) -> None:
+    """What reads a copy reads the original, and the weights of a file that has them as nodes are weights like others."""
+    from onnx_ir.passes.common import IdentityEliminationPass, LiftConstantsToInitializersPass
+
+    IdentityEliminationPass()(model)
+    if has_weights_as_nodes(model.graph):
+        LiftConstantsToInitializersPass(size_limit=SEVERAL)(model)
+
+
+def has_weights_as_nodes(graph: onnx_ir.Graph) -> bool:
+    """Whether the file has its weights as `Constant` nodes: some product or convolution multiplies by one."""
+    for node in graph:
+        weight = node.inputs[1] if node.op_type in WEIGHTED_OPERATORS and len(node.inputs) > 1 else None
+        producer = None if weight is None else weight.producer()
+        value = producer.attributes.get("value") if producer is not None and producer.op_type == "Constant" else None
+        if value is not None and len(value.as_tensor().shape) > 1:
+            return True
+    return False
 
 
 def root_cause(error: Exception) -> Exception:

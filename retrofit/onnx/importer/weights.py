@@ -18,7 +18,7 @@ from retrofit.graphs.module_tree import register_tensor
 from retrofit.onnx.importer.model_file import reads_only_as_right_factor, to_torch
 from retrofit.onnx.importer.naming import identifier, parameter_name
 from retrofit.onnx.importer.operators.shapes import transpose
-from retrofit.onnx.importer.values import DTYPES
+from retrofit.onnx.importer.values import DTYPES, numbers
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -34,6 +34,8 @@ ANGLE_INPUTS = {  # which inputs are cosines and sines
     ("com.microsoft", "GroupQueryAttention"): slice(7, 9),
 }
 NO_INPUTS = slice(0, 0)
+NUMBER_INPUTS = {"Resize": (1, 2), "OneHot": (1, 2), "Pad": (2,), "Clip": (1, 2)}  # which inputs are read as numbers
+STATISTICS = slice(3, 5)  # which inputs of a BatchNormalization were measured and not learned
 QUANTIZER_SUFFIX = r"_(quantized|[qQ]\d|DequantizeLinear_Output)$"  # what quantizers put behind the name of a weight
 
 
@@ -87,6 +89,8 @@ class Weights:
 
     def value(self, value: onnx_ir.Value) -> Any:
         """The constant as the file has it: a node that reads it, or numbers."""
+        if only_numbers(value):
+            return numbers(self.tensor(value))
         if not self.is_float(value) or not self.shape(value):
             return self.constant(self.tensor(value), str(value.name))
         return self.parameter(value)
@@ -111,7 +115,7 @@ class Weights:
         if key not in self.nodes:
             tensor = self.tensor(value)
             tensor = tensor.t().contiguous() if transposed else tensor
-            if self.only_makes_angles(value) or not bool(tensor.isfinite().all()):
+            if self.only_makes_angles(value) or only_statistics(value) or not bool(tensor.isfinite().all()):
                 self.nodes[key] = self.constant(tensor, str(value.name))
             else:
                 self.nodes[key] = self.graph.get_attr(self.equal_parameter(tensor) or self.register_parameter(value, tensor))
@@ -157,3 +161,21 @@ class Weights:
             unique = f"{path}_{count}"
         self.paths.add(unique)
         return unique
+
+
+def only_statistics(value: onnx_ir.Value) -> bool:
+    """Whether the constant is the mean or the variance of a batch norm and nothing else."""
+    readers = value.consumers()
+    return bool(readers) and all(
+        node.op_type == "BatchNormalization" and value in node.inputs[STATISTICS] and value not in node.inputs[:3]
+        for node in readers
+    )
+
+
+def only_numbers(value: onnx_ir.Value) -> bool:
+    """Whether every operator that reads the constant reads numbers: the scales of a resizing, say."""
+    readers = value.consumers()
+    return bool(readers) and all(
+        not node.domain and value in [node.inputs[at] for at in NUMBER_INPUTS.get(node.op_type, ()) if at < len(node.inputs)]
+        for node in readers
+    )

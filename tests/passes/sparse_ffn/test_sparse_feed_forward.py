@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import retrofit
 from retrofit.passes import SparseFFN
 from retrofit.passes.sparse_ffn.sparse_feed_forward import ALWAYS, FEW, SparseFeedForward
+from retrofit.passes.sparse_ffn.unit_choice import relaxed_indicator
 
 
 def sparse_block(ffn: nn.Module, d: int, **options: Any) -> SparseFeedForward:
@@ -36,21 +37,37 @@ def sparse_block(ffn: nn.Module, d: int, **options: Any) -> SparseFeedForward:
 
 def oracle(ffn: nn.Module, block: SparseFeedForward, x: Tensor) -> Tensor:
     """The formula, token by token and block by block, from the dense module's weights."""
-    n, rows = block.sparsity, x.reshape(-1, x.shape[-1])
+    n, k, rows = block.sparsity, block.active, x.reshape(-1, x.shape[-1])
     out = torch.zeros_like(rows)
     weight, bias = ffn.b.weight, ffn.b.bias
     for t, token in enumerate(rows):
-        logits = token @ block.c1 @ block.c2 + block.bias
+        if block.c1 is not None:
+            logits = token @ block.c1 @ block.c2 + block.bias
+        else:
+            logits = torch.stack([gate_magnitude(ffn, token, int(unit)) for unit in block.order]).log()
         for first in range(0, len(logits), n):
             inside = logits[first : first + n]
-            unit = int(block.order[first + int(inside.argmax())])
-            h = hidden_unit(ffn, token, unit)
-            if block.multiply:
-                h = h * inside.softmax(0).max()
-            out[t] += h * (math.sqrt(n) if block.factor != 1 else 1.0) * weight[:, unit]
+            for place in sorted(range(n), key=lambda place: -float(inside[place].detach()))[:k]:
+                unit = int(block.order[first + place])
+                h = hidden_unit(ffn, token, unit)
+                if block.multiply and k < n:
+                    h = h * inside.softmax(0)[place]
+                out[t] += h * (math.sqrt(n / k) if block.factor != 1 else 1.0) * weight[:, unit]
         if bias is not None:
             out[t] += bias
     return out.view(x.shape)
+
+
+def gate_magnitude(ffn: nn.Module, x: Tensor, unit: int) -> Tensor:
+    """|act(x W_gate)| ‖row of W_up‖ ‖row of W_out‖ of one unit; 1 where there is no gate, and all units must be active."""
+    if isinstance(ffn, Fused):
+        d_ff = ffn.b.in_features
+        gate, up = (2 * unit, 2 * unit + 1) if ffn.turns else (unit, d_ff + unit)
+        return F.silu(x @ ffn.w[:, gate] + ffn.c[gate]).abs() * ffn.w[:, up].norm() * ffn.b.weight[:, unit].norm()
+    if not isinstance(ffn, Gated):
+        return torch.ones(())
+    z = x @ ffn.g.weight[unit] + (0.0 if ffn.g.bias is None else ffn.g.bias[unit])
+    return ffn.act(z).abs().clamp_min(1e-20) * ffn.a.weight[unit].norm() * ffn.b.weight[:, unit].norm()
 
 
 def hidden_unit(ffn: nn.Module, x: Tensor, unit: int) -> Tensor:
@@ -78,9 +95,11 @@ def hidden_unit(ffn: nn.Module, x: Tensor, unit: int) -> Tensor:
     st.integers(1, 3),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([1, 1, 2, 3, 5, 32]),
+    st.booleans(),
 )
 def test_both_paths_are_the_formula(
-    kind: str, act: str, bias: bool, d: int, n: int, blocks: int, rank: int, multiply: bool, scale: bool
+    kind: str, act: str, bias: bool, d: int, n: int, blocks: int, rank: int, multiply: bool, scale: bool, k: int, gate: bool
 ) -> None:
     torch.manual_seed(n * d)
     d_ff = n * blocks
@@ -88,11 +107,13 @@ def test_both_paths_are_the_formula(
         kind, lambda: Fused(d, d_ff, kind == "turns")
     )()
     dense = copy.deepcopy(ffn)
-    block = sparse_block(ffn, d, sparsity=n, rank=min(rank, d), multiply_by_controller=multiply, scale=scale)
-    few, many = torch.randn(1, max(1, n // FEW), d), torch.randn(3, n, d)
-    assert block.prefers_gather(few) and block.prefers_gather(many) == (n >= ALWAYS)
+    k, controller = min(k, n), "gate" if gate and kind != "plain" else "low-rank"
+    how = {"active": k, "controller": controller, "multiply_by_controller": multiply, "scale": scale}
+    block = sparse_block(ffn, d, sparsity=n, rank=min(rank, d), **how)
+    few, many = torch.randn(1, max(1, n // (k * FEW)), d), torch.randn(3, n, d)
+    assert block.prefers_gather(few) and block.prefers_gather(many) == (n >= ALWAYS * k)
     with torch.enable_grad():
-        assert block.prefers_gather(few) == (n >= FEW) and not block.prefers_gather(many)
+        assert block.prefers_gather(few) == (n >= FEW * k) and not block.prefers_gather(many)
     for x, gradients in itertools.product((few, many), (True, False)):
         with torch.set_grad_enabled(gradients):
             torch.testing.assert_close(block(x).detach(), oracle(dense, block, x).detach(), atol=2e-5, rtol=2e-4)
@@ -116,13 +137,15 @@ def test_the_two_paths_agree_in_every_dtype(dtype: torch.dtype, tokens: int, mul
 
 
 @torch.no_grad()
-def test_exactly_one_unit_of_a_block_is_active() -> None:
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("controller", ["low-rank", "gate"])
+def test_exactly_k_units_of_a_block_are_active(k: int, controller: str) -> None:
     torch.manual_seed(0)
-    block = sparse_block(Plain(8, 48, "gelu", True), 8, sparsity=6)
+    block = sparse_block(Gated(8, 48, "gelu", True), 8, sparsity=6, active=k, controller=controller)
     seen = []
     block.down.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     block(torch.randn(4, 30, 8))
-    assert seen[0].view(4, 30, 8, 6).count_nonzero(-1).eq(1).all()
+    assert seen[0].view(4, 30, 8, 6).count_nonzero(-1).eq(k).all()
 
 
 def test_equal_logits_choose_the_first_unit_on_both_paths() -> None:
@@ -137,11 +160,13 @@ def test_equal_logits_choose_the_first_unit_on_both_paths() -> None:
         torch.testing.assert_close(block(x.repeat(20, 1))[:2], expected)
 
 
-def test_a_block_of_one_is_the_dense_feed_forward_without_a_controller() -> None:
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("controller", ["low-rank", "gate"])
+def test_with_all_units_active_it_is_the_dense_feed_forward_without_a_controller(n: int, controller: str) -> None:
     torch.manual_seed(0)
     ffn = Gated(8, 24, "silu", True)
     dense = copy.deepcopy(ffn)
-    block = sparse_block(ffn, 8, sparsity=1)
+    block = sparse_block(ffn, 8, sparsity=n, active=n, controller=controller, scale=True, multiply_by_controller=True)
     x = torch.randn(3, 5, 8)
     assert (block.c1, block.c2, block.bias) == (None, None, None)
     for training in (False, True):
@@ -189,7 +214,16 @@ def test_noise_chooses_each_unit_as_often_as_its_softmax_says() -> None:
     torch.testing.assert_close(share, logits.softmax(0), atol=0.015, rtol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"multiply_by_controller": True}, {"scale": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"multiply_by_controller": True},
+        {"scale": True, "active": 3},
+        {"controller": "gate"},
+        {"controller": "gate", "active": 2, "multiply_by_controller": True},
+    ],
+)
 def test_every_parameter_learns(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     block = sparse_block(Gated(8, 24, "silu", True), 8, sparsity=4, **options).train()
@@ -209,6 +243,68 @@ def test_gradients_of_both_inference_paths_agree(few: bool) -> None:
     (other(padded)[:3].square().sum()).backward()
     for name in ("up.weight", "gate.weight", "gate.bias", "down.weight", "down.bias"):
         torch.testing.assert_close(block.get_parameter(name).grad, other.get_parameter(name).grad, atol=1e-5, rtol=1e-4)
+
+
+def test_a_gate_is_trained_on_the_units_that_it_selects_with_the_gradient_of_the_relaxation() -> None:
+    """No noise; the gradient for the gate is that of h, and through the mask that of the capped softmax of the log magnitudes."""
+    torch.manual_seed(0)
+    block = sparse_block(Gated(6, 8, "silu", True), 6, sparsity=4, active=2, controller="gate", temperature=0.7).train()
+    x, direction = torch.randn(5, 6), torch.randn(6)
+    torch.testing.assert_close(block(x), block.eval()(x), atol=1e-6, rtol=1e-5)
+    block.train()(x).mul(direction).sum().backward()
+    weight = block.gate.weight.detach().clone().requires_grad_()
+    total = torch.zeros(())
+    lengths = block.up.weight.detach().norm(dim=1) * block.down.weight.detach().norm(dim=1)
+    for token in x:
+        act = F.silu(weight @ token + block.gate.bias.detach())
+        h = act * (block.up.weight.detach() @ token + block.up.bias.detach())
+        for first in (0, 4):
+            inside = (act.abs() * lengths)[first : first + 4].log()
+            soft = capped_softmax(inside / 0.7, 2)
+            chosen = torch.zeros(4)
+            chosen[inside.topk(2).indices] = 1
+            rows = block.down.weight.detach()[first : first + 4] @ direction
+            total = total + (h[first : first + 4] * chosen * rows).sum() + (h[first : first + 4].detach() * soft * rows).sum()
+    (expected,) = torch.autograd.grad(total, weight)
+    torch.testing.assert_close(block.gate.weight.grad, expected, atol=1e-5, rtol=1e-4)
+
+
+def capped_softmax(logits: Tensor, k: int) -> Tensor:
+    """One unit after the other is capped at 1, while the largest share of what is left exceeds it."""
+    capped: list[int] = []
+    while True:
+        rest = [u for u in range(len(logits)) if u not in capped]
+        share = (k - len(capped)) * logits[rest].softmax(0)
+        if float(share.max()) <= 1 + 1e-6:
+            out = torch.ones(len(logits))
+            return out.index_put((torch.tensor(rest),), share)
+        capped.append(rest[int(share.argmax())])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.sampled_from([0.1, 1.0, 8.0]), st.integers(0, 99))
+def test_the_relaxed_indicator_is_the_softmax_with_units_capped_at_one(n: int, k: int, spread: float, seed: int) -> None:
+    k = min(k, n)
+    logits = (torch.randn(n, generator=torch.Generator().manual_seed(seed)) * spread).requires_grad_()
+    soft = relaxed_indicator(logits, k)
+    torch.testing.assert_close(soft, capped_softmax(logits, k), atol=1e-5, rtol=1e-4)
+    assert abs(float(soft.sum()) - k) < 1e-4 and float(soft.min()) >= 0 and float(soft.max()) <= 1
+    mine, theirs = (torch.autograd.grad((one * torch.arange(n)).sum(), logits)[0] for one in (soft, capped_softmax(logits, k)))
+    torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
+    if k == 1:
+        torch.testing.assert_close(soft, logits.softmax(0))
+
+
+def test_noise_draws_k_units_without_replacement() -> None:
+    """The frequency of each pair against the two orders in which a draw without replacement can give it."""
+    block = sparse_block(Plain(8, 24, "relu", True), 8, sparsity=4, active=2, hard=1.0).train()
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    torch.manual_seed(0)
+    masks = block.sample_mask(logits.expand(20000, 1, 4)).squeeze(1)
+    p = logits.softmax(0)
+    for a, b in itertools.combinations(range(4), 2):
+        expected = p[a] * p[b] / (1 - p[a]) + p[b] * p[a] / (1 - p[b])
+        assert abs(float((masks[:, a] * masks[:, b]).mean()) - float(expected)) < 0.015
 
 
 # ── In the ecosystem ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -144,6 +144,38 @@ def padding(
     return (small, large) if auto_pad == "SAME_UPPER" else (large, small)
 
 
+def unsupported_transposed(attributes: dict[str, Any]) -> str:
+    return "output_shape" if attributes.get("output_shape") else ""
+
+
+@operator("ConvTranspose", refuses=unsupported_transposed)
+def conv_transpose(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    auto_pad: str = "NOTSET",
+    dilations: tuple[int, ...] = (),
+    group: int = 1,
+    kernel_shape: tuple[int, ...] = (),
+    output_padding: tuple[int, ...] = (),
+    pads: tuple[int, ...] = (),
+    strides: tuple[int, ...] = (),
+) -> Tensor:
+    """The whole of it, and then what the padding cuts off before and after each axis."""
+    rank = x.dim() - 2
+    steps, spread, more = strides or (1,) * rank, dilations or (1,) * rank, output_padding or (0,) * rank
+    function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
+    whole: Tensor = function(x, weight, None, steps, 0, more, group, spread)
+    cut = pads if auto_pad == "NOTSET" and pads else (0,) * (2 * rank)
+    if auto_pad.startswith("SAME"):  # each extent becomes as many steps as it was
+        lack = [length - old * step for length, old, step in zip(whole.shape[2:], x.shape[2:], steps, strict=True)]
+        small, large = tuple(width // 2 for width in lack), tuple(width - width // 2 for width in lack)
+        cut = (*small, *large) if auto_pad == "SAME_UPPER" else (*large, *small)
+    for at in range(rank):
+        whole = whole.narrow(2 + at, cut[at], whole.shape[2 + at] - cut[at] - cut[at + rank])
+    return whole if bias is None else whole + bias.reshape(-1, *(1,) * rank)
+
+
 @operator("MaxPool")
 def max_pool(
     x: Tensor,

@@ -1,0 +1,136 @@
+"""GGUF files: the model whose config, weights and tokenizer a file of llama.cpp holds, unpacked by transformers' own reader."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.utils import is_gguf_available
+
+from retrofit.errors import CheckpointError, RetrofitError, first_line
+from retrofit.runtime.gguf_header import AGAIN, Header, read_header
+from retrofit.runtime.quiet import quiet
+from retrofit.storage.architecture import transformers_class
+from retrofit.storage.filling import require_match
+from retrofit.surgery.transformers_quantization import forget_quantization
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # ggml's types that are not packed, by name
+
+
+def load_gguf(path: Path, dtype: torch.dtype | None) -> nn.Module:
+    """The model in the file, its weights unpacked: in `dtype`, or in the file's own where nothing in it is packed, or in float32.
+
+    Raises `CheckpointError` where the file is no GGUF file or not whole, where transformers cannot read its architecture, and where
+    the package `gguf` is missing.
+    """
+    header = read_header(path)
+    require_package(path)
+    require_whole(path, header)
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the reader's progress bar cannot be switched off
+        model = fill_first_class(path, header, dtype or own_dtype(header))
+    forget_quantization(model)
+    model.config.name_or_path = str(path)
+    return model.eval()
+
+
+def require_package(path: Path) -> None:
+    if not is_gguf_available():
+        raise CheckpointError(
+            f"{path} cannot be read here",
+            why="reading GGUF files takes the package gguf, which is not installed or too old",
+            remedy="pip install 'retrofit[gguf]'",
+        )
+
+
+def require_whole(path: Path, header: Header) -> None:
+    """The file is a whole model and holds every byte of its tensors, else `CheckpointError`."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    parts = header.metadata.get("split.count", 0)
+    if parts > 1:
+        raise CheckpointError(
+            f"{path} is one of {parts} parts of a model",
+            why="parts of GGUF files are not read",
+            remedy=f"merge them first: llama-gguf-split --merge {path.name} whole.gguf",
+        )
+    if not header.tensors or not header.architecture:
+        raise CheckpointError(
+            f"{path} holds no model",
+            why="it has no tensors" if not header.tensors else "it does not say of which architecture it is",
+            remedy="give a file with weights: one with a vocabulary or settings only cannot be rewritten",
+        )
+    known = {int(one) for one in GGMLQuantizationType}
+    for tensor in header.tensors:
+        if tensor.type not in known:
+            raise CheckpointError(
+                f"{path}: the tensor {tensor.name} is of type {tensor.type}, which the package gguf does not know",
+                why="the file is damaged, or packed in a newer way",
+                remedy="pip install --upgrade gguf; or give the model in another quantization",
+            )
+        elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
+        end = header.data + tensor.offset + tensor.elements // elements * size
+        if end > header.size:
+            raise CheckpointError(
+                f"{path} is cut short", why=f"{tensor.name} ends at byte {end:,}, the file at {header.size:,}", remedy=AGAIN
+            )
+
+
+def own_dtype(header: Header) -> torch.dtype:
+    """The dtype of a file without packed weights, whose norms may be float32 where the rest is half as wide; else float32."""
+    from gguf import GGMLQuantizationType
+
+    named = {GGMLQuantizationType(tensor.type).name for tensor in header.tensors}
+    narrow = sorted(named - {"F32"})
+    return FLOATS.get(narrow[0], torch.float32) if len(narrow) == 1 else torch.float32
+
+
+def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of the first class, language models first, each of whose weights the file holds."""
+    place: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    try:
+        config = AutoConfig.from_pretrained(path.parent, **place)
+    except Exception as error:  # whatever the reader's code raises
+        raise unreadable(path, header, error) from error
+    missing: CheckpointError | None = None
+    for kind in candidate_classes(config):
+        try:
+            model, found = kind.from_pretrained(
+                path.parent, config=config, dtype=dtype, output_loading_info=True, **unpacked(), **place
+            )
+            require_match(found["missing_keys"], (), found["mismatched_keys"])
+            return model
+        except RetrofitError as error:
+            missing = missing or CheckpointError(f"{path}: {error.what}", why=error.why, remedy=AGAIN)
+        except Exception as error:
+            raise unreadable(path, header, error) from error
+    if missing is None:
+        raise unreadable(path, header, None)
+    raise missing
+
+
+def candidate_classes(config: Any) -> list[Any]:
+    """The classes that may be meant: those the config names, a language model, an encoder-decoder, a model without a head."""
+    named = [kind for name in config.architectures or () if (kind := transformers_class(name)) is not None]
+    families = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModel)
+    mapped = [family._model_mapping.get(type(config), None) for family in families]
+    return [*named, *(kind for kind in mapped if isinstance(kind, type))]
+
+
+def unpacked() -> dict[str, Any]:
+    """What keeps a transformers that could compute on packed weights from leaving them packed."""
+    kind = getattr(transformers, "GgufConfig", None)
+    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
+
+
+def unreadable(path: Path, header: Header, error: Exception | None) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: transformers {transformers.__version__} cannot read a GGUF file of the architecture {header.architecture!r}",
+        why="it has no class for it" if error is None else first_line(error),
+        remedy="give the Hugging Face directory that the file was made from",
+    )

@@ -1,0 +1,235 @@
+"""GGUF files: loaded as the model they were made from, rewritten, saved as ordinary directories; what is none is refused."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.gguf_files import BYTES, tiny_llama, tokens, write_llama
+from torch import nn
+
+import retrofit
+from retrofit.errors import CheckpointError, TrainingError, VerificationError
+from retrofit.pipeline.calibration import tokenize_texts
+from retrofit.pipeline.tokenization import codec_for, read_tokenizer
+from retrofit.runtime.gguf_header import read_header
+from retrofit.surgery.transformers_quantization import TRACES, has_plain_weights
+
+gguf = pytest.importorskip("gguf")
+
+IDS = torch.randint(BYTES, (2, 11), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def dense() -> Any:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def file(dense: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("gguf") / "tiny.gguf", dense)
+
+
+@pytest.fixture(scope="module")
+def packed(dense: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llama(tmp_path_factory.mktemp("gguf") / "tiny.Q8_0.gguf", dense, "Q8_0", vocabulary=False)
+
+
+def stock(path: Path) -> Any:
+    """The model as transformers itself loads it, and not retrofit."""
+    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    out: torch.Tensor = model(IDS, use_cache=False).logits
+    return out
+
+
+# ── Loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_float_file_is_the_model_it_was_made_from(dense: Any, file: Path) -> None:
+    model: Any = retrofit.load(file)
+    torch.testing.assert_close(logits(model), logits(dense), atol=1e-5, rtol=1e-5)
+    assert type(model) is type(dense) and model.dtype == torch.float32 and not model.training
+    assert not any(name in vars(model) for name in TRACES) and "quantization_config" not in model.config.to_dict()
+
+
+def test_packed_weights_are_unpacked_to_the_numbers_they_stand_for(dense: Any, packed: Path) -> None:
+    model: Any = retrofit.load(packed)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for part in ("mlp.up_proj", "self_attn.v_proj"):
+        weight = dense.get_parameter(f"model.layers.1.{part}.weight").detach().numpy()
+        expected = torch.from_numpy(gguf.dequantize(gguf.quantize(weight, kind), kind))
+        assert torch.equal(model.get_parameter(f"model.layers.1.{part}.weight"), expected)
+    assert not torch.equal(model.model.layers[1].mlp.up_proj.weight, dense.model.layers[1].mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, torch.float16), ("bfloat16", torch.bfloat16)])
+def test_a_half_precision_file_keeps_its_dtype_unless_another_is_asked_for(
+    dense: Any, tmp_path: Path, asked: str | None, given: torch.dtype
+) -> None:
+    model: Any = retrofit.load(write_llama(tmp_path / "half.gguf", dense, "F16", vocabulary=False), dtype=asked)
+    assert {parameter.dtype for parameter in model.parameters()} == {given}
+
+
+def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
+    model: Any = retrofit.load(write_llama(tmp_path / "tied.gguf", tiny_llama(tied=True), vocabulary=False))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+# ── Rewriting ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_rewritten_file_is_an_ordinary_directory(dense: Any, file: Path, tmp_path: Path) -> None:
+    model: Any = retrofit.apply(retrofit.load(file), "altup(k=2)")
+    model.save_pretrained(tmp_path / "wide")
+    again: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
+    assert retrofit.recipe(again) == retrofit.recipe(model)
+    torch.testing.assert_close(logits(again), logits(dense), atol=1e-4, rtol=1e-4)
+    retrofit.save(model, tmp_path / "wide.pt")
+    assert torch.equal(logits(retrofit.load(tmp_path / "wide.pt")), logits(model))
+
+
+def test_a_model_that_transformers_loaded_is_rewritten_and_saved(dense: Any, packed: Path, tmp_path: Path) -> None:
+    model = stock(packed)
+    before = logits(model)
+    assert vars(model)["is_quantized"], "transformers says so"
+    retrofit.save(model, tmp_path / "dense.pt")
+    retrofit.save(model, tmp_path / "dense")
+    assert vars(model)["is_quantized"] and model.config.quantization_config is not None, "saving changes nothing"
+    for saved in ("dense.pt", "dense"):
+        assert torch.equal(logits(retrofit.load(tmp_path / saved)), before)
+    model = retrofit.apply(model, "sum", verify=False)
+    assert not any(name in vars(model) for name in TRACES)
+    model.save_pretrained(tmp_path / "summed")
+    again: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "summed")
+    torch.testing.assert_close(logits(again), before, atol=1e-5, rtol=1e-5)
+
+
+def test_a_failed_rewrite_leaves_a_loaded_model_as_it_was(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stock(packed)
+    config, quantizer = model.config.quantization_config, model.hf_quantizer
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise VerificationError("no")
+
+    monkeypatch.setattr("retrofit.rewriting.check_rewrite", failing)
+    monkeypatch.setattr("retrofit.rewriting.Reference.of", lambda *args, **kwargs: object())
+    with pytest.raises(VerificationError):
+        retrofit.apply(model, "sum")
+    assert model.config.quantization_config is config and model.hf_quantizer is quantizer and model.is_quantized
+    assert retrofit.recipe(model) is None
+
+
+# ── What is quantized and what only came through a quantizer ─────────────────────────────────────────────────────────────────────
+
+
+def said_to_be_quantized(**config: Any) -> Any:
+    model = tiny_llama()
+    model.config.quantization_config = {"quant_method": "fp8", **config}
+    return model
+
+
+def test_the_weights_decide() -> None:
+    assert has_plain_weights(said_to_be_quantized())
+    packed = said_to_be_quantized(dequantize=True)
+    packed.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(8, dtype=torch.int8), requires_grad=False)
+    assert not has_plain_weights(packed)
+    scaled = said_to_be_quantized()
+    scaled.model.layers[0].mlp.up_proj.weight_scale = nn.Parameter(torch.ones(1))
+    assert not has_plain_weights(scaled), "a scale next to a float weight that the class does not have"
+    replaced = said_to_be_quantized()
+    replaced.model.layers[0].mlp.up_proj = type("Packed", (nn.Linear,), {})(64, 96, bias=False)
+    assert not has_plain_weights(replaced)
+    told = said_to_be_quantized(dequantize=True)
+    told.model.layers[0].mlp.up_proj = type("Unpacked", (nn.Linear,), {})(64, 96, bias=False)
+    assert has_plain_weights(told), "its quantizer unpacked it"
+
+
+# ── Tokenizers ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_file_brings_its_tokenizer(file: Path, packed: Path) -> None:
+    text = "a text, of bytes"
+    codec = codec_for(tiny_llama(), read_tokenizer(file))
+    assert codec.encode(text).tolist() == list(text.encode()) and codec.decode(codec.encode(text)) == text
+    assert codec.end == tokens().index("</s>") and codec.encode("th").tolist() == [BYTES]
+    assert read_tokenizer(packed) is None
+    with pytest.raises(TrainingError, match="holds no tokenizer"):
+        read_tokenizer(packed, required=True)
+
+
+def test_texts_are_calibration_data_for_a_model_from_a_file(file: Path) -> None:
+    text = "calibration " * 40
+    for model in (retrofit.load(file), stock(file)):
+        assert tokenize_texts(model, [text]).flatten()[:128].tolist() == list(text.encode())[:128]
+
+
+# ── Refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_header_says_where_the_tensors_are(file: Path) -> None:
+    header, reader = read_header(file), gguf.GGUFReader(file)
+    assert [one.name for one in header.tensors] == [one.name for one in reader.tensors]
+    assert [header.data + one.offset for one in header.tensors] == [one.data_offset for one in reader.tensors]
+    assert header.architecture == "llama" and header.metadata["llama.block_count"] == 2
+    assert header.metadata["tokenizer.ggml.tokens"] == len(tokens())
+
+
+def refused(path: Path, **options: Any) -> str:
+    """Everything the refusal of the file says."""
+    with pytest.raises(CheckpointError) as error:
+        retrofit.load(path, **options)
+    assert path.name in error.value.what and error.value.remedy
+    return str(error.value)
+
+
+@pytest.mark.parametrize("length", [4, 30, 200, 0.5, 0.999])
+def test_a_file_cut_short_is_refused(file: Path, tmp_path: Path, length: float) -> None:
+    content = file.read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(content[: int(length if length > 1 else length * len(content))])
+    assert "cut short" in refused(tmp_path / "cut.gguf")
+
+
+def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
+    content = file.read_bytes()
+    for name, replaced, said in (
+        ("text.gguf", b"once upon a time", "no GGUF file"),
+        ("empty.gguf", b"", "no GGUF file"),
+        ("future.gguf", b"GGUF" + struct.pack("<I", 9) + content[8:], "version 9"),
+        ("unknown.gguf", content.replace(b"llama", b"lhama"), "architecture 'lhama'"),
+    ):
+        (tmp_path / name).write_bytes(replaced)
+        assert said in refused(tmp_path / name)
+    assert "leave out config" in refused(file, config=tmp_path)
+
+
+def test_parts_and_vocabularies_are_refused(dense: Any, tmp_path: Path) -> None:
+    assert "--merge" in refused(write_llama(tmp_path / "part.gguf", dense, more={"split.count": 3}))
+    writer = gguf.GGUFWriter(tmp_path / "words.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert "holds no model" in refused(tmp_path / "words.gguf")
+
+
+def test_a_missing_tensor_is_named(dense: Any, tmp_path: Path) -> None:
+    file = write_llama(tmp_path / "gap.gguf", dense, vocabulary=False)
+    file.write_bytes(file.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.9.ffn_up.weight"))
+    assert "model.layers.1.mlp.up_proj.weight" in refused(file)
+
+
+def test_without_the_package_the_extra_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrofit.storage.gguf_file.is_gguf_available", lambda: False)
+    assert "pip install 'retrofit[gguf]'" in refused(file)
+
+
+def test_nothing_is_saved_as_gguf(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"not saved as \.gguf"):
+        retrofit.save(tiny_llama(), tmp_path / "model.gguf")

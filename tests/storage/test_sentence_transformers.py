@@ -1,0 +1,134 @@
+"""sentence-transformers: the transformer inside is rewritten, the rest kept byte for byte, and the whole loads and encodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.sentence_models import TEXTS, saved_directory, sentence_model
+from torch import nn
+
+import retrofit
+from retrofit.cli import main
+from retrofit.errors import CheckpointError
+
+sentence_transformers = pytest.importorskip("sentence_transformers")
+
+SUM, FFN = "sum", "sparse-ffn(sparsity=8)"
+
+
+def encoded(model: Any) -> torch.Tensor:
+    out: torch.Tensor = model.encode(TEXTS, convert_to_tensor=True)
+    return out
+
+
+def opened(path: Path) -> Any:
+    return sentence_transformers.SentenceTransformer(str(path), device="cpu")
+
+
+# ── As objects ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_transformer_in_a_live_model_is_rewritten(tmp_path: Path) -> None:
+    model = sentence_model(tmp_path / "bert")
+    before = encoded(model)
+    assert retrofit.apply(model, SUM) is model
+    assert [one.name for one in retrofit.recipe(model) or ()] == ["sum"]
+    torch.testing.assert_close(encoded(model), before, atol=1e-5, rtol=1e-5)
+    assert retrofit.verify(model).ok
+    model.save(str(tmp_path / "by itself"))
+    retrofit.save(model, tmp_path / "by retrofit")
+    for name in ("by itself", "by retrofit"):
+        again = opened(tmp_path / name)
+        assert retrofit.recipe(again) == retrofit.recipe(model)
+        assert torch.equal(encoded(again), encoded(model))
+
+
+def test_a_live_model_is_inspected_and_planned_as_its_transformer(tmp_path: Path) -> None:
+    model = sentence_model(tmp_path / "bert")
+    assert len(list(retrofit.inspect(model).layers)) == 2
+    plan = retrofit.plan_of(model, FFN)
+    assert plan.fits and len(plan.passes[0].plan.sites) == 2
+    features = model.tokenize(TEXTS)
+    retrofit.apply(model, FFN, example_inputs=dict(features), verify=False)
+    assert retrofit.recipe(model) is not None and encoded(model).shape == (2, 16)
+
+
+def test_a_graph_of_a_live_model_is_that_of_its_transformer(tmp_path: Path) -> None:
+    model = sentence_model(tmp_path / "bert")
+    graph = retrofit.apply(model, SUM, emit="graph", verify=False)
+    assert isinstance(graph, torch.fx.GraphModule) and retrofit.recipe(model) is None
+
+
+class Classifier(nn.Module):
+    """A model of its own that takes token ids, with a transformers model in it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(32, 3)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.inner(input_ids).last_hidden_state[:, 0])
+        return out
+
+
+def test_a_module_that_takes_the_inputs_is_rewritten_itself(tmp_path: Path) -> None:
+    inner = sentence_model(tmp_path / "bert")[0].model
+    model = Classifier(inner)
+    retrofit.apply(model, SUM, verify=False)
+    assert "retrofit_recipe" in vars(model) and "retrofit_recipe" not in vars(inner)
+
+
+# ── As directories ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def files_of(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_command_line_rewrites_the_transformer_and_keeps_the_rest(tmp_path: Path, nested: bool) -> None:
+    source = saved_directory(tmp_path, nested=nested)
+    inside = "0_Transformer/" if nested else ""
+    before, kept = encoded(opened(source)), files_of(source)
+    assert main(["apply", "--pass", "sum", "--no-verify", str(source)]) == 0
+    made = files_of(tmp_path / "sentences.sum")
+    changed = {f"{inside}config.json", f"{inside}model.safetensors"}
+    assert {name for name in made if made[name] != kept.get(name)} == changed
+    assert kept.keys() - made.keys() == {"onnx/model.onnx"}, "weights of the dense transformer in another format"
+    assert "2_Dense/model.safetensors" in made
+    again = opened(tmp_path / "sentences.sum")
+    assert retrofit.recipe(again) is not None
+    torch.testing.assert_close(encoded(again), before, atol=1e-5, rtol=1e-5)
+
+
+def test_a_directory_is_verified_against_its_dense_one_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved_directory(tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text("the lazy dog runs over the quick fox " * 200)
+    arguments = ["--pass", "sparse-ffn", "--sparsity", "8", "--calibrate", str(text), "--no-verify", str(source)]
+    assert main(["apply", *arguments, "-o", str(tmp_path / "sparse")]) == 0
+    assert main(["verify", str(tmp_path / "sparse"), "--against", str(source)]) == 0
+    assert main(["inspect", str(tmp_path / "sparse")]) == 0
+    assert "2 layers" in capsys.readouterr().out
+
+
+def test_a_directory_without_a_transformer_or_with_two_is_refused(tmp_path: Path) -> None:
+    source = saved_directory(tmp_path)
+    listed = json.loads((source / "modules.json").read_text())
+
+    def refusal(modules: Any) -> str:
+        (source / "modules.json").write_text(json.dumps(modules))
+        with pytest.raises(CheckpointError) as error:
+            retrofit.load(source)
+        assert str(source) in error.value.what
+        return str(error.value)
+
+    assert "holds no transformer" in refusal(listed[1:])
+    assert "is not a list of modules" in refusal({"modules": 1})
+    (source / "4_Transformer").mkdir()
+    (source / "4_Transformer" / "config.json").write_text((source / "config.json").read_text())
+    assert "holds 2 transformers" in refusal([*listed, {"idx": 4, "name": "4", "path": "4_Transformer", "type": "x"}])
