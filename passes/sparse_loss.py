@@ -14,7 +14,21 @@ from torch import Tensor, nn
 
 from retrofit.passes import sparse_loss_reference as once_more
 from retrofit.passes.multiplicative import Multiplicative
-from retrofit.sdk import CAST, LAYOUT, Anatomy, DoesNotFitError, Edit, MethodReference, ModuleReference, Pass, Plan, Site, op, option, weight_product
+from retrofit.sdk import (
+    CAST,
+    LAYOUT,
+    Anatomy,
+    DoesNotFitError,
+    Edit,
+    MethodReference,
+    ModuleReference,
+    Pass,
+    Plan,
+    Site,
+    op,
+    option,
+    weight_product,
+)
 
 
 class MultiplicativeHead(nn.Module):

@@ -223,4 +223,7 @@ def table_start(observed: Observed) -> Problems:
             if any(not torch.equal(part, dense) for part in rest.split(width, dim)):
                 yield name, "its new columns do not begin as copies of the dense ones"
         elif rest.numel() >= 100 and not 0.5 < float(rest.std()) / max(float(dense.std()), 1e-30) < 2:
-            yield name, f"its new columns begin with a spread of {float(rest.std()):.2g}, the dense ones have {float(dense.std()):.2g}"
+            yield (
+                name,
+                f"its new columns begin with a spread of {float(rest.std()):.2g}, the dense ones have {float(dense.std()):.2g}",
+            )

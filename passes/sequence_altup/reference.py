@@ -57,7 +57,9 @@ def anchor_columns(real: list[bool], k: int) -> list[int]:
     return found
 
 
-def call_layer(call: SiteCall, layer: Any, x: Tensor, anchors: list[list[int]], before: int) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+def call_layer(
+    call: SiteCall, layer: Any, x: Tensor, anchors: list[list[int]], before: int
+) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
     """The layer on the new anchors: by row and column of each its input and its result; earlier ones are kept from earlier calls."""
     known: dict[tuple[int, int], tuple[Tensor, Tensor]] = dict(call.before[-1].kept["anchors"]) if call.before else {}
     new = [sorted({column for column in row[before:] if column >= before}) for row in anchors]
@@ -67,7 +69,9 @@ def call_layer(call: SiteCall, layer: Any, x: Tensor, anchors: list[list[int]], 
         for row, columns in enumerate(new):
             slots[row][: len(columns)] = columns
             slots[row][len(columns) :] = [columns[0] if columns else before] * (count - len(columns))
-        inputs = torch.stack([torch.stack([layer_input(call, x, anchors, row, c, before) for c in columns]) for row, columns in enumerate(slots)])
+        inputs = torch.stack(
+            [torch.stack([layer_input(call, x, anchors, row, c, before) for c in columns]) for row, columns in enumerate(slots)]
+        )
         whole = all(len(columns) == count for columns in new)
         packed = inputs.transpose(0, 1) if layer.tokens_first else inputs
         others = strided_arguments(call, slots[0], x) if whole and not call.cached else None

@@ -34,14 +34,15 @@ def moe_block(call: SiteCall) -> Tensor:
     if call.training and options.capacity is not None:
         capacity = math.ceil(options.capacity * options.k * len(tokens) / options.experts - 1e-9)
     taken = [0] * options.experts
+    results = [expert(block, e, tokens) for e in range(options.experts)]
     rows = []
-    for token, row, experts in zip(tokens, probabilities, chosen, strict=True):
+    for number, (row, experts) in enumerate(zip(probabilities, chosen, strict=True)):
         whole = row[experts].sum() if options.renormalize else 1.0
-        y = torch.zeros_like(token)
+        y = torch.zeros_like(tokens[0])
         for e in experts:
             taken[e] += 1
             if taken[e] <= capacity:
-                y = y + row[e] / whole * expert(block, e, token)
+                y = y + row[e] / whole * results[e][number]
             else:
                 y = y + 0.0 * row[e]
         rows.append(y)
@@ -60,17 +61,17 @@ def balance_loss(probabilities: Tensor, chosen: list[list[int]]) -> Tensor:
 
 
 def expert(block: Any, e: int, x: Tensor) -> Tensor:
-    """e_i(x) of one token: the dense feed-forward's form with the matrices of expert i."""
+    """e_i(x), (tokens, d): the dense feed-forward's form with the matrices of expert i."""
     moe = block.moe
     units = moe.down.weight.shape[2]
     z = []
     for name in moe.into:
         matrices = getattr(moe, name)
-        result = matrices.weight[e].double() @ x
+        result = x @ matrices.weight[e].double().T
         z.append(result if matrices.bias is None else result + matrices.bias[e])
-    ports = [z[port.matrix][[port.start + port.step * unit for unit in range(units)]] for port in moe.ports]
+    ports = [z[port.matrix][:, [port.start + port.step * unit for unit in range(units)]] for port in moe.ports]
     h = block.hidden(*ports)
-    y: Tensor = moe.down.weight[e].double() @ h
+    y: Tensor = h @ moe.down.weight[e].double().T
     return y if moe.down.bias is None else y + moe.down.bias[e]
 
 
@@ -96,7 +97,10 @@ def wiring(observed: Observed) -> Problems:
             moe.balance = weight  # type: ignore[union-attr]
     assert base is not None
     if abs(total - base - recorded) > 1e-2 * recorded + 1e-5 * abs(base):
-        yield "", f"its loss in training is {total - base:.4g} above that without balance loss, and the balance losses sum to {recorded:.4g}"
+        yield (
+            "",
+            f"its loss in training is {total - base:.4g} above that without balance loss, and the balance losses sum to {recorded:.4g}",
+        )
 
 
 def groups_of(observed: Observed) -> list[list[ObservedSite]]:
@@ -127,9 +131,8 @@ def expert_start(group: list[ObservedSite], observed: Observed) -> Problems:
         if known is None or known[0].shape[-1] != source.module.width or known[1].shape[-1] != source.module.width:
             continue
         x, y = (rows.double() for rows in known)
-        found = torch.stack([expert(source.module, e, row).detach() for row in x])
+        found = expert(source.module, e, x).detach()
         tail = source.module.tail
         found = found if tail is None else tail(found)  # type: ignore[operator]
         if float((found - y).abs().max()) > CLOSE * float(y.abs().max()):
             yield source.path, f"expert {e} does not begin as this layer's feed-forward"
-

@@ -60,7 +60,11 @@ class SparseFFN(Pass[SparseFFNPlan]):
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "feed-forward"
     reference: ClassVar[MethodReference] = MethodReference(
-        {SparseFeedForward: ModuleReference(once_more.sparse_feed_forward, functions=("hidden", "tail", "activation"), trainings=4)},
+        {
+            SparseFeedForward: ModuleReference(
+                once_more.sparse_feed_forward, functions=("hidden", "tail", "activation"), trainings=4
+            )
+        },
         start=once_more.start,
     )
 

@@ -34,21 +34,26 @@ def multiplied(product: Any, x: Tensor) -> Tensor:
 
 def convolved(m: Tensor, weight: Tensor, bias: Tensor, kernel: int, stride: int, real: Tensor | None) -> Tensor:
     """y[t,s,n] = b[n] + Σ_τ g[t,τ] Σ_o Σ_m m[t−τ, r·s+o−⌊F/2⌋, m] W[o,τ,m,n], zeros outside."""
-    batch, tokens, modules, _ = m.shape
-    rows = []
-    for t in range(tokens):
-        of_token = []
-        for s in range(modules // stride):
-            y = bias.expand(batch, -1)
-            for tau in range(min(kernel, t + 1)):
-                seen = torch.ones(batch, 1, dtype=m.dtype) if real is None or tau == 0 else real[:, t - tau, None].to(m.dtype)
-                for o in range(kernel):
-                    source = stride * s + o - kernel // 2
-                    if 0 <= source < modules:
-                        y = y + seen.to(m.device) * (m[:, t - tau, source] @ weight[o, tau])
-            of_token.append(y)
-        rows.append(torch.stack(of_token, 1))
-    return torch.stack(rows, 1)
+    tokens, modules = m.shape[1], m.shape[2]
+    y = bias.expand(*m.shape[:2], modules // stride, -1)
+    for tau in range(kernel):
+        for o in range(kernel):
+            for s in range(modules // stride):
+                source = stride * s + o - kernel // 2
+                if not 0 <= source < modules or tau >= tokens:
+                    continue
+                seen = m[:, : tokens - tau, source]  # by tokens τ, τ+1, …
+                if real is not None and tau:
+                    seen = seen * real[:, : tokens - tau, None].to(seen)
+                y = with_added(y, tau, s, seen @ weight[o, tau])
+    return y
+
+
+def with_added(y: Tensor, tau: int, s: int, value: Tensor) -> Tensor:
+    """y with `value` added to module s of the tokens from τ on."""
+    more = torch.zeros_like(y)
+    more[:, tau:, s] = value
+    return y + more
 
 
 # ── Modules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -156,7 +161,10 @@ def start(observed: Observed) -> Problems:
         found = found if order is None else found[..., order]
         error = float((found - y).norm() / y.norm())
         if error >= 1:
-            yield path, f"its relative error from the dense projection is {error:.2g}: it was not fitted, or its columns lie otherwise"
+            yield (
+                path,
+                f"its relative error from the dense projection is {error:.2g}: it was not fitted, or its columns lie otherwise",
+            )
 
 
 def projections(observed: Observed) -> Iterator[tuple[str, Any, Tensor, Tensor]]:

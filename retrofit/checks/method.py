@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.gradients import loss_of
-from retrofit.checks.site_recording import MOST, CallRecorder
+from retrofit.checks.site_recording import MOST, CallRecorder, has_cache
 from retrofit.checks.site_replay import Found, MovedParameters, output_of, own_modules, replay
 from retrofit.checks.stepping import section, step_inputs
 from retrofit.checks.subject import Subject
@@ -123,7 +123,11 @@ def dense_probes(model: nn.Module, calls: Mapping[str, tuple[Tensor, Tensor]]) -
         rows = torch.randn(PROBES, x.shape[-1], generator=torch.Generator().manual_seed(2)).to(x)
         with contextlib.suppress(Exception):  # one that takes more than this
             none, once, twice = (module(scale * rows) for scale in (0, 1, 2))
-            if isinstance(once, Tensor) and once.shape == (PROBES, y.shape[-1]) and torch.allclose(twice - none, 2 * (once - none), 1e-3):
+            if (
+                isinstance(once, Tensor)
+                and once.shape == (PROBES, y.shape[-1])
+                and torch.allclose(twice - none, 2 * (once - none), 1e-3)
+            ):
                 found[path] = rows, (once - none).detach()
     return found
 
@@ -199,7 +203,9 @@ class Comparison:
 
     # Recording.
 
-    def record(self, inputs: Mapping[str, Any], most: int = MOST, sites: Sequence[Site] | None = None) -> dict[str, list[RecordedCall]]:
+    def record(
+        self, inputs: Mapping[str, Any], most: int = MOST, sites: Sequence[Site] | None = None
+    ) -> dict[str, list[RecordedCall]]:
         """The calls of the sites in a forward on these inputs."""
         recorder = CallRecorder(self.model, {site.path: site.reference for site in (self.sites if sites is None else sites)}, most)
         recorder.inputs = inputs
@@ -219,7 +225,9 @@ class Comparison:
             if most > batch * length:
                 rows = -(-(most + 1) // length)
                 large = [site for site in sites if site.reference.tokens > batch * length]
-                ways.append((f" on {rows * length} tokens", lambda: self.record(resized(self.model, inputs, rows, length, 13), sites=large)))
+                ways.append(
+                    (f" on {rows * length} tokens", lambda: self.record(resized(self.model, inputs, rows, length, 13), sites=large))
+                )
         for words, way in ways:
             try:
                 found = way()
@@ -247,7 +255,8 @@ class Comparison:
                 cache = getattr(output, "past_key_values", None)
                 if cache is None:
                     return {}
-        return {path: found for path, found in calls.items() if len(found) == STEPS + 1}  # one that several depths share keeps none
+        # one that several depths share keeps none, and an encoder's layers begin anew in each step
+        return {path: found for path, found in calls.items() if len(found) == STEPS + 1 and all(map(has_cache, found))}
 
     # Comparing.
 

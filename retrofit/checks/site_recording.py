@@ -38,9 +38,24 @@ def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
+def has_cache(call: RecordedCall) -> bool:
+    """Whether the call received a cache."""
+    found: list[CacheMark] = []
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, CacheMark):
+            found.append(value)
+        return value
+
+    map_tensors((call.args, call.kwargs), collect)
+    return bool(found)
+
+
 def copy_of(value: Any) -> Any:
     """A copy that no later operation changes; a cache is only marked."""
-    return map_tensors(value, lambda one: one.detach().clone() if isinstance(one, Tensor) else CacheMark(isinstance(one, EncoderDecoderCache)))
+    return map_tensors(
+        value, lambda one: one.detach().clone() if isinstance(one, Tensor) else CacheMark(isinstance(one, EncoderDecoderCache))
+    )
 
 
 @dataclasses.dataclass

@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofit.checks.site_recording import CacheMark, map_tensors
-from retrofit.pipeline.method_reference import Deviation, Draw, Expected, ModuleReference, OneOf, Place, RecordedCall, SiteCall, item, linked
+from retrofit.pipeline.method_reference import (
+    Deviation,
+    Draw,
+    Expected,
+    ModuleReference,
+    OneOf,
+    Place,
+    RecordedCall,
+    SiteCall,
+    item,
+    linked,
+)
 from retrofit.runtime.precision import Widened
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.surgery.wrappers import with_item
@@ -272,7 +283,7 @@ def replay(
     caches: dict[int, Any] = {}
     before: tuple[SiteCall, ...] = ()
     found = Found()
-    with Widened(torch.float64), parameters.in_place(), modes(module, reference, training):
+    with parameters.in_place(), modes(module, reference, training):
         for call in calls:
             one = Replay(module, reference, options, call, parameters, before, caches)
             try:
@@ -336,9 +347,7 @@ class Replay:
 
         self.args = tuple(map(leaf, call.args))
         self.kwargs = {name: leaf(value) for name, value in call.kwargs.items()}
-        self.results = {
-            name: [map_tensors(returned, widen) for _, _, returned in made] for name, made in call.children.items()
-        }
+        self.results = {name: [map_tensors(returned, widen) for _, _, returned in made] for name, made in call.children.items()}
         self.site = SiteCall(module, options, self.args, self.kwargs, call.inputs, self.results, (), before, cached)
 
     def run(self, gradients: bool, seed: int) -> Found:
@@ -346,7 +355,8 @@ class Replay:
         drawn = self.module_draws(seed) if self.site.training else []
         self.site.draws = list(drawn)
         with torch.set_grad_enabled(gradients):
-            expected = self.reference.compute(self.site)
+            with Widened() if self.reference.functions else contextlib.nullcontext():  # the formula is in float64 by itself
+                expected = self.reference.compute(self.site)
             if self.site.draws:
                 raise Deviation(f"it draws {self.site.draws[0].operation} numbers where the method draws none")
             value, losses = self.run_module(seed)
@@ -361,14 +371,14 @@ class Replay:
     def module_draws(self, seed: int) -> list[Draw]:
         """The random numbers that the module draws."""
         torch.manual_seed(seed)
-        with torch.no_grad(), self.children(False), Drawn() as drawn:
+        with torch.no_grad(), self.children(False), Widened(), Drawn() as drawn:
             self.module(*self.args, **self.kwargs)
         return drawn.draws
 
     def run_module(self, seed: int) -> tuple[Tensor, list[Tensor]]:
         """The module's output and the auxiliary losses that it records."""
         torch.manual_seed(seed)
-        with self.children(True) as stubs, auxiliary_losses() as losses:
+        with self.children(True) as stubs, Widened(), auxiliary_losses() as losses:
             returned = self.module(*self.args, **self.kwargs)
         for name, stub in stubs.items():
             if stub.expected is not None and stub.answered < len(stub.expected):

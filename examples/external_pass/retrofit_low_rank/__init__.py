@@ -20,6 +20,8 @@ from retrofit.sdk import (
     ArgumentPlace,
     DoesNotFitError,
     Edit,
+    MethodReference,
+    ModuleReference,
     NearMiss,
     Pass,
     Plan,
@@ -33,6 +35,8 @@ from retrofit.sdk import (
     selected_depths,
     shape,
 )
+
+from retrofit_low_rank.reference import low_rank_adapter, start
 
 
 class LowRankAdapter(Wrapper):
@@ -76,6 +80,9 @@ class LowRank(Pass[LowRankPlan]):
     summary: ClassVar[str] = "add a trainable low-rank path next to every projection (LoRA)"
     paper: ClassVar[str] = "LoRA: Low-Rank Adaptation of Large Language Models, §4.1"
     rewrites: ClassVar[str] = "projection"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {LowRankAdapter: ModuleReference(low_rank_adapter, given=("layer",))}, start=start
+    )
 
     rank: int = option(8, "r, the rank of an adapter", minimum=1)
     alpha: float = option(16.0, "α, adapters are scaled by α/r", minimum=0)

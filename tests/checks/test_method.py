@@ -1,0 +1,292 @@
+"""The method check: it agrees with every pass on every kind of model, and finds faults in the sources of the passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.tiny_models import VOCABULARY, bert, built, gpt2, llama, t5, vit
+from torch import nn
+
+from retrofit.checks import method
+from retrofit.checks.context import Context
+from retrofit.checks.finding import Finding
+from retrofit.checks.subject import Subject
+from retrofit.errors import DoesNotFitError
+from retrofit.passes import SparseLoss
+from retrofit.passes.altup.contraction import Contraction
+from retrofit.passes.altup.layers import AltUpLayer, DynamicAltUpLayer
+from retrofit.passes.altup.widening import WidthPropagation
+from retrofit.passes.memory.external_memory import ExternalMemory, SoftmaxMemory
+from retrofit.passes.memory.token_ids import TokenIdReader
+from retrofit.passes.sequence_altup.anchors import EvenAnchors
+from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
+from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
+from retrofit.passes.shared_moe import mixture_of_experts
+from retrofit.passes.shared_moe.grouping import Group
+from retrofit.passes.shared_moe.mixture_of_experts import MixtureOfExperts
+from retrofit.passes.sparse_ffn import controller_fit, sparse_feed_forward, sparse_ffn
+from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
+from retrofit.passes.sparse_qkv import sparse_attention, sparse_projections
+from retrofit.passes.sum import SummedEmbedding
+from retrofit.pipeline.registry import parse_spec
+from retrofit.pipeline.running import run_passes
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.state_preservation import preserve_state
+from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
+from retrofit.surgery.edit import Edit
+
+# ── What it says of a model ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def verdict(model: nn.Module, *specs: str, nudge: bool = False) -> Finding:
+    """What the check says of the model, rewritten."""
+    torch.manual_seed(0)
+    inputs = named_inputs(model)
+    with preserve_state(model):
+        before = method.measure(Subject(model, (inputs,)))
+    edit = Edit(model)
+    accounts, _ = run_passes(model, tuple(map(parse_spec, specs)), inputs, edit, lambda stage: None)
+    context = Context(Subject(model, (inputs,)), True, accounts, edit.account(), fresh=not nudge)
+    if nudge:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    with preserve_state(model):
+        return method.judge(method.measure(context.subject, before, context), before, context)
+
+
+def neox(**options: Any) -> Any:
+    """Decoder whose query, key and value columns are interleaved head by head."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    given = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "initializer_range": 0.3, **sizes, **options}
+    return built(transformers.GPTNeoXConfig(**given), transformers.GPTNeoXForCausalLM)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "t5": lambda: t5(num_layers=2, feed_forward_proj="gated-gelu"),
+    "bert": lambda: bert(num_hidden_layers=2),
+    "vit": lambda: vit(num_hidden_layers=2),
+}
+SPECS = (
+    "altup(k=2)",
+    "altup(k=3, init=lockstep)",
+    "altup(k=2, coefficients=dense)",
+    "altup(k=2, coefficients=dynamic)",
+    "altup(k=2, embedding=recycled)",
+    "altup(k=3, extra=8)",
+    "altup(k=2, selection=same)",
+    "sum",
+    "memory",
+    "memory(lookup=softmax, buckets=16, rank=3)",
+    "memory(lookup=lsh, buckets=16, rank=2)",
+    "memory(lookup=token-id, rank=2, beside=ffns)",
+    "memory(lookup=softmax, buckets=16, beside=ffns)",
+    "sequence-altup(k=2, layers=all)",
+    "sequence-altup(k=3, layers=all, method=stride-and-skip)",
+    "sequence-altup(k=2, layers=all, method=average-pooling)",
+    "sparse-ffn(sparsity=8)",
+    "sparse-ffn(sparsity=4, multiply_by_controller=true, scale=true)",
+    "shared-moe",
+    "shared-moe(groups=0)",
+    "shared-moe(experts=3, k=1, renormalize=false, capacity=0.7)",
+    "shared-moe(share_attention=true, reinit=0.5)",
+    "sparse-qkv",
+    "sparse-qkv(variant=mult)",
+    "sparse-qkv(variant=conv, output=mult-conv)",
+    "sparse-qkv(kernel=1, output=mult)",
+    "sparse-loss(modules=4)",
+)
+QUICK = {"llama": SPECS, "t5": SPECS[3::5], "bert": SPECS[1::5], "gpt2": SPECS[2::5], "vit": SPECS[4::6]}
+
+
+def agrees(name: str, spec: str) -> None:
+    try:
+        found = verdict(MODELS[name](), spec)
+    except DoesNotFitError:
+        pytest.skip("the pass does not fit the model")
+    assert found.status == "passed", f"{found.measured}\n{found.why}"
+
+
+@pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, specs in QUICK.items() for spec in specs])
+def test_every_pass_computes_what_its_method_says(name: str, spec: str) -> None:
+    agrees(name, spec)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "spec"), [(name, spec) for name in MODELS for spec in SPECS if spec not in QUICK[name]])
+def test_every_pass_computes_what_its_method_says_on_every_kind_of_model(name: str, spec: str) -> None:
+    agrees(name, spec)
+
+
+@pytest.mark.parametrize("spec", ["altup(k=2)", "sparse-ffn(sparsity=8)", "memory"])
+def test_a_model_that_has_trained_on_is_not_held_to_its_start(spec: str) -> None:
+    assert verdict(llama(), spec, nudge=True).status == "passed"
+
+
+def test_passes_after_each_other_are_each_held_to_their_own() -> None:
+    found = verdict(llama(), "altup(k=2)", "memory(lookup=softmax, buckets=8, rank=2)", "sparse-ffn(sparsity=8)")
+    assert found.status == "passed", found.why
+    assert "7 modules" in found.measured
+
+
+def test_a_pass_without_a_reference_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SparseLoss, "reference", None)
+    found = verdict(llama(), "sparse-loss(modules=4)")
+    assert (found.status, found.why) == ("skipped", "no reference of sparse-loss")
+
+
+# ── Faults in the sources of the passes ──────────────────────────────────────────────────────────────────────────────────────────
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFault:
+    """A fault in the code of a pass, a model to apply that to, and what the check must name."""
+
+    what: str
+    patch: Patch
+    spec: str
+    names: str
+    build: Callable[[], Any] = llama
+
+
+FAULTS: list[SourceFault] = []
+
+
+def fault(what: str, spec: str, names: str, build: Callable[[], Any] = llama) -> Callable[[Patch], Patch]:
+    """Registers a function that puts a fault into a pass."""
+
+    def register(patch: Patch) -> Patch:
+        FAULTS.append(SourceFault(what, patch, spec, names, build))
+        return patch
+
+    return register
+
+
+def around(owner: Any, name: str, change: Callable[..., Any]) -> Patch:
+    """The attribute `name` of `owner` becomes a function that calls `change` with the old one first."""
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        old = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: change(old, *args, **kwargs))
+
+    return patch
+
+
+fault("gate and up swapped", "sparse-ffn(sparsity=8)", "model.layers.0.mlp")(
+    around(SparseFeedForward, "port_values", lambda old, self, x: old(self, x)[::-1])
+)
+fault("gate and up swapped in the plan", "sparse-ffn(sparsity=8)", "does not begin as the dense")(
+    around(sparse_ffn, "feed_forwards", lambda old, *args: swap_ports(*old(*args)))
+)
+fault("the worst unit of each block", "sparse-ffn(sparsity=8)", "model.layers.0.mlp")(
+    around(SparseFeedForward, "logits", lambda old, self, x, *more: -old(self, x, *more))
+)
+fault("the controller is never fitted", "sparse-ffn(sparsity=8)", "was not fitted")(
+    around(controller_fit.Controller, "fit", lambda old, *args: unfitted(old(*args)))
+)
+fault("experts weighed by each other's gates", "shared-moe", "model.layers.0.mlp")(
+    around(MixtureOfExperts, "combine", lambda old, self, x, gates, *more: old(self, x, gates.flip(-1), *more))
+)
+fault("the router's gates detached", "shared-moe", "moe.router.weight")(
+    around(MixtureOfExperts, "combine", lambda old, self, x, gates, *more: old(self, x, gates.detach(), *more))
+)
+fault("the balance loss never added", "shared-moe", "balance losses sum to")(
+    around(ForwardWithAuxiliaryLosses, "__call__", lambda old, self, *args, **kwargs: self.run(*args, **kwargs))
+)
+fault("the balance loss detached", "shared-moe", "moe.router.weight")(
+    around(mixture_of_experts, "balance_loss", lambda old, *args: old(*args).detach())
+)
+fault("the capacity rounded down", "shared-moe(capacity=0.7)", "in training mode")(
+    around(MixtureOfExperts, "expert_capacity", lambda old, self, tokens: old(self, tokens) - 1)
+)
+fault("experts from the layers in reverse", "shared-moe", "does not begin as this layer's feed-forward")(
+    around(Group, "sources", lambda old, self, experts: old(self, experts)[::-1])
+)
+fault("memory without its relu", "memory(lookup=softmax, buckets=16, rank=3)", "model.layers.0")(
+    around(ExternalMemory, "by_gathering", lambda old, self, x, i: torch.einsum("td,tdr,ter->te", x, self.u[i], self.v[i]))
+)
+fault("memory's ids shifted", "memory", "ids it receives are not the model's")(
+    around(TokenIdReader, "__call__", lambda old, *args: {name: ids.roll(1, -1) for name, ids in old(*args).items()})
+)
+fault("the jitter left out", "memory(lookup=softmax, buckets=16)", "it draws no uniform_")(
+    around(SoftmaxMemory, "look_up", lambda old, self, x, ids: without_training(old, self, x, ids))
+)
+fault("P made from the layer's output", "altup(k=2, coefficients=dynamic)", "model.layers.0")(
+    around(DynamicAltUpLayer, "coefficients", lambda old, self, block, y: old(self, y, y))
+)
+fault("wrong gradients of the contraction", "altup(k=2)", "the gradient of")(
+    around(Contraction, "backward", lambda old, ctx, grad: halved_last(old(ctx, grad)))
+)
+fault("the block detached before the layer", "altup(k=2)", "the gradient of argument")(
+    around(AltUpLayer, "block", lambda old, self, x, i: old(self, x, i).detach())
+)
+fault("every layer on the first block", "altup(k=2, init=lockstep)", "works on block 0")(
+    lambda monkeypatch: monkeypatch.setattr(parse_spec("altup").__class__, "active", lambda self, depth: 0)
+)
+fault("a1 left out of the prediction", "sequence-altup(k=2, layers=all)", "model.layers.0")(
+    around(SequenceAltUpLayer, "update", lambda old, self, x, c, anchors, earlier: x + anchors.spread(c, earlier))
+)
+fault("the first token after an anchor is taken", "sequence-altup(k=2, layers=all)", "what layer receives")(
+    around(EvenAnchors, "pick", lambda old, self, x: old(self, x.roll(-1, 1)))
+)
+fault("between anchors the last correction is lost", "sequence-altup(k=3, layers=all)", "step by step on a cache")(
+    lambda monkeypatch: monkeypatch.setattr(
+        GrowingAnchorLayer, "earlier", property(lambda self: None if self.corrections is None else 0 * self.corrections[:, -1:])
+    )
+)
+fault("columns in the inverse order", "sparse-qkv(output=keep)", "its columns lie otherwise", neox)(
+    around(sparse_projections, "column_order", lambda old, projection: inverse(old(projection)))
+)
+fault("projections are never fitted", "sparse-qkv", "was not fitted")(around(sparse_projections, "fit", lambda old, *args: {}))
+fault("the history is that of another sequence", "sparse-qkv", "step by step on a cache")(
+    around(sparse_attention.TokenHistory, "last", lambda old, self: old(self).flip(0))
+)
+fault("the head is never fitted", "sparse-loss(modules=4)", "was not fitted to it")(
+    around(parse_spec("sparse-loss").reference.modules and next(iter(SparseLoss.reference.modules)), "fit", lambda old, *args: None)
+)
+fault("the extra embedding of the next id", "sum", "model.embed_tokens")(
+    around(SummedEmbedding, "look_up", lambda old, self, ids: old(self, (ids + 1) % VOCABULARY))
+)
+
+
+def swap_ports(sites: Any, near_misses: Any) -> Any:
+    """The feed-forwards with the arguments of their hidden functions in reverse order."""
+    return [dataclasses.replace(site, ports=site.ports[::-1]) for site in sites], near_misses
+
+
+def unfitted(controller: Any) -> Any:
+    return dataclasses.replace(controller, **{name: torch.zeros_like(value) for name, value in vars(controller).items()})
+
+
+def without_training(look_up: Any, memory: Any, *args: Any) -> Any:
+    memory.training = False
+    return look_up(memory, *args)
+
+
+def halved_last(gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+    *others, last = gradients
+    return (*others, None if last is None else last / 2)
+
+
+def inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
+@pytest.mark.parametrize("one", FAULTS, ids=lambda one: one.what)
+def test_a_fault_in_a_pass_is_reported(one: SourceFault, monkeypatch: pytest.MonkeyPatch) -> None:
+    one.patch(monkeypatch)
+    found = verdict(one.build(), one.spec)
+    assert found.status == "failed"
+    assert one.names in found.why, found.why
+
+
+__all__ = ["WidthPropagation", "sparse_feed_forward"]
