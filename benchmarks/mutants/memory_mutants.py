@@ -6,13 +6,13 @@ import functools
 
 from mutant import Mutant, on
 
-MODELS = "gpt2 llama t5 bert"
+MODELS, TWO_MODELS = "gpt2 llama t5 bert", "gpt2 llama"
 TOKEN_ID = on(MODELS, "memory(lookup=token-id)")
-TOKEN_ID_RANK = on(MODELS, "memory(lookup=token-id, rank=2)")
-SOFTMAX = on(MODELS, "memory(lookup=softmax, buckets=8)")
-SOFTMAX_RANK = on(MODELS, "memory(lookup=softmax, buckets=8, rank=2)")
-LSH = on(MODELS, "memory(lookup=lsh, buckets=8)")
-LSH_RANK = on(MODELS, "memory(lookup=lsh, buckets=8, rank=2)")
+TOKEN_ID_RANK = on(TWO_MODELS, "memory(lookup=token-id, rank=2)")
+SOFTMAX = on(TWO_MODELS, "memory(lookup=softmax, buckets=8)")
+SOFTMAX_RANK = on(TWO_MODELS, "memory(lookup=softmax, buckets=8, rank=2)")
+LSH = on(TWO_MODELS, "memory(lookup=lsh, buckets=8)")
+LSH_RANK = on(TWO_MODELS, "memory(lookup=lsh, buckets=8, rank=2)")
 SUM = on(MODELS, "sum")
 
 tables = functools.partial(Mutant, "memory", "passes/memory/external_memory.py")

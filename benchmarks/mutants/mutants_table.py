@@ -3,7 +3,7 @@
     PYTHONPATH=tests:benchmarks/coverage python benchmarks/mutants/mutants_table.py [--only PATTERN] [--jobs N] -o docs/mutants.md
 
 Each mutant is put into a copy of the sources; the pass is applied from there to tiny models, with every check, up to the first
-report. The sources as they are must come through the same trials without a report. Results are kept in a JSON file as they come,
+report. The sources as they are must come through the trials with a report without one. Results are kept in a JSON file as they come,
 each under a hash of the mutant and of the sources it depends on: a later run makes anew what has changed. `--again` makes anew what
 `--only` selects, `--passed` selects those that no check reported.
 """
@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import altup_mutants
 import memory_mutants
@@ -24,7 +24,7 @@ import shared_moe_mutants
 import sparse_ffn_mutants
 import sparse_loss_mutants
 import sparse_qkv_mutants
-from mutant import Mutant, Trial
+from mutant import Mutant
 from observing import Row, key_of, observe
 from sweeping import assessed, cell, line, parser_of, write_whole
 
@@ -47,26 +47,17 @@ Task = tuple[str, str]  # the pass, and a mutant's fault or a control's trial
 def main() -> int:
     options = parse()
     require_sound(MUTANTS)
-    results: dict[str, Row] = json.loads(options.results.read_text()) if options.results.exists() else {}
-    keys = all_keys()
-    selected = [task for task in keys if re.search(options.only, name_of(task)) and (not options.passed or is_open(results, task))]
-    waiting = [task for task in selected if options.again or results.get(name_of(task), {}).get("key") != keys[task]]
-    started = time.monotonic()
-    for count, (task, found) in enumerate(assessed(waiting, options.jobs, LIMIT, find, failed), start=1):
-        results[name_of(task)] = {**found, "key": keys[task]}
-        write_whole(options.results, json.dumps(results, indent=1, ensure_ascii=False))
-        said = f"{found['by'] or 'PASSED'}  {found['why'][:100]}"
-        print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {name_of(task)}  {said}", flush=True)
-        if time.monotonic() - started > 60 * options.minutes:
-            break
-    known = {task: results[name_of(task)] for task in keys if results.get(name_of(task), {}).get("key") == keys[task]}
-    alarms = [task for task, row in known.items() if task[1].startswith(CONTROL) and row["by"]]
-    for task in alarms:
-        print(f"without a fault, {name_of(task)} is reported by {known[task]['by']}: {known[task]['why']}")
+    results = Results(options)
+    finished = results.make(mutant_keys()) and results.make(control_keys(results))
+    known = results.known(mutant_keys())
+    controls = results.known(control_keys(results))
+    alarms = {task: row for task, row in controls.items() if row["by"]}
+    for task, row in alarms.items():
+        print(f"without a fault, {name_of(task)} is reported by {row['by']}: {row['why']}")
     rows = [(mutant, known[mutant.method, mutant.wrong]) for mutant in ordered() if (mutant.method, mutant.wrong) in known]
     print(f"{len(rows)} of {len(MUTANTS)} mutants have a result for the sources as they are; {score(rows)}")
-    if not alarms and len(rows) == len(MUTANTS):
-        write_whole(options.output, page(rows))
+    if finished and not alarms and len(rows) == len(MUTANTS) and controls.keys() == control_keys(results).keys():
+        write_whole(options.output, page(rows, len(controls)))
     return bool(alarms)
 
 
@@ -89,43 +80,69 @@ def require_sound(mutants: Iterable[Mutant]) -> None:
 # ── What there is to do ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Results:
+    """What came of each task, and the hash of what it depends on, kept in a file."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows: dict[str, Row] = json.loads(options.results.read_text()) if options.results.exists() else {}
+
+    def make(self, keys: Mapping[Task, str]) -> bool:
+        """The selected tasks that have no result yet are done; False where there was no time for all."""
+        options = self.options
+        selected = [task for task in keys if re.search(options.only, name_of(task)) and not (options.passed and self.by(task))]
+        waiting = [task for task in selected if options.again or self.rows.get(name_of(task), {}).get("key") != keys[task]]
+        started = time.monotonic()
+        for count, (task, found) in enumerate(assessed(waiting, options.jobs, LIMIT, find, failed), start=1):
+            self.rows[name_of(task)] = {**found, "key": keys[task]}
+            write_whole(options.results, json.dumps(self.rows, indent=1, ensure_ascii=False))
+            said = f"{found['by'] or 'PASSED'}  {found['why'][:100]}"
+            print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {name_of(task)}  {said}", flush=True)
+            if time.monotonic() - started > 60 * options.minutes:
+                return False
+        return True
+
+    def by(self, task: Task) -> str:
+        """The check that reported a task when it was last tried, "" where none did."""
+        return str(self.rows.get(name_of(task), {}).get("by", ""))
+
+    def known(self, keys: Mapping[Task, str]) -> dict[Task, Row]:
+        """The results that are those of the sources as they are."""
+        found = {task: self.rows.get(name_of(task), {}) for task in keys}
+        return {task: row for task, row in found.items() if row.get("key") == keys[task]}
+
+
 def ordered() -> list[Mutant]:
     return sorted(MUTANTS, key=lambda mutant: ORDER.index(mutant.method))
 
 
-def controls() -> dict[Task, Trial]:
-    """The trials of all mutants, each once; those of a trial with more checks include it."""
-    found: dict[Task, Trial] = {}
-    for mutant in ordered():
-        for trial in mutant.trials:
-            found.setdefault((mutant.method, f"{CONTROL} {trial}"), trial)
-    return found
-
-
-def all_keys() -> dict[Task, str]:
-    """Every task and the hash of what its result depends on, controls first."""
-    keys = {task: key_of(task[0], trial) for task, trial in controls().items()}
-    return keys | {
+def mutant_keys() -> dict[Task, str]:
+    """Every mutant and the hash of what its result depends on."""
+    return {
         (mutant.method, mutant.wrong): key_of(mutant.method, mutant.path, mutant.old, mutant.new, mutant.trials)
         for mutant in ordered()
     }
+
+
+def control_keys(results: Results) -> dict[Task, str]:
+    """The trials in which something was reported, without a fault: only where these pass does a report say something."""
+    reported = {(task[0], row["trial"]) for task, row in results.known(mutant_keys()).items() if row["by"]}
+    return {(method, f"{CONTROL} {trial}"): key_of(method, trial) for method, trial in sorted(reported)}
 
 
 def name_of(task: Task) -> str:
     return f"{task[0]}: {task[1]}"
 
 
-def is_open(results: dict[str, Row], task: Task) -> bool:
-    """Whether a mutant passed when it was last tried, or never was."""
-    return not task[1].startswith(CONTROL) and not results.get(name_of(task), {}).get("by")
-
-
 def find(task: Task) -> Row:
     """What came of a task."""
-    if (trial := controls().get(task)) is not None:
-        return observe(None, (trial,), ALARM)
-    mutant = next(mutant for mutant in MUTANTS if (mutant.method, mutant.wrong) == task)
-    return observe(mutant, mutant.trials, ALARM)
+    for mutant in MUTANTS:
+        if (mutant.method, mutant.wrong) == task:
+            return observe(mutant, mutant.trials, ALARM)
+        for trial in mutant.trials:
+            if (mutant.method, f"{CONTROL} {trial}") == task:
+                return observe(None, (trial,), ALARM)
+    raise ValueError(f"there is no {name_of(task)}")
 
 
 def failed(task: Task, why: str) -> Row:
@@ -143,14 +160,14 @@ def score(rows: Sequence[tuple[Mutant, Row]]) -> str:
     return f"{reported} of {len(faults)} that are faults are reported by a check ({share:.1f} %)"
 
 
-def page(rows: Sequence[tuple[Mutant, Row]]) -> str:
+def page(rows: Sequence[tuple[Mutant, Row]], controls: int) -> str:
     """The Markdown page: the score, a count a pass, a line a mutant."""
     lines = [
         "# Mutants",
         "",
         f"{len(rows)} faults were put into the sources of the passes, one at a time; from each mutated copy the pass was applied",
         "to a tiny GPT-2, Llama, T5 or BERT with every check, up to the first report. The sources as they are come through the",
-        f"same {len(controls())} trials without one. {score(rows)}.",
+        f"{controls} trials in which something was reported without a report. {score(rows)}.",
         "Written by `make mutants`; the mutants are in `benchmarks/mutants/`; do not edit.",
         "",
         line(["pass", "mutants", "reported by a check", "by a unit test", "equivalent"]),

@@ -9,9 +9,8 @@ from mutant import Mutant, on
 MODELS = "gpt2 llama bert"
 DEFAULT = on(MODELS, "sequence-altup(k=2, layers=all)")
 THREE = on("gpt2 llama", "sequence-altup(k=3, layers=all)")
-SKIP = on(MODELS, "sequence-altup(k=2, layers=all, method=stride-and-skip)")
+SKIP = on("gpt2 bert", "sequence-altup(k=2, layers=all, method=stride-and-skip)")
 POOLED = on("bert", "sequence-altup(k=3, layers=all, method=average-pooling)")
-ONE = on("gpt2", "sequence-altup(k=1, layers=all)")
 EXPORTED = on("gpt2", "sequence-altup(k=2, layers=all)", "onnx")
 
 layers = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/strided_layers.py")
@@ -118,7 +117,6 @@ MUTANTS = [
         "        if advancing is not None:\n            restore_states(cache, waiting, advancing)\n",
         "",
         trials=DEFAULT,
-        test="tests/passes",
     ),
     anchors(
         "average-pooling: the mean of the last, shorter window is divided by k",

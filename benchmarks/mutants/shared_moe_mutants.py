@@ -8,8 +8,7 @@ from mutant import Mutant, on
 
 MODELS = "gpt2 llama t5 bert"
 SHARED = on(MODELS, "shared-moe(experts=4, k=2)")
-NOISELESS = on(MODELS, "shared-moe(experts=4, k=2, noise=0)")
-UNEVEN = on(MODELS, "shared-moe(experts=4, k=2, renormalize=false)")
+UNEVEN = on("gpt2 llama", "shared-moe(experts=4, k=2, renormalize=false)")
 FOUR = on("llama-4-layers gpt2-4-layers", "shared-moe(experts=4, k=2, groups=2)")
 EXPORTED = on("llama", "shared-moe(experts=4, k=2)", "onnx")
 

@@ -6,12 +6,12 @@ import functools
 
 from mutant import Mutant, on
 
-MODELS = "gpt2 llama t5 bert"
+MODELS, TWO_MODELS = "gpt2 llama t5 bert", "gpt2 llama"
 DEFAULT = on(MODELS, "sparse-qkv")
-EVEN = on(MODELS, "sparse-qkv(kernel=2)")
+EVEN = on(TWO_MODELS, "sparse-qkv(kernel=2)")
 GROUPED = on("llama", "sparse-qkv")
-OUTPUT = on(MODELS, "sparse-qkv(output=mult-conv)")
-CALIBRATED = on("gpt2 llama bert", "sparse-qkv", "calibrated")
+OUTPUT = on(TWO_MODELS, "sparse-qkv(output=mult-conv)")
+CALIBRATED = on("gpt2 llama", "sparse-qkv", "calibrated")
 
 conv = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/modular_projection.py")
 columns = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/replaced_projections.py")
@@ -117,7 +117,7 @@ MUTANTS = [
         "without convolutions, keys and values come in each other's place",
         'parts = [self.get_submodule(f"mult_{letter}")(x) for letter in self.strides]',
         "parts = [self.get_submodule(f\"mult_{dict(k='v', v='k').get(letter, letter)}\")(x) for letter in self.strides]",
-        trials=on(MODELS, "sparse-qkv(variant=mult)"),
+        trials=on(TWO_MODELS, "sparse-qkv(variant=mult)"),
     ),
     conv(
         "a module's columns are laid out position by position, not module by module",
@@ -129,7 +129,7 @@ MUTANTS = [
         "variant=conv: x is divided into modules position by position",
         'x.unflatten(-1, (self.module_count, -1)) if self.variant == "conv"',
         'x.unflatten(-1, (-1, self.module_count)).transpose(-1, -2) if self.variant == "conv"',
-        trials=on(MODELS, "sparse-qkv(variant=conv)"),
+        trials=on(TWO_MODELS, "sparse-qkv(variant=conv)"),
     ),
     columns(
         "the columns of a projection are in inverse order",
