@@ -3,9 +3,9 @@
     PYTHONPATH=tests:benchmarks/coverage python benchmarks/mutants/mutants_table.py [--only PATTERN] [--jobs N] -o docs/mutants.md
 
 Each mutant is put into a copy of the sources; the pass is applied from there to tiny models, with every check, up to the first
-report. The sources as they are must come through the trials with a report without one. Results are kept in a JSON file as they come,
-each under a hash of the mutant and of the sources it depends on: a later run makes anew what has changed. `--again` makes anew what
-`--only` selects, `--passed` selects those that no check reported.
+report. The sources as they are must come through the trials with a report without one. Results are kept in a JSON file as they
+come, each under a hash of the mutant and of the sources it depends on: a later run makes anew what has changed. `--again` makes
+anew what `--only` selects, `--passed` selects those that no check reported.
 """
 
 from __future__ import annotations

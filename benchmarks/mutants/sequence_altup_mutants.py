@@ -135,6 +135,7 @@ MUTANTS = [
         "self.first = -before % k",
         "self.first = before % k",
         trials=THREE,
+        test="tests/passes/sequence_altup/test_decoding.py::test_chunks_of_any_size_on_any_cache_are_the_formula",
     ),
     anchors(
         "each token gets the correction of the anchor after it",
@@ -178,6 +179,7 @@ MUTANTS = [
         "self.anchors = real & (position % k == 0)",
         "self.anchors = position % k == 0",
         trials=DEFAULT,
+        test="tests/passes/sequence_altup/test_strided_layers.py::test_padding_on_either_side_changes_nothing",
     ),
     anchors(
         "stride-and-skip: the token after each anchor counts as the anchor",
