@@ -6,12 +6,13 @@ import dataclasses
 
 import torch
 
-from retrofit.checks.comparison import Comparison, judge_comparison
+from retrofit.checks.comparison import judge_comparison
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, Raised, attempt, failed, merge, passed, skipped
-from retrofit.checks.generation import BEAMS, compare_logits, decode, difference, difference_of_beams
+from retrofit.checks.generation import BEAMS, compare_decoding, decode
 from retrofit.checks.stepping import PLAIN, REORDERED, compare_stepping, locate_stepping, ways_to_step
 from retrofit.checks.subject import Subject
+from retrofit.runtime.agreement import Comparison
 from retrofit.runtime.probes import can_generate
 
 GENERATED = "generate with and without its cache"
@@ -44,26 +45,23 @@ def measure(subject: Subject, before: CacheMeasurement | None = None, context: C
     else:
         names = list(BEAMS) if can_generate(model, inputs) else []
     return CacheMeasurement(
-        {way: attempt(compare_stepping, model, inputs, way) for way in ways},
+        {way: attempt(compare_stepping, subject.arithmetic, inputs, way) for way in ways},
         {name: attempt(generate, subject, name, before, context) for name in names},
     )
 
 
 def generate(subject: Subject, name: str, before: CacheMeasurement | None, context: Context | None) -> Generated:
     """What `generate` decodes on its cache, and without: for a dense model greedily only, for others where its tokens differ."""
-    cached = decode(subject.model, subject.inputs, BEAMS[name], use_cache=True)
+    with subject.arithmetic.computing():
+        cached = decode(subject.model, subject.inputs, BEAMS[name], use_cache=True)
     tokens = cached.tokens.cpu()
     if context is None and name != "greedy":
         return Generated(tokens)
     dense = before.generated[name] if before is not None else None
     if context is not None and context.exact and isinstance(dense, Generated) and torch.equal(dense.tokens, tokens):
         return Generated(tokens)
-    plain = attempt(decode, subject.model, subject.inputs, BEAMS[name], False)
-    if isinstance(plain, Raised):
-        return Generated(tokens, plain.error)
-    if name != "greedy":
-        return Generated(tokens, difference_of_beams(cached, plain))
-    return Generated(tokens, difference(cached, plain), compare_logits(cached, plain))
+    compared = attempt(compare_decoding, subject.arithmetic, subject.inputs, BEAMS[name], cached)
+    return Generated(tokens, compared.error) if isinstance(compared, Raised) else Generated(tokens, *compared)
 
 
 def judge(now: CacheMeasurement, before: CacheMeasurement | None, context: Context) -> Finding:
@@ -82,7 +80,7 @@ def judge_steps(way: str, now: Comparison | Raised | None, before: CacheMeasurem
         return failed("no cache", "the dense model returned one") if dense is not None else skipped("it keeps no cache")
     model, inputs = context.subject.model, context.subject.inputs
     dense = dense if isinstance(dense, Comparison) else None
-    return judge_comparison(now, dense, context.exact, lambda: locate_stepping(model, inputs, way).describe(context.place))
+    return judge_comparison(now, dense, context, lambda limit: locate_stepping(model, inputs, way, limit))
 
 
 def judge_generated(name: str, now: Generated | Raised, before: CacheMeasurement | None, context: Context) -> Finding:
@@ -107,5 +105,5 @@ def own_failing(dense: CacheMeasurement, name: str, reads_ahead: bool) -> str:
     for way in PREREQUISITES[name]:
         comparison = comparisons.get(way)
         if isinstance(comparison, Comparison) and not comparison.agrees:
-            return f"the dense model does not agree with itself: {way} ({comparison.gap:.1e})"
+            return f"the dense model does not agree with itself: {way} ({comparison.measured})"
     return "the dense model reads later tokens too, which a cache has yet to see" if reads_ahead else ""

@@ -14,8 +14,9 @@ from retrofit.checks.divergence import Divergence, first_divergence
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.stepping import keeps_cache
 from retrofit.checks.subject import Subject
+from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.example_inputs import special_ids
-from retrofit.runtime.probes import Inputs, is_token_ids, logits_of, ordinary_ids, resized_like, run, scale_of, tolerance_of
+from retrofit.runtime.probes import Inputs, is_token_ids, logits_of, ordinary_ids, resized_like, run, scale_of
 
 BIDIRECTIONAL = 0.9  # of the earlier outputs, the share that moves when a model reads both ways
 
@@ -24,7 +25,7 @@ BIDIRECTIONAL = 0.9  # of the earlier outputs, the share that moves when a model
 class Leak:
     """How much of the earlier outputs moved when later tokens changed."""
 
-    gap: float  # the largest move, relative to the outputs' scale
+    moves: Comparison  # of the earlier outputs
     share: float  # of the earlier outputs, how many moved
     where: str  # one of them
 
@@ -53,7 +54,7 @@ def measure(
     """The leaks; None where the dense model does not run on other tokens."""
     if context is not None and context.has_reference and before is None:
         return None
-    leaks = find_leaks(subject.model, subject.inputs)
+    leaks = find_leaks(subject.arithmetic, subject.inputs)
     if context is None or context.has_reference:
         return CausalityMeasurement(leaks)
     bidirectional = [name for name, leak in leaks.items() if leak.share >= BIDIRECTIONAL]
@@ -71,12 +72,15 @@ def judge(now: CausalityMeasurement | None, before: CausalityMeasurement | None,
     if not causal:
         return skipped("the dense model is not causal" if before is not None else "it reads both ways, and keeps no cache")
     measured = ", ".join(
-        f"{name}: {now.leaks[name].share:.0%} of the earlier outputs moved, by at most {now.leaks[name].gap:.1e}" for name in causal
+        f"{name}: {now.leaks[name].share:.0%} of the earlier outputs moved, by at most {now.leaks[name].moves.measured}"
+        for name in causal
     )
     leaking = next((name for name in causal if now.leaks[name].share), None)
     if leaking is None:
         return passed(measured)
-    divergence = locate_leak(context.subject.model, context.subject.inputs, leaking)
+    moves = now.leaks[leaking].moves
+    with context.subject.arithmetic.computing(moves.in_float64):
+        divergence = locate_leak(context.subject.model, context.subject.inputs, leaking, moves.limit)
     return failed(measured, f"{now.leaks[leaking].where}\n{divergence.describe(context.place)}")
 
 
@@ -87,25 +91,32 @@ def must_be_causal(name: str, leak: Leak, now: CausalityMeasurement, before: Cau
     return leak.share < BIDIRECTIONAL or name in now.cached
 
 
-def find_leaks(model: nn.Module, inputs: Inputs) -> dict[str, Leak]:
+def find_leaks(arithmetic: Arithmetic, inputs: Inputs) -> dict[str, Leak]:
     """What changing later tokens did to earlier outputs, for each input of token ids with one output a token."""
-    outputs = logits_of(run(model, inputs))
+    outputs = arithmetic.outputs
     if outputs.dim() != 3 or outputs.shape[1] < 2:
         return {}
     names = [name for name, value in inputs.items() if is_token_ids(value) and value.shape[1] == outputs.shape[1]]
-    return {name: leak_of(model, inputs, name) for name in names}
+    return {name: leak_of(arithmetic, inputs, name) for name in names}
 
 
-def leak_of(model: nn.Module, inputs: Inputs, name: str) -> Leak:
-    base, changed, early = with_changed_futures(model, inputs, name)
-    before, after = logits_of(run(model, base)), logits_of(run(model, changed))
-    moves = (before - after).abs().amax(-1).float().nan_to_num(float("inf")) / scale_of(before)  # (rows, length)
-    leaking = early & (moves > tolerance_of(before) / 10)
-    where = ""
-    if bool(leaking.any()):
-        row, position = leaking.nonzero()[0].tolist()
-        where = f"changing {name} from position {int(early[row].sum())} on moved the output at position {position}"
-    return Leak(float(moves[early].max()), float(leaking.sum() / early.sum()), where)
+def leak_of(arithmetic: Arithmetic, inputs: Inputs, name: str) -> Leak:
+    base, changed, early = with_changed_futures(arithmetic.model, inputs, name)
+
+    def ways() -> tuple[torch.Tensor, torch.Tensor]:
+        before, after = logits_of(run(arithmetic.model, base)), logits_of(run(arithmetic.model, changed))
+        return torch.where(early[..., None], after, before), before
+
+    moves = arithmetic.compare(ways)
+    if moves.outputs is None or moves.others is None:
+        return Leak(moves, 0.0, "")
+    distances = (moves.outputs - moves.others).abs().amax(-1).nan_to_num(float("inf")) / scale_of(moves.others)  # (rows, length)
+    leaking, early = distances > moves.limit, early.cpu()
+    if not bool(leaking.any()):  # what moved are values that are no numbers
+        return Leak(moves, 1.0, f"changing {name} changed which of the earlier outputs are numbers")
+    row, position = leaking.nonzero()[0].tolist()
+    where = f"changing {name} from position {int(early[row].sum())} on moved the output at position {position}"
+    return Leak(moves, float(leaking.sum() / early.sum()), where)
 
 
 def with_changed_futures(model: nn.Module, inputs: Inputs, name: str) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
@@ -120,11 +131,11 @@ def with_changed_futures(model: nn.Module, inputs: Inputs, name: str) -> tuple[d
     return base, {**base, name: torch.where(early, ids, others)}, early
 
 
-def locate_leak(model: nn.Module, inputs: Inputs, name: str) -> Divergence:
-    """The first module whose earlier outputs move when later tokens change."""
+def locate_leak(model: nn.Module, inputs: Inputs, name: str, limit: float) -> Divergence:
+    """The first module whose earlier outputs move by more than that when later tokens change."""
     base, changed, early = with_changed_futures(model, inputs, name)
     with record_activations(model) as before:
-        tolerance = tolerance_of(logits_of(run(model, base))) / 10
+        run(model, base)
     with record_activations(model) as after:
         run(model, changed)
-    return first_divergence(at_positions(after, early), at_positions(before, early), tolerance)
+    return first_divergence(at_positions(after, early), at_positions(before, early), limit)

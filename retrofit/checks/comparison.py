@@ -1,42 +1,33 @@
-"""Two ways of running one model that must agree, and how far apart their outputs are."""
+"""What two ways of running one model say about it: that they agree, or what the dense model did there."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
-import torch
-
+from retrofit.checks.context import Context
+from retrofit.checks.divergence import Divergence
 from retrofit.checks.finding import Finding, failed, passed, skipped
-from retrofit.runtime.probes import distance, tolerance_of
+from retrofit.runtime.agreement import Comparison
+from retrofit.runtime.probes import distance
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """The outputs of the one way, and their distance from those of the other."""
+def judge_comparison(
+    now: Comparison, before: Comparison | None, context: Context, locate: Callable[[float], Divergence]
+) -> Finding:
+    """The two ways must agree; where the dense model's do not, an exact rewrite must give what that gave, others are excused.
 
-    outputs: torch.Tensor
-    gap: float
-
-    @staticmethod
-    def of(outputs: torch.Tensor, others: torch.Tensor) -> Comparison:
-        return Comparison(outputs.detach().cpu(), distance(outputs, others))
-
-    @property
-    def agrees(self) -> bool:
-        return self.gap <= tolerance_of(self.outputs)
-
-
-def judge_comparison(now: Comparison, before: Comparison | None, exact: bool, blame: Callable[[], str]) -> Finding:
-    """The two ways must agree; where the dense model's do not, an exact rewrite must give what that gave, others are excused."""
+    `locate` finds the module where they diverge by more than a limit; it is called in the arithmetic that decided.
+    """
     if now.agrees:
-        return passed(f"{now.gap:.1e}")
+        return passed(now.measured)
     if before is None or before.agrees:
-        return failed(f"{now.gap:.1e}", blame())
-    excuse = f"the dense model does not agree with itself there ({before.gap:.1e})"
-    if not exact:
-        return skipped(excuse, f"{now.gap:.1e}")
-    gap = distance(now.outputs, before.outputs)
-    if gap <= tolerance_of(before.outputs):
+        with context.subject.arithmetic.computing(now.in_float64):
+            return failed(now.measured, locate(now.limit).describe(context.place))
+    excuse = f"the dense model does not agree with itself there ({before.measured})"
+    if not context.exact:
+        return skipped(excuse, now.measured)
+    assert now.outputs is not None and before.outputs is not None
+    gap, limit = distance(now.outputs, before.outputs), max(now.limit, before.limit)
+    if gap <= limit:
         return passed(f"{gap:.1e} from the dense model", excuse)
-    return failed(f"{gap:.1e} from the dense model", f"{excuse}, but this one gives something else again")
+    return failed(f"{gap:.1e} from the dense model (limit {limit:.0e})", f"{excuse}, but this one gives something else again")

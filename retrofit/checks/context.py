@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
+import torch
 from torch import nn
 
 from retrofit.checks.subject import Subject
 from retrofit.pipeline.protocol import Rewrite
+from retrofit.runtime.agreement import LIMIT
 from retrofit.surgery.edit import Fate
 
 
@@ -32,6 +35,15 @@ class Context:
         parameters = self.subject.parameters
         old = {id(parameters[fate.name]) for fate in self.fates.values() if fate.name in parameters}
         return {name: parameter for name, parameter in self.subject.model.named_parameters() if id(parameter) not in old}
+
+    @property
+    def exact_limit(self) -> float:
+        """How far the outputs of an exact rewrite may lie from the dense model's in float64.
+
+        A weight that holds a multiple of a dense one, by no power of two, is rounded in its own dtype.
+        """
+        rounded = any(abs(math.frexp(fate.scale)[0]) != 0.5 for fate in self.fates.values())
+        return 4 * torch.finfo(self.subject.arithmetic.stored).eps if rounded else LIMIT
 
     @property
     def claimed(self) -> int:

@@ -13,7 +13,8 @@ from retrofit.checks.divergence import first_divergence, unchanged_modules
 from retrofit.checks.finding import Finding, failed, passed
 from retrofit.checks.fingerprint import sample
 from retrofit.checks.subject import Subject
-from retrofit.runtime.probes import describe, distance, logits_of, run, tolerance_of
+from retrofit.runtime.agreement import EXPLAINED, Comparison
+from retrofit.runtime.probes import TOLERANCE, describe, distance, logits_of, run
 
 SAMPLE = 64  # elements of an activation
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # this model's logits, the dense model's
@@ -24,51 +25,122 @@ class FunctionMeasurement:
     """What a model computes."""
 
     logits: tuple[torch.Tensor, ...]  # for inputs of each shape
-    noise: float  # the distance between two runs on the same inputs
-    activations: Activations  # a sample of what each module returned
+    wide: tuple[torch.Tensor | None, ...]  # the same in float64, where that was computed
+    rounding: float  # how far apart these are
+    noise: Comparison  # of two runs on the same inputs
+    activations: Activations  # a sample of what each module returned, in float64 where it computes in that
 
 
 def measure(subject: Subject, before: FunctionMeasurement | None = None, context: Context | None = None) -> FunctionMeasurement:
-    """The logits for inputs of every shape, but where there is nothing to compare the others with for those of the first alone."""
+    """The logits for inputs of every shape, but where there is nothing to compare the others with for those of the first alone.
+
+    Those of a dense model are computed in float64 too: for the first shape, and for the others where the model is small. Of a
+    rewritten model they are where it is exact and float32 sees a difference.
+    """
     alone = context is not None and before is None
     logits = tuple(subject.run(shape).logits for shape in range(1 if alone else len(subject.shapes)))
-    torch.manual_seed(1)  # a model that draws random numbers draws others than in its first run
+    noise, activations = compare_two_runs(subject)
+    wide: tuple[torch.Tensor | None, ...] = (None,) * len(logits)
+    if context is None or (before is not None and context.exact and any(map(differ, logits, before.logits))):
+        activations = measure_wide(subject) or activations
+        wide = tuple(subject.wide(shape) if needs_wide(subject, shape, before) else None for shape in range(len(logits)))
+    rounding = subject.arithmetic.rounding if wide[0] is not None else 0.0
+    return FunctionMeasurement(logits, wide, rounding, noise, activations)
+
+
+def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return distance(one, other) > 0.0
+
+
+def needs_wide(subject: Subject, shape: int, before: FunctionMeasurement | None) -> bool:
+    """Whether the logits of that shape are needed in float64: of a rewritten model where the dense model has them."""
+    if before is not None:
+        return before.wide[shape] is not None
+    return subject.arithmetic.dtype != torch.float64 and (shape == 0 or subject.arithmetic.settles_everything)
+
+
+def measure_wide(subject: Subject) -> Activations:
+    """A sample of what each module returned in float64, for inputs of the first shape; empty where its code refuses that."""
     with record_activations(subject.model, lambda value: sample(value, SAMPLE)) as activations:
+        computed = subject.wide(0)
+    return activations if computed is not None else {}
+
+
+def compare_two_runs(subject: Subject) -> tuple[Comparison, Activations]:
+    """Two runs on the same inputs, with other random numbers."""
+
+    def ways() -> tuple[torch.Tensor, torch.Tensor]:
+        runs = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            runs.append(logits_of(run(subject.model, subject.inputs)).cpu())
+        return runs[0], runs[1]
+
+    torch.manual_seed(1)
+    with subject.arithmetic.computing(), record_activations(subject.model, lambda value: sample(value, SAMPLE)) as activations:
         again = logits_of(run(subject.model, subject.inputs)).cpu()
-    return FunctionMeasurement(logits, distance(logits[0], again), activations)
+    gap = distance(subject.run(0).logits, again)
+    return (Comparison(gap, subject.arithmetic.name) if not gap else subject.arithmetic.compare(ways)), activations
 
 
 def judge(now: FunctionMeasurement, before: FunctionMeasurement | None, context: Context) -> Finding:
-    if now.noise > tolerance_of(now.logits[0]):
+    note = context.subject.arithmetic.note
+    if not now.noise.agrees:
         return failed(
-            f"{now.noise:.1e} between two runs", "the same inputs give different outputs, and the model is in evaluation mode"
+            f"{now.noise.measured} between two runs",
+            "the same inputs give different outputs, and the model is in evaluation mode",
         )
     if before is None:
         finite = bool(torch.isfinite(now.logits[0]).all())
-        return (
-            passed("finite, the same twice", "no dense model") if finite else failed("", "some outputs are infinite or not numbers")
-        )
-    pairs = list(zip(now.logits, before.logits, strict=True))
-    return judge_exact(now, before, pairs, context) if context.exact else judge_approximate(pairs)
+        nothing = "; ".join(filter(None, ("no dense model", note)))
+        return passed("finite, the same twice", nothing) if finite else failed("", "some outputs are infinite or not numbers")
+    if not context.exact:
+        return judge_approximate(list(zip(now.logits, before.logits, strict=True)), note)
+    return judge_exact(now, before, context)
 
 
-def judge_exact(now: FunctionMeasurement, before: FunctionMeasurement, pairs: Pairs, context: Context) -> Finding:
+def judge_exact(now: FunctionMeasurement, before: FunctionMeasurement, context: Context) -> Finding:
     """The largest difference, and the module where it begins."""
-    gaps = [distance(ours, theirs) for ours, theirs in pairs]
-    gap, tolerance = max(gaps), tolerance_of(pairs[0][1])
-    measured = f"max |Δ| {gap:.1e} of the outputs' scale"
-    if gap <= tolerance:
-        return passed(measured)
+    comparisons = [compare_shape(shape, now, before, context) for shape in range(len(now.logits))]
+    worst = max(comparisons, key=lambda one: (not one.agrees, one.wide or 0.0, one.gap))
+    measured = f"max |Δ| {worst.measured} of the outputs' scale"
+    if worst.agrees:
+        return passed(measured, context.subject.arithmetic.note)
     names = unchanged_modules(context.fates, before.activations)
-    divergence = first_divergence(now.activations, before.activations, tolerance, names).describe(context.place)
-    return failed(measured, f"over {tolerance:.0e} on {describe(context.subject.shapes[gaps.index(gap)])}\n{divergence}")
+    divergence = first_divergence(now.activations, before.activations, worst.limit, names).describe(context.place)
+    inputs = describe(context.subject.shapes[comparisons.index(worst)])
+    return failed(measured, f"over {worst.limit:.0e} on {inputs}\n{divergence}")
 
 
-def judge_approximate(pairs: Pairs) -> Finding:
+def compare_shape(shape: int, now: FunctionMeasurement, before: FunctionMeasurement, context: Context) -> Comparison:
+    """Whether both models compute the same for inputs of that shape: in float64 where both did, else as far as rounding explains.
+
+    A model that agrees in float64 and rounds far more than the dense one loses precision.
+    """
+    arithmetic, limit = context.subject.arithmetic, context.exact_limit
+    gap, wide = distance(now.logits[shape], before.logits[shape]), None
+    ours, theirs = now.wide[shape], before.wide[shape]
+    if arithmetic.dtype == torch.float64:
+        return Comparison(gap, arithmetic.name, agrees=gap <= limit, limit=limit, in_float64=True)
+    if gap == 0.0:
+        return Comparison(gap, arithmetic.name)
+    explained = max(TOLERANCE[torch.float32], EXPLAINED * before.rounding)
+    if ours is None or theirs is None:
+        return Comparison(gap, arithmetic.name, agrees=gap <= explained, limit=explained, note=f"limit {explained:.0e}")
+    wide = distance(ours, theirs)
+    if wide > limit:
+        return Comparison(gap, arithmetic.name, wide, agrees=False, limit=limit, in_float64=True)
+    if now.rounding <= explained:
+        return Comparison(gap, arithmetic.name, wide, limit=limit)
+    note = f"its own rounding is {now.rounding:.1e}, the dense model's {before.rounding:.1e}: it loses precision"
+    return Comparison(gap, arithmetic.name, wide, agrees=False, limit=explained, note=note)
+
+
+def judge_approximate(pairs: Pairs, note: str) -> Finding:
     """How far the outputs moved; an approximate rewrite fails where they are no numbers."""
     if any(ours.shape != theirs.shape or bool((~ours.isfinite() & theirs.isfinite()).any()) for ours, theirs in pairs):
         return failed("", "some outputs are infinite or not numbers, or of another shape, where the dense model's are not")
-    return passed(f"KL {kl_divergence(pairs):.2e} nats, top-1 agreement {top1_agreement(pairs):.1%}")
+    return passed(f"KL {kl_divergence(pairs):.2e} nats, top-1 agreement {top1_agreement(pairs):.1%}", note)
 
 
 def kl_divergence(pairs: Pairs) -> float:

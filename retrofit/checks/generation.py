@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.checks.comparison import Comparison
+from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.probes import (
+    TOLERANCE,
     Inputs,
     distance,
     filler_id,
@@ -58,12 +59,35 @@ def decode(model: nn.Module, inputs: Inputs, beams: int, use_cache: bool) -> Dec
     return Decoded(output.sequences, output.logits, getattr(output, "sequences_scores", None))
 
 
-def compare_logits(cached: Decoded, plain: Decoded) -> Comparison:
-    """The logits that tokens were chosen from on a cache, against those without it, as far as the same tokens were chosen."""
+def compare_decoding(arithmetic: Arithmetic, inputs: Inputs, beams: int, cached: Decoded) -> tuple[str, Comparison]:
+    """Where decoding without a cache differs from `cached`, "" where it does not; and their logits, or scores, compared.
+
+    Tokens that differ, or logits that lie apart, are settled in float64, where both are decoded again.
+    """
+    last: list[Decoded] = []
+
+    def ways() -> tuple[torch.Tensor, torch.Tensor]:
+        first = decode(arithmetic.model, inputs, beams, True) if last else cached
+        last[:] = first, decode(arithmetic.model, inputs, beams, False)
+        return comparable(*last)
+
+    with arithmetic.computing():
+        gap = distance(*ways())
+        same = torch.equal(last[0].tokens, last[1].tokens)
+    if same and gap <= TOLERANCE[torch.float32]:
+        return "", Comparison(gap, arithmetic.name)
+    comparison = arithmetic.compare(ways, in_doubt=True)
+    return difference(*last) if beams == 1 else difference_of_beams(*last), comparison
+
+
+def comparable(cached: Decoded, plain: Decoded) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits that tokens were chosen from, as far as the same were chosen; of beams the scores."""
+    if cached.scores is not None and plain.scores is not None:
+        return cached.scores, plain.scores
     steps = len(plain.logits)
     same = torch.stack([(cached.tokens[:, : i - steps] == plain.tokens[:, : i - steps]).all() for i in range(steps)])
     ours, theirs = (torch.stack(one.logits)[same.to(one.logits[0].device)] for one in (cached, plain))
-    return Comparison.of(ours, theirs)
+    return ours, theirs
 
 
 def difference(cached: Decoded, plain: Decoded) -> str:
@@ -75,7 +99,8 @@ def difference(cached: Decoded, plain: Decoded) -> str:
         for row in rows & set((ours != theirs).nonzero().flatten().tolist()):
             margin = float((logits[row, theirs[row]] - logits[row, ours[row]]).abs()) / scale_of(logits[row])
             if margin > tolerance_of(logits):
-                return f"row {row} takes token {int(ours[row])} at step {step} with the cache and {int(theirs[row])} without"
+                taken = f"takes token {int(ours[row])} at step {step} with the cache and {int(theirs[row])} without"
+                return f"row {row} {taken}, {margin:.1e} apart"
             rows.discard(row)  # a tie: what follows it may differ
     return ""
 
@@ -86,4 +111,4 @@ def difference_of_beams(cached: Decoded, plain: Decoded) -> str:
         return ""
     assert cached.scores is not None and plain.scores is not None
     gap = distance(cached.scores, plain.scores)
-    return "" if gap <= tolerance_of(plain.logits[0]) else f"the best beams differ, their scores by {gap:.1e}"
+    return "" if gap <= tolerance_of(cached.scores) else f"the best beams differ, their scores by {gap:.1e}"

@@ -2,7 +2,8 @@
 
 A module is whole where all of its parameters are kept, or moved together. Of each call of such a module the operations form a
 graph: what is computed from what, by which operation, with which real constants. Sizes are left out, for a layer may run on fewer
-tokens, and so is how often a module is called, for it may be run block by block. Two calls agree where their graphs have one
+tokens, and so is how often a module is called, for it may be run block by block. So is what changes no value, only how it lies in
+memory (`contiguous`), which attention decides by the strides of its mask. Two calls agree where their graphs have one
 Weisfeiler-Lehman hash: isomorphic graphs do, and others hardly ever.
 """
 
@@ -22,13 +23,14 @@ from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import Call, Program
 from retrofit.surgery.edit import Fate
 
+IN_MEMORY = frozenset("contiguous clone alias detach lift_fresh lift_fresh_copy expand expand_as".split())
 ROUNDS = 4  # of the hash: the radius of the neighbourhood of an operation
 GraphHashes = dict[str, frozenset[str]]  # module path → the hashes of its calls
 
 
 def hash_modules(program: Program) -> GraphHashes:
     """The hashes of every module that is called."""
-    reached, depends = backward_slice(program.outputs.values()), input_dependent(program)
+    reached, weights = backward_slice(program.outputs.values()), made_of_weights(program)
     inside: dict[Call, list[fx.Node]] = {}
     for node in program.graph.nodes:
         if node in reached and node.op == "call_function":
@@ -37,35 +39,49 @@ def hash_modules(program: Program) -> GraphHashes:
     found: dict[str, set[str]] = {}
     for call, nodes in inside.items():
         if call.path:
-            found.setdefault(call.path, set()).add(hash_nodes(nodes, depends))
+            found.setdefault(call.path, set()).add(hash_nodes(nodes, weights))
     return {path: frozenset(hashes) for path, hashes in found.items()}
 
 
-def input_dependent(program: Program) -> set[fx.Node]:
-    """The nodes that depend on the inputs and not on weights alone."""
-    found: set[fx.Node] = set()
+def made_of_weights(program: Program) -> set[fx.Node]:
+    """The nodes that depend on parameters and not on the inputs.
+
+    What depends on neither, a table of positions or a causal mask, may come from the inputs where a layer runs on some tokens only.
+    """
+    inputs: set[fx.Node] = set()
+    weights: set[fx.Node] = set()
     for node in program.graph.nodes:
-        if node in program.inputs or any(part in found for part in node.all_input_nodes):
-            found.add(node)
-    return found
+        for found, origins in ((inputs, program.inputs), (weights, program.parameters)):
+            if node in origins or any(part in found for part in node.all_input_nodes):
+                found.add(node)
+    return weights - inputs
 
 
-def hash_nodes(nodes: list[fx.Node], depends: set[fx.Node]) -> str:
+def hash_nodes(nodes: list[fx.Node], weights: set[fx.Node]) -> str:
     """The hash of the graph of some nodes and their inputs; names and sizes do not count."""
     graph = networkx.DiGraph()
     own = set(nodes)
     for node in nodes:
+        if op(node) in IN_MEMORY:
+            continue
         graph.add_node(node, label=f"{op(node)} {constants(node)}")
-        for part in node.all_input_nodes:
+        for part in map(value_of, node.all_input_nodes):
             source: object = part
             if part not in own:  # one source a use: whether two inputs are one value is decided outside
                 source = part, node
-                graph.add_node(source, label="input" if part in depends else "weight")
+                graph.add_node(source, label="weight" if part in weights else "input")
             graph.add_edge(source, node)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # networkx warns that its other versions hash differently
         digest: str = networkx.weisfeiler_lehman_graph_hash(graph, node_attr="label", iterations=ROUNDS)
     return digest
+
+
+def value_of(node: fx.Node) -> fx.Node:
+    """The node that computed the values which this one only lays out in memory."""
+    while op(node) in IN_MEMORY and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def constants(node: fx.Node) -> tuple[Any, ...]:

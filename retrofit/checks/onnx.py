@@ -17,11 +17,11 @@ from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.subject import Subject
 from retrofit.errors import CaptureError, RetrofitError
-from retrofit.onnx.exporter.export_onnx import PARITY, export_onnx, other_sizes, part_dtype
+from retrofit.onnx.exporter.export_onnx import export_onnx
 from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES, ExportPart
 from retrofit.onnx.exporter.export_plan import plan_export
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
-from retrofit.onnx.exporter.optimization import largest_gap
+from retrofit.onnx.exporter.parity import PARITY, compare_with_torch, other_sizes
 from retrofit.pipeline.replaying import recipe
 
 
@@ -31,6 +31,7 @@ class OnnxMeasurement:
 
     files: int = 0
     gap: float = 0.0
+    note: str = ""  # on choices that nearly tied
     cached: bool = False
     why_no_cache: str = ""
     what_failed: str = ""
@@ -48,7 +49,8 @@ def measure(subject: Subject, before: OnnxMeasurement | None = None, context: Co
     except CaptureError as error:
         return OnnxMeasurement(what_failed=error.what, why=error.why)
     gap = max(file.gap for file in exported.files if file.gap is not None)
-    return OnnxMeasurement(len(exported.files), gap, exported.cached, exported.why_no_cache)
+    note = "; ".join(file.note for file in exported.files if file.note)
+    return OnnxMeasurement(len(exported.files), gap, note, exported.cached, exported.why_no_cache)
 
 
 def judge(now: OnnxMeasurement, before: OnnxMeasurement | None, context: Context) -> Finding:
@@ -59,7 +61,7 @@ def judge(now: OnnxMeasurement, before: OnnxMeasurement | None, context: Context
         files = f"{now.files} files" if now.files > 1 else "1 file"
         cache = " with the cache" if now.cached else ""
         note = f"without its cache: {now.why_no_cache}" if now.why_no_cache else ""
-        return passed(f"{now.gap:.1e} on other shapes, {files}{cache}", note)
+        return passed(f"{now.gap:.1e} on other shapes, {files}{cache}", "\n".join(filter(None, (now.note, note))))
     why = f"{now.what_failed}: {now.why}" if now.why else now.what_failed
     if not context.has_reference and not recipe(context.subject.model):
         return skipped(why)
@@ -87,19 +89,11 @@ def check_file(path: Path, subject: Subject) -> Finding:
         return skipped(why)
     running = OnnxSession(path)
     part = part_like(running, subject)
-    gaps = []
-    for seed, sizes in enumerate(other_sizes(part), start=7):
-        inputs = part.example(sizes, seed)
-        with torch.no_grad():
-            expected = dict(zip(part.outputs, part(inputs), strict=True))
-        gaps.append(largest_gap(running(inputs), {name: expected[name] for name in running.outputs if name in expected}))
-    measured = f"{max(gaps):.1e} on inputs of {len(gaps)} shapes, as {part.name}"
-    limit = PARITY[part_dtype(part)]
-    return (
-        passed(measured)
-        if max(gaps) <= limit
-        else failed(measured, f"the outputs of {path.name} lie further than {limit:g} from torch's")
-    )
+    parity = compare_with_torch(path, part)
+    measured = f"{parity.measured} on inputs of {len(other_sizes(part))} shapes, as {part.name}"
+    if parity.agrees:
+        return passed(measured)
+    return failed(measured, f"the outputs of {path.name} lie further than {parity.limit:g} from torch's")
 
 
 def part_like(running: OnnxSession, subject: Subject) -> ExportPart:

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from retrofit.checks.activations import Activations, record_activations
-from retrofit.checks.comparison import Comparison, judge_comparison
+from retrofit.checks.comparison import judge_comparison
 from retrofit.checks.context import Context
 from retrofit.checks.divergence import Divergence, first_divergence
 from retrofit.checks.finding import Finding, Raised, attempt, failed, merge, skipped
 from retrofit.checks.padded_inputs import pad_inputs, takes_padding
 from retrofit.checks.subject import Subject
-from retrofit.runtime.probes import Inputs, accepts, logits_of, output_ids_name, run, tolerance_of
+from retrofit.runtime.agreement import Arithmetic, Comparison
+from retrofit.runtime.probes import Inputs, accepts, logits_of, output_ids_name, run
 
 SIDES = ("left", "right")
 
@@ -29,8 +30,9 @@ class PaddingMeasurement:
 def measure(subject: Subject, before: PaddingMeasurement | None = None, context: Context | None = None) -> PaddingMeasurement:
     """The sides on which the dense model can be padded."""
     sides = [side for side in SIDES if before is None or isinstance(before.sides.get(side), Comparison)]
-    possible = takes_padding(subject.model, subject.inputs)
-    return PaddingMeasurement({side: attempt(compare_padded, subject.model, subject.inputs, side) for side in sides if possible})
+    if not takes_padding(subject.model, subject.inputs):
+        return PaddingMeasurement({})
+    return PaddingMeasurement({side: attempt(compare_padded, subject.arithmetic, subject.inputs, side) for side in sides})
 
 
 def judge(now: PaddingMeasurement, before: PaddingMeasurement | None, context: Context) -> Finding:
@@ -47,24 +49,27 @@ def judge_side(side: str, now: PaddingMeasurement, before: PaddingMeasurement | 
         return failed("", ours.error)
     model, inputs = context.subject.model, context.subject.inputs
     if not ours.agrees and before is None and side == "left" and not accepts(model, "position_ids"):
-        return skipped("it takes no positions, so padding on the left may shift them", f"{ours.gap:.1e}")
+        return skipped("it takes no positions, so padding on the left may shift them", ours.measured)
     dense = dense if isinstance(dense, Comparison) else None
-    return judge_comparison(ours, dense, context.exact, lambda: locate_padding(model, inputs, side).describe(context.place))
+    return judge_comparison(ours, dense, context, lambda limit: locate_padding(model, inputs, side, limit))
 
 
-def compare_padded(model: nn.Module, inputs: Inputs, side: str) -> Comparison:
+def compare_padded(arithmetic: Arithmetic, inputs: Inputs, side: str) -> Comparison:
     """A sequence padded in a batch, against the same sequence alone."""
-    alone, long, kept = pad_inputs(model, inputs, side)
-    plain = logits_of(run(model, alone))
-    outputs = logits_of(run(model, long))
-    return Comparison.of(outputs[:1, kept] if output_ids_name(long, outputs) else outputs[:1], plain)
+    alone, long, kept = pad_inputs(arithmetic.model, inputs, side)
+
+    def ways() -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = logits_of(run(arithmetic.model, long))
+        return outputs[:1, kept] if output_ids_name(long, outputs) else outputs[:1], logits_of(run(arithmetic.model, alone))
+
+    return arithmetic.compare(ways)
 
 
-def locate_padding(model: nn.Module, inputs: Inputs, side: str) -> Divergence:
+def locate_padding(model: nn.Module, inputs: Inputs, side: str, limit: float) -> Divergence:
     """The first module whose output for a sequence depends on its padding."""
     alone, long, kept = pad_inputs(model, inputs, side)
     with record_activations(model) as plain:
-        tolerance = tolerance_of(logits_of(run(model, alone)))
+        run(model, alone)
     with record_activations(model) as padded:
         run(model, long)
     now: Activations = {}
@@ -75,4 +80,4 @@ def locate_padding(model: nn.Module, inputs: Inputs, side: str) -> Divergence:
             if row.shape == one.shape:
                 before.setdefault(path, []).append(one)
                 now.setdefault(path, []).append(row)
-    return first_divergence(now, before, tolerance)
+    return first_divergence(now, before, limit)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from retrofit.checks.activations import at_positions, record_activations
-from retrofit.checks.comparison import Comparison
 from retrofit.checks.divergence import Divergence, first_divergence
 from retrofit.checks.padded_inputs import pad_inputs, takes_padding
+from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.probes import (
     Inputs,
     accepts,
@@ -22,7 +22,6 @@ from retrofit.runtime.probes import (
     output_ids_name,
     resized_like,
     run,
-    tolerance_of,
 )
 
 STEPS = 2  # tokens decoded one at a time
@@ -41,25 +40,35 @@ def keeps_cache(model: nn.Module, inputs: Inputs, name: str) -> bool:
     if is_decoder_side(name) != has_two_sides(inputs):
         return False
     try:
-        return compare_stepping(model, inputs, PLAIN) is not None
+        return compare_stepping(Arithmetic(model, inputs), inputs, PLAIN) is not None
     except Exception:  # a model that cannot decode
         return False
 
 
-def compare_stepping(model: nn.Module, inputs: Inputs, way: str) -> Comparison | None:
+class NoCache(Exception):
+    """The model keeps no cache."""
+
+
+def compare_stepping(arithmetic: Arithmetic, inputs: Inputs, way: str) -> Comparison | None:
     """Most of a sequence at once and the rest token by token, against all of it at once; None where the model keeps no cache."""
+    model = arithmetic.model
     if not accepts(model, "use_cache") and "use_cache" not in inputs:
         return None
     whole, positions = step_inputs(model, inputs, way)
-    full = logits_of(run(model, whole))
-    name = output_ids_name(whole, full)
-    if name is None or full.shape[1] <= STEPS:
+
+    def ways() -> tuple[torch.Tensor, torch.Tensor]:
+        full = logits_of(run(model, whole))
+        name = output_ids_name(whole, full)
+        pieces = step_through(model, whole, name, way == REORDERED) if name is not None and full.shape[1] > STEPS else None
+        if name is None or pieces is None:
+            raise NoCache
+        real = positions if positions is not None else torch.ones_like(whole[name], dtype=torch.bool)
+        return torch.cat(pieces, 1)[real], full[real]
+
+    try:
+        return arithmetic.compare(ways)
+    except NoCache:
         return None
-    pieces = step_through(model, whole, name, way == REORDERED)
-    if pieces is None:
-        return None
-    real = positions if positions is not None else torch.ones_like(whole[name], dtype=torch.bool)
-    return Comparison.of(torch.cat(pieces, 1)[real], full[real])
 
 
 def step_inputs(model: nn.Module, inputs: Inputs, way: str) -> tuple[dict[str, Any], torch.Tensor | None]:
@@ -114,7 +123,7 @@ def section(inputs: Inputs, name: str, start: int, stop: int) -> dict[str, Any]:
     return chunk
 
 
-def locate_stepping(model: nn.Module, inputs: Inputs, way: str) -> Divergence:
+def locate_stepping(model: nn.Module, inputs: Inputs, way: str, limit: float) -> Divergence:
     """The first module that returns something else when decoding goes step by step."""
     whole, positions = step_inputs(model, inputs, way)
     with record_activations(model) as full:
@@ -129,4 +138,4 @@ def locate_stepping(model: nn.Module, inputs: Inputs, way: str) -> Divergence:
     joined = {path: [torch.cat(values, 1)] for path, values in stepped.items() if all(value.dim() == 3 for value in values)}
     now = at_positions(joined, real)
     before = {path: values for path, values in at_positions(full, real).items() if len(values) == 1 and path in now}
-    return first_divergence(now, before, tolerance_of(outputs))
+    return first_divergence(now, before, limit)

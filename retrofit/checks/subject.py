@@ -12,6 +12,7 @@ from torch import fx, nn
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import Program
+from retrofit.runtime.agreement import Arithmetic
 from retrofit.runtime.probes import Inputs, extent_of, logits_of, named_outputs, resized, run
 
 Layout = tuple[tuple[int, ...], torch.dtype]
@@ -19,15 +20,18 @@ Layout = tuple[tuple[int, ...], torch.dtype]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a model returned: its logits, and the shape and dtype of everything."""
+    """What a model returned: its logits, as it is measured, and the shape and dtype of everything."""
 
     logits: torch.Tensor
     layouts: dict[str, Layout]
 
     @staticmethod
-    def of(model: nn.Module, inputs: Inputs) -> Run:
-        output = run(model, inputs)
+    def of(arithmetic: Arithmetic, inputs: Inputs) -> Run:
+        output = run(arithmetic.model, inputs)
         layouts = {name: (tuple(value.shape), value.dtype) for name, value in named_outputs(output).items()}
+        if arithmetic.note:
+            with arithmetic.computing():
+                output = run(arithmetic.model, inputs)
         return Run(logits_of(output).detach().cpu(), layouts)
 
 
@@ -39,6 +43,7 @@ class Subject:
     shapes: tuple[dict[str, Any], ...]  # the inputs, then inputs of the same kinds for other batch sizes and lengths
     captured: Program | None = None  # where the model has been captured already
     runs: dict[int, Run] = dataclasses.field(default_factory=dict)
+    wide_runs: dict[int, torch.Tensor | None] = dataclasses.field(default_factory=dict)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -47,8 +52,21 @@ class Subject:
     def run(self, shape: int = 0) -> Run:
         """What the model returns for the inputs of that shape; raises what the model's own code raises."""
         if shape not in self.runs:
-            self.runs[shape] = Run.of(self.model, self.shapes[shape])
+            self.runs[shape] = Run.of(self.arithmetic, self.shapes[shape])
         return self.runs[shape]
+
+    def wide(self, shape: int = 0) -> torch.Tensor | None:
+        """The logits for the inputs of that shape in float64; None where the model's code refuses it."""
+        if shape == 0:
+            return self.arithmetic.wide_outputs
+        if shape not in self.wide_runs:
+            self.wide_runs[shape] = self.arithmetic.wide_outputs_for(self.shapes[shape])
+        return self.wide_runs[shape]
+
+    @functools.cached_property
+    def arithmetic(self) -> Arithmetic:
+        """How the model is measured on the first inputs."""
+        return Arithmetic(self.model, self.inputs, lambda: self.run().logits)
 
     @functools.cached_property
     def program(self) -> Program:

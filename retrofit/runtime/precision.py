@@ -43,8 +43,8 @@ STRICT = {
 
 
 RANDOM = frozenset(  # operations that draw; attention with a dropout computes first
-    "bernoulli cauchy exponential geometric log_normal multinomial native_dropout normal normal_functional poisson rand rand_like randint"
-    " randint_like randn randn_like random randperm rrelu_with_noise uniform".split()
+    "bernoulli cauchy exponential geometric log_normal multinomial native_dropout normal normal_functional poisson rand rand_like"
+    " randint randint_like randn randn_like random randperm rrelu_with_noise uniform".split()
 )
 
 

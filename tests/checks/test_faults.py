@@ -285,6 +285,45 @@ def _(model: Any) -> None:
     layer.coefficients = lambda block, y: (layer.p, torch.ones(2))
 
 
+# ── What a tolerance of float32 would let through ────────────────────────────────────────────────────────────────────────────────
+
+
+@fault("a ten-millionth of the following token gets into a layer", check="causality", names="model.layers.0 ")
+def _(model: Any) -> None:
+    layers(model)[0].layer.register_forward_hook(lambda module, args, output: output + 1e-7 * output.roll(-1, 1))
+
+
+@fault("a memory acts by a ten-millionth", check="function", names="model.layers.1", spec=MEMORY)
+def _(model: Any) -> None:
+    layers(model)[0].memory.b.data += 1e-7
+
+
+@fault("a millionth of the padding reaches a token", check="padding", names="left: model.layers.1.layer.mlp")
+def _(model: Any) -> None:
+    layers(model)[1].layer.mlp.down_proj.register_forward_hook(lambda module, args, output: output + 1e-6 * output[:, :1])
+
+
+@fault("a step on the cache is off by a millionth", check="cache", names="steps: model.layers.1.layer.mlp")
+def _(model: Any) -> None:
+    def off(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * (1 + 1e-6) if output.shape[1] == 1 else output
+
+    layers(model)[1].layer.mlp.down_proj.register_forward_hook(off)
+
+
+@fault("a layer computes in bfloat16", check="function", names="it loses precision")
+def _(model: Any) -> None:
+    layers(model)[1].layer.mlp.register_forward_hook(lambda module, args, output: output.bfloat16().float())
+
+
+@fault("a step on the cache computes in bfloat16", check="cache", names="it loses precision")
+def _(model: Any) -> None:
+    def rounded(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.bfloat16().float() if output.shape[1] == 1 else output
+
+    layers(model)[1].layer.mlp.register_forward_hook(rounded)
+
+
 # ── After other passes, and where nothing was announced ──────────────────────────────────────────────────────────────────────────
 
 

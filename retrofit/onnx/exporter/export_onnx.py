@@ -15,19 +15,19 @@ import torch
 from torch import nn
 
 from retrofit.errors import CaptureError, RetrofitError, first_line
-from retrofit.onnx.exporter.export_part import LENGTH, ExportPart
+from retrofit.onnx.exporter.export_part import ExportPart
 from retrofit.onnx.exporter.export_plan import CacheMode, ExportPlan, plan_export
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
+from retrofit.onnx.exporter.onnxruntime_session import missing_packages
 from retrofit.onnx.exporter.optimization import (
     RewriteStep,
     count_nodes,
     fuse_operators,
-    largest_gap,
     optimize,
     remove_unused_inputs,
     separate_padding_from_pooling,
     weight_bytes,
 )
+from retrofit.onnx.exporter.parity import PARITY, compare_with_torch, other_sizes, part_dtype
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.atomic_writes import whole_files
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 SUFFIX = ".onnx"
 MOST_INLINE_BYTES = int(1.9 * 2**30)  # bytes of weights that fit into one file: protobuf ends at 2 GiB
-PARITY = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2}  # relative to the largest output
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +52,7 @@ class ExportedFile:
     nodes: int
     steps: tuple[RewriteStep, ...]
     gap: float | None
+    note: str = ""  # where the two chose differently between candidates that nearly tie: how, and by how little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ExportResult:
         lines = []
         for file in self.files:
             kept = [step.name for step in file.steps if step.kept]
-            parity = "not run" if file.gap is None else f"{file.gap:.1e} from torch"
+            parity = "not run" if file.gap is None else f"{file.gap:.1e} from torch" + (f" ({file.note})" if file.note else "")
             lines.append(f"{file.path}  {file.nodes} nodes, {parity}" + (f", fused: {', '.join(kept)}" if kept else ""))
         return "\n".join(lines + ([f"without its cache: {self.why_no_cache}"] if self.why_no_cache else []))
 
@@ -139,15 +139,16 @@ def export_part(part: ExportPart, path: Path, model: nn.Module, fuse: bool, prog
     progress(f"writing {path.name}")
     save_model(graph, path)
     progress(f"running {path.name}")
-    gap = None if missing_packages("onnxruntime") or part_dtype(part) not in PARITY else parity_gap(OnnxSession(path), part)
-    if gap is not None and gap > PARITY[part_dtype(part)]:
+    parity = None if missing_packages("onnxruntime") or part_dtype(part) not in PARITY else compare_with_torch(path, part)
+    if parity is not None and not parity.agrees:
         raise CaptureError(
             f"{path.name} would compute something else than {type(model).__name__}",
-            why=f"on inputs of other shapes than it was traced with, ONNX Runtime's outputs lie {gap:.1e} from torch's",
+            why=f"on inputs of other shapes than it was traced with, ONNX Runtime's outputs lie {parity.measured} from torch's",
             remedy="report it; fuse=False and cache='none' export a plainer graph",
         )
     inputs, outputs = ([str(value.name) for value in values] for values in (graph.graph.inputs, graph.graph.outputs))
-    return ExportedFile(path, tuple(inputs), tuple(outputs), count_nodes(graph), tuple(steps), gap)
+    gap, note = (parity.gap, parity.note) if parity is not None else (None, "")
+    return ExportedFile(path, tuple(inputs), tuple(outputs), count_nodes(graph), tuple(steps), gap, note)
 
 
 def check_other_sizes_run(part: ExportPart) -> None:
@@ -169,26 +170,3 @@ def save_model(graph: onnx_ir.Model, path: Path) -> None:
     import onnx_ir
 
     onnx_ir.save(graph, path, external_data=f"{path.name}_data" if weight_bytes(graph) > MOST_INLINE_BYTES else None)
-
-
-def part_dtype(part: ExportPart) -> torch.dtype:
-    return next((value.dtype for value in part.parameters() if value.is_floating_point()), torch.float32)
-
-
-def other_sizes(part: ExportPart) -> list[dict[str, int]]:
-    """Sizes that the part was not traced with: larger and smaller ones, the least that it runs at, and none before."""
-    nothing = {size: 0 if size.startswith("past") else extent + 3 for size, extent in part.sizes.items()}
-    larger = {size: extent + 1 + place for place, (size, extent) in enumerate(part.sizes.items())}
-    least = {size: part.least if size == LENGTH else 1 for size in part.sizes}
-    return [larger, nothing, least] if any(size.startswith("past") for size in part.sizes) else [larger, least]
-
-
-def parity_gap(running: OnnxSession, part: ExportPart) -> float:
-    """How far ONNX Runtime's outputs lie from torch's on inputs of other shapes, relative to the largest."""
-    gaps = []
-    for seed, sizes in enumerate(other_sizes(part), start=7):
-        inputs = part.example(sizes, seed)
-        with torch.no_grad():
-            expected = dict(zip(part.outputs, part(inputs), strict=True))
-        gaps.append(largest_gap(running(inputs), expected))
-    return max(gaps)

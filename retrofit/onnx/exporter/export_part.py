@@ -23,15 +23,14 @@ from retrofit.onnx.exporter.cache_states import (
     token_strides,
 )
 from retrofit.program.tracing_contexts import disable_cache
+from retrofit.runtime.agreement import Arithmetic
 from retrofit.runtime.probes import (
     accepts,
-    distance,
     extent_of,
     ids_name,
     logits_of,
     named_outputs,
     resized,
-    tolerance_of,
 )
 
 Sizes: TypeAlias = Mapping[str, int]
@@ -157,17 +156,19 @@ def optional_inputs(model: nn.Module, inputs: Mapping[str, Any], names: tuple[st
         "position_ids": numbers,
         "token_type_ids": torch.zeros_like(inputs[ids]),
     }
+    arithmetic = Arithmetic(model, inputs)
     with torch.no_grad(), disable_cache(model):
-        expected = logits_of(model(**inputs))
         return {
             name: plain[name]
             for name in names
-            if name not in inputs and accepts(model, name) and is_neutral(model, {**inputs, name: plain[name]}, expected)
+            if name not in inputs and accepts(model, name) and is_neutral(arithmetic, {name: plain[name]})
         }
 
 
-def is_neutral(model: nn.Module, inputs: Mapping[str, Any], expected: Tensor) -> bool:
+def is_neutral(arithmetic: Arithmetic, more: Mapping[str, Any]) -> bool:
+    """Whether the model computes with the further inputs what it does without."""
+    model, inputs = arithmetic.model, arithmetic.inputs
     try:
-        return distance(logits_of(model(**inputs)), expected) <= tolerance_of(expected)
+        return arithmetic.compare(lambda: (logits_of(model(**{**inputs, **more})), logits_of(model(**inputs)))).agrees
     except Exception:  # the model names the argument and wants something else of it
         return False

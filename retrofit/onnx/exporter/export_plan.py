@@ -17,14 +17,13 @@ from retrofit.onnx.exporter.cache_states import (
 from retrofit.onnx.exporter.decoder_part import Decoder
 from retrofit.onnx.exporter.encoder_decoder_parts import Encoder, FirstStep, NextStep
 from retrofit.onnx.exporter.export_part import LENGTH, PAST_KEY_VALUES, PRESENT, ExportPart, WholeModel
+from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.probes import (
     accepts,
     can_generate,
-    distance,
     has_two_sides,
     ids_name,
     logits_of,
-    tolerance_of,
 )
 
 CacheMode: TypeAlias = Literal["auto", "past", "none"]
@@ -54,7 +53,8 @@ def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -
         try:
             return ExportPlan(
                 require_exact_states(
-                    encoder_decoder_parts(model, inputs, returns_states=True) if two_sided else (Decoder(model, inputs),)
+                    encoder_decoder_parts(model, inputs, returns_states=True) if two_sided else (Decoder(model, inputs),),
+                    Arithmetic(model, {**inputs, "use_cache": False}),
                 )
             )
         except Exception as error:  # whatever the model's own code raises
@@ -74,32 +74,35 @@ def encoder_decoder_parts(model: nn.Module, inputs: Mapping[str, Any], returns_s
     return (encoder, first, NextStep(model, encoder)) if returns_states else (encoder, first)
 
 
-def require_exact_states(parts: tuple[ExportPart, ...]) -> tuple[ExportPart, ...]:
+def require_exact_states(parts: tuple[ExportPart, ...], arithmetic: Arithmetic) -> tuple[ExportPart, ...]:
     """The parts, where each that goes on from states gives what the whole sequence gives; else `CaptureError`."""
     for part in parts:
         if isinstance(part, Decoder):
-            gap = decoder_gap(part)
+            comparison = compare_decoder(part, arithmetic)
         elif isinstance(part, NextStep):
-            gap = next_step_gap(part)
+            comparison = compare_next_step(part, arithmetic)
         else:
             continue
-        if gap > 10 * tolerance_of(next(part.model.parameters())):
+        if not comparison.agrees:
             raise CaptureError(
                 "the model's cache is more than its tensors",
-                why=f"put together again from them it is {gap:.1e} from the full forward",
+                why=f"put together again from them it is {comparison.measured} from the full forward",
             )
     return parts
 
 
-def decoder_gap(part: Decoder) -> float:
-    """How far steps on the states come from one forward of all; where that is far, with a mask of the step's tokens alone."""
+def compare_decoder(part: Decoder, arithmetic: Arithmetic) -> Comparison:
+    """Steps on the states against one forward of all; where they do not agree, with a mask of the step's tokens alone."""
     tokens = part.tokens(2, 12, 1)
-    whole = logits_of(part.model(**{part.ids: tokens, "use_cache": False}))
-    gap = distance(logits_in_steps(part, tokens), whole)
-    if gap > 10 * tolerance_of(whole) and "attention_mask" in part.extras:
+
+    def ways() -> tuple[Tensor, Tensor]:
+        return logits_in_steps(part, tokens), logits_of(part.model(**{part.ids: tokens, "use_cache": False}))
+
+    comparison = arithmetic.compare(ways)
+    if not comparison.agrees and "attention_mask" in part.extras:
         part.masks_new_tokens_only = True
-        gap = distance(logits_in_steps(part, tokens), whole)
-    return gap
+        comparison = arithmetic.compare(ways)
+    return comparison
 
 
 def logits_in_steps(part: Decoder, tokens: Tensor) -> Tensor:
@@ -113,11 +116,15 @@ def logits_in_steps(part: Decoder, tokens: Tensor) -> Tensor:
     return torch.cat(logits_so_far, 1)
 
 
-def next_step_gap(part: NextStep) -> float:
-    """How far a step on the states comes from one forward of everything."""
-    start, cut = part.start(part.sizes, 1), 2
-    whole = logits_of(part.output(start))
-    shorter = {**start, "input_ids": start["input_ids"][:, :cut]}
-    states = states_of(part.first_output(shorter).past_key_values)
-    rest = {**start, "input_ids": start["input_ids"][:, cut:]} | {PAST_KEY_VALUES + name: value for name, value in states.items()}
-    return distance(part(rest)[0], whole[:, cut:])
+def compare_next_step(part: NextStep, arithmetic: Arithmetic) -> Comparison:
+    """A step on the states against one forward of everything."""
+    cut = 2
+
+    def ways() -> tuple[Tensor, Tensor]:
+        start = part.start(part.sizes, 1)
+        whole = logits_of(part.output(start))
+        shorter = {**start, "input_ids": start["input_ids"][:, :cut]}
+        states = {PAST_KEY_VALUES + name: value for name, value in states_of(part.first_output(shorter).past_key_values).items()}
+        return part({**start, "input_ids": start["input_ids"][:, cut:]} | states)[0], whole[:, cut:]
+
+    return arithmetic.compare(ways)
