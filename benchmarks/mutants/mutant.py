@@ -71,6 +71,7 @@ def models() -> dict[str, Callable[[], Any]]:
     return {
         "gpt2": gpt2,
         "gpt2-4-layers": lambda: gpt2(n_layer=4),
+        "gpt2-eager": lambda: gpt2(attn_implementation="eager"),  # whose masks are added to the scores
         "llama": llama,
         "llama-3-layers": lambda: llama(num_hidden_layers=3),
         "llama-4-layers": lambda: llama(num_hidden_layers=4),

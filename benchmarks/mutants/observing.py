@@ -33,16 +33,9 @@ Row = dict[str, Any]
 
 
 def key_of(method: str, *what: object) -> str:
-    """A hash of what a result depends on: the mutant or trial, retrofit, the pass and what passes share, the models."""
+    """A hash of what a result depends on most: the mutant and its trials, the sources of the pass and of what passes share."""
     digest = hashlib.sha256(repr(what).encode())
-    folders = [ROOT / "retrofit", ROOT / "passes" / method.replace("-", "_")]
-    files = [file for folder in folders if folder.exists() for file in folder.rglob("*.py")]
-    files += [
-        *(ROOT / "passes").glob("*.py"),
-        ROOT / "tests/support/tiny_models.py",
-        Path(__file__),
-        ROOT / "benchmarks/mutants/mutant.py",
-    ]
+    files = [*(ROOT / "passes").glob("*.py"), *(ROOT / "passes" / method.replace("-", "_")).rglob("*.py")]
     for file in sorted(files):
         digest.update(f"{file.relative_to(ROOT)} {sha256(file)}".encode())
     return digest.hexdigest()[:16]

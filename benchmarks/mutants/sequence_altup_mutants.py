@@ -117,6 +117,7 @@ MUTANTS = [
         "        if advancing is not None:\n            restore_states(cache, waiting, advancing)\n",
         "",
         trials=DEFAULT,
+        test="tests/passes/sequence_altup/test_sequence_altup.py::test_cached_decoding_is_the_full_forward",
     ),
     anchors(
         "average-pooling: the mean of the last, shorter window is divided by k",
@@ -212,10 +213,10 @@ MUTANTS = [
         trials=DEFAULT,
     ),
     dims(
-        "a mask shows a token as padding that it does not hide",
+        "a mask that is added to the scores shows tokens as padding that it does not hide",
         "visible = visible > (HIDDEN if mask.dim() > 2 else 0.5)",
         "visible = visible > (0.0 if mask.dim() > 2 else 0.5)",
-        trials=DEFAULT,
+        trials=on("gpt2-eager", "sequence-altup(k=2, layers=all)"),
     ),
     growing(
         "decoding: the stored correction is the first anchor's, not the last one's",
