@@ -33,10 +33,10 @@ Row = dict[str, Any]
 
 
 def key_of(method: str, *what: object) -> str:
-    """A hash of what a result depends on most: the mutant and its trials, the sources of the pass and of what passes share."""
+    """A hash of a mutant and its trials, and of the sources of the pass and of what passes share, apart from the references."""
     digest = hashlib.sha256(repr(what).encode())
     files = [*(ROOT / "passes").glob("*.py"), *(ROOT / "passes" / method.replace("-", "_")).rglob("*.py")]
-    for file in sorted(files):
+    for file in sorted(file for file in files if "reference" not in file.name):
         digest.update(f"{file.relative_to(ROOT)} {sha256(file)}".encode())
     return digest.hexdigest()[:16]
 

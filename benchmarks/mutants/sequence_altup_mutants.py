@@ -253,6 +253,7 @@ MUTANTS = [
         "                setattr(one, name, value.narrow(SERIES[name], 0, self.stored))\n",
         "                pass\n",
         trials=DEFAULT,
+        test="tests/passes/sequence_altup/test_sequence_altup.py::test_tokens_can_be_taken_back",
     ),
     placed(
         "exported decoding: the correction is that of the last slot, be there an anchor in it or not",
