@@ -9,6 +9,9 @@ from torch import Tensor
 
 from retrofit.sdk import Observed, Problems, SiteCall
 
+LEAST = 0.6  # of a fit's own square: its product with what it is fitted to (1 but for the few rows they are tried on)
+CALIBRATED = 0.1  # the same of a fit on calibration data, for which random rows count otherwise
+
 
 def multiplicative_head(call: SiteCall) -> Tensor:
     """logits[s·M + m] = Σ_i x_i D[i,s] E[i,m], the first V of them, plus the bias."""
@@ -24,14 +27,16 @@ def logits(head: Any, modules: int, x: Tensor) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """D and E are nearer to the dense head than nothing: they were fitted to it."""
+    """D and E were fitted to the dense head: the scale of a least-squares fit Ŵ is the best one, ⟨Ŵ, W⟩ = ‖Ŵ‖²."""
     for site in observed.sites:
         head: Any = site.module
-        known = observed.dense_probes.get(site.path)
+        known = observed.dense_probes.get(site.dense_path)
         if known is None:
             continue
         x, y = (rows.double() for rows in known)
         bias = 0.0 if head.bias is None else head.bias.detach().double()
-        error = (logits(head, observed.options.modules, x) - bias - y).norm() / y.norm()
-        if float(error) >= 1:
-            yield site.path, f"its relative error from the dense head is {float(error):.2g}: it was not fitted to it"
+        found = logits(head, observed.options.modules, x) - bias
+        agreement = float((found * y).sum() / found.square().sum().clamp_min(1e-30))
+        least = CALIBRATED if observed.is_calibrated else LEAST
+        if not least <= agreement <= 1 / least:
+            yield site.path, f"the dense head is {agreement:.2g} times as long along it: it was not fitted to it"

@@ -21,10 +21,10 @@ from typing import ClassVar
 import torch
 from torch import fx, nn
 
+from retrofit.passes.altup import reference as once_more
 from retrofit.passes.altup.blocks import BlockScale, Blockwise, DivideAndProject, Replicated
 from retrofit.passes.altup.growth import Growth, grow
 from retrofit.passes.altup.layers import COEFFICIENTS, AltUpLayer
-from retrofit.passes.altup import reference as once_more
 from retrofit.passes.altup.plan import AltUpPlan, LayerPlan, WideHead, WideTable
 from retrofit.passes.altup.widening import WideningPlan, WidthPropagation
 from retrofit.sdk import (

@@ -88,9 +88,8 @@ def blockwise(call: SiteCall) -> Tensor:
 def replicated(call: SiteCall) -> Tensor:
     """The dense module's output K times."""
     first = call.args[0] if call.args else next(iter(call.kwargs.values()), torch.zeros(1, dtype=torch.long))
-    place = (0, None) if call.args else (None, next(iter(call.kwargs), None))
-    places = {place: first} if isinstance(first, Tensor) else {}
-    y = call.given("layer", places or {(99, None): torch.zeros(1)}, 0) if places else call.results["layer"][0]
+    place: tuple[int | None, str | None] = (0, None) if call.args else (None, next(iter(call.kwargs), None))
+    y = call.given("layer", {place: first}, 0) if isinstance(first, Tensor) else call.results["layer"][0]
     return torch.cat([y] * call.options.k, -1)
 
 
@@ -133,16 +132,18 @@ def chains(observed: Observed) -> Iterator[list[ObservedSite]]:
 
 
 def stream_in(site: ObservedSite) -> Tensor:
-    (position, keyword), call = site.module.stream_in, site.calls[0]  # type: ignore[misc]
-    value: Tensor = call.kwargs[keyword] if keyword in call.kwargs else call.args[position]  # type: ignore[index]
+    module: Any = site.module
+    (position, keyword), call = module.stream_in, site.calls[0]
+    value: Tensor = call.kwargs[keyword] if keyword in call.kwargs else call.args[position]
     return value
 
 
 def stream_out(site: ObservedSite) -> Tensor:
-    returned, key = site.calls[0].returned, site.module.stream_out
+    module: Any = site.module
+    returned, key = site.calls[0].returned, module.stream_out
     if isinstance(returned, Tensor):
         return returned
-    value: Tensor = list(returned.values())[key] if isinstance(key, int) and hasattr(returned, "values") else returned[key]  # type: ignore[index]
+    value: Tensor = list(returned.values())[key] if isinstance(key, int) and hasattr(returned, "values") else returned[key]
     return value
 
 

@@ -60,7 +60,7 @@ def anchor_columns(real: list[bool], k: int) -> list[int]:
 def call_layer(
     call: SiteCall, layer: Any, x: Tensor, anchors: list[list[int]], before: int
 ) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-    """The layer on the new anchors: by row and column of each its input and its result; earlier ones are kept from earlier calls."""
+    """The layer on the new anchors: by row and column its input and its result, with those of earlier calls."""
     known: dict[tuple[int, int], tuple[Tensor, Tensor]] = dict(call.before[-1].kept["anchors"]) if call.before else {}
     new = [sorted({column for column in row[before:] if column >= before}) for row in anchors]
     count = max(map(len, new)) if call.cached else -(-x.shape[1] // call.options.k)
@@ -112,7 +112,7 @@ def strided_arguments(call: SiteCall, columns: list[int], x: Tensor) -> Mapping[
             return [cut(one, expands) for one in value]
         return {key: cut(one, expands) for key, one in value.items()} if isinstance(value, dict) else value
 
-    arguments = {**dict(enumerate(call.args)), **call.kwargs}
+    arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
     return {key: OneOf((cut(value), cut(value, True), value)) for key, value in arguments.items()}
 
 

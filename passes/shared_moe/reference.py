@@ -10,7 +10,8 @@ from torch import Tensor
 
 from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
 
-CLOSE = 1e-4  # of the largest output: a start from dense weights gives what the dense model computed in float32
+CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by the dtype that the dense model computed it in
+COARSE = 5e-2  # the same of half precision
 
 
 def moe_block(call: SiteCall) -> Tensor:
@@ -41,10 +42,8 @@ def moe_block(call: SiteCall) -> Tensor:
         y = torch.zeros_like(tokens[0])
         for e in experts:
             taken[e] += 1
-            if taken[e] <= capacity:
+            if taken[e] <= capacity:  # what is over passes by the residual
                 y = y + row[e] / whole * results[e][number]
-            else:
-                y = y + 0.0 * row[e]
         rows.append(y)
     y = torch.stack(rows).view(x.shape)
     return y if block.tail is None else block.tail(y)  # type: ignore[no-any-return]
@@ -97,10 +96,7 @@ def wiring(observed: Observed) -> Problems:
             moe.balance = weight  # type: ignore[union-attr]
     assert base is not None
     if abs(total - base - recorded) > 1e-2 * recorded + 1e-5 * abs(base):
-        yield (
-            "",
-            f"its loss in training is {total - base:.4g} above that without balance loss, and the balance losses sum to {recorded:.4g}",
-        )
+        yield "", f"the balance losses sum to {recorded:.4g}, and add {total - base:.4g} to the model's own loss"
 
 
 def groups_of(observed: Observed) -> list[list[ObservedSite]]:
@@ -119,7 +115,8 @@ def start(observed: Observed) -> Problems:
         weight = moe.router.weight.detach().float()
         if weight.numel() >= 24 and not 0.5 < float(weight.std()) / 0.02 < 2:
             yield group[0].path, f"the router begins with a spread of {float(weight.std()):.2g}, and the method's is 0.02"
-        if not observed.options.reinit:
+        chosen_on_data = observed.is_calibrated and len(group) > 1
+        if not observed.options.reinit and not chosen_on_data:
             yield from expert_start(group, observed)
 
 
@@ -127,12 +124,12 @@ def expert_start(group: list[ObservedSite], observed: Observed) -> Problems:
     """Expert e computes what the dense feed-forward at depth ⌊(e + ½) n / E⌋ of the group's n did."""
     for e in range(observed.options.experts):
         source = group[int((e + 0.5) * len(group) / observed.options.experts)]
-        known = observed.dense_calls.get(source.path)
+        known = observed.dense_calls.get(source.dense_path)
         if known is None or known[0].shape[-1] != source.module.width or known[1].shape[-1] != source.module.width:
             continue
         x, y = (rows.double() for rows in known)
         found = expert(source.module, e, x).detach()
         tail = source.module.tail
         found = found if tail is None else tail(found)  # type: ignore[operator]
-        if float((found - y).abs().max()) > CLOSE * float(y.abs().max()):
+        if float((found - y).abs().max()) > CLOSE.get(known[1].dtype, COARSE) * float(y.abs().max()):
             yield source.path, f"expert {e} does not begin as this layer's feed-forward"

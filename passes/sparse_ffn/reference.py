@@ -1,4 +1,4 @@
-"""The sparse feed-forward once more, all units computed and most of them multiplied by zero: what the check `method` compares with."""
+"""The sparse feed-forward once more, every unit computed, most of them times zero: the reference of the check `method`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Observed, Problems, SiteCall
+from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
 
-CLOSE = 1e-4  # of the largest output: the dense model computed it in float32
+CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by the dtype that the dense model computed it in
+COARSE = 5e-2  # the same of half precision
 PROBES = 512  # random inputs that a controller is tried on
 
 
 def sparse_feed_forward(call: SiteCall) -> Tensor:
     """(hidden(x W_in + b_in) ⊙ m) W_out + b_out, m the indicator of the k units that the controller selects in each block of N."""
-    block, options = call.module, call.options
+    block: Any = call.module
+    options = call.options
     x = call.argument(block.place)
     z, h = hidden_units(block, x)
     k, n = getattr(options, "active", 1), options.sparsity
@@ -84,7 +86,7 @@ def indicator(logits: Tensor, k: int) -> Tensor:
 
 
 def training_mask(call: SiteCall, logits: Tensor, k: int) -> Tensor:
-    """The relaxed indicator under Gumbel noise; for the whole batch the indicator itself, with its gradient, at probability `hard`."""
+    """The relaxed indicator under Gumbel noise; with probability `hard`, for the whole batch, the indicator with its gradient."""
     options = call.options
     if getattr(options, "controller", "low-rank") == "gate":
         soft = relaxed(logits / options.temperature, k)
@@ -115,43 +117,50 @@ def relaxed(logits: Tensor, k: int) -> Tensor:
 def start(observed: Observed) -> Problems:
     """With all units active it is the dense feed-forward, and its controller selects better than chance."""
     options = observed.options
+    advantages: list[tuple[str, float, float]] = []
     for site in observed.sites:
         block: Any = site.module
-        known = observed.dense_calls.get(site.path)
+        known = observed.dense_calls.get(site.dense_path)
         if known is not None and known[0].shape[-1] == block.width == known[1].shape[-1]:
             x, y = (rows.double() for rows in known)
-            found = output(Doubled(block), hidden_units(Doubled(block), x)[1])
-            if float((found - y).abs().max()) > CLOSE * float(y.abs().max()):
+            apart = float((output(block, hidden_units(block, x)[1]).detach() - y).abs().max())
+            if apart > CLOSE.get(known[1].dtype, COARSE) * float(y.abs().max()):
                 yield site.path, "with all its units active it does not begin as the dense feed-forward"
-        if options.sparsity > getattr(options, "active", 1) and getattr(block, "c1", None) is not None and site.calls:
-            if not selects_better_than_chance(block, options, site.calls[0].args, site.calls[0].kwargs):
-                yield site.path, "its controller begins no better than one that selects at random: it was not fitted"
+        if getattr(block, "c1", None) is None or not site.calls:
+            continue
+        random = random_rows(block)
+        if not bool(logits_of(block, options, random).var(0).any()):
+            yield site.path, "its controller selects the same units for all inputs: it was not fitted"
+        advantages.append((site.path, advantage(block, options, random), advantage(block, options, real_rows(site))))
+    if advantages and sum(one[1] for one in advantages) <= 0 and sum(one[2] for one in advantages) <= 0:
+        yield advantages[0][0], "the controllers begin no better than ones that select at random: they were not fitted"
 
 
-class Doubled:
-    """A block's attributes; results of its matrices are in float64."""
-
-    def __init__(self, block: Any) -> None:
-        self.__dict__["block"] = block
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["block"], name)
+def random_rows(block: Any) -> Tensor:
+    """Standard normal inputs, (rows, d)."""
+    return torch.randn(PROBES, block.width, generator=torch.Generator().manual_seed(0)).to(block.c1.device)
 
 
-def selects_better_than_chance(block: Any, options: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the selected units add more to the output, in energy, than as many others: on the model's inputs or on random ones."""
-    position, keyword = block.place
-    real = kwargs[keyword] if keyword in kwargs else args[position]
-    random = torch.randn(PROBES, block.width, generator=torch.Generator().manual_seed(0)).to(real)
-    return any(advantage(block, options, x.detach().reshape(-1, block.width).float()) > 0 for x in (random, real))
+def real_rows(site: ObservedSite) -> Tensor:
+    """The inputs of a block in the model's forward, (rows, d)."""
+    block: Any = site.module
+    (position, keyword), call = block.place, site.calls[0]
+    x: Tensor = call.kwargs[keyword] if keyword in call.kwargs else call.args[position]
+    return x.detach().reshape(-1, x.shape[-1]).float()
+
+
+def logits_of(block: Any, options: Any, x: Tensor) -> Tensor:
+    """x C1 C2 + c as it is in the model: (rows, blocks, N)."""
+    logits = (x @ block.c1.detach().float()) @ block.c2.detach().float() + block.bias.detach().float()
+    return in_blocks(logits, options.sparsity)
 
 
 def advantage(block: Any, options: Any, x: Tensor) -> float:
     """The energy Σ (h_u ‖row u of W_out‖)² of the selected units above their even share, as a part of all."""
     k, n = getattr(options, "active", 1), options.sparsity
     with torch.no_grad():
-        z, h = hidden_units(block, x)
-        logits = in_blocks((x @ block.c1.float()) @ block.c2.float() + block.bias.float(), n)
+        _, h = hidden_units(block, x)
         energy = in_blocks((h.float() * block.down.weight.float().norm(dim=1)).square(), n)
-        kept = (energy * indicator(logits, k)).sum() / energy.sum()
+        chosen = logits_of(block, options, x).topk(k).indices
+        kept = energy.gather(-1, chosen).sum() / energy.sum().clamp_min(1e-30)
     return float(kept) - k / n

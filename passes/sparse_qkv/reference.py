@@ -10,6 +10,9 @@ from torch import Tensor
 
 from retrofit.sdk import Deviation, Observed, Problems, SiteCall
 
+LEAST = 0.6  # of a fit's own square: its product with what it is fitted to (1 but for the few rows they are tried on)
+CALIBRATED = 0.1  # the same of a fit on calibration data, for which random rows count otherwise
+
 # ── The projections ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -145,7 +148,10 @@ def stream_slice(call: SiteCall) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """Every projection is nearer to the dense one than nothing: it was fitted, and its columns are in the dense one's order."""
+    """Every projection was fitted to the dense one, and its columns are in the same order.
+
+    The scale of a least-squares fit Ŵ is the best one, ⟨Ŵ, W⟩ = ‖Ŵ‖²; on random rows, and less so under calibration data.
+    """
     by_path = {site.path: site for site in observed.sites}
     for path, module, x, y in projections(observed):
         options = observed.options
@@ -159,19 +165,18 @@ def start(observed: Observed) -> Problems:
             sparse = owner.module.sparse
         found = projected(sparse, kind, options.kernel, x.unsqueeze(1)).squeeze(1)[..., start_column : start_column + width]
         found = found if order is None else found[..., order]
-        error = float((found - y).norm() / y.norm())
-        if error >= 1:
-            yield (
-                path,
-                f"its relative error from the dense projection is {error:.2g}: it was not fitted, or its columns lie otherwise",
-            )
+        agreement = float((found * y).sum() / found.square().sum().clamp_min(1e-30))
+        least = CALIBRATED if observed.is_calibrated else LEAST
+        if not least <= agreement <= 1 / least:
+            ratio = f"the dense projection is {agreement:.2g} times as long along it"
+            yield path, f"{ratio}: it was not fitted, or its columns lie otherwise"
 
 
 def projections(observed: Observed) -> Iterator[tuple[str, Any, Tensor, Tensor]]:
     """The modules that were dense projections, with random rows and what the dense one made of them."""
     for site in observed.sites:
         module: Any = site.module
-        known = observed.dense_probes.get(site.path)
+        known = observed.dense_probes.get(site.dense_path)
         if known is not None and hasattr(module, "sparse") and not hasattr(module, "cross"):
             x, y = known
             if not hasattr(module, "width") or module.width == y.shape[-1]:

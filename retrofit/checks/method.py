@@ -1,9 +1,9 @@
 """The method check: what a pass installed computes what its method says, held against an independent reference.
 
-Every pass may bring a reference (`Pass.reference`): for each of its modules the formula in plain loops in float64. The modules' calls
-are recorded in forwards of the rewritten model (many tokens, one token, step by step on a cache), and each is made again by the module
-and by the reference: in evaluation mode, in training mode with the same random draws, and backward. Then comes what lies between the
-modules (which block, which ids, whose loss) and, where the model has just been rewritten, what they begin with.
+Every pass may bring a reference (`Pass.reference`): for each of its modules the formula in plain loops in float64. The calls of
+these modules are recorded in forwards of the rewritten model (many tokens, one token, step by step on a cache), and each is made
+again by the module and by the reference: evaluating, training with the same random draws, and backward. Then comes what lies
+between the modules (which block, which ids, whose loss) and, where the model has just been rewritten, what they begin with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.gradients import loss_of
 from retrofit.checks.site_recording import MOST, CallRecorder, has_cache
-from retrofit.checks.site_replay import Found, MovedParameters, output_of, own_modules, replay
+from retrofit.checks.site_replay import Found, MovedParameters, own_modules, replay
 from retrofit.checks.stepping import section, step_inputs
 from retrofit.checks.subject import Subject
 from retrofit.errors import RetrofitError, first_line
@@ -29,12 +29,13 @@ from retrofit.pipeline.registry import parse_spec
 from retrofit.pipeline.replaying import recipe, rewrites
 from retrofit.runtime.probes import accepts, extent_of, output_ids_name, resized, run
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
+from retrofit.surgery.wrappers import Wrapper
 
-ELEMENTS = 100_000_000  # parameters of sites that are computed again; of larger models some sites, evenly spaced
+ELEMENTS = 40_000_000  # parameters of sites that are computed again; of larger models some sites, evenly spaced
 STEPS = 5  # tokens decoded one at a time: of a few in a row some are anchors and some are not
 NAMED = 3  # problems that the report names
-PROBES = 4  # random rows that its projections are tried on
-ROWS = 3  # of what each dense module receives and returns
+PROBES = 8  # random rows that its projections are tried on
+ROWS = 2  # of what each dense module receives and returns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,13 +277,15 @@ class Comparison:
                     return
                 self.gap = max(self.gap, attempts[-1].gap)
 
-    @staticmethod
-    def ways(site: Site, words: str) -> list[tuple[bool, bool, int, str]]:
+    def ways(self, site: Site, words: str) -> list[tuple[bool, bool, int, str]]:
         """Training, gradients, seed, and the words for it."""
         evaluating = (False, False, 0, "in evaluation mode")
         if words:
             return [evaluating] if "tokens" not in words else [evaluating, (True, True, 3, "in training mode")]
-        trainings = [(True, True, seed, "in training mode") for seed in range(1, 1 + site.reference.trainings)]
+        same = [one for one in self.sites if one.reference is site.reference]
+        count = -(-site.reference.trainings // len(same))  # each of them has its own random numbers
+        first = 1 + count * next(number for number, one in enumerate(same) if one is site)
+        trainings = [(True, True, seed, "in training mode") for seed in range(first, first + count)]
         return [evaluating, (False, True, 0, "in evaluation mode with gradients"), *trainings]
 
     @staticmethod
@@ -306,7 +309,7 @@ class Comparison:
 
     def check_model(self, one: Any, whole: Mapping[str, list[RecordedCall]]) -> None:
         """What the pass's reference says of the model as a whole, and of its start where it has just been rewritten."""
-        sites = [ObservedSite(site.path, site.module, whole.get(site.path, [])) for site in self.sites if one in site.options]
+        sites = [ObservedSite(site.path, dense_path(self.model, site.path), site.module, whole.get(site.path, [])) for site in self.sites if one in site.options]
         sites.sort(key=lambda site: site.calls[0].number if site.calls else len(whole))
         observed = Observed(
             self.model,
@@ -354,12 +357,19 @@ class Comparison:
             self.model.eval()
 
 
+def dense_path(model: nn.Module, path: str) -> str:
+    """The path without the steps from a module that wraps another to that."""
+    module, steps = model, []
+    for step in path.split("."):
+        if not (isinstance(module, Wrapper) and step == "layer"):
+            steps.append(step)
+        module = module.get_submodule(step)
+    return ".".join(steps)
+
+
 def passes_of(model: nn.Module, context: Context) -> tuple[Any, ...]:
     """The passes that the model was rewritten with, in order."""
     accounts = rewrites(model) or context.rewrites
     if accounts is not None:
         return tuple(parse_spec(one.spec) for one in accounts)
     return tuple(recipe(model) or ())
-
-
-__all__ = ["measure", "judge", "output_of"]

@@ -1,8 +1,8 @@
 """One recorded call made again, by the module and by its reference, in float64: outputs, auxiliary losses and gradients compared.
 
-The module's own code runs with parameters that have moved from their start (where much of a method is invisible: a table of zeros, a
-coefficient of one), with the recorded arguments, and with its given children answering as they did in the model's forward. Nothing in
-the model is changed: the parameters are copies, in place of the module's for the time of the call.
+The module's own code runs with parameters that have moved from their start (where much of a method is invisible: a table of zeros,
+a coefficient of one), with the recorded arguments, and with its given children answering as they did in the model's forward.
+Nothing in the model is changed: the parameters are copies, in place of the module's for the time of the call.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ class GivenChild(nn.Module):
     def __init__(self, child: nn.Module, name: str, results: Sequence[Any]) -> None:
         super().__init__()
         self.__dict__["child"], self.child_name = child, name
-        self.results, self.expected, self.answered = list(results), None, 0
+        self.results, self.answered = list(results), 0
+        self.expected: list[Expected] | None = None
         self.call: SiteCall | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -171,7 +172,7 @@ class GivenChild(nn.Module):
             return self.results[index]
         if index >= len(self.expected):
             raise Deviation(f"it calls {self.child_name} more than {len(self.expected)} times, as the method does")
-        expected: Expected = self.expected[index]
+        expected = self.expected[index]
         assert self.call is not None
         received = [compare_argument(self.child_name, place, value, args, kwargs) for place, value in expected.places.items()]
         compare_others(self.child_name, expected, self.call, args, kwargs)
@@ -193,7 +194,7 @@ def compare_argument(name: str, place: Place, value: Tensor, args: Any, kwargs: 
 
 
 def compare_others(name: str, expected: Expected, call: SiteCall, args: Any, kwargs: Any) -> None:
-    """Raises `Deviation` where another argument is neither the expected one nor, where none is, what the module itself was given."""
+    """Raises `Deviation` where another argument is not the expected one or, where none is, what the module itself was given."""
     if expected.others is None:
         return
     given = {**dict(enumerate(call.args)), **call.kwargs, **expected.others}

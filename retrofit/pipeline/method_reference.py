@@ -137,9 +137,9 @@ def linked(leaf: Tensor, argument: Tensor) -> Tensor:
 class ModuleReference:
     """How else the output of a module that a pass installs is computed.
 
-    `given` are its children that were there before, `functions` those that compute an element-wise part of the dense model, which the
-    formula calls too. `key` is the attribute that says where in what the module returns the output is, "" where that is the value
-    itself or its first item. `tokens`: from so many tokens on it computes in another way. `trainings`: how many times it is
+    `given` are its children that were there before, `functions` those that compute an element-wise part of the dense model: the
+    formula calls these too. `key` is the attribute that says where in what the module returns the output is, "" where that is the
+    value itself or its first item. `tokens`: from so many tokens on it computes in another way. `trainings`: how many times it is
     trained on other random numbers.
     """
 
@@ -169,6 +169,7 @@ class ObservedSite:
     """A module that a pass installed, and its calls in one forward in evaluation mode."""
 
     path: str
+    dense_path: str  # of what was there in the dense model, where modules that wrap others are not
     module: nn.Module
     calls: list[RecordedCall] = dataclasses.field(default_factory=list)
 

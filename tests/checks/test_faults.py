@@ -324,6 +324,13 @@ def _(model: Any) -> None:
     layers(model)[1].layer.mlp.register_forward_hook(rounded)
 
 
+@fault("the worst unit of each block is active", check="method", names="model.layers.1.mlp", spec=SPARSE_FFN)
+def _(model: Any) -> None:
+    block = layers(model)[1].mlp
+    own = block.logits
+    block.logits = lambda *args: -own(*args)
+
+
 # ── After other passes, and where nothing was announced ──────────────────────────────────────────────────────────────────────────
 
 

@@ -199,7 +199,7 @@ fault("experts weighed by each other's gates", "shared-moe", "model.layers.0.mlp
 fault("the router's gates detached", "shared-moe", "moe.router.weight")(
     around(MixtureOfExperts, "combine", lambda old, self, x, gates, *more: old(self, x, gates.detach(), *more))
 )
-fault("the balance loss never added", "shared-moe", "balance losses sum to")(
+fault("the balance loss never added", "shared-moe", "to the model's own loss")(
     around(ForwardWithAuxiliaryLosses, "__call__", lambda old, self, *args, **kwargs: self.run(*args, **kwargs))
 )
 fault("the balance loss detached", "shared-moe", "moe.router.weight")(

@@ -35,7 +35,6 @@ from retrofit.sdk import (
     selected_depths,
     shape,
 )
-
 from retrofit_low_rank.reference import low_rank_adapter, start
 
 
