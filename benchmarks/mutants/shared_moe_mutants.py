@@ -203,6 +203,7 @@ MUTANTS = [
         "members = sites[index * len(sites) // count : (index + 1) * len(sites) // count]",
         "members = sites[index::count]",
         trials=FOUR,
+        test="tests/passes/shared_moe/test_shared_moe.py::test_wide_net_is_a_plain_loop_over_the_dense_feed_forwards",
     ),
     whole(
         "the model's forward never adds the balance loss",
@@ -239,5 +240,6 @@ MUTANTS = [
         "if not (self.module.training and torch.is_grad_enabled()):",
         "if False:",
         trials=SHARED,
+        equivalent="mixtures record their balance loss in training only, so in evaluation there is none to add",
     ),
 ]
