@@ -39,7 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_model_arguments(parser)
     parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: next to MODEL)")
     parser.add_argument("--force", action="store_true", help="replace an output that exists")
-    parser.add_argument("--calibrate", metavar="FILE", type=Path, help="text that approximate passes are fitted on")
+    parser.add_argument("--calibrate", metavar="FILE", type=Path, help="text to which starts that are not exact are fitted")
     parser.add_argument("--no-verify", action="store_true", help="skip the checks of the rewritten model")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of whatever starts at random (default: 0)")
     parser.set_defaults(run=run)

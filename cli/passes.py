@@ -29,7 +29,8 @@ def run(arguments: argparse.Namespace) -> int:
 def print_pass(name: str) -> None:
     """What the pass does, where it comes from, and its options are on stdout."""
     kind = find_pass(name)
-    print(f"{name}: {kind.summary}\nsource: {kind.paper}\n")
+    start = "\nstart: fitted to the text of apply --calibrate FILE, where it is not exact" if kind.calibrates else ""
+    print(f"{name}: {kind.summary}\nsource: {kind.paper}{start}\n")
     options = (
         (f"--{option.replace('_', '-')}", values, format_value(default), doc) for option, values, default, doc in options_of(kind)
     )

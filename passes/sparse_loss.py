@@ -10,14 +10,17 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from retrofit.passes import sparse_loss_reference as once_more
 from retrofit.passes.multiplicative import Multiplicative
+from retrofit.passes.sparse_loss_fit import TOKENS, DenseHead, fit_to_data
 from retrofit.sdk import (
     CAST,
     LAYOUT,
     Anatomy,
+    Calibration,
     DoesNotFitError,
     Edit,
     MethodReference,
@@ -27,6 +30,7 @@ from retrofit.sdk import (
     Site,
     op,
     option,
+    split_calibration,
     weight_product,
 )
 
@@ -128,6 +132,7 @@ class SparseLoss(Pass[SparseLossPlan]):
     name: ClassVar[str] = "sparse-loss"
     summary: ClassVar[str] = "replace the output layer with a multiplicative one, which reads far fewer weights a token"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.3"
+    calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "output head"
     reference: ClassVar[MethodReference] = MethodReference(
         {MultiplicativeHead: ModuleReference(once_more.multiplicative_head)}, start=once_more.start
@@ -165,9 +170,27 @@ class SparseLoss(Pass[SparseLossPlan]):
         bias = None if head.bias is None else edit.model.get_parameter(head.bias)
         replacement = MultiplicativeHead(head.width, head.vocabulary, self.modules, bias, weight)
         replacement.fit(weight if head.out_first else weight.t())
+        self.fit_to_data(replacement, head, weight if head.out_first else weight.t(), edit)
         edit.replace_module(head.module, replacement)
         if not plan.tied:
             edit.drop_parameter(weight, "a multiplicative layer fitted to it replaces it")
+
+    def fit_to_data(self, replacement: MultiplicativeHead, head: OutputHead, weight: Tensor, edit: Edit) -> None:
+        """With calibration data `replacement` predicts what the dense head, of `weight` (V, d), predicts; the distance is noted."""
+        if edit.calibration is None or weight.is_meta:
+            return
+        x, held_out = (record_inputs(edit.model, head.module, part) for part in split_calibration(edit.calibration, TOKENS))
+        bias = None if head.bias is None else edit.model.get_parameter(head.bias).detach().float().flatten()
+        dense = DenseHead(weight.detach().t().float(), bias)
+        before, after = fit_to_data(replacement.product, dense, x, held_out)
+        edit.note(f"KL divergence from the dense head on tokens held out, in nats: {before:.3f} → {after:.3f}")
+
+
+def record_inputs(model: nn.Module, path: str, calibration: Calibration) -> Tensor:
+    """What the module at `path` receives on calibration data, in float32: (tokens, d)."""
+    rows: list[Tensor] = []
+    calibration.observe(model, {path: lambda x: rows.append(x.float())})
+    return torch.cat(rows)
 
 
 __all__ = ["MultiplicativeHead", "SparseLoss"]

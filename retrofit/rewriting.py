@@ -18,7 +18,7 @@ from retrofit.graphs.shape_prop import propagate_shapes
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.calibration import calibration_from
 from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
-from retrofit.pipeline.registry import as_pass
+from retrofit.pipeline.registry import as_pass, load_pass, pass_names
 from retrofit.pipeline.replaying import rearranged, recipe, rewrites
 from retrofit.pipeline.running import Progress, run_passes, with_current_names
 from retrofit.program.capture import capture
@@ -86,7 +86,9 @@ def apply_reported(
     say = progress or (lambda stage: None)
     chosen = parse_passes(passes)
     if calibration is not None and not any(one.calibrates for one in chosen):
-        raise SpecError("calibration= was given, but none of the passes uses it", remedy="leave it out")
+        fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
+        why = f"data is used by {fitted}"
+        raise SpecError("calibration= was given, but none of the passes uses it", why=why, remedy="leave it out")
     whole, model = model, transformer_inside(model, example_inputs)
     fed = model if model is not whole else None
     before = sum(parameter.numel() for parameter in model.parameters())

@@ -17,6 +17,7 @@ from retrofit.pipeline.method_reference import ObservedSite as ObservedSite
 from retrofit.pipeline.method_reference import OneOf as OneOf
 from retrofit.pipeline.method_reference import Problems as Problems
 from retrofit.pipeline.method_reference import SiteCall as SiteCall
+from retrofit.pipeline.protocol import Rewrite as Rewrite
 from retrofit.anatomy.sites import NearMiss as NearMiss
 from retrofit.anatomy.sites import Site as Site
 from retrofit.anatomy.sites import collect_near_miss as collect_near_miss
@@ -101,6 +102,13 @@ from retrofit.surgery.wrappers import with_item as with_item
 from retrofit.pipeline.calibration import calibration_from as calibration_from
 from retrofit.runtime.calibration import Calibration as Calibration
 from retrofit.runtime.calibration import Enough as Enough
+from retrofit.runtime.calibration_split import sample_calibration as sample_calibration
+from retrofit.runtime.calibration_split import split_calibration as split_calibration
+from retrofit.runtime.dense_predictions import DensePredictions as DensePredictions
+from retrofit.runtime.recorded_calls import RecordedCall as RecordedCall
+from retrofit.runtime.recorded_calls import record_calls as record_calls
+from retrofit.runtime.weighted_errors import token_weights as token_weights
+from retrofit.runtime.weighted_errors import weighted_error as weighted_error
 from retrofit.runtime.conditional import cond as cond
 from retrofit.runtime.example_inputs import forward_parameters as forward_parameters
 from retrofit.runtime.modes import evaluation_mode as evaluation_mode

@@ -194,8 +194,8 @@ MUTANTS = [
     ),
     grouping(
         "all experts of a group are taken from its first feed-forward",
-        "self.sites[int((e + 0.5) * len(self.sites) / experts)]",
-        "self.sites[0 * e]",
+        "tuple(int((e + 0.5) * len(self.sites) / experts) for e in range(experts))",
+        "(0,) * experts",
         trials=FOUR,
     ),
     grouping(

@@ -163,8 +163,8 @@ MUTANTS = [
     ),
     projections(
         "keys are fitted to the values' weights, and values to the keys'",
-        "return fit(projection, {letter: weights[letter] for letter in projection.strides}, moments)",
-        'return fit(projection, {one: weights[{"k": "v", "v": "k"}.get(one, one)] for one in projection.strides}, moments)',
+        "own = {letter: weights[letter] for letter in projection.strides}",
+        'own = {one: weights[{"k": "v", "v": "k"}.get(one, one)] for one in projection.strides}',
         trials=DEFAULT,
     ),
     projections(
@@ -223,14 +223,14 @@ MUTANTS = [
     ),
     whole(
         "the fit is never made",
-        "            errors = projections.fit(edit.model, moments)\n",
-        "            errors: dict[str, float] = {}\n",
+        "in projections.fit(edit.model, moments).items():",
+        "in dict[str, tuple[float, float]]().items():",
         trials=DEFAULT,
     ),
     whole(
         "calibration data is taken and not used",
-        "errors = projections.fit(edit.model, moments)",
-        "errors = projections.fit(edit.model, {})",
+        "moments, dense = self.second_moments(plan, edit), self.dense_attentions(plan, edit)",
+        "moments, dense = {}, {}",
         trials=CALIBRATED,
     ),
     fit(

@@ -36,6 +36,7 @@ from retrofit.passes.sequence_altup.layer_requirements import (
     require_stream_returned,
     require_unstrided,
 )
+from retrofit.passes.sequence_altup.scalar_fit import DenseModel, fit_scalars
 from retrofit.passes.sequence_altup.strided_layers import METHODS, OutputKey, StridedLayer
 from retrofit.passes.sequence_altup.token_dims import TokenDims
 from retrofit.sdk import (
@@ -88,6 +89,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     name: ClassVar[str] = "sequence-altup"
     summary: ClassVar[str] = "layers compute every k-th token only; the tokens between get its correction"
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, §4.2 and supplement Alg. 2"
+    calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "layer"
     reference: ClassVar[MethodReference] = MethodReference(
         {StridedLayer: ModuleReference(once_more.strided_layer, ("layer",), key="stream_out", cached=True)}, start=once_more.start
@@ -123,6 +125,8 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         )
 
     def apply(self, plan: SequenceAltUpPlan, edit: Edit) -> None:
+        has_scalars = self.method == "sequence-altup"
+        dense = DenseModel.record(edit, [one.path for one in plan.layers]) if has_scalars and self.k > 1 else None
         for one in plan.layers:
             wrapper = METHODS[self.method](
                 edit.model.get_submodule(one.path),
@@ -137,9 +141,11 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
                 tokens_first=one.tokens_first,
             )
             edit.replace_module(one.path, wrapper)
-            if self.method == "sequence-altup":  # at b = 1 the correction takes back what a2 (with k = 1: a1 too) adds
+            if has_scalars and dense is None:  # at b = 1 the correction takes back what a2 (with k = 1: a1 too) adds
                 for name in ("a2",) if self.k > 1 else ("a1", "a2"):
                     edit.expect_late_gradient(wrapper.get_parameter(name))
+        if dense is not None:
+            fit_scalars(edit, dense)
 
     # Which layers.
 

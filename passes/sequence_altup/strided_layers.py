@@ -160,6 +160,12 @@ class StridedLayer(Wrapper):
         """The stream's key in what the layer returned."""
         return None if isinstance(output, Tensor) else self.stream_out
 
+    def stream_of(self, output: Any) -> Tensor:
+        """The stream in what the layer returned, in the layer's own layout."""
+        key = self.output_key(output)
+        stream: Tensor = output if key is None else output[key]
+        return stream
+
     def output_template(self, output: Any, key: OutputKey) -> Any:
         """What `rebuild_output` needs: the type of the output, which of its items are the cache, the stream's key."""
         if key is None:

@@ -19,6 +19,7 @@ class Group:
     """Feed-forwards of one stack, all of one form, that become one mixture."""
 
     sites: tuple[FeedForward, ...]
+    chosen: tuple[int, ...] = ()  # of the sites, the one that each expert is taken from; empty: spread evenly
 
     @property
     def name(self) -> str:
@@ -26,8 +27,12 @@ class Group:
         return first if first == last else f"{first} … {last}"
 
     def sources(self, experts: int) -> list[FeedForward]:
-        """The feed-forward that each expert is taken from: spread evenly over the depth of the group."""
-        return [self.sites[int((e + 0.5) * len(self.sites) / experts)] for e in range(experts)]
+        """The feed-forward that each expert is taken from."""
+        return [self.sites[index] for index in self.source_indices(experts)]
+
+    def source_indices(self, experts: int) -> tuple[int, ...]:
+        """Of the sites, the one that each expert is taken from: the chosen ones, else spread evenly over the depth of the group."""
+        return self.chosen or tuple(int((e + 0.5) * len(self.sites) / experts) for e in range(experts))
 
     def copies(self, experts: int) -> list[int]:
         """The experts that are taken from the same feed-forward as an expert before them."""
@@ -36,7 +41,7 @@ class Group:
 
     def bound_to(self, model: nn.Module) -> Group:
         """The same group in `model`, a copy of the one it was found in."""
-        return Group(tuple(site.bound_to(model) for site in self.sites))
+        return dataclasses.replace(self, sites=tuple(site.bound_to(model) for site in self.sites))
 
 
 def group_feed_forwards(sites: Sequence[FeedForward], count: int, model: nn.Module, near_misses: list[NearMiss]) -> list[Group]:

@@ -23,6 +23,7 @@ from transformers.integrations.moe import _grouped_mm
 
 from retrofit.sdk import FeedForward, FeedForwardBlock, Port, record_auxiliary_loss
 
+ROUTER_SPREAD = 0.02  # of the router's weights at random
 ROW = 16  # bytes: grouped kernels need rows of a multiple of it
 
 
@@ -95,7 +96,7 @@ class MixtureOfExperts(nn.Module):
         self.k, self.renormalize, self.capacity, self.balance, self.noise = k, renormalize, capacity, balance, noise
         like = down.weight
         self.router = Router(self.width, self.experts, bias=False, device=like.device, dtype=like.dtype)
-        nn.init.normal_(self.router.weight, std=0.02)
+        nn.init.normal_(self.router.weight, std=ROUTER_SPREAD)
 
     def forward(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         gates, selected = self.route(x)

@@ -13,7 +13,7 @@ partial re-initialisation of Drop-Upcycling (ICLR 2025).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +23,7 @@ from retrofit.passes.shared_moe import reference as once_more
 from retrofit.passes.shared_moe.attention_sharing import SharedAttention, plan_sharing, share
 from retrofit.passes.shared_moe.expert_load import expert_load
 from retrofit.passes.shared_moe.grouping import DOWN, Group, group_feed_forwards, named_matrices
+from retrofit.passes.shared_moe.mixture_fit import TOKENS, MixtureStart, fit_mixtures
 from retrofit.passes.shared_moe.mixture_of_experts import ExpertMatrices, MixtureOfExperts, MoEBlock
 from retrofit.sdk import (
     Anatomy,
@@ -37,15 +38,20 @@ from retrofit.sdk import (
     Pass,
     Plan,
     Rearranged,
+    Rewrite,
     Site,
     SpecError,
     feed_forwards,
     install_feed_forward,
     option,
+    sample_calibration,
     selected_depths,
     weight_and_bias,
     weight_out_first,
 )
+
+SPREAD = "spread"
+SOURCES_REMEDY = "name as many layers as there are experts for each group of several layers, or leave sources out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,7 @@ class SharedMoEPlan(Plan):
 
     groups: tuple[Group, ...] = ()
     attentions: tuple[SharedAttention, ...] = ()
+    starts: Mapping[str, MixtureStart] = dataclasses.field(default_factory=dict)  # fitted on calibration data, by group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +88,13 @@ class SharedMoE(Pass[SharedMoEPlan]):
     noise: float | None = option(None, "standard deviation of the noise on the router's logits in training (none: 1/E)", minimum=0)
     reinit: float = option(0.0, "part of the hidden units of a copied expert that is re-initialised", minimum=0)
     layers: str = option("all", "depths whose FFNs are replaced, e.g. 0-5+8")
+    sources: str = option(
+        SPREAD, "of each group's layers, counted from 0, those that experts are taken from, e.g. 0+2+5+9, groups apart by /"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        parse_sources(self.sources, self.experts)
         if self.k > self.experts:
             raise SpecError(
                 f"shared-moe: k={self.k} experts for each token of experts={self.experts}", remedy="choose k up to experts"
@@ -135,6 +146,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 f"shared-moe: groups={self.groups}, and no stack has as many layers",
                 remedy="groups=0 gives every layer a mixture of its own",
             )
+        groups = list(self.with_sources(groups))
         terms = self.parameter_terms(groups, anatomy.model)
         return SharedMoEPlan(
             tuple(sites),
@@ -146,6 +158,22 @@ class SharedMoE(Pass[SharedMoEPlan]):
             groups=tuple(groups),
             attentions=tuple(attentions),
         )
+
+    def with_sources(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """The groups with the layers that `sources` names; raises `DoesNotFitError` where they are not there."""
+        named = parse_sources(self.sources, self.experts)
+        if not named:
+            return tuple(groups)
+        several = [group for group in groups if len(group.sites) > 1]
+        if len(named) != len(several):
+            why = f"{len(several)} of the groups have several layers"
+            raise DoesNotFitError(f"shared-moe: sources names layers for {len(named)} groups", why=why, remedy=SOURCES_REMEDY)
+        chosen = dict(zip((group.name for group in several), named, strict=True))
+        for group in several:
+            if max(chosen[group.name]) >= len(group.sites):
+                why = f"the group {group.name} has {len(group.sites)} layers"
+                raise DoesNotFitError(f"shared-moe: sources names layer {max(chosen[group.name])}", why=why, remedy=SOURCES_REMEDY)
+        return tuple(dataclasses.replace(group, chosen=chosen.get(group.name, ())) for group in groups)
 
     def is_exact_for(self, group: Group) -> bool:
         """Whether every expert of the group's mixture computes what each of its layers computed, the gates summing to one."""
@@ -170,19 +198,34 @@ class SharedMoE(Pass[SharedMoEPlan]):
 
     # The rewrite.
 
+    def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
+        """As of every pass; with calibration data the layers that become experts are chosen first, and saved as an option."""
+        plan = self.plan(anatomy)
+        if edit.calibration is None or not any(len(group.sites) > 1 for group in plan.groups):
+            return super().rewrite(anatomy, edit)
+        starts = fit_mixtures(plan.groups, edit, self.experts, self.k, self.renormalize)
+        chosen = "/".join("+".join(map(str, start.sources)) for start in starts.values())
+        resolved = dataclasses.replace(self, sources=chosen)
+        return resolved.carry_out(dataclasses.replace(resolved.plan(anatomy), starts=starts), edit)
+
     def apply(self, plan: SharedMoEPlan, edit: Edit) -> None:
         placed: set[int] = set()  # ids of dense parameters that are part of an expert
         for group in [group.bound_to(edit.model) for group in plan.groups]:
-            self.replace(group, placed, edit)
+            self.replace(group, plan.starts.get(group.name), placed, edit)
         for attention in plan.attentions:
             share(attention, edit)
         if self.balance and not isinstance(vars(edit.model).get("forward"), ForwardWithAuxiliaryLosses):
             edit.set_attribute(edit.model, "forward", ForwardWithAuxiliaryLosses(edit.model))
+        for group in plan.groups:
+            if (start := plan.starts.get(group.name)) is not None:
+                for site, before, after in zip(group.sites, start.before, start.after, strict=True):
+                    edit.note("relative error on tokens held out", site.name, {"before": before, "after": after}, worst="highest")
         if edit.calibration is not None:
-            for line in expert_load(edit.model, edit.calibration).lines():
-                edit.note(line)
+            for path, shares in expert_load(edit.model, sample_calibration(edit.calibration, TOKENS)).shares.items():
+                columns = {f"expert {e}": share for e, share in enumerate(shares)}
+                edit.note("part of the dispatches", path, columns, form=".0%")
 
-    def replace(self, group: Group, placed: set[int], edit: Edit) -> None:
+    def replace(self, group: Group, start: MixtureStart | None, placed: set[int], edit: Edit) -> None:
         """One mixture replaces the feed-forwards of the group, and where each of their weights went is accounted for."""
         sources, copies = group.sources(self.experts), group.copies(self.experts)
         matrices = [named_matrices(site) for site in sources]
@@ -196,6 +239,8 @@ class SharedMoE(Pass[SharedMoEPlan]):
             balance=self.balance,
             noise=1 / self.experts if self.noise is None else self.noise,
         )
+        if start is not None:
+            moe.router.weight.copy_(start.router)
         for e in sorted({*range(self.experts)} - {*copies}):
             place_expert(sources[e], e, moe, placed, edit)
         for e in copies:
@@ -221,6 +266,18 @@ class SharedMoE(Pass[SharedMoEPlan]):
             matrices: Any = moe.get_submodule(moe.into[port.matrix])
             weight = matrices.weight[e]
             weight[port.columns(units)] = noise_like(weight, (count, moe.width))
+
+
+def parse_sources(text: str, experts: int) -> list[tuple[int, ...]]:
+    """The layers that `text` names for each group, none for "spread"; raises `SpecError` where it is not as many as experts."""
+    if text == SPREAD:
+        return []
+    groups = [group.split("+") for group in text.split("/")]
+    if not all(part.isdecimal() for group in groups for part in group):
+        raise SpecError(f"shared-moe: sources={text} is no list of layers", remedy="write them as in 0+2+5+9, groups apart by /")
+    if any(len(group) != experts for group in groups):
+        raise SpecError(f"shared-moe: sources={text} does not name a layer for each of {experts} experts", remedy=SOURCES_REMEDY)
+    return [tuple(map(int, group)) for group in groups]
 
 
 def parameters_of(site: FeedForward, model: nn.Module) -> list[nn.Parameter]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from retrofit.passes.multiplicative import Multiplicative, nearest_product
 from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution, ModularProjection, neighbours
-from retrofit.sdk import Enough
+from retrofit.sdk import token_weights
 
 SWEEPS = 12  # of the alternation (benchmarks/sparse_qkv_start.py)
 STEPS = 40  # of L-BFGS
@@ -31,21 +31,19 @@ Targets = Mapping[str, Tensor]  # by letter: (d, S/r, N)
 
 
 class SecondMoments:
-    """The average of x xᵀ over the rows it is called with: an observer for `Calibration.observe`."""
+    """The weighted sum of x xᵀ over the rows it is called with, a watcher for `Calibration.observe`; no row decides alone."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
-        self.tokens = 0
+        self.weight = 0.0
 
     def __call__(self, rows: Tensor) -> None:
-        rows = rows.float()
-        self.total = rows.t() @ rows + (0 if self.total is None else self.total)
-        self.tokens += len(rows)
-        if self.tokens >= TOKENS:
-            raise Enough
+        rows, weights = rows.float(), token_weights(rows)
+        self.total = (rows * weights.unsqueeze(1)).t() @ rows + (0 if self.total is None else self.total)
+        self.weight += float(weights.sum())
 
     def mean(self) -> Tensor | None:
-        return None if self.total is None else self.total / self.tokens
+        return None if self.total is None else self.total / self.weight
 
 
 def joined(projections: Sequence[ModularProjection]) -> ModularProjection:
@@ -78,6 +76,28 @@ def fit(projection: ModularProjection, weights: Mapping[str, Tensor], moments: T
         descend(projection, targets, moments)
     with torch.no_grad():
         return relative_errors(dense_matrices(projection), targets, moments)
+
+
+def fit_to_data(
+    projection: ModularProjection, weights: Mapping[str, Tensor], moments: Tensor, held_out: Tensor
+) -> tuple[dict[str, float], dict[str, float]]:
+    """`projection` is fitted under `moments`, unless it lies nearer under `held_out` as it is fitted to the weights alone.
+
+    Returns the relative error of each letter under `held_out` of the one fit and of the one that was kept.
+    """
+    fit(projection, weights)
+    plain = [parameter.detach().clone() for parameter in projection.parameters()]
+    targets = {letter: weight.float().unflatten(-1, (-1, projection.size)) for letter, weight in weights.items()}
+    with torch.no_grad():
+        before = relative_errors(dense_matrices(projection), targets, held_out)
+    descend(projection, targets, moments)
+    with torch.no_grad():
+        after = relative_errors(dense_matrices(projection), targets, held_out)
+        if sum(error**2 for error in after.values()) < sum(error**2 for error in before.values()):
+            return before, after
+        for parameter, value in zip(projection.parameters(), plain, strict=True):
+            parameter.copy_(value)
+    return before, before
 
 
 def multiplicative(projection: ModularProjection, letter: str) -> Multiplicative:

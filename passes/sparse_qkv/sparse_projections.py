@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 from retrofit.passes.sparse_qkv.attention_plan import AttentionPlan, separate_streams
-from retrofit.passes.sparse_qkv.least_squares_fit import fit, joined
+from retrofit.passes.sparse_qkv.least_squares_fit import fit, fit_to_data, joined
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
 from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection, IdentityProjection, SparseOutput, StreamSlice
 from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention, place_of
 from retrofit.sdk import AttentionSite, Edit, Matrix, SiteProjection, weight_and_bias, weight_out_first, weights_by_letter
+
+Moments = Mapping[str, tuple[Tensor, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,23 +39,30 @@ class SparseProjections:
                 separate[one.matrix.module] = module
         return cls(plan.site, shared, separate, None if plan.output is None else plan.output.build(like))
 
-    def fit(self, model: nn.Module, moments: dict[str, Tensor | None]) -> dict[str, float]:
-        """The modules are fitted to the dense weights of `model`; returns the relative error by letter.
+    def fit(self, model: nn.Module, moments: Moments, *, absorb: bool = False) -> dict[str, tuple[float, float]]:
+        """The modules are fitted to the dense weights of `model`; returns the relative errors by letter, without data and with it.
 
-        `moments` holds the second moments of what each dense module multiplies, by module; it is empty without calibration data.
+        `moments` holds the second moments of what each dense module multiplies, on data to fit on and held out, by module; it is
+        empty without calibration data. With `absorb` the values are fitted to what the output layer makes of them.
         """
         weights = weights_by_letter(self.site, model)
-        errors: dict[str, float] = {}
+        if absorb:
+            weights |= absorbed_values(self.site, weights, model)
+        errors: dict[str, tuple[float, float]] = {}
         if self.shared is not None:
             errors |= fit_letters(self.shared, weights, moments.get(self.site.stream_projections[0].matrix.module))
         for group in separate_streams(self.site):
             paths = [one.matrix.module for one in group]
             errors |= fit_letters(joined([self.separate[path] for path in paths]), weights, moments.get(paths[0]))
         if self.output is not None and self.site.out is not None:
-            errors |= fit_letters(
-                self.output, {"out": weight_out_first(self.site.out, model).t()}, moments.get(self.site.out.module)
-            )
+            out = {"out": weight_out_first(self.site.out, model).t()}
+            errors |= fit_letters(self.output, out, moments.get(self.site.out.module))
         return errors
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of all the modules, each once."""
+        modules = [one for one in (self.shared, *self.separate.values(), self.output) if one is not None]
+        return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
     def install_feed_forward(self, edit: Edit, keep_output: bool) -> None:
         """The attention computes its projections by these modules; its output layer stays, is replaced, or goes."""
@@ -95,9 +105,32 @@ class SparseProjections:
         return outer
 
 
-def fit_letters(projection: ModularProjection, weights: dict[str, Tensor], moments: Tensor | None) -> dict[str, float]:
-    """`projection` is fitted to the weights of its letters; returns their relative errors."""
-    return fit(projection, {letter: weights[letter] for letter in projection.strides}, moments)
+def fit_letters(
+    projection: ModularProjection, weights: dict[str, Tensor], moments: tuple[Tensor, Tensor] | None
+) -> dict[str, tuple[float, float]]:
+    """`projection` is fitted to the weights of its letters; returns their relative errors, without data and with it."""
+    own = {letter: weights[letter] for letter in projection.strides}
+    if moments is None or any(weight.is_meta for weight in own.values()):
+        return {letter: (error, error) for letter, error in fit(projection, own).items()}
+    before, after = fit_to_data(projection, own, *moments)
+    return {letter: (before[letter], after[letter]) for letter in own}
+
+
+def absorbed_values(site: AttentionSite, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """W_v of an attention that has no output layer afterwards: the values that add to the stream what the dense attention adds.
+
+    Exact where all heads attend alike: then head s adds Σ_h x W_v^h W_o^h, of which its own columns count. Heads that share their
+    values get the mean of what each would need. Empty where the columns do not come out as the heads'.
+    """
+    if site.out is None or "v" not in weights:
+        return {}
+    out, values = weight_out_first(site.out, model).detach().t().float(), weights["v"].float()  # (columns, width), (d, values)
+    size = len(out) // site.heads
+    if out.shape[0] != out.shape[1] or values.shape[1] % size or site.heads % (values.shape[1] // size):
+        return {}
+    groups = values.shape[1] // size
+    whole = values.unflatten(1, (groups, 1, size)).expand(-1, -1, site.heads // groups, -1).flatten(1) @ out
+    return {"v": whole.unflatten(1, (groups, site.heads // groups, size)).mean(2).flatten(1)}
 
 
 def column_order(projection: SiteProjection) -> list[int]:

@@ -18,15 +18,14 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
-from torch import Tensor
-
 from retrofit.passes.sparse_qkv import reference as once_more
 from retrofit.passes.sparse_qkv.attention_plan import AttentionPlan, separate_streams
-from retrofit.passes.sparse_qkv.least_squares_fit import SecondMoments
+from retrofit.passes.sparse_qkv.least_squares_fit import TOKENS, SecondMoments
 from retrofit.passes.sparse_qkv.modular_projection import FEW, ModularShape
+from retrofit.passes.sparse_qkv.output_fit import DenseAttention, Values, fit_results, returns_stream, scope_of
 from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection, IdentityProjection, SparseOutput, StreamSlice
 from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention
-from retrofit.passes.sparse_qkv.sparse_projections import SparseProjections
+from retrofit.passes.sparse_qkv.sparse_projections import Moments, SparseProjections
 from retrofit.sdk import (
     REST,
     Anatomy,
@@ -43,10 +42,13 @@ from retrofit.sdk import (
     collect_near_miss,
     find_attention_sites,
     option,
+    record_calls,
     refuse_state_inputs,
     selected_depths,
+    split_calibration,
 )
 
+RESULT_TOKENS = 2048  # whose attention results are fitted
 VARIANTS = ("mult-conv", "mult", "conv")
 
 
@@ -107,18 +109,28 @@ class SparseQKV(Pass[SparseQKVPlan]):
         )
 
     def apply(self, plan: SparseQKVPlan, edit: Edit) -> None:
-        moments = self.second_moments(plan, edit)
-        built = []
+        moments, dense = self.second_moments(plan, edit), self.dense_attentions(plan, edit)
+        built: list[tuple[SparseProjections, list[Values]]] = []
         for one in plan.attentions:
             projections = SparseProjections.build(one, edit.model.get_parameter(one.site.projections[0].matrix.weight))
-            errors = projections.fit(edit.model, moments)
-            if errors:
-                edit.note(
-                    f"{one.site.name}: relative error " + ", ".join(f"{letter} {error:.3f}" for letter, error in errors.items())
-                )
-            built.append(projections)
-        for projections in built:
+            starts = []
+            if one.site.name in dense:
+                projections.fit(edit.model, {})
+                starts.append(values_of(projections))
+                if self.output == "none":
+                    projections.fit(edit.model, moments, absorb=True)
+                    starts.append(values_of(projections))
+            for letter, (before, after) in projections.fit(edit.model, moments).items():
+                columns = {"before": before, "after": after} if moments else {"error": after}
+                edit.note(f"relative error of {letter}", one.site.name, columns, form=".3f", worst="highest")
+            built.append((projections, [*starts, values_of(projections)]))
+        for projections, _ in built:
             projections.install_feed_forward(edit, keep_output=self.output == "keep")
+        for projections, starts in built:
+            if (attention := dense.get(projections.site.name)) is not None:
+                before, after = fit_results(edit.model.get_submodule(attention.path), projections.parameters(), attention, starts)
+                columns = {"before": before, "after": after}
+                edit.note("relative error of the result on windows held out", projections.site.name, columns, worst="highest")
 
     def selected(self, anatomy: Anatomy) -> Iterator[tuple[Stack, int]]:
         """The stacks and depths that the options select."""
@@ -202,15 +214,33 @@ class SparseQKV(Pass[SparseQKVPlan]):
 
     # The start, and the account.
 
-    def second_moments(self, plan: SparseQKVPlan, edit: Edit) -> dict[str, Tensor | None]:
-        """The second moments of what each dense module multiplies, by module; empty without calibration data."""
+    def second_moments(self, plan: SparseQKVPlan, edit: Edit) -> Moments:
+        """The second moments of what each dense module multiplies, on data to fit on and held out; empty without such data."""
         if edit.calibration is None:
             return {}
         paths = [one.matrix.module for attention in plan.attentions for one in attention.site.projections]
         paths += [one.site.out.module for one in plan.attentions if one.output is not None and one.site.out is not None]
-        observers = {path: SecondMoments() for path in paths}
-        edit.calibration.observe(edit.model, observers)
-        return {path: observer.mean() for path, observer in observers.items()}
+        parts = []
+        for part in split_calibration(edit.calibration, TOKENS):
+            observers = {path: SecondMoments() for path in paths}
+            part.observe(edit.model, observers)
+            parts.append({path: observer.mean() for path, observer in observers.items()})
+        found = ((path, parts[0][path], parts[1][path]) for path in paths)
+        return {path: (fitted, held_out) for path, fitted, held_out in found if fitted is not None and held_out is not None}
+
+    def dense_attentions(self, plan: SparseQKVPlan, edit: Edit) -> dict[str, DenseAttention]:
+        """The calls of each attention, by its name; without those that cannot be called by themselves. Empty without data."""
+        if edit.calibration is None:
+            return {}
+        outs = {
+            one.site.name: None if self.output == "keep" or one.site.out is None else one.site.out.module for one in plan.attentions
+        }
+        scopes = {name: path for name, out in outs.items() if (path := scope_of(name, out))}
+        fitted, held_out = (
+            record_calls(edit.model, part, set(scopes.values())) for part in split_calibration(edit.calibration, RESULT_TOKENS)
+        )
+        attentions = {name: DenseAttention(path, fitted[path], held_out[path]) for name, path in scopes.items()}
+        return {name: one for name, one in attentions.items() if returns_stream([*one.fitted, *one.held_out])}
 
     def describe(self, plan: AttentionPlan) -> str:
         """The layers and sizes of one attention in a few words."""
@@ -225,6 +255,11 @@ class SparseQKV(Pass[SparseQKVPlan]):
         kinds = {self.variant, self.output} & set(VARIANTS)
         terms = {"mult": "mult d·(S + M)", "conv": "conv F²·M² + M"}
         return ", ".join(term for word, term in terms.items() if any(word in kind for kind in kinds))
+
+
+def values_of(projections: SparseProjections) -> Values:
+    """The values of the projections' parameters."""
+    return [parameter.detach().clone() for parameter in projections.parameters()]
 
 
 __all__ = ["SparseQKV"]

@@ -23,7 +23,7 @@ from retrofit.checks.site_recording import MOST, CallRecorder, has_cache
 from retrofit.checks.site_replay import Found, MovedParameters, own_modules, replay
 from retrofit.checks.stepping import section, step_inputs
 from retrofit.checks.subject import Subject
-from retrofit.errors import RetrofitError, first_line
+from retrofit.errors import first_line
 from retrofit.pipeline.method_reference import MethodReference, ModuleReference, Observed, ObservedSite, RecordedCall
 from retrofit.pipeline.registry import parse_spec
 from retrofit.pipeline.replaying import recipe, rewrites
@@ -56,6 +56,7 @@ class MethodMeasurement:
     gap: float = 0.0
     problems: tuple[tuple[str, str], ...] = ()  # path, what is wrong
     unknown: tuple[str, ...] = ()  # passes without a reference
+    stopped: tuple[tuple[str, str], ...] = ()  # site or pass, the error that stopped its comparison
 
 
 def measure(subject: Subject, before: Any = None, context: Context | None = None) -> Any:
@@ -66,12 +67,14 @@ def measure(subject: Subject, before: Any = None, context: Context | None = None
 
 
 def judge(now: MethodMeasurement, before: Any, context: Context) -> Finding:
-    unknown = f"no reference of {', '.join(now.unknown)}" if now.unknown else ""
+    reasons = [f"no reference of {', '.join(now.unknown)}"] if now.unknown else []
+    reasons += [f"{path} was not compared: {why}" for path, why in now.stopped[:NAMED]]
+    unknown = "\n".join(reasons)
     if now.problems:
         named = [f"{context.place(path)}: {what}" if path else what for path, what in now.problems[:NAMED]]
         more = len(now.problems) - len(named)
         return failed(describe(now), "\n".join([*named, *([f"and {more} more"] if more else [])]))
-    if not now.compared:
+    if not now.compared or not now.calls:
         return skipped(unknown or "no pass has rewritten the model")
     return passed(describe(now), unknown)
 
@@ -161,6 +164,7 @@ class Comparison:
         self.references: dict[str, MethodReference] = {one.name: one.reference for one in self.passes if one.reference is not None}
         self.sites = self.find_sites()
         self.problems: list[tuple[str, str]] = []
+        self.stopped: dict[str, str] = {}  # by site: the error that stopped its comparison
         self.calls, self.gap = 0, 0.0
 
     def run(self) -> MethodMeasurement:
@@ -177,7 +181,9 @@ class Comparison:
                 self.compare(site, groups.get(site.path, []))
         for one in {one.name: one for one in self.passes if one.reference is not None}.values():
             self.check_model(one, whole)
-        return MethodMeasurement(len(chosen), len(self.sites), self.calls, self.gap, tuple(self.problems), unknown)
+        return MethodMeasurement(
+            len(chosen), len(self.sites), self.calls, self.gap, tuple(self.problems), unknown, tuple(self.stopped.items())
+        )
 
     def find_sites(self) -> list[Site]:
         """The modules that have a reference, each once."""
@@ -271,6 +277,9 @@ class Comparison:
                     attempts.append(self.attempt(site, options, calls, parameters, training, gradients, seed))
                     if not attempts[-1].problem:
                         break
+                if attempts[-1].stopped:
+                    self.stopped.setdefault(site.path, attempts[-1].stopped)
+                    return
                 self.calls += 1
                 if attempts[-1].problem:
                     self.problems.append((site.path, f"{mode}{words}, {attempts[-1].problem}"))
@@ -302,14 +311,18 @@ class Comparison:
             return replay(
                 site.module, site.reference, options, calls, parameters, training=training, gradients=gradients, seed=seed
             )
-        except Exception as error:  # of the module's code, or of a reference that reads what the module has no more
-            return Found(float("inf"), first_line(error))
+        except Exception as error:  # code that does not run in float64, or by itself: then nothing was compared
+            return Found(stopped=first_line(error))
 
     # The model as a whole.
 
     def check_model(self, one: Any, whole: Mapping[str, list[RecordedCall]]) -> None:
         """What the pass's reference says of the model as a whole, and of its start where it has just been rewritten."""
-        sites = [ObservedSite(site.path, dense_path(self.model, site.path), site.module, whole.get(site.path, [])) for site in self.sites if one in site.options]
+        sites = [
+            ObservedSite(site.path, dense_path(self.model, site.path), site.module, whole.get(site.path, []))
+            for site in self.sites
+            if one in site.options
+        ]
         sites.sort(key=lambda site: site.calls[0].number if site.calls else len(whole))
         observed = Observed(
             self.model,
@@ -330,7 +343,7 @@ class Comparison:
             try:
                 self.problems.extend(check(observed))
             except Exception as error:
-                self.problems.append(("", f"{one.name}: {error if isinstance(error, RetrofitError) else first_line(error)}"))
+                self.stopped.setdefault(one.name, first_line(error))
 
     def training_loss(self) -> float | None:
         """The model's own loss in training mode, None where it has none."""

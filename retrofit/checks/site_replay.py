@@ -43,10 +43,11 @@ BLOCK = 65521  # random numbers that are drawn for one tensor; a prime, so that 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """How far a module and its reference lie apart, and what is wrong: "" where nothing is."""
+    """How far a module and its reference lie apart, and what is wrong: "" where nothing is; `stopped` where neither is known."""
 
     gap: float = 0.0
     problem: str = ""
+    stopped: str = ""  # the error that stopped the comparison
 
 
 # ── Parameters that have moved ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,6 +232,8 @@ def difference(one: Any, other: Any) -> str:
     """How two tensors differ by more than rounding, "" where they do not."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return "" if one is other else f"it is {type(one).__name__}"
+    if one.dim() == other.dim() and all(size in (1, own) for own, size in zip(one.shape, other.shape, strict=True)):
+        other = other.expand_as(one)  # one row for the whole batch
     if one.shape != other.shape:
         return f"it is {tuple(one.shape)}, and not {tuple(other.shape)}"
     gap = gap_of(one, other)

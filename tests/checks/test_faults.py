@@ -285,6 +285,13 @@ def _(model: Any) -> None:
     layer.coefficients = lambda block, y: (layer.p, torch.ones(2))
 
 
+@fault("the worst unit of each block is active", check="method", names="model.layers.1.mlp", spec=SPARSE_FFN)
+def _(model: Any) -> None:
+    block = layers(model)[1].mlp
+    own = block.logits
+    block.logits = lambda *args: -own(*args)
+
+
 # ── What a tolerance of float32 would let through ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -322,13 +329,6 @@ def _(model: Any) -> None:
         return output.bfloat16().float() if output.shape[1] == 1 else output
 
     layers(model)[1].layer.mlp.register_forward_hook(rounded)
-
-
-@fault("the worst unit of each block is active", check="method", names="model.layers.1.mlp", spec=SPARSE_FFN)
-def _(model: Any) -> None:
-    block = layers(model)[1].mlp
-    own = block.logits
-    block.logits = lambda *args: -own(*args)
 
 
 # ── After other passes, and where nothing was announced ──────────────────────────────────────────────────────────────────────────

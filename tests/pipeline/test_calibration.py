@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from retrofit.errors import SpecError
 from retrofit.pipeline.calibration import BATCH, LENGTH, calibration_from
 from retrofit.pipeline.tokenization import codec_for
+from retrofit.rewriting import apply
 from retrofit.runtime.calibration import Calibration, Enough
 
 IDS = torch.arange(10, 30).repeat(3, 1)
@@ -174,3 +175,9 @@ def test_what_cannot_be_used_is_refused_with_the_reason(given: Any, words: str) 
     with pytest.raises(SpecError, match="calibration") as caught:
         calibration_from(llama(vocab_size=300), given)
     assert words in str(caught.value)
+
+
+def test_a_pass_that_fits_nothing_to_data_refuses_it_and_says_which_do() -> None:
+    with pytest.raises(SpecError, match="none of the passes uses it") as caught:
+        apply(llama(), "altup(k=2)", calibration=IDS)
+    assert "sequence-altup, shared-moe, sparse-ffn, sparse-loss, sparse-qkv" in str(caught.value)

@@ -1,0 +1,165 @@
+"""The start of strided layers' scalars on calibration data: fitted to what the dense layers return, and to the model's predictions.
+
+    y_i = a1 x_i + c x_{⌊i/k⌋k} + b ỹ_{⌊i/k⌋k}        c = a2 − b (a1 + a2)
+
+is linear in a1, c and b. For each layer, on the inputs that it receives in the dense model, the weighted normal equations of these
+three unknowns are solved, the target being the dense layer's output. a2 = (c + b a1) / (1 − b) has a pole at b = 1, where c = −a1
+whatever a2 is: a solution too near it is replaced by the best one with b = 1. A solution is kept where it lies nearer to the dense
+layer on the windows held out than 1, 0, 1 does.
+
+The least squared error of a layer is not the least loss of the model: what is uncertain is shrunk, and shrunk again in every layer.
+So all layers' scalars are moved from 1, 0, 1 towards their solutions by the share at which the rewritten model's predictions on the
+windows held out are nearest to the dense model's, and from there by some steps of gradient descent on other windows, in each layer
+as far as its own error is not above that of 1, 0, 1; these are kept where they lower the same distance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
+from retrofit.sdk import DensePredictions, Edit, RecordedCall, record_calls, split_calibration, token_weights, weighted_error
+
+TOKENS = 2048  # that the scalars of a layer are fitted on
+PREDICTED = 1024  # tokens whose predictions are compared
+SHARES = (1.0, 0.5, 0.25)  # of the way from the start to the solutions that are tried
+STEPS, RATE = 16, 0.03  # of Adam on the scalars of all layers
+NAMES = ("a1", "a2", "b")
+POLE = 0.02  # of 1 − b, below which b is 1
+RIDGE = 1e-4  # towards the start, relative to the mean diagonal of the normal equations
+
+Scalars = tuple[float, float, float]  # a1, a2, b
+START: Scalars = (1.0, 0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseModel:
+    """What the dense model computes on calibration data: its layers' calls by path, and its predictions."""
+
+    fitted: Mapping[str, list[RecordedCall]]
+    held_out: Mapping[str, list[RecordedCall]]
+    predictions: DensePredictions
+
+    @classmethod
+    def record(cls, edit: Edit, paths: Sequence[str]) -> DenseModel | None:
+        """None where there is no calibration data."""
+        if edit.calibration is None:
+            return None
+        fitted, held_out = (record_calls(edit.model, part, paths) for part in split_calibration(edit.calibration, TOKENS))
+        return cls(
+            fitted, held_out, DensePredictions.record(edit.model, *split_calibration(edit.calibration, PREDICTED, PREDICTED))
+        )
+
+
+def fit_scalars(edit: Edit, dense: DenseModel) -> None:
+    """The strided layers have fitted scalars; how far the predictions and each layer are off before and after is noted."""
+    layers = {path: strided_layer(edit.model, path) for path in dense.fitted}
+    held_out = {path: regression(layer, dense.held_out[path]) for path, layer in layers.items()}
+    before = {path: error_of(layer, START, *held_out[path]) for path, layer in layers.items()}
+    solutions = {path: solve(*regression(layer, dense.fitted[path])) for path, layer in layers.items()}
+    solutions = {
+        path: one if error_of(layers[path], one, *held_out[path]) <= before[path] else START for path, one in solutions.items()
+    }
+
+    def bounded(path: str, scalars: Scalars, towards: Scalars) -> Scalars:
+        """`scalars`, or as far towards them from those of `towards` as the layer's error is not above that of the start."""
+        tried = (moved(towards, scalars, share) for share in (1.0, *SHARES[1:]))
+        return next((one for one in tried if error_of(layers[path], one, *held_out[path]) <= before[path]), towards)
+
+    candidates = [dict.fromkeys(layers, START)]
+    candidates += [{path: moved(START, one, share) for path, one in solutions.items()} for share in SHARES]
+    distances = [distance_with(candidate, layers, edit.model, dense.predictions) for candidate in candidates]
+    nearest = candidates[distances.index(min(distances))]
+    set_all(layers, nearest)
+    scalars = [layer.get_parameter(name) for layer in layers.values() for name in NAMES]
+    dense.predictions.descend(edit.model, scalars, STEPS, RATE)
+    candidates.append({path: bounded(path, scalars_of(layer), nearest[path]) for path, layer in layers.items()})
+    distances.append(distance_with(candidates[-1], layers, edit.model, dense.predictions))
+    set_all(layers, candidates[distances.index(min(distances))])
+    for layer in layers.values():
+        if layer.b.item() == 1.0:  # the correction takes back what a2 adds
+            edit.expect_late_gradient(layer.get_parameter("a2"))
+    after = {path: error_of(layer, scalars_of(layer), *held_out[path]) for path, layer in layers.items()}
+    edit.note(f"{dense.predictions.unit} on windows held out: {distances[0]:.3f} → {min(distances):.3f}")
+    for path in layers:
+        edit.note("relative error on windows held out", path, {"before": before[path], "after": after[path]}, worst="highest")
+
+
+def strided_layer(model: nn.Module, path: str) -> SequenceAltUpLayer:
+    layer = model.get_submodule(path)
+    assert isinstance(layer, SequenceAltUpLayer)
+    return layer
+
+
+def distance_with(
+    scalars: Mapping[str, Scalars], layers: Mapping[str, SequenceAltUpLayer], model: nn.Module, predictions: DensePredictions
+) -> float:
+    """How far the model's predictions are from the dense ones with these scalars."""
+    set_all(layers, scalars)
+    return predictions.distance(model)
+
+
+def moved(begin: Scalars, end: Scalars, share: float) -> Scalars:
+    """The scalars whose a1, c and b lie so far on the way from those of `begin` to those of `end`."""
+    a1, c, b = (one + share * (other - one) for one, other in zip(linear(begin), linear(end), strict=True))
+    return (a1, 0.0, 1.0) if b == 1 else (a1, (c + b * a1) / (1 - b), b)
+
+
+def linear(scalars: Scalars) -> tuple[float, float, float]:
+    """a1, c and b of the scalars a1, a2 and b."""
+    a1, a2, b = scalars
+    return a1, a2 - b * (a1 + a2), b
+
+
+def regression(layer: SequenceAltUpLayer, calls: Sequence[RecordedCall]) -> tuple[Tensor, Tensor]:
+    """The three terms of y for each token, and the dense layer's y: (3, tokens, d) and (tokens, d)."""
+    terms = []
+    for scalars in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):  # c = 0, c = 1, c = 0
+        set_scalars(layer, scalars)
+        terms.append(torch.cat([call.real(layer.stream_of(call.repeat(layer))) for call in calls]).float())
+    set_scalars(layer, START)
+    return torch.stack(terms), torch.cat([call.real(layer.stream_of(call.output)) for call in calls]).float()
+
+
+def solve(terms: Tensor, y: Tensor) -> Scalars:
+    """The scalars whose weighted squared error is least, of the terms (3, tokens, d) to y (tokens, d)."""
+    weighted = (terms * token_weights(y, *terms).unsqueeze(-1)).flatten(1).double()
+    flat, target = terms.flatten(1).double(), y.flatten().double()
+    a1, c, b = least_squares(weighted @ flat.t(), weighted @ target, torch.tensor([1.0, -1.0, 1.0]).to(flat)).tolist()
+    if abs(1 - b) > POLE:
+        return a1, (c + b * a1) / (1 - b), b
+    difference, weighted_difference = flat[0] - flat[1], weighted[0] - weighted[1]  # y − ỹ = a1 (x_i − x_{⌊i/k⌋k})
+    gram = (weighted_difference @ difference).view(1, 1)
+    a1 = float(least_squares(gram, (weighted_difference @ (target - flat[2])).view(1), torch.ones(1).to(flat)))
+    return a1, 0.0, 1.0
+
+
+def least_squares(gram: Tensor, right: Tensor, start: Tensor) -> Tensor:
+    """The solution of the normal equations with a ridge towards `start`."""
+    ridge = (RIDGE * gram.diagonal().mean()).clamp_min(torch.finfo(gram.dtype).tiny)
+    return torch.linalg.solve(gram + ridge * torch.eye(len(gram)).to(gram), right + ridge * start)
+
+
+def error_of(layer: SequenceAltUpLayer, scalars: Scalars, terms: Tensor, y: Tensor) -> float:
+    """The weighted relative error with these scalars in the dtype of the layer."""
+    a1, c, b = linear(tuple(float(layer.a1.detach().new_tensor(value)) for value in scalars))  # type: ignore[arg-type]
+    return float(weighted_error(a1 * terms[0] + c * terms[1] + b * terms[2], y, token_weights(y, *terms)))
+
+
+@torch.no_grad()
+def set_scalars(layer: SequenceAltUpLayer, scalars: Scalars) -> None:
+    for name, value in zip(NAMES, scalars, strict=True):
+        layer.get_parameter(name).fill_(value)
+
+
+def scalars_of(layer: SequenceAltUpLayer) -> Scalars:
+    return layer.a1.item(), layer.a2.item(), layer.b.item()
+
+
+def set_all(layers: Mapping[str, SequenceAltUpLayer], scalars: Mapping[str, Scalars]) -> None:
+    for path, layer in layers.items():
+        set_scalars(layer, scalars[path])

@@ -1,0 +1,263 @@
+"""The start of a mixture that replaces several feed-forwards, on calibration data: which of them become experts, and the router.
+
+Let y_j(x) be what feed-forward j of the group computes. A mixture of experts j_1 … j_E with gates g(x) misses layer l's output by
+
+    ‖y_l(x) − Σ_e g_e(x) y_{j_e}(x)‖² = ‖y_l‖² − 2 Σ_e g_e ⟨y_{j_e}, y_l⟩ + Σ_{e,f} g_e g_f ⟨y_{j_e}, y_{j_f}⟩
+
+so that the inner products of a token, n × n for n layers, are all that is needed of it. They are divided by the layer's energy and
+weighed so that tokens with huge outputs do not decide (`token_weights`): a layer's sum is its relative squared error.
+
+Experts are the E feed-forwards of which, on the mean over the layers, the best convex combination of two (K = 1: of one) is nearest
+to the layer's own; where E ≥ n all are experts. The router first learns to tell the layers by x, then, by gradient descent through
+the gates, to lower the error. Of the uncalibrated start and the fitted ones that one is kept which is best on held-out tokens among
+those that are worse for no layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from retrofit.passes.shared_moe.grouping import Group
+from retrofit.passes.shared_moe.mixture_of_experts import ROUTER_SPREAD
+from retrofit.sdk import (
+    Calibration,
+    Edit,
+    FeedForward,
+    Matrix,
+    evaluation_mode,
+    split_calibration,
+    token_weights,
+    weight_and_bias,
+    weight_out_first,
+)
+
+TOKENS = 8192  # of all layers of a group together
+STEPS = 300  # of Adam on the router, half of them to tell the layers
+RATE = 0.02  # of Adam, on the router of inputs whose features have a root mean square of one
+WORSE = 10.0  # how much more it counts where a layer becomes worse than it was without calibration
+CHUNK = 256  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Tokens of all layers of a group, and the inner products of what its feed-forwards compute for each of them."""
+
+    x: Tensor  # (tokens, d)
+    layer: Tensor  # (tokens), whose input each token is
+    gram: Tensor  # (tokens, n, n), weighed
+
+    @classmethod
+    def of(cls, group: Group, inputs: Sequence[Tensor], model: nn.Module) -> Products:
+        """Those of each layer's `inputs`, (tokens, d)."""
+        grams = [weighed_products(group, layer, x, model) for layer, x in enumerate(inputs)]
+        layer = torch.cat([torch.full((len(x),), index) for index, x in enumerate(inputs)]).to(inputs[0].device)
+        return cls(torch.cat(list(inputs)).float(), layer, torch.cat(grams))
+
+    @property
+    def layers(self) -> int:
+        return self.gram.shape[1]
+
+    def errors(self, sources: Tensor, gates: Tensor) -> Tensor:
+        """The relative squared error of each layer, (n), with the `sources`, (E), as experts and the gates (tokens, E)."""
+        gram = self.gram[:, sources][:, :, sources]
+        own = self.gram[torch.arange(len(self.layer), device=self.layer.device), self.layer]  # (tokens, n)
+        energy = own.gather(1, self.layer.unsqueeze(1)).squeeze(1)
+        missed = energy - 2 * (gates * own[:, sources]).sum(1) + torch.einsum("te,tef,tf->t", gates, gram, gates)
+        return torch.zeros(self.layers, device=missed.device).index_add(0, self.layer, missed.clamp_min(0))
+
+
+@torch.no_grad()
+def weighed_products(group: Group, layer: int, x: Tensor, model: nn.Module) -> Tensor:
+    """⟨y_i, y_j⟩ w_t / Σ_t w_t ‖y_layer‖² for each token of x: (tokens, n, n)."""
+    grams, own = [], []
+    for part in x.split(CHUNK):
+        outputs = torch.stack([compute(site, part, model) for site in group.sites], 1)  # (tokens, n, d)
+        grams.append(outputs @ outputs.mT)
+        own.append(outputs[:, layer])
+    weights, gram = token_weights(torch.cat(own)), torch.cat(grams)
+    energy = (gram[:, layer, layer] @ weights).clamp_min(torch.finfo(gram.dtype).tiny)
+    return gram * (weights / energy).view(-1, 1, 1)
+
+
+def compute(site: FeedForward, x: Tensor, model: nn.Module) -> Tensor:
+    """What a dense feed-forward computes, in float32: (tokens, d) to (tokens, d)."""
+
+    def times(matrix: Matrix, rows: Tensor) -> Tensor:
+        _, bias = weight_and_bias(matrix, model)
+        weight = weight_out_first(matrix, model)
+        return F.linear(rows, weight.float(), None if bias is None else bias.float())
+
+    units = torch.arange(site.units, device=x.device)
+    z = [times(matrix, x.float()) for matrix in site.into]
+    with evaluation_mode(site.hidden):
+        return times(site.out, site.hidden(*(z[port.matrix][:, port.columns(units)] for port in site.ports)))
+
+
+# ── Experts ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def choose_sources(products: Products, experts: int, k: int) -> list[int]:
+    """The feed-forwards, ascending, that make the best `experts` of a group of more; found by adding the best one and swapping."""
+    errors = combination_errors(products, k)  # (layers, n, n)
+
+    def total(chosen: Sequence[int]) -> float:
+        index = torch.tensor(chosen)
+        return float(errors[:, index][:, :, index].flatten(1).amin(1).sum())
+
+    chosen: list[int] = []
+    while len(chosen) < experts:
+        rest = (one for one in range(products.layers) if one not in chosen)
+        chosen.append(min(rest, key=lambda one: total([*chosen, one])))
+    best = total(chosen)
+    improved = True
+    while improved:
+        improved = False
+        for place, other in itertools.product(range(experts), range(products.layers)):
+            swapped = [*chosen[:place], other, *chosen[place + 1 :]]
+            if other not in chosen and (value := total(swapped)) < best - 1e-9:
+                chosen, best, improved = swapped, value, True
+    return sorted(chosen)
+
+
+def combination_errors(products: Products, k: int) -> Tensor:
+    """The squared error of layer l with the best convex combination of feed-forwards i and j (k = 1: i alone): (l, i, j)."""
+    n = products.layers
+    grams = torch.zeros(n, n, n, device=products.gram.device).index_add(0, products.layer, products.gram)  # of each layer's tokens
+    alone = torch.stack([grams[layer].diagonal() - 2 * grams[layer, layer] + grams[layer, layer, layer] for layer in range(n)])
+    if k == 1:
+        return torch.where(torch.eye(n, dtype=torch.bool), alone.unsqueeze(2), torch.inf)
+    # With error vectors r_i = y_i − y_l the error of a r_i + (1 − a) r_j is least at a = ⟨r_j, r_j − r_i⟩ / ‖r_j − r_i‖².
+    own = torch.stack([grams[layer, layer] for layer in range(n)])  # ⟨y_i, y_l⟩: (layers, n)
+    energy = own.diagonal().view(n, 1, 1)
+    inner = grams - own.unsqueeze(2) - own.unsqueeze(1) + energy  # ⟨r_i, r_j⟩
+    first, second = alone.unsqueeze(2), alone.unsqueeze(1)
+    apart = (first + second - 2 * inner).clamp_min(1e-12)
+    share = ((second - inner) / apart).clamp(0, 1)
+    return share.square() * first + (1 - share).square() * second + 2 * share * (1 - share) * inner
+
+
+# ── Router ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gates_of(logits: Tensor, k: int, renormalize: bool) -> Tensor:
+    """The gates of all experts, zero but for the K largest: (tokens, E)."""
+    probabilities = logits.softmax(-1)
+    kept, selected = probabilities.topk(k, -1)
+    if renormalize:
+        kept = kept / kept.sum(-1, keepdim=True)
+    return torch.zeros_like(probabilities).scatter(-1, selected, kept)
+
+
+@torch.enable_grad()
+def fit_router(products: Products, sources: Tensor, start: Tensor, k: int, renormalize: bool, uncalibrated: Tensor) -> Tensor:
+    """The router, (E, d), after `STEPS` steps from `start`; `uncalibrated` is the squared error of each layer without data."""
+    weights = token_weights(products.x)
+    scale = (weights @ products.x.square() / weights.sum()).sqrt().clamp_min(1e-12)
+    x = products.x / scale
+    weight = nn.Parameter(start.float() * scale)
+    nearest = nearest_experts(products, sources)  # (layers, E)
+    optimizer = torch.optim.Adam([weight], lr=RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for step in range(STEPS):
+        logits = x @ weight.t()
+        if 2 * step < STEPS:
+            right = logits.masked_fill(~nearest[products.layer], -torch.inf).logsumexp(-1) - logits.logsumexp(-1)
+            loss = -(right @ weights) / weights.sum()
+        else:
+            errors = products.errors(sources, gates_of(logits, k, renormalize))
+            loss = errors.mean() + WORSE * (errors - uncalibrated).clamp_min(0).mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+    return weight.detach() / scale
+
+
+def nearest_experts(products: Products, sources: Tensor) -> Tensor:
+    """For each layer, which experts compute what is nearest to it: (layers, E)."""
+    errors = torch.stack(
+        [
+            products.errors(sources, F.one_hot(torch.full_like(products.layer, e), len(sources)).float())
+            for e in range(len(sources))
+        ],
+        1,
+    )
+    return errors <= errors.amin(1, keepdim=True) + 1e-6
+
+
+# ── Both ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureStart:
+    """Which feed-forward of its group each expert is, the router, and the relative error of each layer on held-out tokens."""
+
+    sources: tuple[int, ...]
+    router: Tensor
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+
+def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, renormalize: bool) -> dict[str, MixtureStart]:
+    """The start of the mixture of each group of several layers, by the group's name; a group that got no data has none."""
+    assert edit.calibration is not None
+    starts: dict[str, MixtureStart] = {}
+    several = [group for group in groups if len(group.sites) > 1]
+    fitted, held_out = (record_inputs(several, edit.model, part) for part in split_calibration(edit.calibration, TOKENS))
+    for group in several:
+        x, held_x = ([inputs[site.path] for site in group.sites] for inputs in (fitted, held_out))
+        router = torch.empty(experts, group.sites[0].width, device=x[0].device).normal_(std=ROUTER_SPREAD)
+        bound = group.bound_to(edit.model)
+        products, held_products = (Products.of(bound, one, edit.model) for one in (x, held_x))
+        sources, choose = group.source_indices(experts), not group.chosen
+        starts[group.name] = fit_mixture(products, held_products, sources, router, k, renormalize, choose=choose)
+    return starts
+
+
+def record_inputs(groups: Sequence[Group], model: nn.Module, calibration: Calibration) -> dict[str, Tensor]:
+    """The input of each feed-forward, by path: (tokens, d), at most `TOKENS` in a group."""
+    rows: dict[str, list[Tensor]] = {site.path: [] for group in groups for site in group.sites}
+    first = {site.path: site.bypassed[0] if site.bypassed else site.path for group in groups for site in group.sites}
+    calibration.observe(model, {first[path]: recorder(parts) for path, parts in rows.items()})
+    size = {site.path: max(1, TOKENS // len(group.sites)) for group in groups for site in group.sites}
+    return {path: thinned(torch.cat(parts), size[path]) for path, parts in rows.items()}
+
+
+def recorder(parts: list[Tensor]) -> Callable[[Tensor], None]:
+    def keep(x: Tensor) -> None:
+        parts.append(x.clone())
+
+    return keep
+
+
+def thinned(x: Tensor, most: int) -> Tensor:
+    """At most so many rows of x, at even distances."""
+    return x[torch.arange(most, device=x.device) * len(x) // most] if len(x) > most else x
+
+
+def fit_mixture(
+    fitted: Products, held_out: Products, spread: Sequence[int], router: Tensor, k: int, renormalize: bool, *, choose: bool = True
+) -> MixtureStart:
+    """The best start of a mixture whose uncalibrated one has the `spread` sources and this `router`, (E, d)."""
+
+    def errors(products: Products, sources: Sequence[int], weight: Tensor) -> Tensor:
+        gates = gates_of(products.x @ weight.float().t(), k, renormalize)
+        return products.errors(torch.tensor(sources), gates)
+
+    plain = errors(fitted, spread, router)
+    best, before = (tuple(spread), router), errors(held_out, spread, router)
+    after = before
+    experts = len(spread)
+    chosen = tuple(choose_sources(fitted, experts, k)) if choose and experts < fitted.layers else tuple(spread)
+    for sources in dict.fromkeys((tuple(spread), chosen)):
+        weight = fit_router(fitted, torch.tensor(sources), router, k, renormalize, plain).to(router.dtype)
+        found = errors(held_out, sources, weight)
+        if bool((found <= before).all()) and float(found.mean()) < float(after.mean()):
+            best, after = (sources, weight), found
+    return MixtureStart(*best, tuple(before.sqrt().tolist()), tuple(after.sqrt().tolist()))

@@ -1,0 +1,105 @@
+"""The calls that a model makes of its modules on calibration data, kept so that what replaces a module can be called likewise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from retrofit.runtime.calibration import Calibration, real_tokens
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.probes import accepts, run
+
+
+class Stop(Exception):
+    """All the calls have been recorded; the rest of the forward is not needed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedCall:
+    """One call of a module: its arguments, what it returned, and which tokens are no padding."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    masks: tuple[Tensor, ...]  # (batch, length) of the inputs, true for real tokens
+
+    def real(self, stream: Tensor) -> Tensor:
+        """The tokens of a stream, (batch, length, d) or (length, batch, d), that are no padding: (tokens, d)."""
+        for mask in self.masks:
+            if mask.shape == stream.shape[:2]:
+                return stream[mask]
+            if mask.shape == stream.shape[1::-1]:
+                return stream[mask.t()]
+        return stream.reshape(-1, stream.shape[-1])
+
+    def repeat(self, module: nn.Module) -> Any:
+        """What `module` returns for the same arguments."""
+        return module(*self.args, **self.kwargs)
+
+
+@torch.no_grad()
+def record_calls(
+    model: nn.Module, calibration: Calibration, paths: Collection[str], *, calls: int | None = None
+) -> dict[str, list[RecordedCall]]:
+    """The calls of the modules at `paths` in evaluation mode, in order, without caches; the model is left as it was.
+
+    With `calls`, a batch's forward ends once so many have been made in it.
+    """
+    found: dict[str, list[RecordedCall]] = {path: [] for path in paths}
+    without_cache = {"use_cache": False} if accepts(model, "use_cache") else {}
+    with evaluation_mode(model):
+        for batch in calibration.batches:
+            inputs = named_inputs(model, batch)
+            recorder = Recorder(tuple(real_tokens(model, inputs)), found, calls)
+            handles = [model.get_submodule(path).register_forward_hook(recorder.hook(path), with_kwargs=True) for path in paths]
+            try:
+                run(model, {**inputs, **without_cache})
+            except Stop:
+                pass
+            finally:
+                for handle in handles:
+                    handle.remove()
+    return found
+
+
+class Recorder:
+    """Keeps the calls of one forward; a tensor that several calls receive is kept once."""
+
+    def __init__(self, masks: tuple[Tensor, ...], found: Mapping[str, list[RecordedCall]], calls: int | None) -> None:
+        self.masks, self.found, self.left = masks, found, calls
+        self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of tensors, by identity and version
+
+    def hook(self, path: str) -> Any:
+        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            args, kwargs, output = pytree.tree_map(self.kept, (args, kwargs, output), is_leaf=is_cache)
+            self.found[path].append(RecordedCall(args, kwargs, output, self.masks))
+            if self.left is not None:
+                self.left -= 1
+                if not self.left:
+                    raise Stop
+
+        return record
+
+    def kept(self, value: Any) -> Any:
+        """A copy of a tensor, since the model may change it in place; no cache."""
+        if is_cache(value):
+            return None
+        if not isinstance(value, Tensor):
+            return value
+        key = id(value), value._version
+        if key not in self.copies:
+            self.copies[key] = value, value.detach().clone()
+        return self.copies[key][1]
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a model's cache of keys and values."""
+    from transformers.cache_utils import Cache
+
+    return isinstance(value, Cache)

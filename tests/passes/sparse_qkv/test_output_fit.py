@@ -1,0 +1,106 @@
+"""A sparse attention fitted to what the dense one returns: planted, on data, never worse, the same every time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import zoo
+from torch import Tensor, nn
+
+from retrofit.anatomy.attention_parsing import find_attention_sites
+from retrofit.anatomy.attention_sites import weights_by_letter
+from retrofit.anatomy.inspection import inspect
+from retrofit.passes import SparseQKV
+from retrofit.passes.sparse_qkv.least_squares_fit import SecondMoments, dense_matrices, fit_to_data
+from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
+from retrofit.passes.sparse_qkv.output_fit import scope_of
+from retrofit.passes.sparse_qkv.sparse_projections import absorbed_values
+from retrofit.rewriting import apply_reported
+
+
+def projection(seed: int = 0) -> ModularProjection:
+    torch.manual_seed(seed)
+    return ModularProjection("mult-conv", 24, 4, 6, dict.fromkeys("qkv", 1), 3, torch.empty(0))
+
+
+def test_moments_are_those_of_a_loop_and_no_row_decides() -> None:
+    x = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
+    x[3] *= 1000
+    moments = SecondMoments()
+    moments(x)
+    median = sorted(float(row @ row) for row in x)[(len(x) - 1) // 2]
+    weights = [min(1.0, median / float(row @ row)) for row in x]
+    expected = sum(weight * torch.outer(row, row) for weight, row in zip(weights, x, strict=True)) / sum(weights)
+    torch.testing.assert_close(moments.mean(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_matrix_that_is_modular_where_the_inputs_lie_is_found_by_data_only() -> None:
+    planted = {letter: value.detach().flatten(1) for letter, value in dense_matrices(projection(1)).items()}
+    basis = torch.linalg.qr(torch.randn(24, 24, generator=torch.Generator().manual_seed(2))).Q
+    hidden = basis[:, 8:] @ torch.randn(16, 24, generator=torch.Generator().manual_seed(3))
+    weights = {letter: value + hidden for letter, value in planted.items()}
+    moments = basis[:, :8] @ basis[:, :8].t()
+    before, after = fit_to_data(projection(4), weights, moments, moments)
+    assert all(after[letter] < 0.7 * before[letter] for letter in "qkv")
+
+
+def test_a_fit_that_is_worse_on_data_held_out_is_not_taken() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = {letter: torch.randn(24, 24, generator=generator) for letter in "qkv"}
+    basis = torch.linalg.qr(torch.randn(24, 24, generator=generator)).Q
+    layer = projection()
+    before, after = fit_to_data(layer, weights, basis[:, :4] @ basis[:, :4].t(), basis[:, 4:] @ basis[:, 4:].t())
+    assert before == after
+    again, _ = fit_to_data(projection(), weights, torch.eye(24), basis[:, 4:] @ basis[:, 4:].t())
+    assert again == before
+
+
+@pytest.mark.parametrize(
+    ("attention", "out", "scope"),
+    [
+        ("h.0.attn", "h.0.attn.o", "h.0.attn"),
+        ("h.0.attn.self", "h.0.attn.output.dense", "h.0.attn"),
+        ("h.0.attn", None, "h.0.attn"),
+        ("attn", "out", ""),
+    ],
+)
+def test_what_is_compared_holds_the_attention_and_its_output_layer(attention: str, out: str | None, scope: str) -> None:
+    assert scope_of(attention, out) == scope
+
+
+def test_where_all_heads_attend_alike_the_absorbed_values_need_no_output_layer() -> None:
+    """Query heads with values of their own: the columns are what the dense values times the output layer are."""
+    entry = zoo.entry("masked/bert")
+    model = zoo.build(entry)
+    anatomy = inspect(model)
+    site = find_attention_sites(anatomy, [(anatomy.stacks[0], 0)])[0][0]
+    weights = weights_by_letter(site, model)
+    assert site.out is not None
+    out = model.get_parameter(site.out.weight).detach().t()
+    torch.testing.assert_close(absorbed_values(site, weights, model)["v"], weights["v"] @ out, rtol=1e-4, atol=1e-6)
+
+
+def fitted(name: str, spec: SparseQKV) -> tuple[nn.Module, nn.Module, Tensor, tuple[Any, ...]]:
+    entry = zoo.entry(name)
+    model = zoo.build(entry)
+    dense = copy.deepcopy(model)
+    ids = zoo.inputs(entry, model, batch=16, length=12)["input_ids"]
+    torch.manual_seed(0)
+    one = apply_reported(model, spec, calibration=ids, verify=False).rewrites[0]
+    return model, dense, ids, one.notes
+
+
+@pytest.mark.parametrize(("name", "output"), [("causal/llama", "none"), ("masked/bert", "keep")])
+def test_no_attention_is_worse_on_windows_held_out(name: str, output: str) -> None:
+    model, dense, ids, notes = fitted(name, SparseQKV(output=output, layers="0-1"))
+    results = [note.values for note in notes if note.kind.startswith("relative error of the result")]
+    letters = [note.values for note in notes if "result" not in note.kind]
+    assert len(results) == 2 and len(letters) == 6
+    assert all(values["after"] <= values["before"] for values in results) and results[0]["after"] < results[0]["before"]
+    again = fitted(name, SparseQKV(output=output, layers="0-1"))[0]
+    assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model(ids).logits.shape == dense(ids).logits.shape
