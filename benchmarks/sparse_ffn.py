@@ -31,6 +31,7 @@ BYTES = 400e6  # of weights, many times the caches
 def main() -> None:
     parser = argparse.ArgumentParser(description="The sparse feed-forward against the dense one.")
     parser.add_argument("--sizes", type=parse_size, nargs="+", default=SIZES, metavar="d,d_ff,N")
+    parser.add_argument("--active", type=int, default=1, help="k units of N")
     parser.add_argument("--crossover", action="store_true", help="the two inference paths against each other")
     parser.add_argument("--counts", type=int, nargs="+", default=(1, 4, 16, 64, 256), help="numbers of tokens for --crossover")
     parser.add_argument("--threads", type=int, default=1)
@@ -99,6 +100,7 @@ def make_blocks(d: int, d_ff: int, n: int, options: argparse.Namespace) -> list[
         "hard": 0.3,
         "multiply": False,
         "scale": False,
+        "active": options.active,
     }
     blocks = []
     for _ in range(max(1, round(BYTES / (2 * d * d_ff * torch.finfo(how["dtype"]).bits / 8)))):

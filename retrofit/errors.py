@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+NO_WAY_OUT = "none that retrofit offers"
+
 
 class RetrofitError(Exception):
-    """A failure with what it concerns, the reason and the remedy."""
+    """A failure with what it concerns, the reason and the remedy; its text says so where there is none."""
 
     def __init__(self, what: str, *, why: str = "", remedy: str = "") -> None:
         self.what, self.why, self.remedy = what, why, remedy
@@ -16,8 +18,7 @@ class RetrofitError(Exception):
         lines = [self.what]
         if self.why:
             lines.append(f"  why: {self.why}")
-        if self.remedy:
-            lines.append(f"  way out: {self.remedy}")
+        lines.append(f"  way out: {self.remedy or NO_WAY_OUT}")
         return "\n".join(lines)
 
 
@@ -51,6 +52,11 @@ class VerificationError(RetrofitError):
     def __init__(self, what: str, *, report: Any = None, why: str = "", remedy: str = "") -> None:
         super().__init__(what, why=why, remedy=remedy)
         self.report = report
+
+
+def join_remedies(one: str, other: str) -> str:
+    """Two ways out as one."""
+    return f"{one}; or {other}" if one else other
 
 
 def first_line(error: BaseException) -> str:

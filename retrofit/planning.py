@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import nn
+from torch import fx, nn
 
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.anatomy.sites import NearMiss
 from retrofit.anatomy.wording import format_change
-from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError
-from retrofit.pipeline.protocol import AnyPass, Plan
+from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, join_remedies
+from retrofit.pipeline.protocol import AnyPass, Plan, Recipe
 from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
-from retrofit.rewriting import Progress, parse_passes, prepare_model
+from retrofit.rewriting import BECOMES_GRAPH, GRAPH_WAY_OUT, Progress, parse_passes, prepare_model
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.line_folding import fold_lines
+from retrofit.runtime.skeletons import without_weights
 from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.runtime.wrapped_models import transformer_inside
+from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
 
 
@@ -71,6 +71,23 @@ class RecipePlan:
         """Whether every pass finds something to rewrite."""
         return all(one.fits for one in self.passes)
 
+    def with_note(self, note: str) -> RecipePlan:
+        """The same with a note on the first pass."""
+        first, *others = self.passes
+        noted = dataclasses.replace(first, plan=dataclasses.replace(first.plan, notes=(*first.plan.notes, note)))
+        return dataclasses.replace(self, passes=(noted, *others))
+
+    def with_way_out(self, way_out: str) -> RecipePlan:
+        """The same with a further remedy for the first near miss of each pass that fits nowhere."""
+        passes = []
+        for one in self.passes:
+            misses = one.plan.near_misses
+            if not one.fits and misses:
+                first = dataclasses.replace(misses[0], remedy=join_remedies(misses[0].remedy, way_out))
+                one = dataclasses.replace(one, plan=dataclasses.replace(one.plan, near_misses=(first, *misses[1:])))
+            passes.append(one)
+        return dataclasses.replace(self, passes=tuple(passes))
+
     def __str__(self) -> str:
         lines = [line for one in self.passes for line in (*one.lines(), "")]
         lines.append(f"parameters       {format_change(self.parameters_before, self.parameters_after)}")
@@ -105,11 +122,29 @@ def plan_of(
     """What `apply(model, *passes)` would rewrite and what it would leave alone and why, and what the result would cost.
 
     `model` does not change: the first plan is read off the model itself, and every plan is carried out on a copy without weights.
-    A pass that fits nowhere has a plan without sites, and the passes after it are planned as if it were not there. Raises
-    `RetrofitError` where the model cannot be captured or holds no transformer, `SpecError` where a pass cannot be parsed.
+    A pass that fits nowhere has a plan without sites, and the passes after it are planned as if it were not there; where `apply`
+    would rewrite the graph of the model instead, the plan is that for the graph. Raises `RetrofitError` where the model cannot be
+    captured or holds no transformer, `SpecError` where a pass cannot be parsed.
     """
     report = progress or (lambda stage: None)
     parsed = parse_passes(passes)
+    plan, planned_as = plan_once(model, parsed, example_inputs, emit, report)
+    if (plan.fits and plan.flops_after is not None) or emit == "graph" or isinstance(planned_as, fx.GraphModule):
+        return plan
+    report("planning for its graph")
+    try:
+        as_graph, _ = plan_once(model, parsed, example_inputs, "graph", report)
+    except RetrofitError:
+        return plan
+    if not as_graph.fits or as_graph.flops_after is None:
+        return plan
+    if transformers_bookkeeping.is_transformers(planned_as):
+        return plan if plan.fits else plan.with_way_out(GRAPH_WAY_OUT)
+    return as_graph.with_note(BECOMES_GRAPH)
+
+
+def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, report: Progress) -> tuple[RecipePlan, nn.Module]:
+    """The plan for the model's modules, or its graph; and the model that it is for."""
     with preserve_random_state():
         model = transformer_inside(model, example_inputs)
         model, inputs, program = prepare_model(model, example_inputs, emit, report)
@@ -126,7 +161,7 @@ def plan_of(
         report("counting the cost of the result")
         flops_before = flops_per_token(program)
         flops_after = skeleton_flops(skeleton, inputs) if done else flops_before
-    return RecipePlan(tuple(planned), count_parameters(model), count_parameters(skeleton), flops_before, flops_after)
+    return RecipePlan(tuple(planned), count_parameters(model), count_parameters(skeleton), flops_before, flops_after), model
 
 
 def plan_pass(one: AnyPass, anatomy: Anatomy, skeleton: nn.Module) -> Plan:
@@ -157,17 +192,6 @@ def inspect_skeleton(skeleton: nn.Module, inputs: dict[str, Any], one: AnyPass, 
             why=f"without its weights the model cannot be captured: {error.why or error.what}",
             remedy=f"apply {', '.join(done)} first, then plan {one.name}",
         ) from error
-
-
-def without_weights(model: nn.Module) -> nn.Module:
-    """A copy of the model on the meta device: its tensors have shapes and no values, tied ones are tied."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    attributes = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
-    for tensor in (*model.buffers(), *attributes):
-        memo.setdefault(id(tensor), torch.empty_like(tensor, device="meta", requires_grad=False))
-    return copy.deepcopy(model, memo)
 
 
 def skeleton_flops(skeleton: nn.Module, inputs: dict[str, Any]) -> int | None:

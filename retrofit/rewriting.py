@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -12,7 +13,8 @@ from retrofit.anatomy.inspection import read_anatomy
 from retrofit.checks.reference import Reference
 from retrofit.checks.report import Report
 from retrofit.checks.verify import check_rewrite
-from retrofit.errors import CaptureError, DoesNotFitError, SpecError, VerificationError, first_line
+from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, SpecError, VerificationError, first_line, join_remedies
+from retrofit.graphs.fits_as_graph import fits_as_graph
 from retrofit.graphs.graph_module import graph_module
 from retrofit.graphs.shape_prop import propagate_shapes
 from retrofit.pipeline import recipe_storage
@@ -32,6 +34,8 @@ from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
 
 Model = TypeVar("Model", bound=nn.Module)
+BECOMES_GRAPH = "the modules of the model cannot hold this, so the result is a graph module on the same parameters"
+GRAPH_WAY_OUT = "rewrite its graph, without its class, cache and generate: retrofit.apply(model, …, emit='graph')"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +62,8 @@ def apply(
     """`model`, rewritten by `passes` in order, in place where its modules allow; on any failure it is what it was before the call.
 
     `emit="graph"` gives the rewritten model as an FX graph module on the same parameters and leaves `model` itself alone; so does a
-    model whose layers are no modules.
+    model whose layers are no modules, and one whose modules a pass does not fit but whose graph it fits. A transformers model
+    would lose its class, its cache and `generate`: it becomes a graph only where `emit` says so. A refusal says where that works.
 
     Of a module that only feeds one transformers model, such as a sentence-transformers pipeline, that model is rewritten.
 
@@ -89,6 +94,45 @@ def apply_reported(
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         why = f"data is used by {fitted}"
         raise SpecError("calibration= was given, but none of the passes uses it", why=why, remedy="leave it out")
+    how = functools.partial(
+        rewrite_once,
+        passes=chosen,
+        example_inputs=example_inputs,
+        calibration=calibration,
+        verify=verify,
+        say=say,
+        count_flops=count_flops,
+    )
+    try:
+        return how(model, emit=emit)
+    except DoesNotFitError as refusal:
+        if emit == "graph" or isinstance(model, fx.GraphModule):
+            raise
+        say("trying its graph")
+        inside = transformer_inside(model, example_inputs)
+        if transformers_bookkeeping.is_transformers(inside):
+            if fits_as_graph(inside, chosen, named_inputs(inside, example_inputs)):
+                refusal.remedy = join_remedies(refusal.remedy, GRAPH_WAY_OUT)
+            raise
+        try:
+            return how(model, emit="graph", note=f"{BECOMES_GRAPH}: {refusal.why or refusal.what}")
+        except RetrofitError:  # the graph cannot hold it either
+            raise refusal from None
+
+
+def rewrite_once(
+    model: nn.Module,
+    *,
+    passes: Recipe,
+    example_inputs: Any,
+    calibration: Any,
+    verify: bool,
+    emit: str,
+    say: Progress,
+    count_flops: bool,
+    note: str = "",
+) -> Applied:
+    """What `apply_reported` does, on the model's modules or on its graph; `note` is told with the first pass."""
     whole, model = model, transformer_inside(model, example_inputs)
     fed = model if model is not whole else None
     before = sum(parameter.numel() for parameter in model.parameters())
@@ -103,7 +147,9 @@ def apply_reported(
         edit.set_attribute(model, "retrofit_inputs", recipe_storage.describe_inputs(inputs))
     try:
         recipe_storage.make_room(model, edit)
-        accounts, dense_flops = run_passes(model, chosen, inputs, edit, say, dense)
+        accounts, dense_flops = run_passes(model, passes, inputs, edit, say, dense)
+        if note:
+            accounts = (dataclasses.replace(accounts[0], notes=(note, *accounts[0].notes)), *accounts[1:])
         recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)))
         edit.set_attribute(model, "retrofit_rewrites", (*with_current_names(rewrites(model) or (), edit.dense, edit), *accounts))
         edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))

@@ -106,6 +106,7 @@ from retrofit.runtime.calibration_split import sample_calibration as sample_cali
 from retrofit.runtime.calibration_split import split_calibration as split_calibration
 from retrofit.runtime.dense_predictions import DensePredictions as DensePredictions
 from retrofit.runtime.recorded_calls import RecordedCall as RecordedCall
+from retrofit.runtime.recorded_calls import float_tensors as float_tensors
 from retrofit.runtime.recorded_calls import record_calls as record_calls
 from retrofit.runtime.weighted_errors import token_weights as token_weights
 from retrofit.runtime.weighted_errors import weighted_error as weighted_error

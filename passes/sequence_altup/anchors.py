@@ -49,17 +49,21 @@ def match_rows(value: Tensor, rows: Tensor, batch: int | None) -> tuple[Tensor, 
     return value, rows.repeat_interleave(times, 0) if times > 1 else rows
 
 
-def hide_keys(mask: Tensor, dim: int, visible: Tensor, batch: int | None) -> Tensor:
-    """`mask`, in which keys, along `dim`, are hidden where `visible` (rows, keys) is false."""
+def hide_keys(mask: Tensor, dim: int, visible: Tensor, batch: int | None, zero_is_real: bool = False) -> Tensor:
+    """`mask`, in which keys, along `dim`, are hidden where `visible` (rows, keys) is false.
+
+    With `zero_is_real` a mask by tokens alone is added to the scores, or not zero where there is padding.
+    """
     if visible.shape[0] > 1:
         mask, visible = match_rows(mask, visible, batch)
     shape = [1] * mask.dim()
     shape[batch or 0], shape[dim] = visible.shape
     visible = visible.view(shape)
     if mask.dtype == torch.bool:
-        return mask & visible
-    is_added = mask.is_floating_point() and mask.dim() > 2
-    return mask.masked_fill(~visible, torch.finfo(mask.dtype).min if is_added else 0)
+        return mask | ~visible if zero_is_real else mask & visible
+    if mask.is_floating_point() and (mask.dim() > 2 or zero_is_real):
+        return mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
+    return mask.masked_fill(~visible, int(zero_is_real))
 
 
 # ── Anchors ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -29,7 +29,7 @@ def infer_arguments(one: Candidate) -> Dims:
             raise unfit(f"{path[0]} follows the tokens along {len(dims.positions)} dimensions")
         if dims.positions and is_mask(one, path, dims, nodes.get(path)):
             found[path] = dataclasses.replace(dims, shows_padding=True)
-    found = without_query_masks(found)
+    found = with_inverted_masks(one, without_query_masks(found), nodes)
     require_readable_masks(one, found, nodes)
     return found
 
@@ -48,6 +48,17 @@ def without_query_masks(found: Dims) -> Dims:
         return found
     silent = {path for path, dims in found.items() if dims.rank == 4 and dims.positions == (2,)}
     return {path: dataclasses.replace(dims, shows_padding=False) if path in silent else dims for path, dims in found.items()}
+
+
+def with_inverted_masks(one: Candidate, found: Dims, nodes: dict[ArgumentPath, fx.Node]) -> Dims:
+    """A mask by tokens alone that reads as all padding, where there is none, is one in which zero stands for real tokens."""
+    changed = {}
+    for path, dims in found.items():
+        inverted = dataclasses.replace(dims, zero_is_real=True)
+        by_tokens = dims.shows_padding and len(dims.positions) == 1 and dims.rank == 2
+        if by_tokens and not one.captures.reads_as_unpadded(nodes.get(path), dims):
+            changed[path] = inverted if one.captures.reads_as_unpadded(nodes.get(path), inverted) else dims
+    return found | changed
 
 
 def require_readable_masks(one: Candidate, found: Dims, nodes: dict[ArgumentPath, fx.Node]) -> None:

@@ -140,7 +140,7 @@ class LayerCall:
             tensor = take(tensor, dim, indices, batch)
             batch = 0 if batch is None and tensor.shape[0] == self.x.shape[0] else batch  # it has a row for each sequence now
             if dims.shows_padding and number == last and visible is not None:
-                tensor = hide_keys(tensor, dim, visible, batch)
+                tensor = hide_keys(tensor, dim, visible, batch, dims.zero_is_real)
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()  # attention kernels want masks by rows
 
     def restore_arguments(self, output: Any, returned: Mapping[int | str, ArgumentPath]) -> Any:

@@ -22,7 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
-from retrofit.sdk import DensePredictions, Edit, RecordedCall, record_calls, split_calibration, token_weights, weighted_error
+from retrofit.sdk import (
+    DensePredictions,
+    Edit,
+    RecordedCall,
+    evaluation_mode,
+    record_calls,
+    split_calibration,
+    token_weights,
+    weighted_error,
+)
 
 TOKENS = 2048  # that the scalars of a layer are fitted on
 PREDICTED = 1024  # tokens whose predictions are compared
@@ -38,7 +47,10 @@ START: Scalars = (1.0, 0.0, 1.0)
 
 @dataclasses.dataclass(frozen=True)
 class DenseModel:
-    """What the dense model computes on calibration data: its layers' calls by path, and its predictions."""
+    """What the dense model computes on calibration data: its layers' calls by path, and its predictions.
+
+    A layer whose calls cannot be repeated by themselves is not among the `fitted` ones: it keeps the scalars that it starts with.
+    """
 
     fitted: Mapping[str, list[RecordedCall]]
     held_out: Mapping[str, list[RecordedCall]]
@@ -50,9 +62,11 @@ class DenseModel:
         if edit.calibration is None:
             return None
         fitted, held_out = (record_calls(edit.model, part, paths) for part in split_calibration(edit.calibration, TOKENS))
-        return cls(
-            fitted, held_out, DensePredictions.record(edit.model, *split_calibration(edit.calibration, PREDICTED, PREDICTED))
-        )
+        fitting = {
+            path: calls for path, calls in fitted.items() if calls and calls[0].is_repeatable(edit.model.get_submodule(path))
+        }
+        predictions = DensePredictions.record(edit.model, *split_calibration(edit.calibration, PREDICTED, PREDICTED))
+        return cls(fitting, held_out, predictions)
 
 
 def fit_scalars(edit: Edit, dense: DenseModel) -> None:
@@ -80,9 +94,9 @@ def fit_scalars(edit: Edit, dense: DenseModel) -> None:
     candidates.append({path: bounded(path, scalars_of(layer), nearest[path]) for path, layer in layers.items()})
     distances.append(distance_with(candidates[-1], layers, edit.model, dense.predictions))
     set_all(layers, candidates[distances.index(min(distances))])
-    for layer in layers.values():
-        if layer.b.item() == 1.0:  # the correction takes back what a2 adds
-            edit.expect_late_gradient(layer.get_parameter("a2"))
+    for path in dense.held_out:
+        if strided_layer(edit.model, path).b.item() == 1.0:  # the correction takes back what a2 adds
+            edit.expect_late_gradient(strided_layer(edit.model, path).get_parameter("a2"))
     after = {path: error_of(layer, scalars_of(layer), *held_out[path]) for path, layer in layers.items()}
     edit.note(f"{dense.predictions.unit} on windows held out: {distances[0]:.3f} → {min(distances):.3f}")
     for path in layers:
@@ -118,9 +132,10 @@ def linear(scalars: Scalars) -> tuple[float, float, float]:
 def regression(layer: SequenceAltUpLayer, calls: Sequence[RecordedCall]) -> tuple[Tensor, Tensor]:
     """The three terms of y for each token, and the dense layer's y: (3, tokens, d) and (tokens, d)."""
     terms = []
-    for scalars in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):  # c = 0, c = 1, c = 0
-        set_scalars(layer, scalars)
-        terms.append(torch.cat([call.real(layer.stream_of(call.repeat(layer))) for call in calls]).float())
+    with evaluation_mode(layer):
+        for scalars in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):  # c = 0, c = 1, c = 0
+            set_scalars(layer, scalars)
+            terms.append(torch.cat([call.real(layer.stream_of(call.repeat(layer))) for call in calls]).float())
     set_scalars(layer, START)
     return torch.stack(terms), torch.cat([call.real(layer.stream_of(call.output)) for call in calls]).float()
 

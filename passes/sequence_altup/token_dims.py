@@ -27,6 +27,7 @@ class TokenDims:
     positions: tuple[int, ...]
     batch: int | None  # the dimension whose extent is the batch, or a multiple of it
     shows_padding: bool = False
+    zero_is_real: bool = False  # of a mask by tokens alone: added, or true where there is padding
 
 
 NO_TOKENS = TokenDims(0, (), None)
@@ -77,7 +78,9 @@ def unpadded_tokens(mask: Tensor, dims: TokenDims, batch: int, start: int, lengt
     else:
         visible = mask.narrow(dim, start, length).movedim(dim, -1)
     if visible.is_floating_point():
-        visible = visible > (HIDDEN if mask.dim() > 2 else 0.5)
+        visible = visible > (HIDDEN if mask.dim() > 2 or dims.zero_is_real else 0.5)
+    elif dims.zero_is_real:
+        visible = visible == 0
     elif visible.dtype != torch.bool:
         visible = visible != 0
     rows = dims.batch

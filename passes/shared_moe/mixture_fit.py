@@ -211,6 +211,8 @@ def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, reno
     several = [group for group in groups if len(group.sites) > 1]
     fitted, held_out = (record_inputs(several, edit.model, part) for part in split_calibration(edit.calibration, TOKENS))
     for group in several:
+        if not all(site.path in fitted and site.path in held_out for site in group.sites):
+            continue
         x, held_x = ([inputs[site.path] for site in group.sites] for inputs in (fitted, held_out))
         router = torch.empty(experts, group.sites[0].width, device=x[0].device).normal_(std=ROUTER_SPREAD)
         bound = group.bound_to(edit.model)
@@ -221,12 +223,12 @@ def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, reno
 
 
 def record_inputs(groups: Sequence[Group], model: nn.Module, calibration: Calibration) -> dict[str, Tensor]:
-    """The input of each feed-forward, by path: (tokens, d), at most `TOKENS` in a group."""
+    """The input of each feed-forward that was observed, by path: (tokens, d), at most `TOKENS` in a group."""
     rows: dict[str, list[Tensor]] = {site.path: [] for group in groups for site in group.sites}
     first = {site.path: site.bypassed[0] if site.bypassed else site.path for group in groups for site in group.sites}
     calibration.observe(model, {first[path]: recorder(parts) for path, parts in rows.items()})
     size = {site.path: max(1, TOKENS // len(group.sites)) for group in groups for site in group.sites}
-    return {path: thinned(torch.cat(parts), size[path]) for path, parts in rows.items()}
+    return {path: thinned(torch.cat(parts), size[path]) for path, parts in rows.items() if parts}
 
 
 def recorder(parts: list[Tensor]) -> Callable[[Tensor], None]:

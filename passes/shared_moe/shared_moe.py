@@ -204,8 +204,14 @@ class SharedMoE(Pass[SharedMoEPlan]):
         if edit.calibration is None or not any(len(group.sites) > 1 for group in plan.groups):
             return super().rewrite(anatomy, edit)
         starts = fit_mixtures(plan.groups, edit, self.experts, self.k, self.renormalize)
-        chosen = "/".join("+".join(map(str, start.sources)) for start in starts.values())
-        resolved = dataclasses.replace(self, sources=chosen)
+        if not starts:
+            return super().rewrite(anatomy, edit)
+        sources = [
+            starts[group.name].sources if group.name in starts else group.source_indices(self.experts)
+            for group in plan.groups
+            if len(group.sites) > 1
+        ]
+        resolved = dataclasses.replace(self, sources="/".join("+".join(map(str, one)) for one in sources))
         return resolved.carry_out(dataclasses.replace(resolved.plan(anatomy), starts=starts), edit)
 
     def apply(self, plan: SharedMoEPlan, edit: Edit) -> None:

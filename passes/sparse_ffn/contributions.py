@@ -2,8 +2,11 @@
 
     c_u = |h_u| ‖row u of W_out‖        the length of the vector that unit u adds to y
 
-With data the moments of x and c are those of the data. Without, x is taken as standard normal, which is what a normalisation
-leaves; the covariance of x and c_u is then E[∂c_u/∂x] (Stein's lemma), which depends on the weights alone.
+With data every token counts the same, however large its activations: the moments are those of its shares c_u / ‖c‖, and a token
+whose x is longer than the median weighs as if it were as long. Trained models have a few tokens whose activations are thousands of
+times as large as the others' (Sun et al., Massive Activations in Large Language Models, 2024); one of them would otherwise outweigh
+all others. Without data x is taken as standard normal, which is what a normalisation leaves; the covariance of x and c_u is then
+E[∂c_u/∂x] (Stein's lemma), which depends on the weights alone.
 """
 
 from __future__ import annotations
@@ -50,6 +53,11 @@ class Contributions:
             yield part, self(part)
 
 
+def shares(c: Tensor) -> Tensor:
+    """Contributions as parts of their token's: c_u / ‖c‖, (tokens, d_ff)."""
+    return c / c.norm(dim=1, keepdim=True).clamp_min(1e-30)
+
+
 @dataclasses.dataclass(frozen=True)
 class ContributionMoments:
     """Means and covariances of a feed-forward's input x and the contributions c of its units, in the dense model's order."""
@@ -61,19 +69,29 @@ class ContributionMoments:
 
     @staticmethod
     def of_data(contributions: Contributions, x: Tensor) -> tuple[ContributionMoments, Tensor]:
-        """Those of inputs x, (tokens, d), and how much the units fire together: E[c_u² c_v²], (d_ff, d_ff)."""
+        """Those of inputs x, (tokens, d), and their shares s, and how much the units fire together: E[s_u² s_v²], (d_ff, d_ff)."""
         d, units, like = x.shape[1], len(contributions.lengths), contributions.lengths
         shift = x[:CHUNK].to(like).mean(0)  # near the mean, so that little cancels
-        sums = [like.new_zeros(size) for size in ((d,), (units,), (d, d), (d, units), (units, units))]
+        usual = torch.cat([part.float().norm(dim=1) for part in x.split(CHUNK)]).median().to(like)
+        sums = [like.new_zeros(size) for size in ((), (d,), (units,), (d, d), (d, units), (units, units))]
         for part, c in contributions.chunks(x):
-            part = part - shift
-            energy = c.square()
-            products = (part.sum(0), c.sum(0), part.t() @ part, part.t() @ c, energy.t() @ energy)
+            weight = (usual / part.norm(dim=1, keepdim=True).clamp_min(1e-30)).clamp_max(1.0).square()
+            share, part = shares(c), part - shift
+            energy, weighted = share.square(), weight * part
+            products = (
+                weight.sum(),
+                weighted.sum(0),
+                (weight * share).sum(0),
+                weighted.t() @ part,
+                weighted.t() @ share,
+                energy.t() @ energy,
+            )
             for total, product in zip(sums, products, strict=True):
                 total += product
-        mean, c, xx, xc, coactivation = (total.div_(len(x)) for total in sums)
-        moments = ContributionMoments(mean + shift, c, xx - torch.outer(mean, mean), xc - torch.outer(mean, c))
-        return moments, coactivation
+        weights, *sums, coactivation = sums
+        mean, s, xx, xs = (total.div_(weights.clamp_min(1e-30)) for total in sums)
+        moments = ContributionMoments(mean + shift, s, xx - torch.outer(mean, mean), xs - torch.outer(mean, s))
+        return moments, coactivation.div_(len(x))
 
     @staticmethod
     def of_standard_normal(contributions: Contributions) -> ContributionMoments:

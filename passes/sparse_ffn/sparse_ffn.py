@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.passes.sparse_ffn import reference as once_more
-from retrofit.passes.sparse_ffn.controller_fit import TokenRecorder, fit_start
+from retrofit.passes.sparse_ffn.controller_fit import TokenRecorder, fit_start, spread_out
 from retrofit.passes.sparse_ffn.gate_activation import gate_activation
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.sdk import (
@@ -41,6 +41,8 @@ from retrofit.sdk import (
     selected_depths,
     weight_and_bias,
 )
+
+ENERGY = "energy kept of the outputs"  # what calibration measures at each site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +186,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     def apply(self, plan: SparseFFNPlan, edit: Edit) -> None:
         sites = [site.bound_to(edit.model) for site in plan.feed_forwards]
-        inputs = self.record_inputs(sites, edit) if self.predicts else {}
+        inputs = self.record_inputs(sites, edit) if not self.exact else {}
         for site in sites:
             self.replace(site, inputs.get(site.path), edit)
 
@@ -194,7 +196,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
             return {}
         first_modules = {site.path: site.bypassed[0] if site.bypassed else site.path for site in sites}
         recorders = {path: TokenRecorder() for path in first_modules.values()}
-        edit.calibration.observe(edit.model, recorders)
+        spread_out(edit.calibration).observe(edit.model, recorders)
         recorded = {path: recorders[first].tokens() for path, first in first_modules.items()}
         return {path: tokens for path, tokens in recorded.items() if tokens is not None}
 
@@ -202,7 +204,8 @@ class SparseFFN(Pass[SparseFFNPlan]):
         """A sparse feed-forward with the dense weights replaces the dense one; `x`, (tokens, d), is its calibration input."""
         model, rank = edit.model, self.rank_for(site.width)
         has_values = not model.get_parameter(site.out.weight).is_meta
-        start = fit_start(site, model, self.sparsity, rank, x) if has_values and self.predicts else None
+        fitted_rank = rank if self.controller == "low-rank" else None
+        start = fit_start(site, model, self.sparsity, self.active, fitted_rank, x) if has_values and not self.exact else None
         order = None if start is None else start.order
         rearranged: list[tuple[nn.Parameter, nn.Parameter, Rearranged]] = []
 
@@ -239,10 +242,10 @@ class SparseFFN(Pass[SparseFFNPlan]):
             controller=self.controller,
         )
         if start is not None:
-            for name, values in vars(start.controller).items():
+            for name, values in vars(start.controller).items() if start.controller is not None else ():
                 getattr(block, name).copy_(values)
             if start.finding:
-                edit.note(f"{site.name}: {start.finding}")
+                edit.note(ENERGY, site.name, start.finding, form=".1%")
         install_feed_forward(site, block, edit)
         for dense, new, layout in rearranged:
             edit.rearrange_parameter(dense, new, block, layout, "a row for each hidden unit, in blocks")

@@ -14,9 +14,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from retrofit.sdk import RecordedCall, evaluation_mode, weighted_error
+from retrofit.sdk import RecordedCall, evaluation_mode, float_tensors, weighted_error
 
 STEPS = 40  # of Adam
 RATE = 0.03  # of Adam, relative to a parameter's root mean square; falls to zero along a cosine
@@ -31,6 +30,12 @@ class DenseAttention:
     path: str  # of the module that holds the attention and its output layer
     fitted: Sequence[RecordedCall]
     held_out: Sequence[RecordedCall]
+
+    def is_repeatable(self, module: nn.Module) -> bool:
+        """Whether its calls return a stream, and the same again where `module`, the dense one, is called by itself."""
+        calls = [*self.fitted, *self.held_out]
+        returns_stream = all(any(one.dim() == 3 for one in float_tensors(call.output)) for call in calls)
+        return bool(self.fitted and self.held_out) and returns_stream and calls[0].is_repeatable(module)
 
     def error(self, module: nn.Module) -> float:
         """The relative error of the module's results on the windows held out."""
@@ -59,14 +64,7 @@ def results(call: RecordedCall, module: nn.Module) -> tuple[Tensor, Tensor]:
 
 def stream_among(output: object) -> Tensor:
     """The first tensor that a module returned of (batch, tokens, d) numbers."""
-    return next(one for one in pytree.tree_leaves(output) if isinstance(one, Tensor) and one.is_floating_point() and one.dim() == 3)
-
-
-def returns_stream(calls: Sequence[RecordedCall]) -> bool:
-    return bool(calls) and all(
-        any(isinstance(one, Tensor) and one.is_floating_point() and one.dim() == 3 for one in pytree.tree_leaves(call.output))
-        for call in calls
-    )
+    return next(one for one in float_tensors(output) if one.dim() == 3)
 
 
 def fit_results(
@@ -108,6 +106,8 @@ def descend(module: nn.Module, parameters: Sequence[nn.Parameter], calls: Sequen
     with evaluation_mode(module):
         for step in range(STEPS):
             error = weighted_error(*results(calls[step % len(calls)], module))
+            if not error.requires_grad:
+                return
             gradients = torch.autograd.grad(error, trained, allow_unused=True)
             for one, gradient in zip(trained, gradients, strict=True):
                 one.grad = gradient

@@ -22,7 +22,7 @@ from retrofit.passes.sparse_qkv import reference as once_more
 from retrofit.passes.sparse_qkv.attention_plan import AttentionPlan, separate_streams
 from retrofit.passes.sparse_qkv.least_squares_fit import TOKENS, SecondMoments
 from retrofit.passes.sparse_qkv.modular_projection import FEW, ModularShape
-from retrofit.passes.sparse_qkv.output_fit import DenseAttention, Values, fit_results, returns_stream, scope_of
+from retrofit.passes.sparse_qkv.output_fit import DenseAttention, Values, fit_results, scope_of
 from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection, IdentityProjection, SparseOutput, StreamSlice
 from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention
 from retrofit.passes.sparse_qkv.sparse_projections import Moments, SparseProjections
@@ -240,7 +240,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
             record_calls(edit.model, part, set(scopes.values())) for part in split_calibration(edit.calibration, RESULT_TOKENS)
         )
         attentions = {name: DenseAttention(path, fitted[path], held_out[path]) for name, path in scopes.items()}
-        return {name: one for name, one in attentions.items() if returns_stream([*one.fitted, *one.held_out])}
+        return {name: one for name, one in attentions.items() if one.is_repeatable(edit.model.get_submodule(one.path))}
 
     def describe(self, plan: AttentionPlan) -> str:
         """The layers and sizes of one attention in a few words."""

@@ -16,5 +16,9 @@ def selected_depths(text: str, count: int, owner: str) -> set[int]:
             raise SpecError(f"{owner}: cannot read layers={text}", remedy="name depths and ranges joined by +, e.g. 0-5+8")
         chosen.update(range(int(first), int(last or first) + 1))
     if max(chosen, default=-1) >= count:
-        raise SpecError(f"{owner}: layers={text} names depth {max(chosen)}", why=f"the stack has depths 0 to {count - 1}")
+        raise SpecError(
+            f"{owner}: layers={text} names depth {max(chosen)}",
+            why=f"the stack has depths 0 to {count - 1}",
+            remedy="name depths that it has",
+        )
     return chosen

@@ -52,7 +52,11 @@ def load_pass(name: str) -> type[AnyPass]:
         if entry.name == name:
             kind = entry.load()
             if not (isinstance(kind, type) and issubclass(kind, Pass)):
-                raise SpecError(f"the entry point {name!r} is not a retrofit pass", why=f"it is {kind!r}")
+                raise SpecError(
+                    f"the entry point {name!r} is not a retrofit pass",
+                    why=f"it is {kind!r}",
+                    remedy="name a subclass of Pass there",
+                )
             return kind
     imported = next((kind for kind in subclasses(Pass) if getattr(kind, "name", None) == name), None)
     if imported is not None:

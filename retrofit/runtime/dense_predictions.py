@@ -72,9 +72,10 @@ class DensePredictions:
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
             with evaluation_mode(model):
                 for step in range(steps):
-                    gradients = torch.autograd.grad(
-                        self.distance_of(model, self.fitted[step % len(self.fitted)]), parameters, allow_unused=True
-                    )
+                    distance = self.distance_of(model, self.fitted[step % len(self.fitted)])
+                    if not distance.requires_grad:
+                        return
+                    gradients = torch.autograd.grad(distance, parameters, allow_unused=True)
                     for parameter, gradient in zip(parameters, gradients, strict=True):
                         parameter.grad = gradient
                     torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -168,7 +168,11 @@ def logits_of(output: Any) -> torch.Tensor:
     for name in ("logits", "last_hidden_state", *outputs):
         if name in outputs:
             return outputs[name]
-    raise RetrofitError("the model returned no floating-point tensor", why=f"it returned {type(output).__name__}")
+    raise RetrofitError(
+        "the model returned no floating-point tensor",
+        why=f"it returned {type(output).__name__}",
+        remedy="wrap it in a module that returns a tensor, or a mapping of them",
+    )
 
 
 def scale_of(value: torch.Tensor) -> float:

@@ -42,6 +42,20 @@ class RecordedCall:
         """What `module` returns for the same arguments."""
         return module(*self.args, **self.kwargs)
 
+    @torch.no_grad()
+    def is_repeatable(self, module: nn.Module) -> bool:
+        """Whether `module`, which was called, returns the same again for the same arguments, without a cache."""
+        try:
+            with evaluation_mode(module):
+                again = float_tensors(self.repeat(module))
+        except Exception:  # whatever the module's own code raises where it misses its cache
+            return False
+        before = float_tensors(self.output)
+        return len(again) == len(before) > 0 and all(
+            one.shape == other.shape and torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-4, equal_nan=True)
+            for one, other in zip(again, before, strict=True)
+        )
+
 
 @torch.no_grad()
 def record_calls(
@@ -66,6 +80,11 @@ def record_calls(
                 for handle in handles:
                     handle.remove()
     return found
+
+
+def float_tensors(values: Any) -> list[Tensor]:
+    """The floating-point tensors among nested values."""
+    return [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor) and one.is_floating_point()]
 
 
 class Recorder:

@@ -18,6 +18,7 @@ from retrofit.storage.architecture import describe_architecture, empty_model, fi
 from retrofit.storage.directories import fill_from_config
 from retrofit.storage.filling import fill_model, fill_transformers
 
+SAVE_AGAIN = "save it again with retrofit.save"
 FORMAT = "retrofit/1"
 
 
@@ -38,10 +39,14 @@ def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
-                f"{name} is a {type(tensor).__name__} and not a tensor", why="a file that may hold any object could run code"
+                f"{name} is a {type(tensor).__name__} and not a tensor",
+                why="a file that may hold any object could run code",
+                remedy="keep it out of the model's state_dict",
             )
         if tensor.is_meta:
-            raise CheckpointError(f"{name} has no value here", why="it is on the meta device, or offloaded to disk")
+            raise CheckpointError(
+                f"{name} has no value here", why="it is on the meta device, or offloaded to disk", remedy="load the weights first"
+            )
     used: dict[int, set[tuple[int, int]]] = {}
     for tensor in state.values():
         storage = tensor.untyped_storage().data_ptr()
@@ -60,7 +65,9 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
         mapped = zipfile.is_zipfile(path)  # torch's container before 1.6 cannot be mapped
         return torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read", why=error.strerror or str(error)) from error
+        raise CheckpointError(
+            f"{path} cannot be read", why=error.strerror or str(error), remedy="give a file that can be read"
+        ) from error
     except Exception as error:
         foreign = re.search(r"GLOBAL ([\w.]+)|Unsupported class ([\w.]+)|Trying to \w+ (\S+)", str(error))
         if foreign and not allow_pickle:
@@ -121,7 +128,9 @@ def is_checkpoint(content: Any) -> bool:
     kinds = {"architecture": str, "config": dict, "recipe": list, "state_dict": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
     if wrong or not is_state_dict(content["state_dict"]):
-        raise CheckpointError("the checkpoint is incomplete", why=f"not as they should be: {', '.join(wrong) or 'state_dict'}")
+        raise CheckpointError(
+            "the checkpoint is incomplete", why=f"not as they should be: {', '.join(wrong) or 'state_dict'}", remedy=SAVE_AGAIN
+        )
     return True
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from retrofit.runtime.notes import Note, Worst
+from retrofit.surgery.fused_code import SWITCHES, switched_on
 
 if TYPE_CHECKING:
     from retrofit.runtime.calibration import Calibration
@@ -146,7 +147,7 @@ class Edit:
         self.journal.append(restore)
 
     def replace_module(self, path: str, module: nn.Module) -> None:
-        """The submodule at `path`, under every name it is registered by, is `module`."""
+        """The submodule at `path`, under every name it is registered by, is `module`; no code of torch goes past it."""
         old = self.model.get_submodule(path)
         module.train(old.training)
         if not any(part is old for part in module.modules()):
@@ -157,6 +158,8 @@ class Edit:
             for name, child in list(owner._modules.items()):
                 if child is old:
                     self.set_item(owner._modules, name, module)
+        for owner, switch in list(switched_on(self.model, module)):
+            self.set_attribute(owner, switch, SWITCHES[switch])
 
     def add_module(self, owner: nn.Module, name: str, module: nn.Module) -> None:
         """`owner` has the child `module` called `name`."""

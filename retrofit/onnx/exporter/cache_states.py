@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from retrofit.errors import CaptureError
 from retrofit.surgery.cache_memory import SLACK, CacheWithHistories, TokenHistory, histories_of
 
+WITHOUT_CACHE = "export it without its cache: cache='none'"
 KEY_AND_VALUE = {"keys": "key", "values": "value"}  # a cache layer's attributes, and what they are called outside
 HYBRID = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)  # keys and values, and states of a fixed size
 GROWING = ("key", "value", "real")  # last words of the names of states that are empty before any token
@@ -51,7 +52,9 @@ def states_of(cache: Any) -> States:
         named = [(with_side(name, side), value) for side, states in sides.items() for name, value in states.items()]
         return dict(sorted(named, key=lambda item: layer_number(item[0]))) | memory_states(cache)
     if not isinstance(cache, Cache):
-        raise CaptureError("the model keeps no cache of keys and values", why=f"it returned {type(cache).__name__}")
+        raise CaptureError(
+            "the model keeps no cache of keys and values", why=f"it returned {type(cache).__name__}", remedy=WITHOUT_CACHE
+        )
     found: States = {}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, Carrier):
@@ -135,7 +138,11 @@ def token_strides(cache: Any) -> dict[str, int]:
 def memory_states(cache: Cache) -> States:
     held = cache.histories if isinstance(cache, CacheWithHistories) else {}
     if others := [name for name, memory in held.items() if not isinstance(memory, TokenHistory)]:
-        raise CaptureError(f"what {others[0]} keeps in the cache is no list of tensors", why="its layer has no keys and values")
+        raise CaptureError(
+            f"what {others[0]} keeps in the cache is no list of tensors",
+            why="its layer has no keys and values",
+            remedy=WITHOUT_CACHE,
+        )
     return {f"{MEMORY}{name}": memory.last() for name, memory in held.items()}
 
 
@@ -186,6 +193,7 @@ def growth_axes(after: Mapping[int, States]) -> dict[str, int]:
             raise CaptureError(
                 "the model's cache holds more than states of a fixed size and states that grow with each token",
                 why=f"the size of {name} depends on the number of tokens in another way",
+                remedy=WITHOUT_CACHE,
             )
     return found
 
@@ -248,7 +256,9 @@ def new_like(template: Any) -> Any:
     needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in VARIABLE]
     if lacking := [name for name in needed if name not in known]:
         raise CaptureError(
-            f"a {kind.__name__} of the model's cache cannot be constructed anew", why=f"it does not keep its {lacking[0]}"
+            f"a {kind.__name__} of the model's cache cannot be constructed anew",
+            why=f"it does not keep its {lacking[0]}",
+            remedy=WITHOUT_CACHE,
         )
     return kind(**known)
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from retrofit.errors import CaptureError
 from retrofit.onnx.exporter.cache_states import (
+    WITHOUT_CACHE,
     build_cache,
     extra_states,
     growth_axes,
@@ -51,7 +52,9 @@ class Decoder(ExportPart):
         super().__init__(model)
         ids, cache = ids_name(inputs), cache_name(model, inputs)
         if ids is None or cache is None:
-            raise CaptureError("the model keeps no cache", why="its forward takes none of those that it returns")
+            raise CaptureError(
+                "the model keeps no cache", why="its forward takes none of those that it returns", remedy=WITHOUT_CACHE
+            )
         self.ids, self.cache = ids, cache
         tokens = self.tokens(2, max(STATE_LENGTHS), 0)
         alone = {ids: tokens[:, :6], "use_cache": False}
@@ -59,7 +62,7 @@ class Decoder(ExportPart):
         self.template = getattr(model(**{ids: tokens[:, :6], "use_cache": True}), cache)
         self.states = list(states_of(self.template))
         if not self.states:
-            raise CaptureError("the model keeps no cache", why="what it returned as its cache is empty")
+            raise CaptureError("the model keeps no cache", why="what it returned as its cache is empty", remedy=WITHOUT_CACHE)
         self.growing = growth_axes({length: self.states_after(tokens[:, :length]) for length in STATE_LENGTHS})
         self.fixed = [name for name in extra_states(self.template) if name not in self.growing]
         dynamic = (BATCH, PAST) if self.fixed else (BATCH, LENGTH, PAST)

@@ -16,6 +16,8 @@ from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES, PRESENT
 if TYPE_CHECKING:
     import onnxruntime
 
+LATER_RUNTIME = "install a later onnxruntime, or give a whole file"
+SIZES_OF_FILE = "give inputs of the types and sizes that its file declares"
 Tensors = Mapping[str, Tensor]
 DTYPES = {
     "tensor(float)": torch.float32,
@@ -59,19 +61,19 @@ class OnnxSession:
         try:
             self.session: onnxruntime.InferenceSession = ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
         except Exception as error:
-            raise RetrofitError("ONNX Runtime cannot load the model", why=first_line(error)) from error
+            raise RetrofitError("ONNX Runtime cannot load the model", why=first_line(error), remedy=LATER_RUNTIME) from error
         self.inputs = {one.name: one for one in self.session.get_inputs()}
         self.outputs = [one.name for one in self.session.get_outputs()]
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
         """The outputs; inputs that the model does not take are left out. Raises `RetrofitError` where it does not run."""
         if lacking := [name for name in self.inputs if name not in inputs]:
-            raise RetrofitError(f"the model also takes {', '.join(lacking)}")
+            raise RetrofitError(f"the model also takes {', '.join(lacking)}", remedy="give every input that its file declares")
         feed = {name: inputs[name].detach().cpu().contiguous().numpy() for name in self.inputs}
         try:
             results = self.session.run(None, feed)
         except Exception as error:
-            raise RetrofitError("ONNX Runtime cannot run the model", why=first_line(error)) from error
+            raise RetrofitError("ONNX Runtime cannot run the model", why=first_line(error), remedy=SIZES_OF_FILE) from error
         return {name: torch.from_numpy(value) for name, value in zip(self.outputs, results, strict=True)}
 
     @property

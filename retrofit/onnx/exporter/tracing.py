@@ -102,6 +102,7 @@ def size_names(
                 raise CaptureError(
                     f"the {size} of {name} is fixed at {fixed} by the model's code",
                     why="the model was traced with it and takes another path for other sizes",
+                    remedy="export it with its cache, one token a step, where it has one: cache='past'",
                 )
             same = extents.setdefault(size, example[name].shape[axis]) == example[name].shape[axis]
             found.setdefault(str(extent), size if same else f"{name}_{size}")

@@ -68,7 +68,9 @@ class Weights:
         if value in self.computed:
             return self.computed[value]
         if value not in self.initializers:
-            raise CheckpointError(f"{self.path}: nothing computes {value.name}", why=f"the graph {self.graph_name} reads it")
+            raise CheckpointError(
+                f"{self.path}: nothing computes {value.name}", why=f"the graph {self.graph_name} reads it", remedy="export it again"
+            )
         return to_torch(self.initializers[value])
 
     def shape(self, value: onnx_ir.Value) -> tuple[int, ...]:

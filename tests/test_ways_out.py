@@ -1,0 +1,232 @@
+"""A refusal says the way out: what the modules of a model cannot hold is rewritten on its graph, or the message names that way."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from graph_assessment import PASSES
+from support import other_zoos, zoo
+from torch import Tensor, fx, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+import retrofit
+from retrofit.errors import NO_WAY_OUT, DoesNotFitError, RetrofitError
+from retrofit.rewriting import BECOMES_GRAPH, GRAPH_WAY_OUT, apply_reported
+from retrofit.surgery.edit import Edit
+from retrofit.surgery.wrappers import Wrapper
+
+ARCHITECTURES = [
+    "causal/beam",
+    "causal/bitnet",
+    "causal/mamba",
+    "causal/recurrent_gemma",
+    "masked/albert",
+    "masked/funnel",
+    "image/vit",
+]
+VOCABULARY, WIDTH, HEADS, HIDDEN = 61, 32, 4, 96
+
+
+class Masked(nn.Module):
+    """torch's encoder between an embedding and a head, told which tokens are padding."""
+
+    def __init__(
+        self, layers: int = 3, norm_first: bool = False, batch_first: bool = True, act: str = "gelu", bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        one = nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, 0.1, act, batch_first=batch_first, norm_first=norm_first, bias=bias)
+        self.encoder = nn.TransformerEncoder(one, layers)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embedding(input_ids)
+        padding = None if attention_mask is None else attention_mask == 0
+        x = x if self.batch_first else x.transpose(0, 1)
+        states = self.encoder(x, src_key_padding_mask=padding)
+        logits: Tensor = self.head(states if self.batch_first else states.transpose(0, 1))
+        return logits
+
+
+def masked(seed: int = 0, **how: object) -> Masked:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Masked(**how).eval()  # type: ignore[arg-type]
+
+
+def padded() -> dict[str, Tensor]:
+    ids = torch.randint(VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, 7:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def is_what_it_was(model: nn.Module, before: nn.Module) -> bool:
+    state, other = model.state_dict(), before.state_dict()
+    same = state.keys() == other.keys() and all(torch.equal(state[name], other[name]) for name in state)
+    return same and [(name, type(one)) for name, one in model.named_modules()] == [
+        (name, type(one)) for name, one in before.named_modules()
+    ]
+
+
+def learns(model: nn.Module, given: dict[str, Tensor]) -> bool:
+    """Whether a step of training reaches the new parameters and changes the loss."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        output = model(**given)
+        logits = next(iter(output.values())) if isinstance(output, dict) else output
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), given["input_ids"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses[1] < losses[0]
+
+
+# ── torch's own layers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_the_layers_of_torch_cannot_hold_is_rewritten_on_their_graph() -> None:
+    model, given = masked(layers=2), padded()
+    before = copy.deepcopy(model)
+    planned = retrofit.plan_of(model, "sparse-ffn(sparsity=4)", example_inputs=given)
+    applied = apply_reported(model, "sparse-ffn(sparsity=4)", example_inputs=given)
+    assert isinstance(applied.model, fx.GraphModule) and applied.report is not None and applied.report.ok
+    assert BECOMES_GRAPH in applied.rewrites[0].notes[0] and "gelu" in applied.rewrites[0].notes[0]
+    assert planned.fits and planned.passes[0].plan.sites == applied.rewrites[0].sites
+    assert any(BECOMES_GRAPH in note for note in planned.passes[0].plan.notes)
+    assert is_what_it_was(model, before)
+    assert learns(applied.model, given)
+
+
+def test_the_fused_code_of_torch_does_not_go_past_a_new_module() -> None:
+    """With padding, in evaluation mode and without gradients, torch's encoder gives its layers nested tensors."""
+    model, given = masked(), padded()
+    with torch.no_grad():
+        expected = model(**given)
+    rewritten = retrofit.apply(model, "altup(k=2)", example_inputs=given)
+    assert rewritten is model
+    real = given["attention_mask"].bool()
+    with torch.no_grad():
+        found = rewritten(**given)
+    torch.testing.assert_close(found[:, : expected.shape[1]][real[:, : expected.shape[1]]], expected[real[:, : expected.shape[1]]])
+    assert learns(rewritten, given)
+
+
+def test_switches_of_fused_code_are_those_around_a_new_module_and_come_back() -> None:
+    model = masked()
+    edit = Edit(model)
+    edit.replace_module("encoder.layers.1.linear1", Wrapper(model.encoder.layers[1].linear1))
+    first, second, _ = model.encoder.layers
+    assert not model.encoder.use_nested_tensor and not second.activation_relu_or_gelu and first.activation_relu_or_gelu == 2
+    edit.undo()
+    assert model.encoder.use_nested_tensor and second.activation_relu_or_gelu == 2
+
+
+@pytest.mark.parametrize("spec", ["sequence-altup(k=1)"])
+def test_a_mask_by_tokens_in_which_zero_is_real(spec: str) -> None:
+    model, given = masked(), padded()
+    with torch.enable_grad():
+        expected = model(**given)
+    found = retrofit.apply(model, spec, example_inputs=given)(**given)
+    real = given["attention_mask"].bool()
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-5)
+
+
+OPTIONS = [
+    {"norm_first": norm_first, "batch_first": batch_first, "act": act, "bias": bias}
+    for norm_first, batch_first, (act, bias) in itertools.product((False, True), (True, False), (("gelu", True), ("relu", False)))
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", OPTIONS, ids=str)
+@pytest.mark.parametrize("one", PASSES)
+def test_every_pass_on_every_form_of_the_encoder(how: dict[str, object], one: str) -> None:
+    model, given = masked(**how), padded()
+    before = copy.deepcopy(model)
+    applied = apply_reported(model, PASSES[one], example_inputs=given, count_flops=False)
+    assert applied.report is not None and applied.report.ok and applied.rewrites[0].sites
+    assert applied.model is model or (isinstance(applied.model, fx.GraphModule) and is_what_it_was(model, before))
+    assert learns(applied.model, given)
+
+
+# ── The rule ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Brought(PreTrainedModel):
+    """The same as somebody's own transformers model."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        super().__init__(config)
+        self.inside = masked(layers=2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        logits: Tensor = self.inside(input_ids, attention_mask)
+        return logits
+
+
+def test_a_transformers_model_stays_one_and_the_refusal_names_the_graph() -> None:
+    model, given = Brought(PretrainedConfig(vocab_size=VOCABULARY)).eval(), padded()
+    before = copy.deepcopy(model)
+    with pytest.raises(DoesNotFitError) as refused:
+        retrofit.apply(model, "sparse-ffn(sparsity=4)", example_inputs=given)
+    assert GRAPH_WAY_OUT in refused.value.remedy and is_what_it_was(model, before)
+    planned = retrofit.plan_of(model, "sparse-ffn(sparsity=4)", example_inputs=given)
+    assert not planned.fits and GRAPH_WAY_OUT in str(planned)
+    made = retrofit.apply(model, "sparse-ffn(sparsity=4)", example_inputs=given, emit="graph", verify=False)
+    assert isinstance(made, fx.GraphModule)
+
+
+def test_a_refusal_that_no_graph_changes_does_not_name_one() -> None:
+    model, given = other_zoos.built("vision transformer"), other_zoos.examples("vision transformer")
+    before = copy.deepcopy(model)
+    with pytest.raises(DoesNotFitError) as refused:
+        retrofit.apply(model, "sum", example_inputs=given)
+    assert refused.value.remedy and "graph" not in str(refused.value) and is_what_it_was(model, before)
+
+
+def test_an_error_without_a_way_out_says_so() -> None:
+    assert str(RetrofitError("the thing", why="the reason")).endswith(f"way out: {NO_WAY_OUT}")
+    assert NO_WAY_OUT not in str(RetrofitError("the thing", remedy="the remedy"))
+
+
+def refusal_of(model: nn.Module, spec: str, given: dict[str, Tensor], emit: str = "module") -> RetrofitError | None:
+    """Why the pass was refused; None where it was not."""
+    try:
+        retrofit.apply(copy.deepcopy(model), spec, example_inputs=given, emit=emit)
+    except RetrofitError as refusal:
+        return refusal
+    return None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("one", PASSES)
+@pytest.mark.parametrize("kind", other_zoos.MODELS)
+def test_where_the_graph_works_the_model_is_rewritten(kind: str, one: str) -> None:
+    model, given = other_zoos.built(kind), other_zoos.examples(kind)
+    refused = refusal_of(model, PASSES[one], given)
+    if refused is not None:
+        assert refused.remedy and (refused.why or refused.what)
+        assert refusal_of(model, PASSES[one], given, emit="graph") is not None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("one", PASSES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_where_the_graph_of_a_transformers_model_works_the_message_says_so(name: str, one: str) -> None:
+    model = zoo.build(zoo.entry(name)).eval()
+    given = zoo.inputs(zoo.entry(name), model)
+    refused = refusal_of(model, PASSES[one], given)
+    if refused is not None:
+        assert refused.remedy
+        assert (GRAPH_WAY_OUT in refused.remedy) is (refusal_of(model, PASSES[one], given, emit="graph") is None)
