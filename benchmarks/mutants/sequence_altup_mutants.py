@@ -214,8 +214,8 @@ MUTANTS = [
     ),
     dims(
         "a mask that is added to the scores shows tokens as padding that it does not hide",
-        "visible = visible > (HIDDEN if mask.dim() > 2 else 0.5)",
-        "visible = visible > (0.0 if mask.dim() > 2 else 0.5)",
+        "visible = visible > (HIDDEN if mask.dim() > 2 or dims.zero_is_real else 0.5)",
+        "visible = visible > (0.0 if mask.dim() > 2 or dims.zero_is_real else 0.5)",
         trials=on("gpt2-eager", "sequence-altup(k=2, layers=all)"),
     ),
     growing(

@@ -291,8 +291,8 @@ MUTANTS = [
     ),
     start(
         "the controller is fitted to its own opposite",
-        "return Controller(c1.float(), (scale * c2).float(), (scale * bias).float())",
-        "return Controller(c1.float(), (-scale * c2).float(), (-scale * bias).float())",
+        "return Controller(c1.float(), c2.float(), bias.float()).spread_out",
+        "return Controller(c1.float(), -c2.float(), -bias.float()).spread_out",
         trials=ONE,
     ),
     start(
