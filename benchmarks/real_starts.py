@@ -23,10 +23,11 @@ from torch.nn import functional as F
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from retrofit.rewriting import apply_reported
 from retrofit.runtime.atomic_writes import whole_file
+from retrofit.storage.checkpoint import load
 
 SPECS = (
     "sequence-altup(k=2)",
@@ -103,12 +104,7 @@ def folder() -> Path:
 
 
 def read_model() -> nn.Module:
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(folder(), gguf_file=FILE, dtype=torch.float32)
-    for name in ("quantization_config",):
-        if hasattr(model.config, name):
-            delattr(model.config, name)
-    vars(model).pop("hf_quantizer", None)
-    return model.eval()
+    return load(folder() / FILE).eval()
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import re
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -23,8 +22,10 @@ from retrofit.passes.multiplicative import Multiplicative
 from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.rewriting import apply_reported
+from retrofit.runtime.notes import Note
 from retrofit.training.continued_pretraining import continue_pretraining
 
+LETTERS = [f"relative error of {letter}" for letter in "qkv"]
 STARTS = ("weights", "calibrated", "random")
 
 
@@ -49,7 +50,8 @@ def main() -> None:
             model = copy.deepcopy(dense)
             calibration = windows if kind == "calibrated" else None
             applied = apply_reported(model, spec, calibration=calibration, verify=False, count_flops=False)
-            errors = [float(value) for note in applied.rewrites[0].notes for value in re.findall(r"\d\.\d+", note.split(":")[1])]
+            notes = [note for note in applied.rewrites[0].notes if isinstance(note, Note) and note.kind in LETTERS]
+            errors = [list(note.values.values())[-1] for note in notes]
             if kind == "random":
                 draw(model)
             run = continue_pretraining(model, texts, settings(options.steps, 1e-3, 1))

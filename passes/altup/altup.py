@@ -349,8 +349,13 @@ def check_layers(stacks: list[Stack], anatomy: Anatomy) -> None:
         for layer in stack.layers:
             try:
                 layer.stream_places()
-                if shape(anatomy.node(layer.entry))[-1] != stack.width:  # type: ignore[index]
-                    raise DoesNotFitError("the stream is wide", why="the stream is several blocks wide already")
+                entering = shape(anatomy.node(layer.entry))
+                assert entering is not None
+                if entering[-1] != stack.width:
+                    blocks = isinstance(entering[-1], int) and entering[-1] % stack.width == 0
+                    other = f"what enters it is {'×'.join(map(str, entering))}, and the stream is {stack.width} wide"
+                    why = "the stream is several blocks wide already" if blocks else other
+                    raise DoesNotFitError("the stream has another width here", why=why)
             except DoesNotFitError as error:
                 raise DoesNotFitError(
                     f"altup: layer {layer.name or layer.exit} of the {stack.kind} {stack.name or 'stack'} cannot be wrapped",

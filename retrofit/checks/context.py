@@ -40,10 +40,16 @@ class Context:
     def exact_limit(self) -> float:
         """How far the outputs of an exact rewrite may lie from the dense model's in float64.
 
-        A weight that holds a multiple of a dense one, by no power of two, is rounded in its own dtype.
+        A weight that holds a multiple of a dense one is rounded in its own dtype, but for powers of two; also for the
+        fractions among these where the numbers of float16 end.
         """
-        rounded = any(abs(math.frexp(fate.scale)[0]) != 0.5 for fate in self.fates.values())
-        return 4 * torch.finfo(self.subject.arithmetic.stored).eps if rounded else LIMIT
+        precision = torch.finfo(self.subject.arithmetic.stored)
+        scales = {fate.scale for fate in self.fates.values()}
+        if any(abs(math.frexp(scale)[0]) != 0.5 for scale in scales):
+            return 4 * precision.eps
+        if precision.bits == 16 and any(abs(scale) < 1 for scale in scales):
+            return max(LIMIT, 4 * precision.tiny * precision.eps)
+        return LIMIT
 
     @property
     def claimed(self) -> int:
