@@ -7,22 +7,27 @@ process of its own: reading it with `from_pretrained`, its file dropped from the
 `apply`, for each spec with and without verification. Peak memory is the most that was resident while `apply` ran, less what the
 process held before it read the model: the model itself counts, whether its weights are mapped from the file or copied from it.
 Seconds are those that passed; busy are those that the process kept a processor, which say more on a machine that others use too.
+With `--by-check` each verified row is followed by what its parts took: busy seconds and forwards of the model.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+DEEP = {"num_hidden_layers": 22, "vocab_size": 32000}
 SIZES: dict[str, dict[str, Any]] = {
-    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "vocab_size": 32000},
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, **DEEP},
+    "300m": {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, **DEEP},
     "smoke": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 2000},
 }
 SPECS = ("altup(k=2, embedding=wide)", "altup(k=2, embedding=recycled)")
@@ -61,7 +66,53 @@ def save_model(options: argparse.Namespace) -> None:
     model.save_pretrained(options.folder, max_shard_size="100GB")
 
 
-def timed(options: argparse.Namespace) -> dict[str, float]:
+@contextlib.contextmanager
+def parts_timed(model: Any) -> Iterator[dict[str, list[float]]]:
+    """Within this context what capture, passes and each check on both models take is recorded: [busy seconds, forwards]."""
+    from retrofit import rewriting
+    from retrofit.checks import reference
+    from retrofit.checks.registry import CHECKS
+
+    found: dict[str, list[float]] = {}
+    places: list[tuple[Any, str, Callable[[tuple[Any, ...]], str]]] = [
+        (rewriting, "capture", lambda args: "capture, twice"),
+        (rewriting, "run_passes", lambda args: "the pass"),
+        (reference, "runnable_subject", lambda args: "other shapes: dense"),
+        *(
+            (one, "measure", lambda args, name=name: f"{name}: {'rewritten' if args[1:] else 'dense'}")
+            for name, one in CHECKS.items()
+        ),
+    ]
+    forwards = [0]
+
+    def timer(action: Callable[..., Any], name: Callable[[tuple[Any, ...]], str]) -> Callable[..., Any]:
+        def timed_action(*args: Any, **kwargs: Any) -> Any:
+            busy, before = time.process_time(), forwards[0]
+            try:
+                return action(*args, **kwargs)
+            finally:
+                part = found.setdefault(name(args), [0.0, 0])
+                part[0] += time.process_time() - busy
+                part[1] += forwards[0] - before
+
+        return timed_action
+
+    def count(*args: Any) -> None:
+        forwards[0] += 1
+
+    own = [getattr(owner, name) for owner, name, _ in places]
+    hook = model.register_forward_pre_hook(count)
+    for owner, name, label in places:
+        setattr(owner, name, timer(getattr(owner, name), label))
+    try:
+        yield found
+    finally:
+        hook.remove()
+        for (owner, name, _), action in zip(places, own, strict=True):
+            setattr(owner, name, action)
+
+
+def timed(options: argparse.Namespace) -> dict[str, Any]:
     """Seconds and bytes of reading the model and, where a spec is given, of rewriting it."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -79,24 +130,32 @@ def timed(options: argparse.Namespace) -> dict[str, float]:
     touched = sum(int(one.detach().view(-1).view(torch.uint8)[::4096].sum()) for one in model.parameters())  # each page is read
     read, read_busy = time.perf_counter() - start, time.process_time() - busy
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    found = {"read": read, "read busy": read_busy, "size": size, "touched": touched}
+    found: dict[str, Any] = {"read": read, "read busy": read_busy, "size": size, "touched": touched}
     if options.spec:
         forget_peak()
         start, busy = time.perf_counter(), time.process_time()
-        applied = apply_reported(model, options.spec, verify=options.verify, count_flops=False)  # as retrofit.apply does
+        with parts_timed(model) if options.by_check else contextlib.nullcontext({}) as parts:
+            applied = apply_reported(model, options.spec, verify=options.verify, count_flops=False)  # as retrofit.apply does
         found |= {"apply": time.perf_counter() - start, "busy": time.process_time() - busy, "peak": resident("VmHWM") - before}
+        found["parts"] = parts
         found["after"] = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         if options.report and applied.report is not None:
             print(applied.report, file=sys.stderr)
     return found
 
 
-def in_a_process(options: argparse.Namespace, *more: str) -> dict[str, float]:
+def in_a_process(options: argparse.Namespace, *more: str) -> dict[str, Any]:
     """What this script prints when it measures one thing, in a process of its own."""
     given = ["--folder", options.folder, "--size", options.size, "--dtype", options.dtype, "--threads", str(options.threads)]
-    command = [sys.executable, __file__, *given, *(["--report"] if options.report else []), *more]
+    command = [
+        sys.executable,
+        __file__,
+        *given,
+        *(f"--{name.replace('_', '-')}" for name in ("report", "by_check") if getattr(options, name)),
+        *more,
+    ]
     process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return found
 
 
@@ -114,6 +173,9 @@ def report(options: argparse.Namespace) -> None:
             ratios = one["apply"] / cold["read"], one["peak"] / one["size"], one["peak"] / one["after"]
             print(f"{spec:<34}{verify:<8}{one['apply']:9.2f}{one['busy']:9.2f}{ratios[0]:8.2f}{one['peak'] / 1e9:9.2f}", end="")
             print(f"{ratios[1]:9.2f}{ratios[2]:10.2f}", flush=True)
+            for name, (busy, forwards) in one["parts"].items() if verify == "yes" else ():
+                if busy >= 0.05:
+                    print(f"    {name:<38}{busy:18.2f}{int(forwards):5} forwards")
 
 
 def main() -> None:
@@ -124,6 +186,7 @@ def main() -> None:
     parser.add_argument("--specs", nargs="+", default=SPECS)
     parser.add_argument("--ways", nargs="+", choices=("no", "yes"), default=("no", "yes"), help="without and with verification")
     parser.add_argument("--report", action="store_true", help="show what verification found")
+    parser.add_argument("--by-check", action="store_true", help="show what each part of a verified rewriting took")
     parser.add_argument("--stage", choices=("all", "save", "measure"), default="all", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--spec", help=argparse.SUPPRESS)

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.anatomy.wording import format_change
-from retrofit.cli.accounts import rewrite_rows
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output, default_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
 from retrofit.cli.tables import print_table
+from retrofit.pipeline.accounts import rewrite_rows, separated
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.T
 
 def summary(applied: Applied, output: Path) -> list[tuple[str, str]]:
     """What was rewritten, parameters and FLOPs before and after, what was verified, where the result is."""
-    rows = [row for rewrite in applied.rewrites for row in rewrite_rows(rewrite)]
+    rows = separated(rewrite_rows(rewrite) for rewrite in applied.rewrites)
     rows.append(("parameters", format_change(applied.parameters_before, applied.parameters_after)))
     rows.append(("FLOPs per token", format_change(applied.flops_before, applied.flops_after)))
     checks = applied.report.checks if applied.report is not None else ()

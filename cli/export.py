@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from retrofit.cli.accounts import listed
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
+from retrofit.pipeline.accounts import listed
 
 EXAMPLES = """\
   retrofit export model.pt                      writes model.onnx

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrofit.cli.accounts import plan_rows
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
@@ -93,7 +92,7 @@ def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
     if arguments.json:
         print(json.dumps(plan.to_dict(), indent=2))
     else:
-        print_table(plan_rows(plan))
+        print_table(plan.rows())
     if not plan.fits:
         refused = ", ".join(one.name for one, planned in zip(passes, plan.passes, strict=True) if not planned.fits)
         print(f"retrofit: {refused}: apply would refuse, nothing in the model fits; the plan says why", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeAlias
 from retrofit.cli.failures import UsageError
 from retrofit.errors import CheckpointError
 
-MODEL = "a .pt checkpoint, a Hugging Face directory, a .gguf file, a .pt2 exported program or an .onnx file"
+MODEL = "a .pt checkpoint, a Hugging Face or sentence-transformers directory, a .gguf, .pt2 or .onnx file"
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 

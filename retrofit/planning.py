@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from torch import fx, nn
@@ -13,12 +12,12 @@ from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.anatomy.sites import NearMiss
 from retrofit.anatomy.wording import format_change
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, join_remedies
+from retrofit.pipeline.accounts import aligned, plan_rows, separated
 from retrofit.pipeline.protocol import AnyPass, Plan, Recipe
 from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
 from retrofit.rewriting import BECOMES_GRAPH, GRAPH_WAY_OUT, Progress, parse_passes, prepare_model
 from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.line_folding import fold_lines
 from retrofit.runtime.skeletons import without_weights
 from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.runtime.wrapped_models import transformer_inside
@@ -38,22 +37,6 @@ class PlannedPass:
     def fits(self) -> bool:
         """Whether the pass finds anything to rewrite; `apply` refuses a pass that does not."""
         return bool(self.plan.sites)
-
-    def lines(self) -> Iterator[str]:
-        """The plan as text, the spec first; lines that differ in numbers only are folded."""
-        plan = self.plan
-        kind = "the same function at step 0" if self.exact else "approximate at step 0"
-        count = f"{len(plan.sites)} site{'s' if len(plan.sites) > 1 else ''}"
-        yield f"{self.spec}: {f'{count}, {kind}' if self.fits else 'fits nowhere, and apply would refuse it'}"
-        yield from entries("rewritten", (f"{site.name or 'the model'}: {site.what}" for site in plan.sites))
-        misses = (
-            f"{miss.name or 'the model'}: {miss.why}" + (f"\nway out: {miss.remedy}" if miss.remedy else "")
-            for miss in plan.near_misses
-        )
-        yield from entries("left alone", misses)
-        if self.fits:
-            yield from entries("parameters", [f"{plan.new_parameters:,} new" + (f": {plan.formula}" if plan.formula else "")])
-        yield from entries("note", plan.notes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,12 +71,17 @@ class RecipePlan:
             passes.append(one)
         return dataclasses.replace(self, passes=tuple(passes))
 
-    def __str__(self) -> str:
-        lines = [line for one in self.passes for line in (*one.lines(), "")]
-        lines.append(f"parameters       {format_change(self.parameters_before, self.parameters_after)}")
+    def rows(self) -> list[tuple[str, str]]:
+        """What each pass would do, then parameters and FLOPs before and after, as rows of two cells."""
         after = "unknown until it is applied" if self.flops_after is None else format_change(self.flops_before, self.flops_after)
-        lines.append(f"FLOPs per token  {after}")
-        return "\n".join(lines)
+        return [
+            *separated(plan_rows(one.spec, one.exact, one.plan) for one in self.passes),
+            ("parameters", format_change(self.parameters_before, self.parameters_after)),
+            ("FLOPs per token", after),
+        ]
+
+    def __str__(self) -> str:
+        return aligned(self.rows())
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, for `json`."""
@@ -204,11 +192,3 @@ def skeleton_flops(skeleton: nn.Module, inputs: dict[str, Any]) -> int | None:
 
 def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def entries(title: str, texts: Iterator[str] | tuple[str, ...] | list[str]) -> Iterator[str]:
-    """Lines under one title, folded; what follows the first line of a text is indented below it."""
-    for text in fold_lines(texts):
-        first, *rest = text.split("\n")
-        yield f"  {title:<11} {first}"
-        yield from (f"  {'':<11} {line}" for line in rest)

@@ -165,7 +165,7 @@ def test_a_pass_that_fits_nowhere_says_why_and_apply_refuses_it(build: Callable[
     (planned,) = plan.passes
     assert not plan.fits and planned.plan.sites == ()
     assert planned.plan.near_misses and all(miss.why for miss in planned.plan.near_misses)
-    assert "fits nowhere" in str(plan) and planned.plan.near_misses[0].why in str(plan)
+    assert "nothing: apply would refuse it" in str(plan) and planned.plan.near_misses[0].why in str(plan)
     assert plan.parameters_after == plan.parameters_before and plan.flops_after == plan.flops_before
     with pytest.raises(DoesNotFitError):
         retrofit.apply(model, spec)
@@ -195,13 +195,13 @@ def test_thirty_sites_and_near_misses_of_one_kind_are_one_line_each() -> None:
     planned = PlannedPass("some-pass()", True, Plan(sites, misses, 7, "7 = 7", notes=("seen once",)))
     lines = str(RecipePlan((planned,), 100, 107, 10, None)).splitlines()
     assert lines == [
-        "some-pass(): 30 sites, the same function at step 0",
-        "  rewritten   30 × layers.0–29.mlp: one hidden unit of 8 active",
-        "  left alone  30 × layers.0–29.attn: it has no product",
-        "              way out: none",
-        "  parameters  7 new: 7 = 7",
-        "  note        seen once",
-        "",
+        "recipe           some-pass()",
+        "would rewrite    30 sites, the same function at step 0",
+        "                 30 × layers.0–29.mlp: one hidden unit of 8 active",
+        "leaves alone     30 × layers.0–29.attn: it has no product",
+        "                   way out: none",
+        "adds             7 parameters: 7 = 7",
+        "notes            seen once",
         "parameters       100 → 107 (+7.0%)",
         "FLOPs per token  unknown until it is applied",
     ]
@@ -213,7 +213,7 @@ def test_a_plan_is_plain_data_too() -> None:
     assert data["parameters"] == {"before": plan.parameters_before, "after": plan.parameters_after}
     assert data["flops_per_token"]["after"] == plan.flops_after
     assert [len(one["sites"]) for one in data["passes"]] == [len(one.plan.sites) for one in plan.passes]
-    assert re.match(r"sum\(\): 1 site, ", str(plan))
+    assert re.match(r"recipe +sum\(\)\nwould rewrite +1 site, ", str(plan))
 
 
 def test_the_stages_are_reported() -> None:

@@ -95,14 +95,16 @@ def replicated(call: SiteCall) -> Tensor:
 
 def block_scale(call: SiteCall) -> Tensor:
     """Block i times scale[i]."""
-    x, scale = call.args[0], call.module.scale
+    module: Any = call.module
+    x, scale = call.args[0], module.scale
     d = x.shape[-1] // call.options.k
     return torch.cat([x[..., i * d : (i + 1) * d] * scale[i] for i in range(call.options.k)], -1)
 
 
 def divide_and_project(call: SiteCall) -> Tensor:
     """Sub-block i of the extra width e, projected to d."""
-    x, weight = call.args[0], call.module.weight
+    module: Any = call.module
+    x, weight = call.args[0], module.weight
     part = call.options.extra // (call.options.k - 1)
     return torch.cat([x[..., i * part : (i + 1) * part] @ weight[i].T for i in range(call.options.k - 1)], -1)
 

@@ -16,7 +16,7 @@ from retrofit.checks.stepping import keeps_cache
 from retrofit.checks.subject import Subject
 from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.example_inputs import special_ids
-from retrofit.runtime.probes import Inputs, is_token_ids, logits_of, ordinary_ids, resized_like, run, scale_of
+from retrofit.runtime.probes import Inputs, is_token_ids, ordinary_ids, resized_like, run, scale_of
 
 BIDIRECTIONAL = 0.9  # of the earlier outputs, the share that moves when a model reads both ways
 
@@ -104,7 +104,7 @@ def leak_of(arithmetic: Arithmetic, inputs: Inputs, name: str) -> Leak:
     base, changed, early = with_changed_futures(arithmetic.model, inputs, name)
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
-        before, after = logits_of(run(arithmetic.model, base)), logits_of(run(arithmetic.model, changed))
+        before, after = arithmetic.logits(base), arithmetic.logits(changed)
         return torch.where(early[..., None], after, before), before
 
     moves = arithmetic.compare(ways)

@@ -27,7 +27,7 @@ class FunctionMeasurement:
     logits: tuple[torch.Tensor, ...]  # for inputs of each shape
     wide: tuple[torch.Tensor | None, ...]  # the same in float64, where that was computed
     rounding: float  # how far apart these are
-    noise: Comparison  # of two runs on the same inputs
+    noise: Comparison | None  # of two runs on the same inputs; of a dense model nobody asks for it
     activations: Activations  # a sample of what each module returned, in float64 where it computes in that
 
 
@@ -39,11 +39,15 @@ def measure(subject: Subject, before: FunctionMeasurement | None = None, context
     """
     alone = context is not None and before is None
     logits = tuple(subject.run(shape).logits for shape in range(1 if alone else len(subject.shapes)))
-    noise, activations = compare_two_runs(subject)
     wide: tuple[torch.Tensor | None, ...] = (None,) * len(logits)
+    activations: Activations = {}
+    noise: Comparison | None = None
     if context is None or (before is not None and context.exact and any(map(differ, logits, before.logits))):
-        activations = measure_wide(subject) or activations
+        activations = measure_wide(subject)
         wide = tuple(subject.wide(shape) if needs_wide(subject, shape, before) else None for shape in range(len(logits)))
+    if context is not None or not activations:
+        noise, narrow = compare_two_runs(subject)
+        activations = activations or narrow
     rounding = subject.arithmetic.rounding if wide[0] is not None else 0.0
     return FunctionMeasurement(logits, wide, rounding, noise, activations)
 
@@ -85,7 +89,7 @@ def compare_two_runs(subject: Subject) -> tuple[Comparison, Activations]:
 
 def judge(now: FunctionMeasurement, before: FunctionMeasurement | None, context: Context) -> Finding:
     note = context.subject.arithmetic.note
-    if not now.noise.agrees:
+    if now.noise is not None and not now.noise.agrees:
         return failed(
             f"{now.noise.measured} between two runs",
             "the same inputs give different outputs, and the model is in evaluation mode",

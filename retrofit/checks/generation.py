@@ -22,7 +22,7 @@ from retrofit.runtime.probes import (
     tolerance_of,
 )
 
-PROMPT, NEW_TOKENS = 6, 4
+PROMPT, NEW_TOKENS = 6, 3
 BEAMS = {"greedy": 1, "beam": 2}
 
 

@@ -15,7 +15,7 @@ from retrofit.checks.finding import Finding, Raised, attempt, failed, merge, ski
 from retrofit.checks.padded_inputs import pad_inputs, takes_padding
 from retrofit.checks.subject import Subject
 from retrofit.runtime.agreement import Arithmetic, Comparison
-from retrofit.runtime.probes import Inputs, accepts, logits_of, output_ids_name, run
+from retrofit.runtime.probes import Inputs, accepts, output_ids_name, run
 
 SIDES = ("left", "right")
 
@@ -59,8 +59,8 @@ def compare_padded(arithmetic: Arithmetic, inputs: Inputs, side: str) -> Compari
     alone, long, kept = pad_inputs(arithmetic.model, inputs, side)
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
-        outputs = logits_of(run(arithmetic.model, long))
-        return outputs[:1, kept] if output_ids_name(long, outputs) else outputs[:1], logits_of(run(arithmetic.model, alone))
+        outputs = arithmetic.logits(long)
+        return outputs[:1, kept] if output_ids_name(long, outputs) else outputs[:1], arithmetic.logits(alone)
 
     return arithmetic.compare(ways)
 

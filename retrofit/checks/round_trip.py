@@ -1,12 +1,17 @@
-"""The round-trip check: saved and loaded, the model gives the same bits."""
+"""The round-trip check: saved and loaded, the model gives the same bits.
+
+Of large weights a sample is written: what the file says of them and where they come back is what is checked, not the disk.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +19,16 @@ from torch import nn
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, Raised, attempt, failed, first_few, passed, skipped
 from retrofit.checks.parameter_matching import is_within
-from retrofit.checks.subject import Subject, other_shapes
+from retrofit.checks.subject import Run, Subject
 from retrofit.errors import CheckpointError
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.probes import distance, logits_of, run, same_bits
 from retrofit.storage.checkpoint import load, save
+from retrofit.storage.sampled_files import is_large, same_sample, write_samples
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 
-LARGEST = 8 * 2**30  # bytes; a larger model is not written to disk for a check
+LARGEST = 8 * 2**30  # bytes; a larger model is not written to disk whole for a check
 SHARD = "256MB"
 DIRECTORY, FILE, STATE_DICT = "a directory", "a .pt file", "a state dict"
 
@@ -54,21 +60,32 @@ def measure(subject: Subject, before: RoundTripMeasurement | None = None, contex
     loose, unsaved = tuple(loose_tensors(subject.model)), frozenset(unsaved_buffers(subject.model))
     if context is None:
         return RoundTripMeasurement(loose, unsaved)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in (*subject.model.parameters(), *subject.model.buffers()))
     with tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
-        if size > LARGEST or 2 * size > shutil.disk_usage(folder).free:
-            reason = f"it would take {size / 2**30:.1f} GiB on disk; save it and run `retrofit verify` on the result"
-            trip = Trip(omitted=reason)
-        elif is_transformers(subject.model):
-            trip = save_and_load(context, Path(folder) / "model", before)
-        else:
-            try:
-                trip = save_and_load(context, Path(folder) / "model.pt", before)
-            except CheckpointError as error:
-                loses = len(loose) > len(before.loose if before is not None else loose)
-                path = Path(folder) / "weights.pt"
-                trip = Trip(STATE_DICT) if loses else dataclasses.replace(save_weights(subject, path), note=error.what)
-    return RoundTripMeasurement(loose, unsaved, trip)
+        return RoundTripMeasurement(loose, unsaved, take_trip(context, Path(folder), before, loose))
+
+
+def take_trip(context: Context, folder: Path, before: RoundTripMeasurement | None, loose: tuple[str, ...]) -> Trip:
+    """The trip of a transformers model through a directory with samples of its large weights, and where that comes out wrong with
+    whole ones; of others through a file."""
+    subject = context.subject
+    through_directory = is_transformers(subject.model)
+    sampled: Trip | Raised = Raised("not tried")
+    if through_directory and (large := sum(is_large(one) for one in subject.model.parameters())):
+        sampled = attempt(save_and_load, context, folder / "samples", before, True)
+        if isinstance(sampled, Trip) and not sampled.lost and sampled.gap is None:
+            return dataclasses.replace(sampled, note=f"of {large} large weights the directory held a sample")
+        shutil.rmtree(folder / "samples", ignore_errors=True)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in (*subject.model.parameters(), *subject.model.buffers()))
+    if size > LARGEST or 2 * size > shutil.disk_usage(folder).free:
+        reason = f"it would take {size / 2**30:.1f} GiB on disk; save it and run `retrofit verify` on the result"
+        return sampled if isinstance(sampled, Trip) else Trip(omitted=reason)
+    if through_directory:
+        return save_and_load(context, folder / "model", before)
+    try:
+        return save_and_load(context, folder / "model.pt", before)
+    except CheckpointError as error:
+        loses = len(loose) > len(before.loose if before is not None else loose)
+        return Trip(STATE_DICT) if loses else dataclasses.replace(save_weights(subject, folder / "weights.pt"), note=error.what)
 
 
 def judge(now: RoundTripMeasurement, before: RoundTripMeasurement | None, context: Context) -> Finding:
@@ -85,36 +102,47 @@ def judge(now: RoundTripMeasurement, before: RoundTripMeasurement | None, contex
         return failed(f"{trip.gap:.1e} through {trip.medium}", trip.culprit)
     if trip.restored:
         note = f"but for buffers that the dense model does not save either: {first_few(trip.restored)}"
-        return passed(f"bit-identical through {trip.medium}", note)
+        return passed(f"bit-identical through {trip.medium}", "\n".join(filter(None, (note, trip.note))))
     return passed(f"bit-identical through {trip.medium}", trip.note)
 
 
 # ── Through a file or directory ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | None) -> Trip:
+def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | None, sampled: bool = False) -> Trip:
     """The model saved at `path` and loaded from there gives its outputs, also on another shape if it runs on that.
 
-    It has every weight bit for bit, and then computes with those of the model: there is never a second copy of them in memory.
+    It has every weight bit for bit, those that are `sampled` as far as they were saved, and then computes with those of the model:
+    there is never a second copy of them in memory.
     """
     subject, medium = context.subject, FILE if path.suffix else DIRECTORY
-    save_in_shards(subject.model, path)
+    with write_samples(subject.model) if sampled else contextlib.nullcontext():
+        save_in_shards(subject.model, path)
     with transformers_bookkeeping.leave_weights_mapped():
         loaded = load(path).to(device_of(subject.model)).eval()
-    if lost := share_weights(subject, loaded):
+    if lost := share_weights(subject, loaded, same_sample if sampled else same_bits):
         return Trip(medium, lost=tuple(lost))
     restored: tuple[str, ...] = ()
-    others = [
-        one for one in other_shapes(subject.model, subject.inputs)[:1] if not isinstance(attempt(run, subject.model, one), Raised)
-    ]
-    for inputs in (subject.inputs, *others):
-        ours, theirs = logits_of(run(subject.model, inputs)), logits_of(run(loaded, inputs))
+    for inputs, run_once in runs_to_repeat(subject):
+        ours, theirs = run_once.logits, logits_loaded(subject, loaded, inputs)
         if not same_bits(ours, theirs):
             gap, culprit, buffers = distance(theirs, ours), find_culprit(context, loaded), restore_buffers(subject, loaded, before)
-            if not same_bits(ours, logits_of(run(loaded, inputs))):
+            if not same_bits(ours, logits_loaded(subject, loaded, inputs)):
                 return Trip(medium, gap, culprit=culprit)
             restored = tuple(buffers)
     return Trip(medium, restored=restored)
+
+
+def runs_to_repeat(subject: Subject) -> list[tuple[dict[str, Any], Run]]:
+    """The inputs and what the model returned for them, also for another shape if it runs on that."""
+    shapes = [0, *(shape for shape in range(1, len(subject.shapes))[:1] if not isinstance(attempt(subject.run, shape), Raised))]
+    return [(subject.shapes[shape], subject.run(shape)) for shape in shapes]
+
+
+def logits_loaded(subject: Subject, loaded: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    """What the loaded model returns, in the arithmetic that the saved one is measured in."""
+    with subject.arithmetic.computing():
+        return logits_of(run(loaded, inputs)).cpu()
 
 
 def save_in_shards(model: nn.Module, path: Path) -> None:
@@ -125,12 +153,14 @@ def save_in_shards(model: nn.Module, path: Path) -> None:
         model.save_pretrained(path, max_shard_size=SHARD)  # type: ignore[operator]
 
 
-def share_weights(subject: Subject, loaded: nn.Module) -> list[str]:
-    """Each parameter of `loaded` that has the bits of the model's is in the same memory from now on; the names of the others."""
+def share_weights(
+    subject: Subject, loaded: nn.Module, is_same_weight: Callable[[torch.Tensor, torch.Tensor], bool] = same_bits
+) -> list[str]:
+    """Each parameter of `loaded` that is the model's is in the same memory from now on; the names of the others."""
     lost = []
     for name, parameter in loaded.named_parameters():
         own = subject.parameters.get(name)
-        if own is None or not same_bits(own, parameter):
+        if own is None or not is_same_weight(own, parameter):
             lost.append(name)
         else:
             parameter.data = own.data

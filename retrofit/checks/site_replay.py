@@ -305,7 +305,8 @@ def modes(module: nn.Module, reference: ModuleReference, training: bool) -> Iter
     """Within this context the module is in that mode; the model's own functions inside it (an activation, a dropout) evaluate."""
     before = {part: part.training for part in module.modules()}
     try:
-        module.train(training)
+        with Widened():  # some measure their weights then
+            module.train(training)
         for name in reference.functions:
             child = module._modules.get(name)
             if child is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from retrofit.runtime.probes import (
     ids_name,
     is_decoder_side,
     is_per_token,
+    is_token_ids,
     logits_of,
     output_ids_name,
     resized_like,
     run,
 )
 
-STEPS = 2  # tokens decoded one at a time
+STEPS = 2  # tokens decoded one at a time; one where a sequence is padded
 PLAIN, PADDED, REORDERED = "steps", "left-padded steps", "reordered steps"
 
 
@@ -46,29 +48,51 @@ def keeps_cache(model: nn.Module, inputs: Inputs, name: str) -> bool:
 
 
 class NoCache(Exception):
-    """The model keeps no cache."""
+    """The model keeps no cache, or none that can be decoded on in this way."""
 
 
 def compare_stepping(arithmetic: Arithmetic, inputs: Inputs, way: str) -> Comparison | None:
-    """Most of a sequence at once and the rest token by token, against all of it at once; None where the model keeps no cache."""
+    """Most of a sequence at once and the rest token by token, against all of it at once; None where the model keeps no cache.
+
+    Plain and reordered steps are of one sequence: its rows change places before the last token.
+    """
     model = arithmetic.model
     if not accepts(model, "use_cache") and "use_cache" not in inputs:
         return None
-    whole, positions = step_inputs(model, inputs, way)
+    whole, real = step_inputs(model, inputs, way)
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
-        full = logits_of(run(model, whole))
+        full = arithmetic.logits(whole)
         name = output_ids_name(whole, full)
-        pieces = step_through(model, whole, name, way == REORDERED) if name is not None and full.shape[1] > STEPS else None
-        if name is None or pieces is None:
+        if name is None or full.shape[1] <= STEPS:
             raise NoCache
-        real = positions if positions is not None else torch.ones_like(whole[name], dtype=torch.bool)
-        return torch.cat(pieces, 1)[real], full[real]
+        stepped = arithmetic.once(("steps", way == PADDED), lambda: step_through(model, whole, name, way != PADDED))
+        if stepped is None or (way == REORDERED and not stepped.reordered):
+            raise NoCache
+        places = places_of(way, stepped, real, whole[name])
+        return torch.cat(stepped.logits, 1)[places], full[places]
 
     try:
         return arithmetic.compare(ways)
     except NoCache:
         return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stepped:
+    """The logits of a sequence without its last tokens, then of each of these, all on one cache."""
+
+    logits: tuple[torch.Tensor, ...]
+    reordered: bool  # whether the rows changed places before the last token, as the cache did
+
+
+def places_of(way: str, stepped: Stepped, real: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
+    """The positions that the way is about, a mask (batch, length): no padding, and the last token where rows changed places."""
+    places = real.clone() if real is not None else torch.ones_like(ids, dtype=torch.bool)
+    if stepped.reordered:
+        last = torch.arange(ids.shape[1], device=ids.device) == ids.shape[1] - 1
+        places &= last if way == REORDERED else ~last
+    return places
 
 
 def step_inputs(model: nn.Module, inputs: Inputs, way: str) -> tuple[dict[str, Any], torch.Tensor | None]:
@@ -77,35 +101,37 @@ def step_inputs(model: nn.Module, inputs: Inputs, way: str) -> tuple[dict[str, A
         _, long, _ = pad_inputs(model, inputs, "left")
         return {**long, "use_cache": False}, long["attention_mask"].bool()
     whole = resized_like(model, inputs, 2, seed=17)
+    for key, value in whole.items():
+        if is_token_ids(value):
+            whole[key] = torch.stack([value[0], value[0].roll(1)])  # rows that differ at every position: a mix-up shows
     name = ids_name(inputs)
     if name is not None and not has_two_sides(inputs) and accepts(model, "attention_mask"):
         whole.setdefault("attention_mask", torch.ones_like(whole[name], dtype=torch.long))
     return {**whole, "use_cache": False}, None
 
 
-def step_through(model: nn.Module, whole: Inputs, name: str, reorders: bool = False) -> list[torch.Tensor] | None:
-    """The logits of the sequence without its last tokens, then of each of these, all on one cache; None where there is none.
+def step_through(model: nn.Module, whole: Inputs, name: str, reorders: bool) -> Stepped | None:
+    """The sequence decoded step by step; None where the model returns no cache.
 
-    Where it `reorders`, the rows are in reverse order in the first of these calls, and the cache is reordered before the next.
+    Where it `reorders`, the rows and the cache are in reverse order for the last token, if the cache can be reordered.
     """
     total, rows = whole[name].shape[1], len(whole[name])
-    pieces, cache = [], None
-    for start, stop in [(0, total - STEPS), *((last, last + 1) for last in range(total - STEPS, total))]:
+    pieces: list[torch.Tensor] = []
+    cache: Any = None
+    reordered = False
+    steps = STEPS if reorders else 1
+    for start, stop in [(0, total - steps), *((last, last + 1) for last in range(total - steps, total))]:
         chunk = {**section(whole, name, start, stop), "use_cache": True}
-        if reorders and not start:
+        if reorders and stop == total and hasattr(cache, "reorder_cache"):
+            cache.reorder_cache(torch.arange(rows - 1, -1, -1, device=whole[name].device))
             chunk = {key: value.flip(0) if has_rows(value, rows) else value for key, value in chunk.items()}
+            reordered = True
         output = run(model, chunk, past_key_values=cache) if cache is not None else run(model, chunk)
         cache = getattr(output, "past_key_values", None)
         if cache is None:
             return None
-        logits = logits_of(output)
-        if reorders and not start:
-            if not hasattr(cache, "reorder_cache"):
-                return None
-            cache.reorder_cache(torch.arange(rows - 1, -1, -1, device=logits.device))
-            logits = logits.flip(0)
-        pieces.append(logits)
-    return pieces
+        pieces.append(logits_of(output).flip(0) if reordered else logits_of(output))
+    return Stepped(tuple(pieces), reordered)
 
 
 def has_rows(value: Any, rows: int) -> bool:
@@ -125,17 +151,18 @@ def section(inputs: Inputs, name: str, start: int, stop: int) -> dict[str, Any]:
 
 def locate_stepping(model: nn.Module, inputs: Inputs, way: str, limit: float) -> Divergence:
     """The first module that returns something else when decoding goes step by step."""
-    whole, positions = step_inputs(model, inputs, way)
+    whole, real = step_inputs(model, inputs, way)
     with record_activations(model) as full:
         outputs = logits_of(run(model, whole))
     name = output_ids_name(whole, outputs)
     assert name is not None
-    real = positions if positions is not None else torch.ones_like(whole[name], dtype=torch.bool)
-    with record_activations(model) as stepped:
-        step_through(model, whole, name, way == REORDERED)
-    if way == REORDERED:
-        stepped = {path: [values[0].flip(0), *values[1:]] for path, values in stepped.items()}
-    joined = {path: [torch.cat(values, 1)] for path, values in stepped.items() if all(value.dim() == 3 for value in values)}
-    now = at_positions(joined, real)
-    before = {path: values for path, values in at_positions(full, real).items() if len(values) == 1 and path in now}
+    with record_activations(model) as activations:
+        stepped = step_through(model, whole, name, way != PADDED)
+    assert stepped is not None
+    if stepped.reordered:
+        activations = {path: [*values[:-1], values[-1].flip(0)] for path, values in activations.items()}
+    places = places_of(way, stepped, real, whole[name])
+    joined = {path: [torch.cat(values, 1)] for path, values in activations.items() if all(value.dim() == 3 for value in values)}
+    now = at_positions(joined, places)
+    before = {path: values for path, values in at_positions(full, places).items() if len(values) == 1 and path in now}
     return first_divergence(now, before, limit)

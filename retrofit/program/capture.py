@@ -25,7 +25,7 @@ from retrofit.program.functionalize import functionalize, replace_nondifferentia
 from retrofit.program.program import Call, Program
 from retrofit.program.reading import read_program
 from retrofit.program.replayed_values import record_tensor_values, replay_tensor_values
-from retrofit.program.tracing_contexts import disable_cache, disable_stack_traces, silence_tracer, skip_no_op_casts
+from retrofit.program.tracing_contexts import compile_on_call, disable_cache, disable_stack_traces, silence_tracer, skip_no_op_casts
 from retrofit.runtime.modes import preserve_modes
 
 LIBRARY = torch.library.Library("retrofit", "DEF")
@@ -97,7 +97,7 @@ def materialize(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[nn.Module,
 def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> tuple[torch.export.ExportedProgram, list[Call]]:
     """The model as a functionalized exported program with markers, and the calls they belong to."""
     if not dynamic:
-        with disable_stack_traces():  # a graph module keeps them, so only here
+        with disable_stack_traces(), compile_on_call():  # a graph module keeps its traces and is called, so only here
             return trace(model, inputs, None)
     # of **kwargs only tensors: torch.export compares the others with what the code may have popped from them
     named = inspect.signature(model.forward).parameters

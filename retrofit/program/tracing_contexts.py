@@ -1,4 +1,4 @@
-"""Contexts for a trace: no cache, no stack traces, no warnings, no casts that change nothing."""
+"""Contexts for a trace: no cache, no stack traces, no code for graphs, no warnings, no casts that change nothing."""
 
 from __future__ import annotations
 
@@ -38,6 +38,28 @@ def disable_stack_traces() -> Iterator[None]:
         yield
     finally:
         settings.do_not_emit_stack_traces = before
+
+
+@contextlib.contextmanager
+def compile_on_call() -> Iterator[None]:
+    """Within this context a graph module gets its Python code when it is first called, and not each time its graph changes.
+
+    An export changes its graphs two dozen times and calls none of them.
+    """
+    compile_now = fx.GraphModule.recompile
+
+    def forward(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        compile_now(module)
+        return type(module).forward(module, *args, **kwargs)
+
+    def recompile(module: fx.GraphModule) -> None:
+        type(module).forward = forward  # each graph module has a class of its own
+
+    fx.GraphModule.recompile = recompile  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        fx.GraphModule.recompile = compile_now  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

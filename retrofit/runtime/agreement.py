@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,14 @@ from retrofit.errors import first_line
 from retrofit.runtime.choices import Choices, OtherChoicesError
 from retrofit.runtime.precision import Widened
 from retrofit.runtime.probes import TOLERANCE, distance, logits_of, run
+from retrofit.runtime.split_reductions import SplitReductions
 
 LIMIT = TOLERANCE[torch.float64]
 EXPLAINED = 64  # times its own rounding, a model's float32 outputs may move from one way to another
 SETTLED = 1 << 25  # parameters up to which every gap but none is settled in float64
 HALF = (torch.float16, torch.bfloat16)
 Ways = Callable[[], tuple[Tensor, Tensor]]
+Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,8 @@ class Arithmetic:
         self.stored = parameters[0].dtype if parameters else torch.float32
         self.dtype = torch.float32 if self.stored in HALF else self.stored
         self.settles_everything = sum(one.numel() for one in parameters) <= SETTLED
+        self.remembered: dict[Hashable, Any] = {}  # what was computed in the arithmetic that the model is measured in
+        self.remembers = False
 
     @property
     def name(self) -> str:
@@ -106,9 +110,14 @@ class Arithmetic:
 
     @functools.cached_property
     def rounding(self) -> float:
-        """How far rounding moves the model's outputs: float32 from float64, or one order of the rows from another."""
+        """How far rounding moves the model's outputs: float32 from float64, in a large model one order of its sums from another."""
         if self.dtype == torch.float64:
             return 0.0
+        if not self.settles_everything and "wide_outputs" not in self.__dict__:
+            with self.computing(), SplitReductions():
+                moved = distance(logits_of(run(self.model, self.inputs)), self.outputs)
+            if moved <= TOLERANCE[torch.float32]:
+                return moved
         if self.wide_outputs is None:
             return TOLERANCE[torch.float32] / EXPLAINED
         found = distance(self.outputs, self.wide_outputs)
@@ -122,9 +131,31 @@ class Arithmetic:
         """How far outputs may lie apart that differ by rounding alone."""
         return max(TOLERANCE[torch.float32], EXPLAINED * self.rounding)
 
+    @contextlib.contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Within this context `logits` and `once` compute nothing twice, whichever check asks."""
+        self.remembers = True
+        try:
+            yield
+        finally:
+            self.remembers = False
+
+    def logits(self, inputs: Mapping[str, Any]) -> Tensor:
+        """What the model returns for those inputs."""
+        return self.once(identity_of(inputs), lambda: logits_of(run(self.model, inputs)))
+
+    def once(self, key: Hashable, compute: Callable[[], Result]) -> Result:
+        """What `compute` gives; while `remembering` it is computed once a key, but for the key None."""
+        if not self.remembers or key is None:
+            return compute()
+        if key not in self.remembered:
+            self.remembered[key] = compute()
+        found: Result = self.remembered[key]
+        return found
+
     def compare(self, ways: Ways, in_doubt: bool = False) -> Comparison:
         """Whether the two ways agree; `in_doubt` float64 is asked in any case. Raises what the ways raise."""
-        with self.computing():
+        with self.computing(), self.remembering():
             one, other = ways()
         gap = distance(one, other)
         if self.dtype == torch.float64:
@@ -173,3 +204,17 @@ class Arithmetic:
         except OtherChoicesError:
             return None
         return distance(one, other if expected is None else expected), replayed.changed, replayed.margin
+
+
+def identity_of(inputs: Mapping[str, Any]) -> Hashable:
+    """What tells these inputs from others; None where they hold more than tensors and plain values."""
+    parts: list[Hashable] = []
+    for name, value in sorted(inputs.items()):
+        if isinstance(value, Tensor):
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            parts.append((name, tuple(value.shape), value.dtype, content))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            parts.append((name, value))
+        else:
+            return None
+    return tuple(parts)

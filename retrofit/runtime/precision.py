@@ -22,7 +22,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-SLICE = 1 << 20  # elements of a weight that are wide at a time
+SLICE = 1 << 18  # elements of a weight that are wide at a time: as many as a cache holds
 WIDTH = {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4, torch.float64: 8}
 COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 

@@ -263,6 +263,22 @@ def test_a_checksum_is_that_of_the_bytes_in_order(shape: tuple[int, ...], dtype:
     assert checksum(value) == zlib.crc32(bytes(value.contiguous().flatten().view(torch.uint8).tolist()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_of_many_bytes_notices_whatever_moves(dtype: torch.dtype) -> None:
+    value = torch.randn(97, 67).to(dtype)
+    value[:, 1] = -value[:, 0]  # sums of floats would not notice these
+    whole = checksum(value)
+    assert checksum(value.clone()) == whole != checksum(value + 0.0 * value.sum() + 1e-2)
+    for moved in (value.flip(0), value.flip(1), value.roll(1, 1), value[torch.randperm(97)], value[:, torch.randperm(67)], -value):
+        assert checksum(moved) != whole
+    changed = value.flatten().clone()
+    for place in torch.randint(len(changed), (20,)).tolist():
+        before = changed[place].clone()
+        changed[place] = before * 2 + 1
+        assert checksum(changed.view_as(value)) != whole
+        changed[place] = before
+
+
 def test_a_checksum_reads_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.randn(50, 7)
     whole = checksum(value.mT)

@@ -152,7 +152,7 @@ def test_apply_ends_with_a_table_of_what_it_did(rewritten: tuple[Path, str]) -> 
     counted = [
         sum(parameter.numel() for parameter in one.parameters()) for one in (gpt2(), retrofit.load(folder / "model.altup.pt"))
     ]
-    table = dict(line.split("  ", 1) for line in printed.splitlines())
+    table = dict(line.split("  ", 1) for line in printed.splitlines() if line)
     assert re.search(r"\d+ sites, the same function", table["rewritten"])
     assert table["recipe"].strip().startswith("altup(k=2")
     assert f"{counted[0]:,} → {counted[1]:,}" in table["parameters"]
@@ -216,7 +216,7 @@ def test_inspect_with_a_pass_says_what_it_would_do_and_does_nothing(here: Path) 
     before = contents(here)
     done = retrofit_command("inspect", "model.pt", "--pass", "sum")
     assert (done.returncode, done.stderr) == (0, "")
-    table = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    table = dict(line.split("  ", 1) for line in done.stdout.splitlines() if line)
     assert table["recipe"].strip() == "sum()"
     assert table["would rewrite"].strip() == "1 site, the same function at step 0"
     dense, extra = sum(parameter.numel() for parameter in gpt2().parameters()), 300 * 32
@@ -240,7 +240,7 @@ def test_a_pass_that_fits_nowhere_is_planned_and_counted_as_bad_input(here: Path
     transformers.ViTForImageClassification(config).save_pretrained("vit")
     done = retrofit_command("inspect", "--pass", "sum", "vit")
     assert done.returncode == 2
-    table = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    table = dict(line.split("  ", 1) for line in done.stdout.splitlines() if line)
     assert table["would rewrite"].strip() == "nothing: apply would refuse it"
     assert "no token embedding" in table["leaves alone"]
     assert done.stderr.startswith("retrofit: sum: apply would refuse")

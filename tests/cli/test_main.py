@@ -23,15 +23,14 @@ from hypothesis import strategies as st
 from retrofit.anatomy.sites import Site
 from retrofit.anatomy.wording import format_change
 from retrofit.cli import main
-from retrofit.cli.accounts import listed, planned_pass_rows
 from retrofit.cli.outputs import check_output, default_output, name_in_errors
 from retrofit.cli.progress import Progress
 from retrofit.cli.recipes import read_recipe
 from retrofit.cli.tables import print_table
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError
+from retrofit.pipeline.accounts import listed, plan_rows
 from retrofit.pipeline.protocol import Plan
 from retrofit.pipeline.registry import parse_spec
-from retrofit.planning import PlannedPass
 from retrofit.runtime.line_folding import fold_lines
 
 COMMANDS = ("apply", "inspect", "verify", "export", "train", "passes")
@@ -380,10 +379,10 @@ def test_lines_of_one_kind_fold_into_one_that_counts_them(lines: list[str], fold
 def test_a_formula_with_a_term_for_each_layer_is_folded() -> None:
     terms = ["embed, (K−1)·V·d = 64", *(f"h.{i}: p and g = 6" for i in range(12))]
     plan = Plan((Site("h.0", "widened"),), new_parameters=136, formula=" + ".join(terms))
-    adds = dict(planned_pass_rows(PlannedPass("altup()", True, plan)))["adds"]
+    adds = dict(plan_rows("altup()", True, plan))["adds"]
     assert adds == "136 parameters: embed, (K−1)·V·d = 64 + 12 × h.0–11: p and g = 6"
     whole = dataclasses.replace(plan, formula="12·(d·r + r·d_ff + d_ff) = 12·(4·2 + 2·8 + 8) + e = 384")
-    assert dict(planned_pass_rows(PlannedPass("ffn()", True, whole)))["adds"].endswith(whole.formula)
+    assert dict(plan_rows("ffn()", True, whole))["adds"].endswith(whole.formula)
 
 
 def test_a_long_list_says_how_much_it_leaves_out() -> None:

@@ -67,7 +67,7 @@ def test_every_form_of_data_shows_the_same_inputs(form: str) -> None:
 
 
 def test_texts_are_cut_into_windows_of_bytes() -> None:
-    model, seen = llama(vocab_size=300), Seen()
+    model, seen = llama(vocab_size=300, max_position_embeddings=2 * LENGTH), Seen()
     text = "the quick brown fox " * 20
     for given in (text, [text[:200], text[200:]]):
         batches = calibration_from(model, given).batches
@@ -77,6 +77,11 @@ def test_texts_are_cut_into_windows_of_bytes() -> None:
         assert text.startswith(decoded) and len(decoded) >= ids.numel() - 1  # one id may close the first text
         Calibration(batches).observe(model, {"model.layers.0.mlp": seen})
     assert len(seen.rows) == 2 * ids.numel()
+
+
+def test_a_window_is_no_longer_than_the_positions_of_the_model() -> None:
+    (batch,) = calibration_from(llama(vocab_size=300, max_position_embeddings=LENGTH // 4), "x" * LENGTH).batches
+    assert batch["input_ids"].shape == (4, LENGTH // 4)
 
 
 def test_windows_go_through_in_batches() -> None:

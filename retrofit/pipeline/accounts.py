@@ -6,14 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from retrofit.anatomy.wording import format_change, plural
+from retrofit.anatomy.wording import plural
 from retrofit.runtime.line_folding import fold_lines
 from retrofit.runtime.notes import fold_notes
 
 if TYPE_CHECKING:
     from retrofit.anatomy.sites import NearMiss, Site
-    from retrofit.pipeline.protocol import Rewrite
-    from retrofit.planning import PlannedPass, RecipePlan
+    from retrofit.pipeline.protocol import Plan, Rewrite
 
 Cells = tuple[str, str]
 
@@ -32,30 +31,27 @@ def rewrite_rows(rewrite: Rewrite) -> list[Cells]:
     ]
 
 
-def plan_rows(plan: RecipePlan) -> list[Cells]:
-    """What passes would do, and parameters and FLOPs before and after."""
-    after = "unknown until it is applied" if plan.flops_after is None else format_change(plan.flops_before, plan.flops_after)
-    return [
-        *(row for one in plan.passes for row in planned_pass_rows(one)),
-        ("parameters", format_change(plan.parameters_before, plan.parameters_after)),
-        ("FLOPs per token", after),
-    ]
-
-
-def planned_pass_rows(planned: PlannedPass) -> list[Cells]:
+def plan_rows(spec: str, exact: bool, plan: Plan) -> list[Cells]:
     """What one pass would do."""
-    plan = planned.plan
-    would = f"{plural(len(plan.sites), 'site')}, {promise(planned.exact)}" if planned.fits else "nothing: apply would refuse it"
+    fits = bool(plan.sites)
+    would = f"{plural(len(plan.sites), 'site')}, {promise(exact)}" if fits else "nothing: apply would refuse it"
     rows = [
-        ("recipe", planned.spec),
+        ("recipe", spec),
         ("would rewrite", would),
         *listed("", rewritten_lines(plan.sites)),
         *listed("leaves alone", untouched_lines(plan.near_misses)),
     ]
-    if planned.fits:
+    if fits:
         formula = " + ".join(fold_lines(TERMS.split(plan.formula)))
         rows.append(("adds", f"{plural(plan.new_parameters, 'parameter')}{f': {formula}' if formula else ''}"))
     return [*rows, *note_rows(plan.notes)]
+
+
+def separated(accounts: Iterable[list[Cells]]) -> list[Cells]:
+    """The rows of several passes, an empty one after each where there are several."""
+    each = list(accounts)
+    gap = [("", "")] if len(each) > 1 else []
+    return [row for rows in each for row in (*rows, *gap)]
 
 
 def promise(exact: bool) -> str:
@@ -87,3 +83,10 @@ def shortened(title: str, folded: list[str]) -> list[Cells]:
     """The texts as rows under one title, at most `MOST`, with how many were left out."""
     left_out = [f"and {len(folded) - MOST:,} more"] if len(folded) > MOST else []
     return [("" if number else title, text) for number, text in enumerate([*folded[:MOST], *left_out])]
+
+
+def aligned(rows: Sequence[Cells]) -> str:
+    """The rows as text in two columns; every line of a cell is in its own column."""
+    width = max(len(title) for title, _ in rows)
+    lines = [(title if not number else "", line) for title, cell in rows for number, line in enumerate(cell.split("\n"))]
+    return "\n".join(f"{title:<{width}}  {line}".rstrip() for title, line in lines)
