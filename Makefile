@@ -11,7 +11,7 @@ SMALLEST := $(shell grep -E '^(rxnmapper|rapidocr)==' tests/real_models.txt)
 # Tests and checks run two at a time: one thread each. Nothing ever asks the network for a model.
 ALONE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test long lint types coverage real bench clean
+.PHONY: demo test long lint types coverage mutants real bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -37,6 +37,10 @@ types: $(READY)
 # What is achieved on every architecture of the installed transformers; takes long, and goes on where it stopped.
 coverage: $(READY)
 	$(ALONE) PYTHONPATH=tests $(BIN)/python benchmarks/coverage/coverage_table.py -o docs/coverage.md
+
+# Which check reports which fault that is put into the passes' sources; goes on where it stopped, and makes anew what has changed.
+mutants: $(READY)
+	$(ALONE) PYTHONPATH=tests:benchmarks/coverage $(BIN)/python benchmarks/mutants/mutants_table.py --jobs 2 -o docs/mutants.md
 
 # Every pass on trained models, which come inside packages; takes hours, and goes on where it stopped.
 real: $(REAL)

@@ -287,6 +287,7 @@ class AltUp(Pass[AltUpPlan]):
             module = edit.model.get_submodule(path)
             edit.add_module(module, "project", project)
             edit.add_handle(module.register_forward_hook(project.after))
+        edit.expect_late_gradient(project.weight)  # the head and the layers do not read the extra blocks at the start
         return project
 
     def widen_head(self, head: WideHead, projections: dict[str, DivideAndProject | None], edit: Edit) -> None:
@@ -327,7 +328,7 @@ class AltUp(Pass[AltUpPlan]):
         wrapper.start(self.init, layer.next_active)
         late = list(wrapper.second_step)
         if self.init == "hop" and layer.next_active == layer.active:  # the stream stays, so p acts on the other blocks only
-            late.append("p")
+            late += ["p", "prediction_coefs.weight"]
         for name, parameter in wrapper.named_parameters():
             if name in late:
                 edit.expect_late_gradient(parameter)

@@ -154,7 +154,9 @@ def is_shared(site: ObservedSite) -> bool:
 
 
 def wiring(observed: Observed) -> Problems:
-    """Layer l works on block l mod K, or all on the first."""
+    """Layer l works on block l mod K, or all on the first; the head narrows what the look-up projected."""
+    for site in observed.sites:
+        yield from narrowing(site, observed.options)
     k, alternates = observed.options.k, observed.options.selection == "alternating"
     for number, chain in enumerate(chains(observed)):
         for index, site in enumerate(chain):
@@ -170,6 +172,19 @@ def wiring(observed: Observed) -> Problems:
             combine = site.module.combine
             if combine is not None and list(combine) != combination(observed.options):  # type: ignore[arg-type]
                 yield site.path, f"it combines its blocks by {combine}, and the method by {combination(observed.options)}"
+
+
+def narrowing(site: ObservedSite, options: Any) -> Problems:
+    """Before the head, extra block i is projected to sub-block i of the extra width by the transposed matrix i."""
+    weight, narrowed = getattr(site.module, "weight", None), getattr(site.module, "before", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 3 or narrowed is None:
+        return
+    d = weight.shape[1]
+    x = torch.randn(3, options.k * d, generator=torch.Generator().manual_seed(0)).to(weight)
+    expected = torch.cat([x[:, :d], *(x[:, (i + 1) * d : (i + 2) * d] @ weight[i] for i in range(options.k - 1))], -1)
+    (found,) = narrowed(site.module, (x,))
+    if found.shape != expected.shape or float((found - expected).abs().max()) > 1e-3 * float(expected.abs().max()):
+        yield site.path, "before the head it narrows the extra blocks otherwise than by the matrices that they were projected by"
 
 
 def start(observed: Observed) -> Problems:

@@ -77,7 +77,7 @@ def expert(memory: Any, rank: int, index: int, x: Tensor) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """V, or b, begins at zero, U LeCun normal, W with a spread of 0.02; hyperplanes are random, their spacing 1."""
+    """V, or b, begins at zero, U LeCun normal, W with a spread of 0.02; hyperplanes are random, their spacing 1, and saved."""
     for site in observed.sites:
         memory: Any = site.module.memory
         d = memory.width
@@ -91,6 +91,8 @@ def start(observed: Observed) -> Problems:
                 slack = 4 / math.sqrt(2 * value.numel())
                 if abs(ratio - 1) > max(0.05, slack):
                     yield site.path, f"{name} begins with {ratio:.2g} times the spread that the method gives it"
+        for name in sorted({name for name, _ in memory.named_buffers()} - memory.state_dict().keys()):
+            yield site.path, f"its {name} are not saved with the model"
         offsets = getattr(memory, "offsets", None)
         if isinstance(offsets, Tensor) and (float(offsets.min()) < 0 or float(offsets.max()) > 1 or not bool(offsets.any())):
             yield site.path, "the offsets of its hyperplanes are not random in [0, 1)"

@@ -230,7 +230,10 @@ def test_unknown_specs_say_what_there_is() -> None:
     assert "selection" in caught.value.remedy
 
 
-@pytest.mark.parametrize("options", [{"selection": "same"}, {"k": 3, "embedding": "recycled"}, {"coefficients": "dynamic"}])
+STARTS = [{"selection": "same"}, {"k": 3, "embedding": "recycled"}, {"coefficients": "dynamic"}, {"extra": 8}]
+
+
+@pytest.mark.parametrize("options", STARTS, ids=str)
 def test_every_start_passes_verification(options: dict[str, Any]) -> None:
     model, inputs, _ = build("causal/gpt2")
     report = apply_reported(model, AltUp(**options), example_inputs=inputs, count_flops=False).report

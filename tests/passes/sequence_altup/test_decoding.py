@@ -71,9 +71,10 @@ def test_a_whole_model_is_the_formula(tokens: list[int], length: int, k: int) ->
 
 @st.composite
 def prompts(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[int]]:
-    """Rows of tokens padded on one side, their mask, and where chunks of them end."""
+    """Rows of tokens, padded on one side or not at all, their mask, and where chunks of them end."""
     count = draw(st.integers(1, 3))
-    pads = [draw(st.integers(0, LENGTH - 1)) for _ in range(count)]
+    most = draw(st.sampled_from([0, LENGTH - 1]))
+    pads = [draw(st.integers(0, most)) for _ in range(count)]
     left = draw(st.booleans())
     rows = torch.tensor([draw(TOKENS) for _ in pads])
     columns = torch.arange(LENGTH)

@@ -1,0 +1,255 @@
+"""Faults of memory and of sum: which entry a token looks up, how it is weighed, what an entry computes."""
+
+from __future__ import annotations
+
+import functools
+
+from mutant import Mutant, on
+
+MODELS, TWO_MODELS = "gpt2 llama t5 bert", "gpt2 llama"
+TOKEN_ID = on(MODELS, "memory(lookup=token-id)")
+TOKEN_ID_RANK = on(TWO_MODELS, "memory(lookup=token-id, rank=2)")
+SOFTMAX = on(TWO_MODELS, "memory(lookup=softmax, buckets=8)")
+SOFTMAX_RANK = on(TWO_MODELS, "memory(lookup=softmax, buckets=8, rank=2)")
+LSH = on(TWO_MODELS, "memory(lookup=lsh, buckets=8)")
+LSH_RANK = on(TWO_MODELS, "memory(lookup=lsh, buckets=8, rank=2)")
+SUM = on(MODELS, "sum")
+
+tables = functools.partial(Mutant, "memory", "passes/memory/external_memory.py")
+layer = functools.partial(Mutant, "memory", "passes/memory/memory_layer.py")
+ids = functools.partial(Mutant, "memory", "passes/memory/token_ids.py")
+whole = functools.partial(Mutant, "memory", "passes/memory/memory.py")
+summed = functools.partial(Mutant, "sum", "passes/sum.py")
+
+MUTANTS = [
+    tables(
+        "an expert has no relu where its matrices are gathered",
+        "torch.bmm(x.unsqueeze(1), u).relu()",
+        "torch.bmm(x.unsqueeze(1), u)",
+        trials=TOKEN_ID_RANK,
+    ),
+    tables(
+        "an expert has no relu where tokens are grouped",
+        "u, ends).relu()",
+        "u, ends)",
+        trials=SOFTMAX_RANK,
+    ),
+    tables(
+        "tokens are sorted by expert for the grouped product and never put back",
+        ".index_select(0, torch.argsort(order))",
+        "",
+        trials=LSH_RANK,
+    ),
+    tables(
+        "grouped tokens are put back by the sorting order, not by its inverse",
+        "torch.argsort(order)",
+        "order",
+        trials=LSH_RANK,
+    ),
+    tables(
+        "in a grouped product an expert ends before its last token",
+        "torch.searchsorted(i, torch.arange(self.buckets, device=i.device), right=True).to(torch.int32)",
+        "(torch.searchsorted(i, torch.arange(self.buckets, device=i.device), right=True) - 1).clamp(min=0).to(torch.int32)",
+        trials=LSH_RANK,
+    ),
+    tables(
+        "every token reads the row of the next id",
+        "return ids.clamp(max=self.buckets - 1), ids < self.buckets",
+        "return (ids + 1).clamp(max=self.buckets - 1), ids < self.buckets",
+        trials=TOKEN_ID,
+    ),
+    tables(
+        "every position reads the row of the token before it",
+        "        ids = ids.reshape(x.shape[:-1])\n",
+        "        ids = ids.reshape(x.shape[:-1]).roll(1, -1)\n",
+        trials=TOKEN_ID,
+    ),
+    tables(
+        "tokens that were added to the vocabulary get the last row, not nothing",
+        "ids.clamp(max=self.buckets - 1), ids < self.buckets",
+        "ids.clamp(max=self.buckets - 1), None",
+        trials=TOKEN_ID,
+        test="tests/passes/memory/test_memory.py::test_tokens_added_later_get_nothing",
+    ),
+    tables(
+        "softmax lookup: the expert's output is not weighed by its probability",
+        "        return i, weight\n",
+        "        return i, None\n",
+        trials=SOFTMAX,
+    ),
+    tables(
+        "softmax lookup: the weight gets no gradient, so the router learns nothing",
+        "        return i, weight\n",
+        "        return i, weight.detach()\n",
+        trials=SOFTMAX,
+    ),
+    tables(
+        "softmax lookup: the least likely expert is chosen",
+        ".softmax(-1).max(-1)",
+        ".softmax(-1).min(-1)",
+        trials=SOFTMAX,
+    ),
+    tables(
+        "softmax lookup: the weight is a sigmoid, not the softmax's probability",
+        ".float().softmax(-1).max(-1)",
+        ".float().sigmoid().max(-1)",
+        trials=SOFTMAX,
+    ),
+    tables(
+        "softmax lookup: the jitter acts in evaluation too",
+        "if self.training and self.jitter:",
+        "if self.jitter:",
+        trials=SOFTMAX,
+    ),
+    tables(
+        "softmax lookup: training has no jitter",
+        "if self.training and self.jitter:",
+        "if False:",
+        trials=SOFTMAX,
+    ),
+    tables(
+        "softmax lookup: the jitter is added, where it should multiply",
+        "x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)",
+        "x = x + torch.empty_like(x).uniform_(-self.jitter, self.jitter)",
+        trials=SOFTMAX,
+    ),
+    tables(
+        "softmax lookup: the jitter only ever enlarges",
+        "uniform_(1 - self.jitter, 1 + self.jitter)",
+        "uniform_(1, 1 + self.jitter)",
+        trials=SOFTMAX,
+    ),
+    tables(
+        "U begins with variance 1/d², where LeCun's is 1/d",
+        "torch.randn(buckets, width, rank, **kind) / math.sqrt(width)",
+        "torch.randn(buckets, width, rank, **kind) / width",
+        trials=TOKEN_ID_RANK,
+    ),
+    tables(
+        "V begins with ones, not with zeros",
+        "self.v = nn.Parameter(torch.zeros(",
+        "self.v = nn.Parameter(torch.ones(",
+        trials=TOKEN_ID_RANK,
+    ),
+    tables(
+        "the router W begins with standard deviation 1, not 0.02",
+        "nn.Parameter(0.02 * torch.randn(",
+        "nn.Parameter(torch.randn(",
+        trials=SOFTMAX,
+    ),
+    tables(
+        "lsh: the hyperplanes are drawn anew in every call",
+        "F.linear(unit, self.planes.float())",
+        "F.linear(unit, torch.randn_like(self.planes).float())",
+        trials=LSH,
+    ),
+    tables(
+        "lsh: the hyperplanes have no offsets",
+        ".float() + self.offsets.float()).long()",
+        ".float()).long()",
+        trials=LSH,
+    ),
+    tables(
+        "lsh: tokens are not scaled to one length",
+        "unit = F.normalize(x.float(), dim=-1) * math.sqrt(self.width)",
+        "unit = x.float()",
+        trials=LSH,
+    ),
+    tables(
+        "lsh: the hyperplanes are √d too far apart",
+        "F.normalize(x.float(), dim=-1) * math.sqrt(self.width)",
+        "F.normalize(x.float(), dim=-1)",
+        trials=LSH,
+    ),
+    tables(
+        "lsh: cells of different families get one bucket: the digits are added without their place",
+        "digit * self.slots**k for",
+        "digit for",
+        trials=LSH,
+    ),
+    tables(
+        "lsh: cells lie between the hyperplanes' middles (rounded, not floored)",
+        "cells = torch.floor(",
+        "cells = torch.round(",
+        trials=LSH,
+    ),
+    tables(
+        "lsh: the hyperplanes are not saved with the model",
+        'dtype=like.dtype) / math.sqrt(width))\n        self.register_buffer("offsets"',
+        'dtype=like.dtype) / math.sqrt(width), persistent=False)\n        self.register_buffer("offsets"',
+        trials=LSH,
+    ),
+    layer(
+        "the memory reads the layer's output, not its input",
+        "self.memory(x, ids)",
+        "self.memory(y, ids)",
+        trials=SOFTMAX,
+    ),
+    layer(
+        "the memory's output is taken away, not added",
+        "y + self.memory(x, ids)",
+        "y - self.memory(x, ids)",
+        trials=TOKEN_ID,
+    ),
+    layer(
+        "the memory's output gets no gradient",
+        "self.memory(x, ids).to(y.dtype)",
+        "self.memory(x, ids).detach().to(y.dtype)",
+        trials=TOKEN_ID,
+    ),
+    ids(
+        "every row of the batch is looked up by the ids of the first",
+        "return {TOKEN_IDS: ids}\n\n    def add_keyword",
+        "return {TOKEN_IDS: ids[:1].expand_as(ids)}\n\n    def add_keyword",
+        trials=TOKEN_ID,
+    ),
+    whole(
+        "the option jitter has no effect",
+        "jitter=self.jitter)",
+        "jitter=0.0)",
+        trials=SOFTMAX,
+    ),
+    whole(
+        "the option rank has no effect on tables looked up by lsh",
+        "LshMemory(rows, width, self.rank, like)",
+        "LshMemory(rows, width, 0, like)",
+        trials=LSH_RANK,
+    ),
+    summed(
+        "the extra embedding is that of the next token",
+        "return self.extra(ids)",
+        "return self.extra(ids.roll(-1, -1))",
+        trials=SUM,
+    ),
+    summed(
+        "the extra embedding is looked up by position, not by token",
+        "return self.extra(ids)",
+        "return self.extra(ids.new_ones(ids.shape).cumsum(-1) - 1)",
+        trials=SUM,
+    ),
+    summed(
+        "the extra embedding is taken away, not added",
+        "lambda y: y + self.look_up(ids).to(y.dtype)",
+        "lambda y: y - self.look_up(ids).to(y.dtype)",
+        trials=SUM,
+    ),
+    summed(
+        "the extra embedding is scaled by √d",
+        "self.look_up(ids).to(y.dtype)",
+        "self.look_up(ids).to(y.dtype) * self.extra.embedding_dim**0.5",
+        trials=SUM,
+    ),
+    summed(
+        "the extra embedding begins with noise",
+        "        nn.init.zeros_(extra.weight)\n",
+        "",
+        trials=SUM,
+    ),
+    summed(
+        "tokens that were added to the vocabulary get the last row, not nothing",
+        " * (ids < rows).unsqueeze(-1)",
+        "",
+        trials=SUM,
+        test="tests/passes/test_sum.py::test_tokens_added_later_get_nothing",
+    ),
+]

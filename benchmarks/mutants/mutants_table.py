@@ -1,0 +1,202 @@
+"""Writes docs/mutants.md: faults put into the sources of the passes, one at a time, and which check reports each.
+
+    PYTHONPATH=tests:benchmarks/coverage python benchmarks/mutants/mutants_table.py [--only PATTERN] [--jobs N] -o docs/mutants.md
+
+Each mutant is put into a copy of the sources; the pass is applied from there to tiny models, with every check, up to the first
+report. The sources as they are must come through the trials with a report without one. Results are kept in a JSON file as they
+come, each under a hash of the mutant and of its pass: a later run makes anew what has changed. `--again` makes anew all that
+`--only` selects, as after a change of the checks; `--passed` selects those that no check reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import altup_mutants
+import memory_mutants
+import sequence_altup_mutants
+import shared_moe_mutants
+import sparse_ffn_mutants
+import sparse_loss_mutants
+import sparse_qkv_mutants
+from mutant import Mutant
+from observing import Row, key_of, observe
+from sweeping import assessed, cell, line, parser_of, write_whole
+
+TABLES = (
+    altup_mutants,
+    memory_mutants,
+    sequence_altup_mutants,
+    shared_moe_mutants,
+    sparse_ffn_mutants,
+    sparse_loss_mutants,
+    sparse_qkv_mutants,
+)
+MUTANTS: tuple[Mutant, ...] = tuple(mutant for table in TABLES for mutant in table.MUTANTS)
+CONTROL = "control"
+ALARM, LIMIT = 240, 400.0  # seconds: of the forked process, and of the one that forks it
+ORDER = ("altup", "memory", "sum", "sequence-altup", "shared-moe", "sparse-ffn", "sparse-loss", "sparse-qkv")
+Task = tuple[str, str]  # the pass, and a mutant's fault or a control's trial
+
+
+def main() -> int:
+    options = parse()
+    require_sound(MUTANTS)
+    results = Results(options)
+    finished = results.make(mutant_keys()) and results.make(control_keys(results))
+    known = results.known(mutant_keys())
+    controls = results.known(control_keys(results))
+    alarms = {task: row for task, row in controls.items() if row["by"]}
+    for task, row in alarms.items():
+        print(f"without a fault, {name_of(task)} is reported by {row['by']}: {row['why']}")
+    rows = [(mutant, known[mutant.method, mutant.wrong]) for mutant in ordered() if (mutant.method, mutant.wrong) in known]
+    print(f"{len(rows)} of {len(MUTANTS)} mutants have a result for the sources as they are; {score(rows)}")
+    if finished and not alarms and len(rows) == len(MUTANTS) and controls.keys() == control_keys(results).keys():
+        write_whole(options.output, page(rows, len(controls)))
+    return bool(alarms)
+
+
+def parse() -> argparse.Namespace:
+    parser = parser_of(__doc__, "mutants")
+    parser.add_argument("--passed", action="store_true", help="only mutants that no check reported")
+    return parser.parse_args()
+
+
+def require_sound(mutants: Iterable[Mutant]) -> None:
+    """Raises `ValueError` for a mutant whose text is not found once, or two of one name."""
+    seen: set[str] = set()
+    for mutant in mutants:
+        mutant.mutated()
+        if mutant.name in seen or not mutant.trials:
+            raise ValueError(f"{mutant.name} is there twice, or has no trial")
+        seen.add(mutant.name)
+
+
+# ── What there is to do ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Results:
+    """What came of each task, and the hash of what it depends on, kept in a file."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.rows: dict[str, Row] = json.loads(options.results.read_text()) if options.results.exists() else {}
+
+    def make(self, keys: Mapping[Task, str]) -> bool:
+        """The selected tasks that have no result yet are done; False where there was no time for all."""
+        options = self.options
+        selected = [task for task in keys if re.search(options.only, name_of(task)) and not (options.passed and self.by(task))]
+        waiting = [task for task in selected if options.again or self.rows.get(name_of(task), {}).get("key") != keys[task]]
+        started = time.monotonic()
+        for count, (task, found) in enumerate(assessed(waiting, options.jobs, LIMIT, find, failed), start=1):
+            self.rows[name_of(task)] = {**found, "key": keys[task]}
+            write_whole(options.results, json.dumps(self.rows, indent=1, ensure_ascii=False))
+            said = f"{found['by'] or 'PASSED'}  {found['why'][:100]}"
+            print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {name_of(task)}  {said}", flush=True)
+            if time.monotonic() - started > 60 * options.minutes:
+                return False
+        return True
+
+    def by(self, task: Task) -> str:
+        """The check that reported a task when it was last tried, "" where none did."""
+        return str(self.rows.get(name_of(task), {}).get("by", ""))
+
+    def known(self, keys: Mapping[Task, str]) -> dict[Task, Row]:
+        """The results that are those of the sources as they are."""
+        found = {task: self.rows.get(name_of(task), {}) for task in keys}
+        return {task: row for task, row in found.items() if row.get("key") == keys[task]}
+
+
+def ordered() -> list[Mutant]:
+    return sorted(MUTANTS, key=lambda mutant: ORDER.index(mutant.method))
+
+
+def mutant_keys() -> dict[Task, str]:
+    """Every mutant and the hash of what its result depends on."""
+    return {
+        (mutant.method, mutant.wrong): key_of(mutant.method, mutant.path, mutant.old, mutant.new, mutant.trials)
+        for mutant in ordered()
+    }
+
+
+def control_keys(results: Results) -> dict[Task, str]:
+    """The trials in which something was reported, without a fault: only where these pass does a report say something."""
+    reported = {(task[0], row["trial"]) for task, row in results.known(mutant_keys()).items() if row["by"]}
+    return {(method, f"{CONTROL} {trial}"): key_of(method, trial) for method, trial in sorted(reported)}
+
+
+def name_of(task: Task) -> str:
+    return f"{task[0]}: {task[1]}"
+
+
+def find(task: Task) -> Row:
+    """What came of a task."""
+    for mutant in MUTANTS:
+        if (mutant.method, mutant.wrong) == task:
+            return observe(mutant, mutant.trials, ALARM)
+        for trial in mutant.trials:
+            if (mutant.method, f"{CONTROL} {trial}") == task:
+                return observe(None, (trial,), ALARM)
+    raise ValueError(f"there is no {name_of(task)}")
+
+
+def failed(task: Task, why: str) -> Row:
+    return {"by": "no end", "why": why, "trial": "", "passed": []}
+
+
+# ── The page ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def score(rows: Sequence[tuple[Mutant, Row]]) -> str:
+    """How many of the mutants that are faults a check reported."""
+    faults = [(mutant, row) for mutant, row in rows if not mutant.equivalent]
+    reported = sum(bool(row["by"]) for _, row in faults)
+    share = 100 * reported / max(len(faults), 1)
+    return f"{reported} of {len(faults)} that are faults are reported by a check ({share:.1f} %)"
+
+
+def page(rows: Sequence[tuple[Mutant, Row]], controls: int) -> str:
+    """The Markdown page: the score, a count a pass, a line a mutant."""
+    lines = [
+        "# Mutants",
+        "",
+        f"{len(rows)} faults were put into the sources of the passes, one at a time; from each mutated copy the pass was applied",
+        "to a tiny GPT-2, Llama, T5 or BERT with every check, up to the first report. The sources as they are come through the",
+        f"{controls} trials in which something was reported without a report. {score(rows)}.",
+        "Written by `make mutants`; the mutants are in `benchmarks/mutants/`; do not edit.",
+        "",
+        line(["pass", "mutants", "reported by a check", "by a unit test", "equivalent"]),
+        line(["---", *["---:"] * 4]),
+    ]
+    for method in ORDER:
+        of_pass = [(mutant, row) for mutant, row in rows if mutant.method == method]
+        lines.append(line([f"`{method}`", *map(str, counts(of_pass))]))
+    lines.append(line(["all", *map(str, counts(rows))]))
+    lines += ["", line(["pass", "what is wrong", "reported by", "it says"]), line(["---"] * 4)]
+    for mutant, row in rows:
+        lines.append(line([f"`{mutant.method}`", cell(mutant.wrong), verdict(mutant, row), cell(row["why"])]))
+    return "\n".join([*lines, ""])
+
+
+def counts(rows: Sequence[tuple[Mutant, Row]]) -> tuple[int, int, int, int]:
+    faults = [(mutant, row) for mutant, row in rows if not mutant.equivalent]
+    by_test = sum(bool(mutant.test) and not row["by"] for mutant, row in faults)
+    return len(rows), sum(bool(row["by"]) for _, row in faults), by_test, len(rows) - len(faults)
+
+
+def verdict(mutant: Mutant, row: Row) -> str:
+    """Which check reported the mutant, else which test does, or why it is no fault."""
+    if row["by"]:
+        return str(row["by"])
+    if mutant.equivalent:
+        return f"equivalent: {cell(mutant.equivalent)}"
+    return f"passed; `{mutant.test}` fails" if mutant.test else "passed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

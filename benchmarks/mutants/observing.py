@@ -1,0 +1,204 @@
+"""What the checks make of a mutant: a copy of the sources has it, and a forked process applies the pass from that copy.
+
+The process that forks has imported torch and transformers and built the models, and has imported nothing of retrofit: each child
+imports the copy afresh, which takes a fraction of a second. What is measured on the dense models is measured once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import compileall
+import copy
+import functools
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mutant import ROOT, Mutant, Trial, models
+
+PACKAGES = {"retrofit": "retrofit", "passes": "retrofit/passes", "cli": "retrofit/cli"}  # in the repository, as installed
+LAST = ("graph", "round trip", "cost")  # of the checks: they take longest
+Row = dict[str, Any]
+
+# ── Sources ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def key_of(method: str, *what: object) -> str:
+    """A hash of a mutant and its trials, and of the sources of the pass and of what passes share, apart from the references."""
+    digest = hashlib.sha256(repr(what).encode())
+    files = [*(ROOT / "passes").glob("*.py"), *(ROOT / "passes" / method.replace("-", "_")).rglob("*.py")]
+    for file in sorted(file for file in files if "reference" not in file.name):
+        digest.update(f"{file.relative_to(ROOT)} {sha256(file)}".encode())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@functools.cache
+def sources() -> Path:
+    """A copy of the sources as they are, laid out as installed; it lasts as long as this process."""
+    folder = Path(tempfile.mkdtemp(prefix="sources-"))
+    for name, place in PACKAGES.items():
+        shutil.copytree(ROOT / name, folder / place, ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(folder, quiet=2)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def installed(path: str) -> Path:
+    """Where a file of the repository is in a copy of the sources."""
+    package, _, rest = path.partition("/")
+    return Path(PACKAGES[package]) / rest
+
+
+def write_mutated(mutant: Mutant | None, folder: Path) -> None:
+    """`folder` holds the sources with the mutant; the unchanged ones are links."""
+    shutil.copytree(sources(), folder, copy_function=os.link, dirs_exist_ok=True)
+    if mutant is not None:
+        file = folder / installed(mutant.path)
+        for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*"):
+            compiled.unlink()
+        file.unlink()
+        file.write_text(mutant.mutated(), encoding="utf-8")
+
+
+# ── Observing ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def observe(mutant: Mutant | None, trials: tuple[Trial, ...], limit: int) -> Row:
+    """What came of the trials up to the first report: which check made it, and what it says."""
+    references = {trial.model: reference_of(trial.model, limit) for trial in trials}
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        write_mutated(mutant, Path(folder))
+        answer, status = forked(Path(folder), limit, lambda: rows_of(Path(folder), trials, references))
+    rows = [json.loads(line) for line in answer.decode().splitlines()]
+    tried = [str(trial) for trial in trials[: len(rows)]]
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        why = f"took more than {limit} s" if number == signal.SIGALRM else f"the process ended by signal {number}"
+        return {"by": "no end", "why": why, "trial": str(trials[len(rows)]), "passed": tried}
+    last = rows[-1]
+    return {**last, "trial": tried[-1], "passed": tried[:-1]} if last["by"] else {**last, "trial": "", "passed": tried}
+
+
+@functools.cache
+def model(name: str) -> Any:
+    """The dense model, which nothing changes."""
+    return models()[name]()
+
+
+@functools.cache
+def reference_of(name: str, limit: int) -> bytes:
+    """What the checks measure on the dense model, by the sources as they are: a pickled `Reference`."""
+    model(name)
+
+    def measured() -> Iterator[bytes]:
+        from retrofit.checks.reference import Reference
+
+        yield pickle.dumps(Reference.of(copy.deepcopy(model(name))))
+
+    return forked(sources(), limit, measured)[0]
+
+
+def forked(folder: Path, limit: int, work: Callable[[], Iterator[bytes]]) -> tuple[bytes, int]:
+    """What `work` yields in a forked process that imports from `folder`, and how the process ended."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        signal.alarm(limit)
+        sys.path.insert(0, str(folder))
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nowhere, stream)
+        try:
+            for part in work():
+                with open(writer, "wb", closefd=False) as answer:
+                    answer.write(part)
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as pipe:
+        found = pipe.read()
+    return found, os.waitpid(child, 0)[1]
+
+
+def rows_of(folder: Path, trials: tuple[Trial, ...], references: dict[str, bytes]) -> Iterator[bytes]:
+    """A line of JSON for each trial up to the first report."""
+    for trial in trials:
+        try:
+            row = attempt(folder, trial, references[trial.model])
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            row = {"by": "apply", "why": f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"}
+        yield json.dumps(row).encode() + b"\n"
+        if row["by"]:
+            return
+
+
+def attempt(folder: Path, trial: Trial, reference: bytes) -> Row:
+    """The first report of a check; what `apply` itself raises is reported by the caller.
+
+    `apply` verifies as always, but for two things: the dense model was measured before, and no check is made after one that failed.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    import retrofit
+    from retrofit import rewriting
+    from retrofit.checks.registry import CHECKS
+    from retrofit.errors import VerificationError
+
+    if not str(retrofit.__file__).startswith(str(folder)):
+        raise AssertionError(f"the sources imported are those of {retrofit.__file__}")
+    names = [*sorted(CHECKS, key=lambda name: name in LAST), *(["onnx"] if "onnx" in trial.options else [])]
+    check = rewriting.check_rewrite
+
+    def up_to_the_first_failure(*arguments: Any, **keywords: Any) -> Any:
+        for name in names:
+            report = check(*arguments, **keywords, checks=(name,))
+            if not report.ok:
+                break
+        return report
+
+    rewriting.check_rewrite = up_to_the_first_failure
+    rewriting.Reference = Measured(pickle.loads(reference))  # type: ignore[misc,assignment]
+    try:
+        retrofit.apply(copy.deepcopy(model(trial.model)), trial.spec, calibration=calibration(trial))
+    except VerificationError as error:
+        (result,) = error.report.checks
+        return {"by": result.name, "why": " ".join(part for part in (result.measured, *result.why.split("\n")[:1]) if part)}
+    finally:
+        rewriting.check_rewrite = check
+    return {"by": "", "why": ""}
+
+
+def calibration(trial: Trial) -> Any:
+    """Token ids, (windows, length), where the trial is calibrated."""
+    import torch
+
+    calibrated = "calibrated" in trial.options
+    return torch.randint(3, 60, (32, 16), generator=torch.Generator().manual_seed(1)) if calibrated else None
+
+
+class Measured:
+    """In place of the class `Reference`: a dense model was measured before."""
+
+    def __init__(self, reference: Any) -> None:
+        self.reference = reference
+
+    def of(self, *arguments: Any) -> Any:
+        return self.reference

@@ -1,0 +1,304 @@
+"""Faults of sparse-ffn: the choice of units, the training noise, the two ways to compute, the start."""
+
+from __future__ import annotations
+
+import functools
+
+from mutant import Mutant, on
+
+MODELS, TWO_MODELS = "gpt2 llama t5 bert", "gpt2 llama"
+ONE = on(MODELS, "sparse-ffn(sparsity=8)")
+TWO = on(TWO_MODELS, "sparse-ffn(sparsity=8, active=2)")
+GATE = on("llama t5-gated", "sparse-ffn(sparsity=8, active=2, controller=gate)")
+GATED = on("llama t5-gated", "sparse-ffn(sparsity=8)")
+MULTIPLIED = on(TWO_MODELS, "sparse-ffn(sparsity=8, multiply_by_controller=true)")
+SCALED = on(TWO_MODELS, "sparse-ffn(sparsity=8, scale=true)")
+CALIBRATED = on("gpt2 llama", "sparse-ffn(sparsity=8)", "calibrated")
+
+layer = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/sparse_feed_forward.py")
+choice = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/unit_choice.py")
+gate = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/gate_activation.py")
+rows = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/indexed_rows.py")
+whole = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/sparse_ffn.py")
+start = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/controller_fit.py")
+contributions = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/contributions.py")
+
+MUTANTS = [
+    layer(
+        "gate and up are swapped where all rows are used",
+        "port.step] for port in self.ports]\n\n    def port_value(",
+        "port.step] for port in reversed(self.ports)]\n\n    def port_value(",
+        trials=GATED,
+    ),
+    layer(
+        "gate and up are swapped where the rows of the active units are gathered",
+        "            for index, port in enumerate(self.ports)\n        ]\n",
+        "            for index, port in enumerate(self.ports)\n        ][::-1]\n",
+        trials=GATED,
+    ),
+    layer(
+        "h is not multiplied by the controller where all rows are used",
+        "return self.down(h * mask.flatten(-2).to(h.dtype))",
+        "return self.down(h)",
+        trials=on(TWO_MODELS, "sparse-ffn(sparsity=4, active=2)"),
+    ),
+    layer(
+        "the active units are those of the block before, where rows are gathered",
+        "first = torch.arange(0, self.units, self.sparsity, device=x.device)",
+        "first = torch.arange(0, self.units, self.sparsity, device=x.device).roll(1)",
+        trials=ONE,
+    ),
+    layer(
+        "the controller's logits are laid out unit by unit over the blocks, not block by block",
+        "self.bias.float()).unflatten(-1, (-1, self.sparsity))",
+        "self.bias.float()).unflatten(-1, (self.sparsity, -1)).transpose(-1, -2)",
+        trials=ONE,
+    ),
+    layer(
+        "the controller's bias is left out",
+        "F.linear(low, self.c2.float().t(), self.bias.float())",
+        "F.linear(low, self.c2.float().t())",
+        trials=ONE,
+    ),
+    layer(
+        "C1 gets no gradient",
+        "low = x.float() @ self.c1.float()",
+        "low = x.float() @ self.c1.detach().float()",
+        trials=ONE,
+    ),
+    layer(
+        "the controller reads a relu of C1's result",
+        "low = x.float() @ self.c1.float()",
+        "low = (x.float() @ self.c1.float()).relu()",
+        trials=ONE,
+    ),
+    layer(
+        "the choice is drawn at random in evaluation too",
+        "        if self.training:\n            return self.apply_mask",
+        "        if True:\n            return self.apply_mask",
+        trials=ONE,
+    ),
+    layer(
+        "training chooses as evaluation does: without noise and without a gradient for the controller",
+        "        if self.training:\n            return self.apply_mask",
+        "        if False:\n            return self.apply_mask",
+        trials=ONE,
+    ),
+    layer(
+        "multiply_by_controller: the weights are probabilities among the active units only",
+        "weight = [logits.softmax(-1).gather(-1, unit)] if self.multiply else []",
+        "weight = [logits.gather(-1, unit).softmax(-1)] if self.multiply else []",
+        trials=on(TWO_MODELS, "sparse-ffn(sparsity=8, active=2, multiply_by_controller=true)"),
+    ),
+    layer(
+        "multiply_by_controller: training leaves the probability out",
+        "return mask * logits.softmax(-1) if self.multiply else mask",
+        "return mask",
+        trials=MULTIPLIED,
+    ),
+    layer(
+        "scale: h is multiplied by N / k, not by its root",
+        "self.factor = math.sqrt(sparsity / active) if scale else 1.0",
+        "self.factor = sparsity / active if scale else 1.0",
+        trials=SCALED,
+    ),
+    layer(
+        "scale: h is multiplied by √N, whatever k is",
+        "self.factor = math.sqrt(sparsity / active) if scale else 1.0",
+        "self.factor = math.sqrt(sparsity) if scale else 1.0",
+        trials=on(TWO_MODELS, "sparse-ffn(sparsity=8, active=2, scale=true)"),
+    ),
+    layer(
+        "the rows of the active units are gathered without the matrix's bias",
+        "return z if matrix.bias is None else z + matrix.bias[columns].to(z.dtype)",
+        "return z",
+        trials=on("gpt2 bert", "sparse-ffn(sparsity=8)"),
+    ),
+    layer(
+        "the rows of the active units are gathered with the biases of the first units",
+        "z + matrix.bias[columns].to(z.dtype)",
+        "z + matrix.bias[: columns.shape[-1]].to(z.dtype)",
+        trials=on("gpt2 bert", "sparse-ffn(sparsity=8)"),
+    ),
+    layer(
+        "the output's bias is left out where rows are gathered",
+        "return (y if self.down.bias is None else y + self.down.bias.to(y.dtype)).view(x.shape)",
+        "return y.view(x.shape)",
+        trials=on("gpt2 bert", "sparse-ffn(sparsity=8)"),
+    ),
+    layer(
+        "the gate as controller: units are chosen by its value, not by its magnitude",
+        "magnitude = self.activation(gate).float().abs() * self.lengths.float()",
+        "magnitude = self.activation(gate).float() * self.lengths.float()",
+        trials=GATE,
+    ),
+    layer(
+        "the gate as controller: the lengths of the rows of W_up and W_out are left out",
+        "self.activation(gate).float().abs() * self.lengths.float()",
+        "self.activation(gate).float().abs()",
+        trials=GATE,
+    ),
+    layer(
+        "the gate as controller: units are chosen before the activation",
+        "magnitude = self.activation(gate).float()",
+        "magnitude = gate.float()",
+        trials=GATE,
+    ),
+    layer(
+        "the gate as controller: only the rows of W_out count",
+        "rows.float().norm(dim=1) * down.float().norm(dim=1)",
+        "down.float().norm(dim=1)",
+        trials=GATE,
+    ),
+    layer(
+        "the gate as controller: units are chosen by up, not by the gate",
+        "gate = [self.port_value(self.ports[self.gate_port], x)]",
+        "gate = [self.port_value(self.ports[1 - self.gate_port], x)]",
+        trials=GATE,
+    ),
+    choice(
+        "the worst units of each block are chosen",
+        "return logits.max(-1, keepdim=True).indices if k == 1 else logits.topk(k).indices",
+        "return logits.min(-1, keepdim=True).indices if k == 1 else logits.topk(k, largest=False).indices",
+        trials=ONE,
+    ),
+    choice(
+        "of k active units only the first and the last candidates are considered",
+        "logits.topk(k).indices",
+        "logits[..., : logits.shape[-1] - 1].topk(k).indices",
+        trials=TWO,
+    ),
+    choice(
+        "the second active unit of a block is left out where all rows are used",
+        "return torch.zeros(*units.shape[:-1], n, dtype=values.dtype, device=units.device).scatter(-1, units, values)",
+        "return torch.zeros(*units.shape[:-1], n, dtype=values.dtype, device=units.device)"
+        ".scatter(-1, units[..., :1], values[..., :1])",
+        trials=on(TWO_MODELS, "sparse-ffn(sparsity=8, active=4)"),
+    ),
+    choice(
+        "the temperature multiplies the logits, where it should divide them",
+        "torch.where(torch.rand((), device=mask.device) < hard, mask, relaxed_indicator(noisy / temperature, k))",
+        "torch.where(torch.rand((), device=mask.device) < hard, mask, relaxed_indicator(noisy * temperature, k))",
+        trials=ONE,
+    ),
+    choice(
+        "the straight-through gradient is that of temperature 1",
+        "soft = relaxed_indicator(logits / temperature, k)",
+        "soft = relaxed_indicator(logits, k)",
+        trials=ONE,
+    ),
+    choice(
+        "the hard choice passes no gradient on to the controller",
+        ".to(soft.dtype) + (soft - soft.detach())",
+        ".to(soft.dtype)",
+        trials=ONE,
+    ),
+    choice(
+        "the noise has the wrong sign: log E in place of −log E is no Gumbel noise",
+        "noisy = logits - torch.empty_like(logits)",
+        "noisy = logits + torch.empty_like(logits)",
+        trials=ONE,
+    ),
+    choice(
+        "training has no noise",
+        "noisy = logits - torch.empty_like(logits).exponential_().log()",
+        "noisy = logits",
+        trials=ONE,
+    ),
+    choice(
+        "the noise is that of an exponential distribution, whose logarithm was forgotten",
+        ".exponential_().log()",
+        ".exponential_()",
+        trials=ONE,
+    ),
+    choice(
+        "the relaxation is used for three batches in ten, and the hard choice for the others",
+        "torch.rand((), device=mask.device) < hard",
+        "torch.rand((), device=mask.device) >= hard",
+        trials=ONE,
+    ),
+    choice(
+        "each block draws for itself whether it chooses hard, not the whole batch",
+        "torch.where(torch.rand((), device=mask.device) < hard",
+        "torch.where(torch.rand(mask.shape[:-1], device=mask.device).unsqueeze(-1) < hard",
+        trials=ONE,
+    ),
+    choice(
+        "active=k: the relaxation sums to one, not to k",
+        "return (logits + share.expand_as(rest).gather(-1, capped) - rest.gather(-1, capped)).clamp_max(0.0).exp()",
+        "return logits.softmax(-1)",
+        trials=TWO,
+    ),
+    choice(
+        "active=k: the relaxation goes above one",
+        "rest.gather(-1, capped)).clamp_max(0.0).exp()",
+        "rest.gather(-1, capped)).exp()",
+        trials=TWO,
+    ),
+    gate(
+        "the gate as controller: of the two ports the other one is taken for the gate",
+        "    (port,) = read[gate]\n    activation = extract(factors[gate], ports[port], site.hidden)\n",
+        "    (port,) = read[1 - gate]\n    activation = extract(factors[1 - gate], ports[port], site.hidden)\n",
+        trials=GATE,
+    ),
+    rows(
+        "the rows that are summed are not weighed by h",
+        "per_sample_weights=h.to(rows.dtype)",
+        "per_sample_weights=torch.ones_like(h).to(rows.dtype)",
+        trials=ONE,
+    ),
+    rows(
+        "gathered products are those of the first token",
+        "token = torch.arange(tokens).repeat_interleave(blocks)",
+        "token = torch.zeros(tokens, dtype=torch.long).repeat_interleave(blocks)",
+        trials=ONE,
+    ),
+    whole(
+        "the fit of the controller is never made",
+        "                getattr(block, name).copy_(values)\n",
+        "                pass\n",
+        trials=ONE,
+    ),
+    whole(
+        "the rows of W_out keep the dense order when the units are permuted",
+        'rows = Rearranged(transposed=site.out.out_first, order="order", dim=1 if site.out.out_first else 0)',
+        "rows = Rearranged(transposed=site.out.out_first, dim=1 if site.out.out_first else 0)",
+        trials=CALIBRATED,
+    ),
+    whole(
+        "the option temperature has no effect",
+        "            temperature=self.temperature,\n",
+        "            temperature=1.0,\n",
+        trials=ONE,
+    ),
+    whole(
+        "the option hard has no effect",
+        "            hard=self.hard,\n",
+        "            hard=1.0,\n",
+        trials=ONE,
+    ),
+    contributions(
+        "the start leaves the lengths of the rows of W_out out of the contributions",
+        "return self.hidden(*z).abs() * self.lengths",
+        "return self.hidden(*z).abs()",
+        trials=ONE,
+    ),
+    contributions(
+        "the start predicts the units' values, not how much they contribute",
+        "return self.hidden(*z).abs() * self.lengths",
+        "return self.hidden(*z) * self.lengths",
+        trials=ONE,
+    ),
+    start(
+        "the controller is fitted to its own opposite",
+        "return Controller(c1.float(), c2.float(), bias.float()).spread_out",
+        "return Controller(c1.float(), -c2.float(), -bias.float()).spread_out",
+        trials=ONE,
+    ),
+    start(
+        "the controller's bias forgets the mean of x",
+        "bias = c - moments.x.double() @ c1 @ c2",
+        "bias = c",
+        trials=CALIBRATED,
+    ),
+]

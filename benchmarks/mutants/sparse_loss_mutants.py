@@ -1,0 +1,99 @@
+"""Faults of sparse-loss and of the multiplicative layer that it shares with sparse-qkv."""
+
+from __future__ import annotations
+
+import functools
+
+from mutant import Mutant, on
+
+MODELS = "gpt2 llama t5 bert"
+HEAD = on(MODELS, "sparse-loss(modules=4)")
+
+head = functools.partial(Mutant, "sparse-loss", "passes/sparse_loss.py", trials=HEAD)
+product = functools.partial(Mutant, "sparse-loss", "passes/multiplicative.py", trials=HEAD)
+
+MUTANTS = [
+    head(
+        "the padded logits surface",
+        ".flatten(-2)[..., : self.vocabulary]\n        return logits if",
+        ".flatten(-2)\n        return logits if",
+        trials=on("gpt2 llama t5", "sparse-loss(modules=4)"),
+    ),
+    head(
+        "the padding is cut off at the beginning, so that every logit is another token's",
+        "self.product(x).flatten(-2)[..., : self.vocabulary]",
+        "self.product(x).flatten(-2)[..., -self.vocabulary :]",
+    ),
+    head(
+        "logits come module by module within a position, not position by position within a module",
+        "self.product(x).flatten(-2)",
+        "self.product(x).transpose(-1, -2).flatten(-2)",
+    ),
+    head(
+        "the head's bias is left out",
+        "return logits if self.bias is None else logits + self.bias",
+        "return logits",
+        trials=on("bert", "sparse-loss(modules=4)"),
+    ),
+    head(
+        "the head's bias is taken away",
+        "logits + self.bias",
+        "logits - self.bias",
+        trials=on("bert", "sparse-loss(modules=4)"),
+    ),
+    head(
+        "the logits are scaled by 1/√d",
+        "return logits if self.bias is None",
+        "logits = logits * x.shape[-1] ** -0.5\n        return logits if self.bias is None",
+    ),
+    head(
+        "the fit to the dense head is never made",
+        "        replacement.fit(weight if head.out_first else weight.t())\n",
+        "",
+    ),
+    head(
+        "the fit counts the padding at the beginning",
+        "nn.functional.pad(weight.t(), (0, modules * size - self.vocabulary))",
+        "nn.functional.pad(weight.t(), (modules * size - self.vocabulary, 0))",
+    ),
+    product(
+        "for few tokens the modules have each other's weights",
+        "modules = x.unsqueeze(-2) * self.d.t().to(x.dtype)",
+        "modules = x.unsqueeze(-2) * self.d.t().flip(0).to(x.dtype)",
+    ),
+    product(
+        "for many tokens the positions within a module are in inverse order",
+        "return (x @ self.matrix().to(x.dtype)).unflatten(-1, self.modules_and_size)",
+        "return (x @ self.matrix().to(x.dtype)).unflatten(-1, self.modules_and_size).flip(-1)",
+    ),
+    product(
+        "the dense matrix is D + E, where it should be their product",
+        "(self.d.unsqueeze(-1) * self.e.unsqueeze(-2)).flatten(1)",
+        "(self.d.unsqueeze(-1) + self.e.unsqueeze(-2)).flatten(1)",
+    ),
+    product(
+        "E gets no gradient for many tokens",
+        "(self.d.unsqueeze(-1) * self.e.unsqueeze(-2)).flatten(1)",
+        "(self.d.unsqueeze(-1) * self.e.detach().unsqueeze(-2)).flatten(1)",
+    ),
+    product(
+        "the fit leaves out the singular value's second root",
+        "return (u * root).squeeze(-1), (v / root).squeeze(-1)",
+        "return u.squeeze(-1), (v / root).squeeze(-1)",
+    ),
+    product(
+        "the fit takes one step of the power method only",
+        "ITERATIONS = 12",
+        "ITERATIONS = 1",
+    ),
+    product(
+        "the power method begins at the shortest row",
+        "matrices.norm(dim=-1).argmax(-1)",
+        "matrices.norm(dim=-1).argmin(-1)",
+    ),
+    product(
+        "D is fitted with the opposite sign",
+        "self.d[part : part + ROWS].copy_(d)",
+        "self.d[part : part + ROWS].copy_(-d)",
+    ),
+]

@@ -1,0 +1,82 @@
+"""The mutants of `benchmarks/mutants` are sound: each finds its place in the sources, and faults that checks see are reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from mutant import ROOT, Mutant, on
+from mutants_table import MUTANTS, ORDER, score, verdict
+
+from retrofit.pipeline.registry import pass_names
+
+REPORTED = {  # by the check that is to report it
+    "altup: the hop goes to the block that the layer works on already": "function",
+    "altup: the coefficients of every layer are frozen": "parameters",
+    "memory: V begins with ones, not with zeros": "function",
+    "sparse-qkv: the convolution's bias is left out": "gradients",
+}
+
+
+@pytest.mark.parametrize("method", ORDER)
+def test_each_mutant_finds_its_text_once(method: str) -> None:
+    for mutant in MUTANTS:
+        if mutant.method == method:
+            assert mutant.mutated() != (ROOT / mutant.path).read_text(encoding="utf-8")
+
+
+def test_there_are_mutants_of_every_pass_each_with_a_name_of_its_own() -> None:
+    assert sorted({mutant.method for mutant in MUTANTS}) == sorted(ORDER) == pass_names()
+    assert len(MUTANTS) >= 120
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+    assert all(mutant.trials for mutant in MUTANTS)
+
+
+def test_a_test_that_is_named_exists() -> None:
+    for mutant in MUTANTS:
+        if mutant.test:
+            path, _, name = mutant.test.partition("::")
+            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), mutant.name
+
+
+@pytest.mark.parametrize(("old", "times"), [("x", 2), ("z", 0)])
+def test_a_mutant_whose_text_is_not_there_once_is_named(tmp_path: Path, old: str, times: int) -> None:
+    (tmp_path / "file.py").write_text("x = x\n")
+    mutant = Mutant("sum", "file.py", "nothing adds up", old, "y", trials=on("gpt2", "sum"))
+    with pytest.raises(ValueError, match=f"sum: nothing adds up.*{times} times"):
+        mutant.mutated(tmp_path)
+
+
+def test_the_score_counts_faults_only() -> None:
+    fault = Mutant("sum", "file.py", "a fault", "x", "y", trials=on("gpt2", "sum"), test="tests/one.py::test_one")
+    harmless = Mutant("sum", "file.py", "no fault", "x", "y", trials=on("gpt2", "sum"), equivalent="it adds zero")
+    missed, seen = {"by": "", "why": ""}, {"by": "function", "why": "3.0"}
+    assert score([(fault, seen), (fault, missed), (harmless, missed)]).startswith("1 of 2 ")
+    assert verdict(fault, seen) == "function"
+    assert "tests/one.py::test_one" in verdict(fault, missed)
+    assert verdict(harmless, missed) == "equivalent: it adds zero"
+
+
+def test_mutants_are_reported_and_the_sources_as_they_are_are_not(tmp_path: Path) -> None:
+    names = {mutant.name for mutant in MUTANTS} & REPORTED.keys()
+    assert names == REPORTED.keys()
+    pattern = "|".join(f"^{name}$" for name in (*names, ".*: control .*"))
+    folders = (ROOT / "benchmarks/mutants", ROOT / "benchmarks/coverage", ROOT / "tests", os.environ.get("PYTHONPATH", ""))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
+    results, page = tmp_path / "results.json", tmp_path / "page.md"
+    script = [sys.executable, str(ROOT / "benchmarks/mutants/mutants_table.py"), "--only", pattern]
+    done = subprocess.run(
+        [*script, "--results", str(results), "-o", str(page)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(results.read_text())
+    controls = {name for name in rows if ": control " in name}
+    assert {name: rows[name]["by"] for name in rows.keys() - controls} == REPORTED, done.stdout
+    assert {rows[name]["by"] for name in controls} == {""}, done.stdout
+    assert {f"{name.partition(':')[0]}: control {rows[name]['trial']}" for name in REPORTED} == controls
+    assert not page.exists()  # before all mutants have a result
