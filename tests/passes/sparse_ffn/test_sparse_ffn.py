@@ -311,6 +311,18 @@ def test_a_calibrated_model_comes_back_from_its_files(tmp_path: Any) -> None:
 # ── In use ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"active": 2}, {"active": 2, "controller": "gate"}])
+def test_onnx_selects_the_units_of_all_blocks_in_one_operation(options: dict[str, Any], tmp_path: Any) -> None:
+    """The export compares ONNX Runtime with torch itself; each layer has its one TopK."""
+    onnx = pytest.importorskip("onnx")
+    model, inputs = build("causal/llama")
+    retrofit.apply(model, SparseFFN(sparsity=8, **options), example_inputs=inputs, verify=False)
+    retrofit.export_onnx(model, tmp_path / "model.onnx")
+    nodes = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
+    assert nodes.count("TopK") == len(blocks_of(model))
+
+
 @pytest.mark.parametrize("recipe", [("sparse-ffn(sparsity=4)", "altup(k=2)"), ("altup(k=2)", "sparse-ffn(sparsity=4)")])
 @pytest.mark.long
 def test_it_composes_with_altup_in_either_order(recipe: tuple[str, ...]) -> None:
