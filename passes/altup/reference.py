@@ -87,9 +87,10 @@ def blockwise(call: SiteCall) -> Tensor:
 
 def replicated(call: SiteCall) -> Tensor:
     """The dense module's output K times."""
-    first = call.args[0] if call.args else next(iter(call.kwargs.values()), torch.zeros(1, dtype=torch.long))
-    place: tuple[int | None, str | None] = (0, None) if call.args else (None, next(iter(call.kwargs), None))
-    y = call.given("layer", {place: first}, 0) if isinstance(first, Tensor) else call.results["layer"][0]
+    named: dict[tuple[int | None, str | None], Any] = {(index, None): value for index, value in enumerate(call.args)}
+    named |= {(None, name): value for name, value in call.kwargs.items()}
+    places = {place: value for place, value in named.items() if isinstance(value, Tensor)}
+    y = call.given("layer", dict([next(iter(places.items()))]) if places else {}, 0)
     return torch.cat([y] * call.options.k, -1)
 
 

@@ -229,12 +229,14 @@ class SparseQKV(Pass[SparseQKVPlan]):
         return {path: (fitted, held_out) for path, fitted, held_out in found if fitted is not None and held_out is not None}
 
     def dense_attentions(self, plan: SparseQKVPlan, edit: Edit) -> dict[str, DenseAttention]:
-        """The calls of each attention, by its name; without those that cannot be called by themselves. Empty without data."""
+        """The calls of each attention, by its name; without those that cannot be called by themselves. Empty without data.
+
+        Also without those whose convolutions learn of no mask: earlier taps, fitted to data, would read padding.
+        """
         if edit.calibration is None:
             return {}
-        outs = {
-            one.site.name: None if self.output == "keep" or one.site.out is None else one.site.out.module for one in plan.attentions
-        }
+        masked = [one.site for one in plan.attentions if not (one.site.why_separate and "conv" in self.variant and self.kernel > 1)]
+        outs = {site.name: None if self.output == "keep" or site.out is None else site.out.module for site in masked}
         scopes = {name: path for name, out in outs.items() if (path := scope_of(name, out))}
         fitted, held_out = (
             record_calls(edit.model, part, set(scopes.values())) for part in split_calibration(edit.calibration, RESULT_TOKENS)

@@ -12,6 +12,7 @@ from retrofit.checks.context import Context
 from retrofit.checks.divergence import first_divergence, unchanged_modules
 from retrofit.checks.finding import Finding, failed, passed
 from retrofit.checks.fingerprint import sample
+from retrofit.checks.padded_inputs import without_padding
 from retrofit.checks.subject import Subject
 from retrofit.runtime.agreement import EXPLAINED, Comparison
 from retrofit.runtime.probes import TOLERANCE, describe, distance, logits_of, run
@@ -121,8 +122,8 @@ def compare_shape(shape: int, now: FunctionMeasurement, before: FunctionMeasurem
 
     A model that agrees in float64 and rounds far more than the dense one loses precision.
     """
-    arithmetic, limit = context.subject.arithmetic, context.exact_limit
-    gap, wide = distance(now.logits[shape], before.logits[shape]), None
+    arithmetic, limit, inputs = context.subject.arithmetic, context.exact_limit, context.subject.shapes[shape]
+    gap, wide = distance(without_padding(now.logits[shape], inputs), without_padding(before.logits[shape], inputs)), None
     ours, theirs = now.wide[shape], before.wide[shape]
     if arithmetic.dtype == torch.float64:
         return Comparison(gap, arithmetic.name, agrees=gap <= limit, limit=limit, in_float64=True)
@@ -131,7 +132,7 @@ def compare_shape(shape: int, now: FunctionMeasurement, before: FunctionMeasurem
     explained = max(TOLERANCE[torch.float32], EXPLAINED * before.rounding)
     if ours is None or theirs is None:
         return Comparison(gap, arithmetic.name, agrees=gap <= explained, limit=explained, note=f"limit {explained:.0e}")
-    wide = distance(ours, theirs)
+    wide = distance(without_padding(ours, inputs), without_padding(theirs, inputs))
     if wide > limit:
         return Comparison(gap, arithmetic.name, wide, agrees=False, limit=limit, in_float64=True)
     if now.rounding <= explained:

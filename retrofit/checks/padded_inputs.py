@@ -18,6 +18,14 @@ def takes_padding(model: nn.Module, inputs: Inputs) -> bool:
     return name is not None and inputs[name].shape[1] > PADS + 1 and accepts(model, "attention_mask")
 
 
+def without_padding(outputs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """The outputs, zero for the tokens that a mask among the inputs says are padding: what is computed there nobody reads."""
+    for mask in (value for name, value in inputs.items() if name.endswith("attention_mask") and is_per_token(value)):
+        if outputs.dim() == 3 and mask.shape == outputs.shape[:2]:
+            outputs = outputs.masked_fill(~mask.bool().to(outputs.device).unsqueeze(-1), 0.0)
+    return outputs
+
+
 def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> tuple[dict[str, Any], dict[str, Any], slice]:
     """A sequence alone, the same sequence padded in a batch with a longer one, and where the outputs for it are in that.
 

@@ -177,7 +177,7 @@ class GivenChild(nn.Module):
         assert self.call is not None
         received = [compare_argument(self.child_name, place, value, args, kwargs) for place, value in expected.places.items()]
         compare_others(self.child_name, expected, self.call, args, kwargs)
-        answer = linked(expected.leaf, received[0])
+        answer = linked(expected.leaf, received[0]) if received else expected.leaf
         return answer if expected.key is None else with_item(expected.returned, expected.key, answer)
 
 
@@ -377,14 +377,14 @@ class Replay:
         """The random numbers that the module draws."""
         torch.manual_seed(seed)
         with torch.no_grad(), self.children(False), Widened(), Drawn() as drawn:
-            self.module(*self.args, **self.kwargs)
+            self.module.forward(*self.args, **self.kwargs)  # its hooks ran when the call was recorded
         return drawn.draws
 
     def run_module(self, seed: int) -> tuple[Tensor, list[Tensor]]:
         """The module's output and the auxiliary losses that it records."""
         torch.manual_seed(seed)
         with self.children(True) as stubs, Widened(), auxiliary_losses() as losses:
-            returned = self.module(*self.args, **self.kwargs)
+            returned = self.module.forward(*self.args, **self.kwargs)  # its hooks ran when the call was recorded
         for name, stub in stubs.items():
             if stub.expected is not None and stub.answered < len(stub.expected):
                 raise Deviation(f"it calls {name} {stub.answered} times, and the method calls it {len(stub.expected)} times")

@@ -105,7 +105,7 @@ class SiteCall:
         key = None if isinstance(returned, Tensor) else key
         leaf = (returned if key is None else item(returned, key)).detach().clone().requires_grad_()
         calls.append(Expected(dict(places), others, returned, leaf, key))
-        return linked(leaf, next(iter(places.values())))
+        return linked(leaf, next(iter(places.values()))) if places else leaf
 
     def draw(self, *operations: str) -> Tensor:
         """The next random numbers that the module drew; raises `Deviation` unless by one of these operations."""

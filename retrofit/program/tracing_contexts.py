@@ -53,6 +53,9 @@ def compile_on_call() -> Iterator[None]:
         return type(module).forward(module, *args, **kwargs)
 
     def recompile(module: fx.GraphModule) -> None:
+        tree = getattr(module.graph._codegen, "pytree_info", None)
+        if tree is not None:  # an exporter reads how the arguments and results of a part nest without calling it
+            module._in_spec, module._out_spec = tree.in_spec, tree.out_spec
         type(module).forward = forward  # each graph module has a class of its own
 
     fx.GraphModule.recompile = recompile  # type: ignore[method-assign, assignment]

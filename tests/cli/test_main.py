@@ -77,7 +77,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "passes"])
 def test_help_and_errors_say_what_a_model_may_be(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    forms = (".pt checkpoint", "Hugging Face directory", ".pt2 exported program", ".onnx file")
+    forms = (".pt checkpoint", "Hugging Face or sentence-transformers directory", ".gguf, .pt2 or .onnx file")
     assert main([command, "--help"]) == 0
     described = " ".join(capsys.readouterr().out.split())
     assert all(form in described for form in forms)
