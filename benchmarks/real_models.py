@@ -222,7 +222,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
             continue
         dense = next((row["dense"] for row in rows.values() if "dense" in row), None)
         says = f"Dense {model.figure} {dense:.3f}." if dense is not None and model.figure == "loss" else ""
-        parts.append(f"## {name}: {model.what}\n\nFrom the package `{model.distribution}`. {says}\n")
+        parts.append(f"## {name}: {model.what}\n\nFrom the package `{model.package}`. {says}\n")
         parts.append(f"| pass | verdict | {model.figure} at step 0 | parameters | FLOPs | time | decoding | ONNX |")
         parts.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
         parts += [table_row(spec, row) for spec, row in rows.items()]

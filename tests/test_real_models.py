@@ -28,7 +28,7 @@ def dense(name: str) -> tuple[RealModel, list[torch.Tensor], float]:
     """The model, what it returns on its held-out inputs, and the figure that says how good it is there."""
     real = REAL_MODELS[name]
     if not real.installed:
-        pytest.skip(f"the package {real.distribution} is not installed")
+        pytest.skip(f"the package {real.package} is not installed")
     model = real.load()
     outputs = real.outputs(model)
     return real, outputs, real.measure(model, outputs)

