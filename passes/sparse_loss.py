@@ -87,6 +87,7 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
             "sparse-loss: the model has no output head",
             why="its first output is not a product with a weight",
             remedy="apply it to a model with a language-modelling head",
+            in_any_form=True,
         )
     node = anatomy.node(head.node)
     product = weight_product(node, flow)
@@ -150,6 +151,7 @@ class SparseLoss(Pass[SparseLossPlan]):
             raise DoesNotFitError(
                 f"sparse-loss: modules={self.modules} is more than the head's {head.vocabulary} outputs",
                 remedy=f"choose modules near the square root of the vocabulary, {round(head.vocabulary**0.5)}",
+                in_any_form=True,
             )
         tied = any(head.weight in names for names in anatomy.tied)
         size = module_size(head.vocabulary, self.modules)

@@ -84,7 +84,7 @@ class SumEmbedding(Pass[SumPlan]):
 
     def plan(self, anatomy: Anatomy) -> SumPlan:
         if anatomy.embedding is None:
-            return SumPlan((), (NearMiss("", "it looks up no token embedding: its inputs are no token ids"),))
+            return SumPlan((), (NearMiss("", "it looks up no token embedding: its inputs are no token ids", in_any_form=True),))
         model, table = anatomy.model, anatomy.embedding.parameter
         parts = [part for part in anatomy.embeddings if part.parameter == table]
         width = int((shape(anatomy.node(parts[0].node)) or (0,))[-1])

@@ -31,7 +31,11 @@ class NoTransformerError(RetrofitError):
 
 
 class DoesNotFitError(RetrofitError):
-    """A pass does not fit a model or a place in it."""
+    """A pass does not fit a model or a place in it; `in_any_form`: as its graph the model would not fit either."""
+
+    def __init__(self, what: str, *, why: str = "", remedy: str = "", in_any_form: bool = False) -> None:
+        super().__init__(what, why=why, remedy=remedy)
+        self.in_any_form = in_any_form
 
 
 class SpecError(RetrofitError):

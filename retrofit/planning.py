@@ -92,7 +92,7 @@ class RecipePlan:
                     "exact": one.exact,
                     "fits": one.fits,
                     "sites": [{"name": site.name, "what": site.what} for site in one.plan.sites],
-                    "near_misses": [dataclasses.asdict(miss) for miss in one.plan.near_misses],
+                    "near_misses": [{"name": miss.name, "why": miss.why, "remedy": miss.remedy} for miss in one.plan.near_misses],
                     "new_parameters": one.plan.new_parameters,
                     "formula": one.plan.formula,
                     "notes": list(one.plan.notes),
@@ -118,6 +118,8 @@ def plan_of(
     parsed = parse_passes(passes)
     plan, planned_as = plan_once(model, parsed, example_inputs, emit, report)
     if (plan.fits and plan.flops_after is not None) or emit == "graph" or isinstance(planned_as, fx.GraphModule):
+        return plan
+    if any(one.plan.fits_no_form for one in plan.passes):
         return plan
     report("planning for its graph")
     try:
@@ -166,7 +168,8 @@ def plan_pass(one: AnyPass, anatomy: Anatomy, skeleton: nn.Module) -> Plan:
         return plan
     except DoesNotFitError as error:
         edit.undo()
-        refusal = NearMiss("", f"{error.what}: {error.why}" if error.why else error.what, error.remedy)
+        why = f"{error.what}: {error.why}" if error.why else error.what
+        refusal = NearMiss("", why, error.remedy, error.in_any_form)
         return Plan((), (*near_misses, refusal))
 
 

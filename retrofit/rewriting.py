@@ -106,7 +106,7 @@ def apply_reported(
     try:
         return how(model, emit=emit)
     except DoesNotFitError as refusal:
-        if emit == "graph" or isinstance(model, fx.GraphModule):
+        if emit == "graph" or isinstance(model, fx.GraphModule) or refusal.in_any_form:
             raise
         say("trying its graph")
         inside = transformer_inside(model, example_inputs)

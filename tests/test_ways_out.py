@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 import retrofit
+from retrofit import planning, rewriting
 from retrofit.errors import NO_WAY_OUT, DoesNotFitError, RetrofitError
 from retrofit.rewriting import BECOMES_GRAPH, GRAPH_WAY_OUT, apply_reported
 from retrofit.surgery.edit import Edit
@@ -193,6 +194,22 @@ def test_a_refusal_that_no_graph_changes_does_not_name_one() -> None:
     with pytest.raises(DoesNotFitError) as refused:
         retrofit.apply(model, "sum", example_inputs=given)
     assert refused.value.remedy and "graph" not in str(refused.value) and is_what_it_was(model, before)
+
+
+def test_what_no_form_of_a_model_fits_is_not_tried_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its experts are so in the graph too, which is the slow way to the same refusal."""
+    model, spec = zoo.build(zoo.entry("causal/mixtral")).eval(), "sparse-ffn(sparsity=4)"
+    with pytest.raises(DoesNotFitError, match="no feed-forward of the model") as as_graph:
+        retrofit.apply(model, spec, emit="graph", verify=False)
+    assert "mixture of experts already" in as_graph.value.why
+    monkeypatch.setattr(rewriting, "fits_as_graph", lambda *known: pytest.fail("tried as a graph"))
+    with pytest.raises(DoesNotFitError, match="no feed-forward of the model") as refused:
+        retrofit.apply(model, spec, verify=False)
+    assert refused.value.in_any_form and "mixture of experts already" in refused.value.why
+    forms = []
+    once = planning.plan_once
+    monkeypatch.setattr(planning, "plan_once", lambda *known: forms.append(known[3]) or once(*known))
+    assert not retrofit.plan_of(model, spec).fits and forms == ["module"]
 
 
 def test_an_error_without_a_way_out_says_so() -> None:

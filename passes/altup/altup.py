@@ -139,7 +139,7 @@ class AltUp(Pass[AltUpPlan]):
         for stack in sorted(anatomy.stacks, key=lambda one: -len(one.layers)):
             taken = {(layer.name, layer.call) for other in chosen for layer in other.layers if layer.name}
             if self.stacks not in ("all", stack.kind):
-                near_misses.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.stacks}"))
+                near_misses.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.stacks}", in_any_form=True))
             elif any((layer.name, layer.call) in taken for layer in stack.layers):
                 near_misses.append(NearMiss(stack.name, "a second stream through layers of which another stream is widened"))
             else:

@@ -167,18 +167,20 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     def depths(self, stack: Stack, near_misses: list[NearMiss]) -> set[int]:
         """The depths of a stack that the options name."""
         if self.stacks not in ("all", stack.kind):
-            near_misses.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.stacks}"))
+            near_misses.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.stacks}", in_any_form=True))
             return set()
         if self.method == "average-pooling" and stack.causal and self.k > 1:
             raise DoesNotFitError(
                 f"sequence-altup: average-pooling does not fit the {stack.kind} {stack.name}",
                 why="it is causal, and the mean over a window looks ahead",
                 remedy="use method=sequence-altup, or stacks=encoder where that is not causal",
+                in_any_form=True,
             )
         count = len(stack.layers)
         depths = set(range(1, count - 1)) if self.layers == "inner" else selected_depths(self.layers, count, self.name)
         if not depths:
-            near_misses.append(NearMiss(stack.name, f"it has {count} layers, none between the first and the last"))
+            why = f"it has {count} layers, none between the first and the last"
+            near_misses.append(NearMiss(stack.name, why, in_any_form=True))
         return depths
 
     # How their arguments follow the tokens.

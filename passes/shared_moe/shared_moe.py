@@ -145,6 +145,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
             raise DoesNotFitError(
                 f"shared-moe: groups={self.groups}, and no stack has as many layers",
                 remedy="groups=0 gives every layer a mixture of its own",
+                in_any_form=True,
             )
         groups = list(self.with_sources(groups))
         terms = self.parameter_terms(groups, anatomy.model)

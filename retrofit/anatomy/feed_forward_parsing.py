@@ -47,7 +47,7 @@ def feed_forwards(anatomy: Anatomy, layers: Iterable[int] | None = None) -> tupl
 def parse_feed_forward(branch: Branch, model: nn.Module, flow: Dataflow) -> FeedForward:
     """The feed-forward that `branch` computes; raises `DoesNotFitError` with the reason where it is not of that form."""
     if branch.role != "ffn":
-        raise no_feed_forward(branch, "it is a mixture of experts already")
+        raise no_feed_forward(branch, "it is a mixture of experts already", in_any_form=True)
     if branch.name and isinstance(model.get_submodule(branch.name), FeedForwardBlock):
         raise no_feed_forward(branch, "another pass has replaced it already")
     region = flow.between(flow.node(branch.source), flow.node(branch.output))
@@ -57,7 +57,7 @@ def parse_feed_forward(branch: Branch, model: nn.Module, flow: Dataflow) -> Feed
         raise no_feed_forward(branch, "its matrices do not all read the same tensor")
     width, units = out.out_features, out.in_features
     if into[0].in_features != width:
-        raise no_feed_forward(branch, f"it takes {into[0].in_features} columns in and gives {width}")
+        raise no_feed_forward(branch, f"it takes {into[0].in_features} columns in and gives {width}", in_any_form=True)
     inside = set(region)
     outline = ElementwiseOutline(branch, model, flow, [product_result(product, flow, inside) for product in into], units)
     hidden = outline.build(out.source)
@@ -102,14 +102,14 @@ def products_of(branch: Branch, region: list[fx.Node], flow: Dataflow) -> tuple[
     products = [found for node in region if (found := weight_product(node, flow)) is not None]
     last = [product for product in nearest_products([region[-1]], flow) if product.node in inside]
     if len(last) != 1:
-        raise no_feed_forward(branch, f"{len(last)} matrices write to the stream, not one")
+        raise no_feed_forward(branch, f"{len(last)} matrices write to the stream, not one", in_any_form=True)
     out = last[0]
     into = [product for product in nearest_products([out.source], flow) if product.node in inside]
     into.sort(key=lambda product: flow.position[product.node])
     if not into:
-        raise no_feed_forward(branch, "there is one matrix and no hidden layer")
+        raise no_feed_forward(branch, "there is one matrix and no hidden layer", in_any_form=True)
     if extra := [product.parameter for product in products if product not in (*into, out)]:
-        raise no_feed_forward(branch, f"besides two layers of matrices it has {', '.join(extra[:3])}")
+        raise no_feed_forward(branch, f"besides two layers of matrices it has {', '.join(extra[:3])}", in_any_form=True)
     if any(product.batched for product in (*into, out)):
         raise no_feed_forward(branch, "its matrices are batched")
     return out, into

@@ -24,6 +24,7 @@ class NearMiss:
     name: str  # module path; "" where it is the model as a whole
     why: str
     remedy: str = ""
+    in_any_form: bool = False  # whether it would be left alone in the model's graph too: for what is computed there, or an option
 
 
 @contextlib.contextmanager
@@ -32,4 +33,4 @@ def collect_near_miss(name: str, near_misses: list[NearMiss]) -> Iterator[None]:
     try:
         yield
     except DoesNotFitError as error:
-        near_misses.append(NearMiss(name, error.why or error.what, error.remedy))
+        near_misses.append(NearMiss(name, error.why or error.what, error.remedy, error.in_any_form))

@@ -33,6 +33,11 @@ class Plan:
     spec: str = ""  # the pass as it is saved, where the plan determines some of its options
     notes: tuple[str, ...] = ()
 
+    @property
+    def fits_no_form(self) -> bool:
+        """Whether nothing would be rewritten, and nothing in the model's graph either."""
+        return not self.sites and bool(self.near_misses) and all(miss.in_any_form for miss in self.near_misses)
+
 
 SomePlan = TypeVar("SomePlan", bound=Plan)
 
@@ -118,6 +123,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
             f"{self.name}: no {self.rewrites} of the model can be rewritten",
             why="; ".join(list(reasons)[:MAX_REASONS]) or "the chosen layers hold none",
             remedy=next((miss.remedy for miss in plan.near_misses if miss.remedy), self.remedy),
+            in_any_form=plan.fits_no_form,
         )
 
     def spec(self) -> str:

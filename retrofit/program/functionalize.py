@@ -8,6 +8,7 @@ scattered into its base.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,8 @@ class Functionalizer:
                     node.replace_input_with(operand, value)
             if mutates(node):
                 self.rewrite_in_place_op(node, operands)
+            elif is_result_of_its_own(node):
+                self.add_alias(node, [one for one in operands[0].users if one.args == node.args and one in self.aliases])
             elif node.op == "call_function" and may_alias_operand(node) and holds_tensors(node):
                 self.add_alias(node, operands)
                 if node.target in VIEWS:
@@ -200,6 +203,15 @@ def may_alias_operand(node: fx.Node) -> bool:
         return False
     is_composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
     return is_composite or any(one.alias_info is not None and not one.alias_info.is_write for one in target._schema.arguments)
+
+
+def is_result_of_its_own(node: fx.Node) -> bool:
+    """Whether the value is one of several that an operation returns, in memory that it shares with none of the others."""
+    if node.target is not operator.getitem:
+        return False
+    source: Any = node.args[0]
+    returns = source.target._schema.returns if isinstance(source.target, torch._ops.OpOverload) else []
+    return len(returns) > 1 and not may_alias_operand(source)
 
 
 def functional_overload(node: fx.Node) -> Any:

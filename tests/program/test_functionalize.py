@@ -41,7 +41,23 @@ STEPS: dict[str, Any] = {
     "copy_": lambda x, y: x.copy_(y),
     "part_": lambda x, y: x[..., 1:].mul_(y.mean()),
     "row_": lambda x, y: x[0].copy_(y[1]),
+    "ranked_": lambda x, y: scaled_best(x) + y,
+    "halves_": lambda x, y: halves_written(x),
 }
+
+
+def scaled_best(x: Tensor) -> Tensor:
+    """The largest numbers of a row, written into, where they belong: one of two results of an operation is written into."""
+    best, places = x.topk(2, -1)
+    best /= best.sum(-1, keepdim=True)
+    return torch.zeros_like(x).scatter(-1, places, best) + best.sum()
+
+
+def halves_written(x: Tensor) -> Tensor:
+    """One of two results that share the memory of what they are parts of is written into."""
+    one, other = x.split(2, -1)
+    one.mul_(2.0)
+    return x + one.sum() + other.sum()
 
 
 class Code(nn.Module):
@@ -97,6 +113,8 @@ def test_any_code_computes_what_it_did_or_is_left_alone(steps: list[tuple[str, i
         ([("parts", 0, 0), ("add_", 0, 1)], True),
         ([("like", 0, 1), ("add_", 2, 1)], True),  # of the same type already: the tracer records it as the same value
         ([("product", 0, 1), ("add_", 2, 1)], True),
+        ([("ranked_", 0, 1), ("new", 2, 0)], True),  # the two results are memory of their own
+        ([("halves_", 0, 0)], False),  # these are views
     ],
 )
 def test_memory_that_is_shared_is_left_alone(steps: list[tuple[str, int, int]], able: bool) -> None:
