@@ -21,7 +21,7 @@ from retrofit.onnx.exporter.export_onnx import export_onnx
 from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES, ExportPart
 from retrofit.onnx.exporter.export_plan import plan_export
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
-from retrofit.onnx.exporter.parity import PARITY, compare_with_torch, other_sizes
+from retrofit.onnx.exporter.parity import compare_with_torch, is_comparable, other_sizes
 from retrofit.pipeline.replaying import recipe
 
 
@@ -30,8 +30,7 @@ class OnnxMeasurement:
     """How far the files that a model is exported to are from it; without files where it cannot be exported."""
 
     files: int = 0
-    gap: float = 0.0
-    note: str = ""  # on choices that nearly tied
+    measured: str = ""  # of the file that lies farthest from torch
     cached: bool = False
     why_no_cache: str = ""
     what_failed: str = ""
@@ -48,20 +47,21 @@ def measure(subject: Subject, before: OnnxMeasurement | None = None, context: Co
             exported = export_onnx(subject.model, Path(folder) / "model.onnx", example_inputs=subject.inputs)
     except CaptureError as error:
         return OnnxMeasurement(what_failed=error.what, why=error.why)
-    gap = max(file.gap for file in exported.files if file.gap is not None)
-    note = "; ".join(file.note for file in exported.files if file.note)
-    return OnnxMeasurement(len(exported.files), gap, note, exported.cached, exported.why_no_cache)
+    farthest = max(exported.files, key=lambda file: (bool(file.note), file.gap or 0.0))
+    return OnnxMeasurement(len(exported.files), farthest.measured, exported.cached, exported.why_no_cache)
 
 
 def judge(now: OnnxMeasurement, before: OnnxMeasurement | None, context: Context) -> Finding:
-    """A rewritten model can be exported where the dense model can; a dense model need not be exportable."""
+    """A rewritten model can be exported where the dense model can, and with its cache where that can."""
     if now.unsupported:
         return skipped(now.unsupported)
     if not now.what_failed:
         files = f"{now.files} files" if now.files > 1 else "1 file"
-        cache = " with the cache" if now.cached else ""
-        note = f"without its cache: {now.why_no_cache}" if now.why_no_cache else ""
-        return passed(f"{now.gap:.1e} on other shapes, {files}{cache}", "\n".join(filter(None, (now.note, note))))
+        cache = " with the cache" if now.cached else ", without the cache that it has" if now.why_no_cache else ""
+        measured, why = f"{now.measured} on other shapes, {files}{cache}", now.why_no_cache
+        if why and (before.cached if before is not None else dense_keeps_cache(context)):
+            return failed(measured, f"the dense model is exported with its cache, the rewritten one without: {why}")
+        return passed(measured, f"without its cache: {why}" if why else "")
     why = f"{now.what_failed}: {now.why}" if now.why else now.what_failed
     if not context.has_reference and not recipe(context.subject.model):
         return skipped(why)
@@ -72,12 +72,17 @@ def judge(now: OnnxMeasurement, before: OnnxMeasurement | None, context: Context
     return failed("", why)
 
 
+def dense_keeps_cache(context: Context) -> bool:
+    """Whether the dense model, where it is at hand, is exported with its cache."""
+    return context.dense is not None and plan_export(context.dense, context.subject.inputs, "auto").cached
+
+
 def why_unsupported(model: nn.Module) -> str:
     """Why nothing can be compared here; "" where it can."""
     if missing := missing_packages("onnxscript", "onnxruntime"):
         return f"{missing[0]} is not installed: pip install 'retrofit[onnx]'"
     dtype = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
-    return "" if dtype in PARITY else f"ONNX Runtime does not compute in {str(dtype).removeprefix('torch.')} on the CPU"
+    return "" if is_comparable(dtype) else f"ONNX Runtime does not compute in {str(dtype).removeprefix('torch.')} on the CPU"
 
 
 # ── A file that exists already ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -93,7 +98,7 @@ def check_file(path: Path, subject: Subject) -> Finding:
     measured = f"{parity.measured} on inputs of {len(other_sizes(part))} shapes, as {part.name}"
     if parity.agrees:
         return passed(measured)
-    return failed(measured, f"the outputs of {path.name} lie further than {parity.limit:g} from torch's")
+    return failed(measured, f"the outputs of {path.name} lie farther from torch's than rounding explains")
 
 
 def part_like(running: OnnxSession, subject: Subject) -> ExportPart:

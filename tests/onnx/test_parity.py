@@ -1,17 +1,29 @@
-"""A file that chooses otherwise where two candidates nearly tie computes what torch does; one that differs elsewhere does not."""
+"""A file that rounds otherwise, or chooses otherwise where two candidates nearly tie, computes what torch does; others do not."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.tiny_models import llama
 from torch import Tensor, nn
 
 import retrofit
+from retrofit.checks import onnx
+from retrofit.checks.context import Context
+from retrofit.checks.subject import Subject
 from retrofit.checks.verify import verify_onnx
 from retrofit.errors import CaptureError
+from retrofit.onnx.exporter import export_onnx as exporting
 from retrofit.onnx.exporter import parity
+from retrofit.onnx.exporter.export_part import ExportPart, WholeModel
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.precision import Widened
+from retrofit.runtime.probes import distance
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
@@ -61,8 +73,109 @@ def test_a_difference_that_is_no_tie_is_reported(tmp_path: Path) -> None:
 
 
 def test_a_file_that_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of the model is traced with other weights: by less than trained models round, and far more than this one does."""
+    trace = exporting.trace_part
+
+    def trace_wrong(part: ExportPart) -> Any:
+        part = copy.deepcopy(part)
+        part.model.values.data.mul_(1 + 2e-5)
+        return trace(part)
+
     model = Chooses(tie=1.1).eval()
-    monkeypatch.setattr(parity, "PARITY", {torch.float32: -1.0})
+    monkeypatch.setattr(exporting, "trace_part", trace_wrong)
     with pytest.raises(CaptureError, match="would compute something else"):
         retrofit.export_onnx(model, tmp_path / "model.onnx", example_inputs={"ids": torch.randint(31, (2, 11))})
     assert not list(tmp_path.iterdir())
+
+
+class Cancels(nn.Module):
+    """Large products that cancel but for a rest: what remains in float32 is rounded to a few digits."""
+
+    def __init__(self, size: float = 1e4) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        large = size * torch.randn(256, 5, generator=generator)
+        self.embedding = nn.Embedding(31, 256)
+        self.one = nn.Parameter(large)
+        self.other = nn.Parameter(torch.randn(256, 5, generator=generator) - large)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        return x @ self.one + x.flip(-1) @ self.other.flip(0)
+
+
+def built(model: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+    return model.eval(), {"ids": torch.randint(31, (2, 11), generator=torch.Generator().manual_seed(1))}
+
+
+def test_what_rounding_explains_passes_and_what_it_does_not_is_reported(tmp_path: Path) -> None:
+    """The gap is far beyond what other models round, the file computes what torch does, and a fault of its size is still seen."""
+    torch.manual_seed(0)
+    (model, inputs), path = built(Cancels()), tmp_path / "model.onnx"
+    found = retrofit.export_onnx(model, path, example_inputs=inputs).files[0].parity
+    assert found is not None and found.gap > 1e-4 and found.agrees and found.wide is not None
+    assert found.wide <= found.limit == parity.FARTHER * found.own
+    assert f"{found.gap:.1e} from torch, {found.wide:.1e} from its float64 (limit {found.limit:.0e})" in str(found.measured)
+    assert verify_onnx(path, model, inputs).ok
+    with torch.no_grad():
+        model.other[:, 2].add_(2 * found.limit * model.other[:, 2].sign().mean() + 0.05)
+    wrong = verify_onnx(path, model, inputs)
+    assert not wrong.ok and "farther from torch's than rounding explains" in str(wrong)
+
+
+@pytest.mark.parametrize("fault", [3e-5, 1e-5])
+def test_a_small_fault_of_a_model_that_hardly_rounds_is_reported(fault: float) -> None:
+    """It is smaller than what `Cancels` rounds, and far above the rounding of this one."""
+    torch.manual_seed(0)
+    model, inputs = built(Chooses(tie=1.1))
+    part = WholeModel(model, inputs)
+    outputs = dict(zip(part.outputs, part(inputs), strict=True))
+    assert parity.compare_outputs(outputs, part, inputs).agrees
+    wrong = {name: value * (1 + fault) for name, value in outputs.items()}
+    found = parity.compare_outputs(wrong, part, inputs)
+    assert not found.agrees and found.wide == pytest.approx(fault, rel=0.1) and found.limit < fault
+
+
+def test_choices_that_fall_otherwise_in_float64_are_no_rounding() -> None:
+    torch.manual_seed(0)
+    model, _ = built(Chooses())
+    inputs = {"ids": torch.arange(31)[None].repeat(2, 1)}
+    part = WholeModel(model, inputs)
+    outputs = dict(zip(part.outputs, part(inputs), strict=True))
+    with Widened(torch.float64):
+        moved = max(distance(outputs[name], wide) for name, wide in zip(part.outputs, part(inputs), strict=True))
+    assert moved > 0.1  # torch itself chooses otherwise in float64
+    assert not parity.compare_outputs({name: value * 1.001 for name, value in outputs.items()}, part, inputs).agrees
+
+
+def test_code_that_refuses_float64_is_held_to_a_fixed_limit() -> None:
+    class Refuses(Chooses):
+        def forward(self, ids: Tensor) -> Tensor:
+            found = super().forward(ids)
+            if found.dtype == torch.float64:
+                raise RuntimeError("float32 is wanted here")
+            return found
+
+    torch.manual_seed(0)
+    model, inputs = built(Refuses(tie=1.1))
+    part = WholeModel(model, inputs)
+    outputs = dict(zip(part.outputs, part(inputs), strict=True))
+    for fault, agrees in ((5e-5, True), (5e-4, False)):
+        found = parity.compare_outputs({name: value * (1 + fault) for name, value in outputs.items()}, part, inputs)
+        assert found.agrees is agrees and "float32 is wanted here" in found.measured
+
+
+# ── The cache ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_cache_that_the_rewrite_lost_is_a_finding() -> None:
+    """Where the dense model has none, or is not at hand, the report says that the file is without."""
+    model = llama()
+    subject = Subject(model, (named_inputs(model),))
+    lost = onnx.OnnxMeasurement(1, "1.0e-07 from torch", why_no_cache="the model's cache is more than its tensors")
+    alone = onnx.judge(lost, None, Context(subject, has_reference=False))
+    assert alone.status == "passed" and "without the cache that it has" in alone.measured and "more than its tensors" in alone.why
+    found = onnx.judge(lost, None, Context(subject, has_reference=True, dense=model))
+    assert found.status == "failed" and "the dense model is exported with its cache" in found.why
+    kept = dataclasses.replace(lost, cached=True, why_no_cache="")
+    assert onnx.judge(kept, None, Context(subject, has_reference=True, dense=model)).measured.endswith("1 file with the cache")

@@ -27,7 +27,7 @@ from retrofit.onnx.exporter.optimization import (
     separate_padding_from_pooling,
     weight_bytes,
 )
-from retrofit.onnx.exporter.parity import PARITY, compare_with_torch, other_sizes, part_dtype
+from retrofit.onnx.exporter.parity import Parity, compare_with_torch, is_comparable, other_sizes, part_dtype
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.atomic_writes import whole_files
@@ -51,8 +51,22 @@ class ExportedFile:
     outputs: tuple[str, ...]
     nodes: int
     steps: tuple[RewriteStep, ...]
-    gap: float | None
-    note: str = ""  # where the two chose differently between candidates that nearly tie: how, and by how little
+    parity: Parity | None
+
+    @property
+    def gap(self) -> float | None:
+        """The largest distance between the file's outputs and torch's, relative to the largest output."""
+        return None if self.parity is None else self.parity.gap
+
+    @property
+    def note(self) -> str:
+        """Where the two chose differently between candidates that nearly tie: how, and by how little."""
+        return "" if self.parity is None else self.parity.note
+
+    @property
+    def measured(self) -> str:
+        """How far the file lies from torch, in words."""
+        return "not run" if self.parity is None else self.parity.measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +81,7 @@ class ExportResult:
         lines = []
         for file in self.files:
             kept = [step.name for step in file.steps if step.kept]
-            parity = "not run" if file.gap is None else f"{file.gap:.1e} from torch" + (f" ({file.note})" if file.note else "")
-            lines.append(f"{file.path}  {file.nodes} nodes, {parity}" + (f", fused: {', '.join(kept)}" if kept else ""))
+            lines.append(f"{file.path}  {file.nodes} nodes, {file.measured}" + (f", fused: {', '.join(kept)}" if kept else ""))
         return "\n".join(lines + ([f"without its cache: {self.why_no_cache}"] if self.why_no_cache else []))
 
 
@@ -139,16 +152,15 @@ def export_part(part: ExportPart, path: Path, model: nn.Module, fuse: bool, prog
     progress(f"writing {path.name}")
     save_model(graph, path)
     progress(f"running {path.name}")
-    parity = None if missing_packages("onnxruntime") or part_dtype(part) not in PARITY else compare_with_torch(path, part)
+    parity = None if missing_packages("onnxruntime") or not is_comparable(part_dtype(part)) else compare_with_torch(path, part)
     if parity is not None and not parity.agrees:
         raise CaptureError(
             f"{path.name} would compute something else than {type(model).__name__}",
-            why=f"on inputs of other shapes than it was traced with, ONNX Runtime's outputs lie {parity.measured} from torch's",
+            why=f"on inputs of other shapes than it was traced with, ONNX Runtime's outputs lie {parity.measured}",
             remedy="report it; fuse=False and cache='none' export a plainer graph",
         )
     inputs, outputs = ([str(value.name) for value in values] for values in (graph.graph.inputs, graph.graph.outputs))
-    gap, note = (parity.gap, parity.note) if parity is not None else (None, "")
-    return ExportedFile(path, tuple(inputs), tuple(outputs), count_nodes(graph), tuple(steps), gap, note)
+    return ExportedFile(path, tuple(inputs), tuple(outputs), count_nodes(graph), tuple(steps), parity)
 
 
 def check_other_sizes_run(part: ExportPart) -> None:
