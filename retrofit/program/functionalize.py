@@ -4,6 +4,9 @@
 alias analysis: which values may share memory, which are views and of what, and which node holds the current contents of each. A
 value read after an in-place write is read from its current node, a view is computed again, and what was written into a view is
 scattered into its base.
+
+What is computed anew may lie in memory in another order than what was written into. From there on a view becomes a reshape, and
+an operation that reads strides gets a copy in the order of the trace.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from retrofit.program.aten_ops import ACTIVATION, ATTENTION, CONVOLUTION, NORM, PRODUCT, op
+from retrofit.program.aten_ops import ACTIVATION, ATTENTION, CONVOLUTION, NORM, PRODUCT, extent, op
 
 aten: Any = torch.ops.aten
 # Operations whose result never lies in the memory of an operand. An einsum of one operand may only transpose it.
@@ -39,6 +42,16 @@ VIEWS = {
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
+}
+# Operations whose result lies in memory in one order, in whatever order their operands do.
+FIXED_LAYOUT = frozenset(("linear", "mm", "bmm", "addmm", "baddbmm", "layer_norm", "native_layer_norm", "embedding"))
+BY_STRIDES = {  # operations that read an operand's strides
+    aten.as_strided.default,
+    aten.as_strided_scatter.default,
+    aten.view.dtype,
+    aten.view_as_complex.default,
+    aten.sym_stride.int,
+    aten.sym_storage_offset.default,
 }
 VMAP = "torch._functorch.predispatch"  # the module of the operations that begin and end a vmap
 
@@ -82,6 +95,7 @@ class Functionalizer:
         self.write_target: dict[fx.Node, fx.Node] = {}  # result of an in-place operation → the value it was written into
         self.current: dict[fx.Node, fx.Node | None] = {}  # value → the node of its current contents; None: to be computed again
         self.inserted: list[fx.Node] = []
+        self.relaid: set[fx.Node] = set()  # values that may lie in memory in another order than when they were captured
 
     def run(self) -> None:
         """No operation writes into an operand; raises `UnknownValueError` half way where the contents of a value are not known."""
@@ -91,13 +105,15 @@ class Functionalizer:
                 value = self.current_value(operand, node)
                 if value is not operand:
                     node.replace_input_with(operand, value)
+            target = node.target
+            self.follow_layout(node)
             if mutates(node):
                 self.rewrite_in_place_op(node, operands)
             elif is_result_of_its_own(node):
                 self.add_alias(node, [one for one in operands[0].users if one.args == node.args and one in self.aliases])
             elif node.op == "call_function" and may_alias_operand(node) and holds_tensors(node):
                 self.add_alias(node, operands)
-                if node.target in VIEWS:
+                if target in VIEWS:
                     self.view_base[node] = operands[0]
         for node in reversed(self.inserted):
             if not node.users:
@@ -116,8 +132,27 @@ class Functionalizer:
                 value = self.graph.call_function(node.target, (base, *node.args[1:]), node.kwargs)  # type: ignore[arg-type]
             value.meta = dict(node.meta)
             self.inserted.append(value)
+            self.follow_layout(value)
             self.current[node] = value
         return value
+
+    def follow_layout(self, node: fx.Node) -> None:
+        """`node` computes the same of values that lie in memory in another order; `UnknownValueError` where it cannot."""
+        if self.relaid.isdisjoint(node.all_input_nodes):
+            return
+        if node.target in BY_STRIDES:
+            for operand in self.relaid.intersection(node.all_input_nodes):
+                if not fills_memory_in_order(operand.meta["val"]) or reaches_beyond(node):
+                    raise UnknownValueError
+                with self.graph.inserting_before(node):
+                    ordered = self.graph.call_function(aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
+                ordered.meta = dict(operand.meta)
+                node.replace_input_with(operand, ordered)
+            return
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        if holds_tensors(node) and op(node) not in FIXED_LAYOUT:
+            self.relaid.add(node)
 
     def add_alias(self, node: fx.Node, others: list[fx.Node]) -> None:
         """`node` may share memory with the others, and with what these may share it with."""
@@ -136,6 +171,7 @@ class Functionalizer:
         self.current |= dict.fromkeys(family, None)
         self.add_alias(node, [written])
         self.write_target[node] = written
+        self.relaid.add(node)
         value = last = node
         for one, base in chain:
             self.current[one] = value
@@ -146,6 +182,7 @@ class Functionalizer:
                 value = last = self.graph.call_function(target, args)
             value.meta = dict(node.meta) | {"val": self.view_base[one].meta["val"]}
             self.inserted.append(value)
+            self.relaid.add(value)
 
     def view_chain(self, written: fx.Node, reader: fx.Node) -> list[tuple[fx.Node, fx.Node | None]]:
         """`written`, its base, the base of that, and so on as far as views have inverses; each with its base's current node."""
@@ -164,6 +201,21 @@ class Functionalizer:
         return [*chain, (one, None)]
 
 
+def fills_memory_in_order(value: Tensor) -> bool:
+    """Whether the value, dynamic sizes as captured, is contiguous from the start of its memory."""
+    in_order = torch.empty([extent(size) for size in value.shape], device="meta").stride()
+    return [extent(one) for one in value.stride()] == [*in_order] and extent(value.storage_offset()) == 0
+
+
+def reaches_beyond(node: fx.Node) -> bool:
+    """Whether a value read by strides reaches beyond the elements of the operand."""
+    value, (whole, *_) = node.meta.get("val"), node.all_input_nodes
+    if node.target is not aten.as_strided.default or not isinstance(value, Tensor):
+        return False
+    last = sum((extent(size) - 1) * extent(stride) for size, stride in zip(value.shape, value.stride(), strict=True))
+    return extent(value.storage_offset()) + last >= extent(whole.meta["val"].numel())
+
+
 def holds_tensors(node: fx.Node) -> bool:
     """Whether the value is a tensor, or a list or tuple of them."""
     return isinstance(node.meta.get("val"), (Tensor, list, tuple))
@@ -175,7 +227,10 @@ def inverse_permutation(order: list[int]) -> list[int]:
 
 
 def replace_nondifferentiable_copies(graph: fx.Graph) -> None:
-    """Every `aten.copy`, the pure form of `copy_`, becomes a cast with a clone or an expansion: it has no derivative itself."""
+    """Every `aten.copy`, the pure form of `copy_`, becomes a cast with a clone, of an expansion where the shapes differ.
+
+    It has no derivative itself. The clone lies in memory as what it was written into did, or else no view depends on that.
+    """
     for node in list(graph.nodes):
         if node.target is not aten.copy.default or not isinstance(node.args[1], fx.Node):
             continue
@@ -184,11 +239,17 @@ def replace_nondifferentiable_copies(graph: fx.Graph) -> None:
         if (value.dtype, value.device) != (result.dtype, result.device):
             with graph.inserting_before(node):
                 source = graph.call_function(aten._to_copy.default, (source,), {"dtype": result.dtype, "device": result.device})
-            source.meta["val"] = value.to(device=result.device, dtype=result.dtype)
-        if [*map(str, value.shape)] == [*map(str, result.shape)]:
-            node.target, node.args, node.kwargs = aten.clone.default, (source,), {}
-        else:
-            node.target, node.args, node.kwargs = aten.expand_as.default, (source, node.args[0]), {}
+            value = source.meta["val"] = value.to(device=result.device, dtype=result.dtype)
+        if [*map(str, value.shape)] != [*map(str, result.shape)]:
+            with graph.inserting_before(node):
+                source = graph.call_function(aten.expand_as.default, (source, node.args[0]))
+            value = source.meta["val"] = value.expand_as(result)
+        in_order = [extent(one) for one in value.stride()] == [extent(one) for one in result.stride()]
+        node.target, node.args = aten.clone.default, (source,)
+        node.kwargs = {} if in_order else {"memory_format": torch.contiguous_format}
+        if not (in_order or fills_memory_in_order(result)):
+            for view in graph.find_nodes(op="call_function", target=aten.view.default):
+                view.target = aten.reshape.default
 
 
 def may_alias_operand(node: fx.Node) -> bool:

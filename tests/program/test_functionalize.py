@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from retrofit.graphs.graph_module import graph_module
+from retrofit.program.capture import capture
 from retrofit.program.functionalize import functionalize, mutates
 
 STEPS: dict[str, Any] = {
@@ -20,6 +21,8 @@ STEPS: dict[str, Any] = {
     "view": lambda x, y: x.view(-1).view(3, 4),
     "turned": lambda x, y: x.reshape(4, 3).t(),
     "row": lambda x, y: x[1:2].expand(3, 4),
+    "flat": lambda x, y: x.view(-1),
+    "by_strides": lambda x, y: x.as_strided((2, 3), (1, 2)),
     "slice": lambda x, y: x[:, 1:4],
     "strided": lambda x, y: x[..., ::2],
     "select": lambda x, y: x[1],
@@ -115,10 +118,33 @@ def test_any_code_computes_what_it_did_or_is_left_alone(steps: list[tuple[str, i
         ([("product", 0, 1), ("add_", 2, 1)], True),
         ([("ranked_", 0, 1), ("new", 2, 0)], True),  # the two results are memory of their own
         ([("halves_", 0, 0)], False),  # these are views
+        ([("transposed", 0, 0), ("fill_", 2, 1), ("view", 0, 0)], True),  # the new contents lie in memory in another order
+        ([("transposed", 0, 0), ("fill_", 2, 1), ("new", 0, 1), ("flat", 4, 0)], True),
+        ([("transposed", 0, 0), ("fill_", 2, 1), ("by_strides", 0, 0)], True),
+        ([("new", 0, 1), ("fill_", 0, 1), ("transposed", 2, 0), ("by_strides", 4, 0)], True),
+        ([("slice", 0, 0), ("fill_", 2, 1), ("by_strides", 2, 0)], False),  # reads what lies between the elements of a slice
     ],
 )
 def test_memory_that_is_shared_is_left_alone(steps: list[tuple[str, int, int]], able: bool) -> None:
     assert checked(Code(steps), torch.randn(3, 4)) == able
+
+
+def test_copies_in_another_order_are_viewed() -> None:
+    """What is copied, from a transposed value, into one, or from a single column, lies in memory in another order."""
+
+    class Copied(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            one, other, column = x + 1, x + 2, x + 3
+            one.copy_(x.reshape(4, 3).t() * 2)
+            other.t().copy_(x.reshape(4, 3))
+            column.copy_(x[:, :1])
+            return tuple(value for written in (one, other, column) for value in (written.view(-1), written.as_strided((5,), (2,))))
+
+    module, x = Copied(), torch.randn(3, 4)
+    graph = capture(module, {"x": x}).graph
+    assert all(str(node.target) != "aten.copy.default" for node in graph.nodes)
+    for ours, theirs in zip(fx.Interpreter(fx.GraphModule(module, graph)).run(x), module(x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def test_what_is_written_keeps_its_type() -> None:
