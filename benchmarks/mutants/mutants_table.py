@@ -39,7 +39,7 @@ TABLES = (
 )
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for table in TABLES for mutant in table.MUTANTS)
 CONTROL = "control"
-ALARM, LIMIT = 240, 400.0  # seconds: of the forked process, and of the one that forks it
+ALARM, LIMIT = 240, 7200.0  # seconds: of the forked process on its processor, and by the clock of the one that forks it
 ORDER = ("altup", "memory", "sum", "sequence-altup", "shared-moe", "sparse-ffn", "sparse-loss", "sparse-qkv")
 Task = tuple[str, str]  # the pass, and a mutant's fault or a control's trial
 

@@ -65,10 +65,10 @@ def call_layer(
     new = [sorted({column for column in row[before:] if column >= before}) for row in anchors]
     count = max(map(len, new)) if call.cached else -(-x.shape[1] // call.options.k)
     if count:
-        slots = [[row[0] if row else 0] * count for row in new]
-        for row, columns in enumerate(new):
-            slots[row][: len(columns)] = columns
-            slots[row][len(columns) :] = [columns[0] if columns else before] * (count - len(columns))
+        slots = []
+        for columns in new:
+            filled = [columns[0] if columns else before] * (count - len(columns))  # on a cache they come first
+            slots.append([*filled, *columns] if call.cached else [*columns, *filled])
         inputs = torch.stack(
             [torch.stack([layer_input(call, x, anchors, row, c, before) for c in columns]) for row, columns in enumerate(slots)]
         )
@@ -78,7 +78,7 @@ def call_layer(
         y = call.given("layer", {place_of(call, layer): packed}, layer.stream_out, others)
         y = y.transpose(0, 1) if layer.tokens_first else y
         for row, columns in enumerate(new):
-            for slot, column in enumerate(columns):
+            for slot, column in enumerate(columns, start=count - len(columns) if call.cached else 0):
                 known[row, column] = inputs[row, slot], y[row, slot]
     call.kept["anchors"] = known
     return known

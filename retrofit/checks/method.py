@@ -19,20 +19,18 @@ from torch import Tensor, nn
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.gradients import loss_of
-from retrofit.checks.site_recording import MOST, CallRecorder, has_cache
 from retrofit.checks.site_replay import Found, MovedParameters, own_modules, replay
-from retrofit.checks.stepping import section, step_inputs
+from retrofit.checks.site_ways import SiteWays, Way, recorded
 from retrofit.checks.subject import Subject
 from retrofit.errors import first_line
 from retrofit.pipeline.method_reference import MethodReference, ModuleReference, Observed, ObservedSite, RecordedCall
 from retrofit.pipeline.registry import parse_spec
 from retrofit.pipeline.replaying import recipe, rewrites
-from retrofit.runtime.probes import accepts, extent_of, output_ids_name, resized, run
+from retrofit.runtime.probes import run
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.surgery.wrappers import Wrapper
 
 ELEMENTS = 40_000_000  # parameters of sites that are computed again; of larger models some sites, evenly spaced
-STEPS = 5  # tokens decoded one at a time: of a few in a row some are anchors and some are not
 NAMED = 3  # problems that the report names
 PROBES = 8  # random rows that its projections are tried on
 ROWS = 2  # of what each dense module receives and returns
@@ -56,7 +54,7 @@ class MethodMeasurement:
     gap: float = 0.0
     problems: tuple[tuple[str, str], ...] = ()  # path, what is wrong
     unknown: tuple[str, ...] = ()  # passes without a reference
-    stopped: tuple[tuple[str, str], ...] = ()  # site or pass, the error that stopped its comparison
+    missing: tuple[tuple[str, str], ...] = ()  # what was not compared, and why
 
 
 def measure(subject: Subject, before: Any = None, context: Context | None = None) -> Any:
@@ -67,16 +65,26 @@ def measure(subject: Subject, before: Any = None, context: Context | None = None
 
 
 def judge(now: MethodMeasurement, before: Any, context: Context) -> Finding:
-    reasons = [f"no reference of {', '.join(now.unknown)}"] if now.unknown else []
-    reasons += [f"{path} was not compared: {why}" for path, why in now.stopped[:NAMED]]
-    unknown = "\n".join(reasons)
+    missing = not_compared(now)
     if now.problems:
         named = [f"{context.place(path)}: {what}" if path else what for path, what in now.problems[:NAMED]]
         more = len(now.problems) - len(named)
-        return failed(describe(now), "\n".join([*named, *([f"and {more} more"] if more else [])]))
+        return failed(describe(now), "\n".join([*named, *([f"and {more} more"] if more else []), *missing]))
     if not now.compared or not now.calls:
-        return skipped(unknown or "no pass has rewritten the model")
-    return passed(describe(now), unknown)
+        return skipped("\n".join(missing) or "no pass has rewritten the model")
+    return passed(describe(now), "\n".join(missing))
+
+
+def not_compared(now: MethodMeasurement) -> list[str]:
+    """What was not compared, a line for each reason."""
+    by_reason: dict[str, list[str]] = {}
+    for what, why in now.missing:
+        by_reason.setdefault(why, []).append(what)
+    lines = [f"no reference of {', '.join(now.unknown)}"] if now.unknown else []
+    for why, whats in by_reason.items():
+        more = f" (nor {len(whats) - 1} more)" if len(whats) > 1 else ""
+        lines.append(f"{whats[0]}{more}: {why}")
+    return lines
 
 
 def describe(now: MethodMeasurement) -> str:
@@ -164,25 +172,29 @@ class Comparison:
         self.references: dict[str, MethodReference] = {one.name: one.reference for one in self.passes if one.reference is not None}
         self.sites = self.find_sites()
         self.problems: list[tuple[str, str]] = []
-        self.stopped: dict[str, str] = {}  # by site: the error that stopped its comparison
+        self.missing: list[tuple[str, str]] = []  # what was not compared, and why
         self.calls, self.gap = 0, 0.0
 
     def run(self) -> MethodMeasurement:
         unknown = tuple(dict.fromkeys(one.name for one in self.passes if one.reference is None))
         if not self.references:
             return MethodMeasurement(unknown=unknown)
-        whole = self.record(self.subject.inputs)
+        whole = recorded(self.model, references_of(self.sites), self.subject.inputs)
         chosen = self.chosen_sites()
-        groups = {path: [(calls[:1], "")] for path, calls in whole.items() if calls}
-        for name, calls in self.other_recordings(chosen):
-            groups.setdefault(name, []).append(calls)
+        plain = Way("", dict, trains=True)
+        groups = {path: [(plain, calls[:1])] for path, calls in whole.items() if calls}
+        others = SiteWays(self.model, references_of(chosen), self.subject.inputs, self.subject.run().logits)
+        for way, found in others.calls():
+            for path, calls in found.items():
+                groups.setdefault(path, []).append((way, calls))
+        self.missing += others.missing
         for site in chosen:
             if len(self.problems) <= NAMED:
                 self.compare(site, groups.get(site.path, []))
         for one in {one.name: one for one in self.passes if one.reference is not None}.values():
             self.check_model(one, whole)
         return MethodMeasurement(
-            len(chosen), len(self.sites), self.calls, self.gap, tuple(self.problems), unknown, tuple(self.stopped.items())
+            len(chosen), len(self.sites), self.calls, self.gap, tuple(self.problems), unknown, tuple(self.missing)
         )
 
     def find_sites(self) -> list[Site]:
@@ -208,89 +220,34 @@ class Comparison:
             chosen += [same[index * (len(same) - 1) // max(1, count - 1)] for index in range(count)]
         return list({id(site): site for site in chosen}.values())
 
-    # Recording.
-
-    def record(
-        self, inputs: Mapping[str, Any], most: int = MOST, sites: Sequence[Site] | None = None
-    ) -> dict[str, list[RecordedCall]]:
-        """The calls of the sites in a forward on these inputs."""
-        recorder = CallRecorder(self.model, {site.path: site.reference for site in (self.sites if sites is None else sites)}, most)
-        recorder.inputs = inputs
-        with recorder.recording() as calls:
-            run(self.model, inputs)
-        return calls
-
-    def other_recordings(self, sites: Sequence[Site]) -> Iterator[tuple[str, tuple[list[RecordedCall], str]]]:
-        """Calls on one token, step by step on a cache, and on as many tokens as some site computes in another way."""
-        inputs = self.subject.inputs
-        batch, length = extent_of(inputs)
-        most = max((site.reference.tokens for site in sites), default=0)
-        ways: list[tuple[str, Callable[[], dict[str, list[RecordedCall]]]]] = []
-        if length > 1:
-            ways.append((" on one token", lambda: self.record(resized(self.model, inputs, 1, 1, seed=11), sites=sites)))
-            ways.append((" step by step on a cache", lambda: self.record_steps(sites)))
-            if most > batch * length:
-                rows = -(-(most + 1) // length)
-                large = [site for site in sites if site.reference.tokens > batch * length]
-                ways.append(
-                    (f" on {rows * length} tokens", lambda: self.record(resized(self.model, inputs, rows, length, 13), sites=large))
-                )
-        for words, way in ways:
-            try:
-                found = way()
-            except Exception:  # a model that takes no single token, or does not decode; the other checks say so where it should
-                continue
-            for path, calls in found.items():
-                if calls:
-                    yield path, (calls if "cache" in words else calls[:1], words)
-
-    def record_steps(self, sites: Sequence[Site]) -> dict[str, list[RecordedCall]]:
-        """The calls of a sequence whose last tokens are decoded one at a time; none where the model keeps no cache."""
-        if not accepts(self.model, "use_cache"):
-            return {}
-        whole, _ = step_inputs(self.model, self.subject.inputs, "steps")
-        name = output_ids_name(whole, self.subject.run().logits)
-        if name is None or whole[name].shape[1] <= STEPS + 1:
-            return {}
-        total, cache = whole[name].shape[1], None
-        once = [site for site in sites if site.reference.cached]
-        recorder = CallRecorder(self.model, {site.path: site.reference for site in once}, STEPS + 2)
-        with recorder.recording() as calls:
-            for start, stop in [(0, total - STEPS), *((last, last + 1) for last in range(total - STEPS, total))]:
-                recorder.inputs = chunk = {**section(whole, name, start, stop), "use_cache": True}
-                output = run(self.model, chunk, past_key_values=cache) if cache is not None else run(self.model, chunk)
-                cache = getattr(output, "past_key_values", None)
-                if cache is None:
-                    return {}
-        # one that several depths share keeps none, and an encoder's layers begin anew in each step
-        return {path: found for path, found in calls.items() if len(found) == STEPS + 1 and all(map(has_cache, found))}
-
     # Comparing.
 
-    def compare(self, site: Site, groups: Sequence[tuple[list[RecordedCall], str]]) -> None:
+    def compare(self, site: Site, groups: Sequence[tuple[Way, list[RecordedCall]]]) -> None:
         """The site's calls by the module and by its reference; the first difference is a problem."""
-        parameters = MovedParameters.of(site.module, site.reference, [call for calls, _ in groups for call in calls])
-        for calls, words in groups:
-            for training, gradients, seed, mode in self.ways(site, words):
+        if not groups:
+            self.missing.append((f"{site.path} was not compared", "the model does not call it"))
+        parameters = MovedParameters.of(site.module, site.reference, [call for _, calls in groups for call in calls])
+        for way, calls in groups:
+            for training, gradients, seed, mode in self.modes(site, way):
                 attempts: list[Found] = []
                 for options in site.options:
                     attempts.append(self.attempt(site, options, calls, parameters, training, gradients, seed))
                     if not attempts[-1].problem:
                         break
                 if attempts[-1].stopped:
-                    self.stopped.setdefault(site.path, attempts[-1].stopped)
-                    return
+                    self.missing.append((f"{site.path} was not compared {mode}{way.words}", attempts[-1].stopped))
+                    continue
                 self.calls += 1
                 if attempts[-1].problem:
-                    self.problems.append((site.path, f"{mode}{words}, {attempts[-1].problem}"))
+                    self.problems.append((site.path, f"{mode}{way.words}, {attempts[-1].problem}"))
                     return
                 self.gap = max(self.gap, attempts[-1].gap)
 
-    def ways(self, site: Site, words: str) -> list[tuple[bool, bool, int, str]]:
+    def modes(self, site: Site, way: Way) -> list[tuple[bool, bool, int, str]]:
         """Training, gradients, seed, and the words for it."""
         evaluating = (False, False, 0, "in evaluation mode")
-        if words:
-            return [evaluating] if "tokens" not in words else [evaluating, (True, True, 3, "in training mode")]
+        if way.words:
+            return [evaluating, (True, True, 3, "in training mode")] if way.trains else [evaluating]
         same = [one for one in self.sites if one.reference is site.reference]
         count = -(-site.reference.trainings // len(same))  # each of them has its own random numbers
         first = 1 + count * next(number for number, one in enumerate(same) if one is site)
@@ -337,13 +294,15 @@ class Comparison:
             self.training_loss,
             self.recorded_losses,
         )
-        for check in (one.reference.wiring, one.reference.start if self.context.fresh else None):
-            if check is None:
+        checks = {"what lies between its modules": one.reference.wiring, "its start": one.reference.start}
+        for name, check in checks.items():
+            if check is None or (check is one.reference.start and not self.context.fresh):
                 continue
             try:
                 self.problems.extend(check(observed))
             except Exception as error:
-                self.stopped.setdefault(one.name, first_line(error))
+                self.missing.append((f"{one.name}: {name} was not compared", first_line(error)))
+        self.missing += [(f"{path} was not compared with the dense module at its start", why) for path, why in observed.missing]
 
     def training_loss(self) -> float | None:
         """The model's own loss in training mode, None where it has none."""
@@ -368,6 +327,10 @@ class Comparison:
                 yield
         finally:
             self.model.eval()
+
+
+def references_of(sites: Sequence[Site]) -> dict[str, ModuleReference]:
+    return {site.path: site.reference for site in sites}
 
 
 def dense_path(model: nn.Module, path: str) -> str:

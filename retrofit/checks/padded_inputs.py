@@ -50,3 +50,20 @@ def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> tuple[dict[str, A
         if is_per_token(value) and not is_decoder_side(key) and value.shape[1] == width:
             alone[key] = value[:, kept]
     return alone, long, slice(None) if has_two_sides(inputs) else kept
+
+
+def pad_both_sides(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
+    """A batch of three sequences: padded on the left, on the right, and on both sides."""
+    batch = resized_like(model, inputs, 3, seed=19)
+    name = ids_name(inputs)
+    assert name is not None
+    mask = torch.ones_like(batch[name], dtype=torch.long)
+    mask[0, :PADS] = 0
+    mask[1, -PADS:] = 0
+    mask[2, :1] = 0
+    mask[2, 1 - PADS :] = 0
+    batch["attention_mask"] = mask
+    batch[name] = batch[name].masked_fill(mask == 0, filler_id(model))
+    if not has_two_sides(inputs) and accepts(model, "position_ids"):
+        batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    return batch

@@ -189,6 +189,11 @@ class Observed:
     recipe: tuple[Any, ...]  # all the passes, in order
     training_loss: Callable[[], float | None]  # the model's own, in training mode, always on the same random numbers
     recorded_losses: Callable[[], float]  # the sum of the auxiliary ones that its modules record, on these numbers too
+    missing: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # sites that were not compared, and why
+
+    def not_compared(self, path: str, why: str) -> None:
+        """The report says that this site was not compared, and why."""
+        self.missing.append((path, why))
 
 
 Problems = Iterator[tuple[str, str]]  # the path of a site, and what is wrong there

@@ -1,0 +1,129 @@
+"""The ways in which a rewritten model runs while the calls of its sites are recorded: a few tokens, padded, on a cache.
+
+What cannot be recorded is named with its reason, where another model of the kind would do it: one that keeps no cache, or takes no
+mask, has none of these ways.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from retrofit.checks.padded_inputs import pad_both_sides, takes_padding
+from retrofit.checks.site_recording import MOST, CallRecorder, has_cache, map_tensors
+from retrofit.checks.stepping import PADDED, PLAIN, section, step_inputs, ways_to_step
+from retrofit.errors import first_line
+from retrofit.pipeline.method_reference import ModuleReference, RecordedCall
+from retrofit.runtime.probes import Inputs, accepts, extent_of, output_ids_name, resized, run
+
+STEPS = 5  # tokens decoded one at a time: of a few in a row some are anchors and some are not
+CHUNKS = (2, 3)  # tokens decoded at a time
+Calls = dict[str, list[RecordedCall]]
+References = Mapping[str, ModuleReference]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to run the model: the words for it, the calls of each site; those on a cache follow each other."""
+
+    words: str
+    record: Callable[[], Calls]
+    on_cache: bool = False
+    trains: bool = False  # whether its calls are also made again in training mode
+
+
+def recorded(model: nn.Module, references: References, inputs: Inputs, most: int = MOST) -> Calls:
+    """The calls of the sites in a forward on these inputs, at most so many of each."""
+    recorder = CallRecorder(model, references, most)
+    recorder.inputs = inputs
+    with recorder.recording() as calls:
+        run(model, inputs)
+    return calls
+
+
+class SiteWays:
+    """The ways in which the calls of some sites of a model are recorded, but for the plain one."""
+
+    def __init__(self, model: nn.Module, references: References, inputs: Inputs, logits: Tensor) -> None:
+        self.model, self.references, self.inputs, self.logits = model, references, inputs, logits
+        self.missing: list[tuple[str, str]] = []  # what was not recorded, and why
+
+    def ways(self) -> Iterator[Way]:
+        batch, length = extent_of(self.inputs)
+        if length > 1:
+            yield Way(" on one token", lambda: self.plain(resized(self.model, self.inputs, 1, 1, seed=11)))
+        pads = takes_padding(self.model, self.inputs)
+        if pads:
+            yield Way(" where sequences are padded", lambda: self.plain(pad_both_sides(self.model, self.inputs)), trains=True)
+        if length > 1 and accepts(self.model, "use_cache"):
+            plans = {"step by step on a cache": (PLAIN, (1,) * STEPS), "in chunks on a cache": (PLAIN, CHUNKS)}
+            if PADDED in ways_to_step(self.model, self.inputs):
+                plans["in chunks on a cache of padded sequences"] = (PADDED, CHUNKS)
+            for words, plan in plans.items():
+                yield Way(f" {words}", lambda words=words, plan=plan: self.on_cache(words, *plan), on_cache=True)  # type: ignore[misc]
+        most = max((one.tokens for one in self.references.values()), default=0)
+        if length > 1 and most > batch * length:
+            rows = -(-(most + 1) // length)
+            large = {path: one for path, one in self.references.items() if one.tokens > batch * length}
+            many = lambda: recorded(self.model, large, resized(self.model, self.inputs, rows, length, 13))  # noqa: E731
+            yield Way(f" on {rows * length} tokens", many, trains=True)
+
+    def calls(self) -> Iterator[tuple[Way, Calls]]:
+        """What was recorded in each way; what stopped one is kept in `missing`."""
+        for way in self.ways():
+            try:
+                found = way.record()
+            except Exception as error:  # what a model's own code raises; the other checks say so where it should run
+                self.missing.append((f"no module was compared{way.words}", first_line(error)))
+                continue
+            yield way, {path: calls if way.on_cache else calls[:1] for path, calls in found.items() if calls}
+
+    def plain(self, inputs: Inputs) -> Calls:
+        return recorded(self.model, self.references, inputs)
+
+    def on_cache(self, words: str, kind: str, lengths: tuple[int, ...]) -> Calls:
+        """The calls of a batch whose last tokens are decoded so many at a time; none where the model keeps no cache."""
+        whole, _ = step_inputs(self.model, self.inputs, kind)
+        name = output_ids_name(whole, self.logits)
+        if name is None:
+            return {}
+        total = whole[name].shape[1]
+        if total <= sum(lengths) + 1:
+            self.missing.append((f"no module was compared {words}", f"the inputs are {total} tokens long"))
+            return {}
+        cached = {path: one for path, one in self.references.items() if one.cached}
+        recorder, cache, count = CallRecorder(self.model, cached, len(lengths) + 2), None, len(lengths) + 1
+        with recorder.recording() as calls:
+            for start, stop in itertools.pairwise((0, *itertools.accumulate((total - sum(lengths), *lengths)))):
+                recorder.inputs = chunk = {**section(whole, name, start, stop), "use_cache": True}
+                output = run(self.model, chunk, past_key_values=cache) if cache is not None else run(self.model, chunk)
+                cache = getattr(output, "past_key_values", None)
+                if cache is None:
+                    return {}
+        return {path: found for path, found in calls.items() if self.is_decoding(path, found, count, words)}
+
+    def is_decoding(self, path: str, calls: list[RecordedCall], count: int, words: str) -> bool:
+        """Whether these are the calls of one sequence on one cache; one whose inputs do not grow (an encoder) has none."""
+        if len(calls) == count and all(map(has_cache, calls)):
+            return True
+        if calls and first_shape(calls[0]) != first_shape(calls[-1]):
+            why = "several depths share it" if len(calls) > count else "it receives no cache"
+            self.missing.append((f"{path} was not compared {words}", why))
+        return False
+
+
+def first_shape(call: RecordedCall) -> Any:
+    """The shape of the first tensor among the arguments of a call."""
+    found: list[Any] = []
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found.append(value.shape)
+        return value
+
+    map_tensors((call.args, call.kwargs), collect)
+    return found[0] if found else None
