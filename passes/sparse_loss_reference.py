@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrofit.passes.multiplicative_reference import fit_problem
 from retrofit.sdk import Observed, Problems, SiteCall
 
-LEAST = 0.6  # of a fit's own square: its product with what it is fitted to (1 but for the few rows they are tried on)
-CALIBRATED = 0.1  # the same of a fit on calibration data, for which random rows count otherwise
+CALIBRATED = 0.1  # of the own square of a fit on data: its product with what it is fitted to, on random rows
 
 
 def multiplicative_head(call: SiteCall) -> Tensor:
@@ -27,16 +27,24 @@ def logits(head: Any, modules: int, x: Tensor) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """D and E were fitted to the dense head: the scale of a least-squares fit Ŵ is the best one, ⟨Ŵ, W⟩ = ‖Ŵ‖²."""
+    """D and E were fitted to the dense head: to each of its rows as well as can be, without data.
+
+    With data they were fitted to what is predicted on it: then the dense head only lies along Ŵ, ⟨Ŵ, W⟩ near ‖Ŵ‖².
+    """
     for site in observed.sites:
         head: Any = site.module
         known = observed.dense_probes.get(site.dense_path)
         if known is None:
+            observed.not_compared(site.path, "no module of the dense model multiplies by its matrix alone")
+            continue
+        if not observed.is_calibrated:
+            problem = fit_problem(head.product.d, head.product.e, *observed.dense_rows[site.dense_path])
+            if problem:
+                yield site.path, problem
             continue
         x, y = (rows.double() for rows in known)
         bias = 0.0 if head.bias is None else head.bias.detach().double()
         found = logits(head, observed.options.modules, x) - bias
         agreement = float((found * y).sum() / found.square().sum().clamp_min(1e-30))
-        least = CALIBRATED if observed.is_calibrated else LEAST
-        if not least <= agreement <= 1 / least:
+        if not CALIBRATED <= agreement <= 1 / CALIBRATED:
             yield site.path, f"the dense head is {agreement:.2g} times as long along it: it was not fitted to it"

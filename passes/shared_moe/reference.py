@@ -110,22 +110,32 @@ def groups_of(observed: Observed) -> list[list[ObservedSite]]:
 
 def start(observed: Observed) -> Problems:
     """Each expert begins as a feed-forward of its group, spread evenly over its depth; the router with a spread of 0.02."""
+    named = iter(named_sources(observed.options.sources))
     for group in groups_of(observed):
         moe: Any = group[0].module.moe
         weight = moe.router.weight.detach().float()
-        if weight.numel() >= 24 and not 0.5 < float(weight.std()) / 0.02 < 2:
+        fitted = observed.is_calibrated and len(group) > 1  # to tell the layers of the group
+        if not fitted and weight.numel() >= 24 and not 0.5 < float(weight.std()) / 0.02 < 2:
             yield group[0].path, f"the router begins with a spread of {float(weight.std()):.2g}, and the method's is 0.02"
-        chosen_on_data = observed.is_calibrated and len(group) > 1
-        if not observed.options.reinit and not chosen_on_data:
-            yield from expert_start(group, observed)
+        sources = next(named, None) if len(group) > 1 else None
+        if not observed.options.reinit:
+            yield from expert_start(group, sources, observed)
 
 
-def expert_start(group: list[ObservedSite], observed: Observed) -> Problems:
-    """Expert e computes what the dense feed-forward at depth ⌊(e + ½) n / E⌋ of the group's n did."""
-    for e in range(observed.options.experts):
-        source = group[int((e + 0.5) * len(group) / observed.options.experts)]
+def named_sources(text: str) -> list[list[int]]:
+    """The layers that the option names for each group of several, as in 0+2/1+3; none where experts are spread evenly."""
+    found = [[int(one) for one in group.split("+") if one.isdecimal()] for group in text.split("/")]
+    return [group for group in found if group]
+
+
+def expert_start(group: list[ObservedSite], sources: list[int] | None, observed: Observed) -> Problems:
+    """Expert e computes what the dense feed-forward named for it did, or that at depth ⌊(e + ½) n / E⌋ of the group's n."""
+    experts = observed.options.experts
+    for e, depth in enumerate(sources or [int((e + 0.5) * len(group) / experts) for e in range(experts)]):
+        source = group[depth]
         known = observed.dense_calls.get(source.dense_path)
         if known is None or known[0].shape[-1] != source.module.width or known[1].shape[-1] != source.module.width:
+            observed.not_compared(source.path, "the dense model calls no module there that takes and returns a stream of its width")
             continue
         x, y = (rows.double() for rows in known)
         found = expert(source.module, e, x).detach()

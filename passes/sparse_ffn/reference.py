@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
-
-CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by the dtype that the dense model computed it in
-COARSE = 5e-2  # the same of half precision
-PROBES = 512  # random inputs that a controller is tried on
+from retrofit.sdk import Deviation, SiteCall
 
 
 def sparse_feed_forward(call: SiteCall) -> Tensor:
@@ -102,65 +98,9 @@ def training_mask(call: SiteCall, logits: Tensor, k: int) -> Tensor:
 
 def relaxed(logits: Tensor, k: int) -> Tensor:
     """min(1, e^l / Z), Z such that the units of a block sum to k: the softmax at k = 1."""
-    weights = (logits - logits.detach().amax(-1, keepdim=True)).exp()
-    full = torch.zeros_like(weights, dtype=torch.bool)
+    full = torch.zeros_like(logits, dtype=torch.bool)
     for _ in range(k):  # a unit that would get more than 1 gets 1, and the others share the rest
         left = k - full.sum(-1, keepdim=True)
-        share = weights.masked_fill(full, 0.0) * left / weights.masked_fill(full, 0.0).sum(-1, keepdim=True)
+        share = left * logits.masked_fill(full, -torch.inf).softmax(-1)
         full = full | (share > 1)
     return torch.where(full, torch.ones_like(share), share)
-
-
-# ── Its start ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def start(observed: Observed) -> Problems:
-    """With all units active it is the dense feed-forward, and its controller selects better than chance."""
-    options = observed.options
-    advantages: list[tuple[str, float, float]] = []
-    for site in observed.sites:
-        block: Any = site.module
-        known = observed.dense_calls.get(site.dense_path)
-        if known is not None and known[0].shape[-1] == block.width == known[1].shape[-1]:
-            x, y = (rows.double() for rows in known)
-            apart = float((output(block, hidden_units(block, x)[1]).detach() - y).abs().max())
-            if apart > CLOSE.get(known[1].dtype, COARSE) * float(y.abs().max()):
-                yield site.path, "with all its units active it does not begin as the dense feed-forward"
-        if getattr(block, "c1", None) is None or not site.calls:
-            continue
-        random = random_rows(block)
-        if not bool(logits_of(block, options, random).var(0).any()):
-            yield site.path, "its controller selects the same units for all inputs: it was not fitted"
-        advantages.append((site.path, advantage(block, options, random), advantage(block, options, real_rows(site))))
-    if advantages and sum(one[1] for one in advantages) <= 0 and sum(one[2] for one in advantages) <= 0:
-        yield advantages[0][0], "the controllers begin no better than ones that select at random: they were not fitted"
-
-
-def random_rows(block: Any) -> Tensor:
-    """Standard normal inputs, (rows, d)."""
-    return torch.randn(PROBES, block.width, generator=torch.Generator().manual_seed(0)).to(block.c1.device)
-
-
-def real_rows(site: ObservedSite) -> Tensor:
-    """The inputs of a block in the model's forward, (rows, d)."""
-    block: Any = site.module
-    (position, keyword), call = block.place, site.calls[0]
-    x: Tensor = call.kwargs[keyword] if keyword in call.kwargs else call.args[position]
-    return x.detach().reshape(-1, x.shape[-1]).float()
-
-
-def logits_of(block: Any, options: Any, x: Tensor) -> Tensor:
-    """x C1 C2 + c as it is in the model: (rows, blocks, N)."""
-    logits = (x @ block.c1.detach().float()) @ block.c2.detach().float() + block.bias.detach().float()
-    return in_blocks(logits, options.sparsity)
-
-
-def advantage(block: Any, options: Any, x: Tensor) -> float:
-    """The energy Σ (h_u ‖row u of W_out‖)² of the selected units above their even share, as a part of all."""
-    k, n = getattr(options, "active", 1), options.sparsity
-    with torch.no_grad():
-        _, h = hidden_units(block, x)
-        energy = in_blocks((h.float() * block.down.weight.float().norm(dim=1)).square(), n)
-        chosen = logits_of(block, options, x).topk(k).indices
-        kept = energy.gather(-1, chosen).sum() / energy.sum().clamp_min(1e-30)
-    return float(kept) - k / n

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.passes.sparse_ffn import reference as once_more
+from retrofit.passes.sparse_ffn import start_reference
 from retrofit.passes.sparse_ffn.controller_fit import TokenRecorder, fit_start, spread_out
 from retrofit.passes.sparse_ffn.gate_activation import gate_activation
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
@@ -67,7 +68,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
                 once_more.sparse_feed_forward, functions=("hidden", "tail", "activation"), trainings=4
             )
         },
-        start=once_more.start,
+        start=start_reference.start,
     )
 
     sparsity: int = option(64, "N, hidden units in a block; must divide d_ff", minimum=1)

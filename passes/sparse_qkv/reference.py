@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Observed, Problems, SiteCall
-
-LEAST = 0.6  # of a fit's own square: its product with what it is fitted to (1 but for the few rows they are tried on)
-CALIBRATED = 0.1  # the same of a fit on calibration data, for which random rows count otherwise
+from retrofit.sdk import Deviation, SiteCall
 
 # ── The projections ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -142,48 +138,3 @@ def stream_slice(call: SiteCall) -> Tensor:
     if module.start >= x.shape[-1]:
         raise Deviation(f"the stream would begin at column {module.start} of {x.shape[-1]}")
     return call.given("reader", {module.stream_in: x[..., module.start :]}, 0)
-
-
-# ── The start ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def start(observed: Observed) -> Problems:
-    """Every projection was fitted to the dense one, and its columns are in the same order.
-
-    The scale of a least-squares fit Ŵ is the best one, ⟨Ŵ, W⟩ = ‖Ŵ‖²; on random rows, and less so under calibration data.
-    """
-    by_path = {site.path: site for site in observed.sites}
-    for path, module, x, y in projections(observed):
-        options = observed.options
-        kind = options.output if hasattr(module, "sparse") and not hasattr(module, "start") else options.variant
-        sparse = module.sparse
-        start_column, width, order = getattr(module, "start", 0), y.shape[-1], getattr(module, "order", None)
-        if sparse is None:
-            owner = next((by_path[one] for one in parents(path) if one in by_path and hasattr(by_path[one].module, "cross")), None)
-            if owner is None:
-                continue
-            sparse = owner.module.sparse
-        found = projected(sparse, kind, options.kernel, x.unsqueeze(1)).squeeze(1)[..., start_column : start_column + width]
-        found = found if order is None else found[..., order]
-        agreement = float((found * y).sum() / found.square().sum().clamp_min(1e-30))
-        least = CALIBRATED if observed.is_calibrated else LEAST
-        if not least <= agreement <= 1 / least:
-            ratio = f"the dense projection is {agreement:.2g} times as long along it"
-            yield path, f"{ratio}: it was not fitted, or its columns lie otherwise"
-
-
-def projections(observed: Observed) -> Iterator[tuple[str, Any, Tensor, Tensor]]:
-    """The modules that were dense projections, with random rows and what the dense one made of them."""
-    for site in observed.sites:
-        module: Any = site.module
-        known = observed.dense_probes.get(site.dense_path)
-        if known is not None and hasattr(module, "sparse") and not hasattr(module, "cross"):
-            x, y = known
-            if not hasattr(module, "width") or module.width == y.shape[-1]:
-                yield site.path, module, x.double(), y.double()
-
-
-def parents(path: str) -> Iterator[str]:
-    while path:
-        path = path.rpartition(".")[0]
-        yield path

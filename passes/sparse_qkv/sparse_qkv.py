@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from retrofit.passes.sparse_qkv import reference as once_more
+from retrofit.passes.sparse_qkv import start_reference
 from retrofit.passes.sparse_qkv.attention_plan import AttentionPlan, separate_streams
 from retrofit.passes.sparse_qkv.least_squares_fit import TOKENS, SecondMoments
 from retrofit.passes.sparse_qkv.modular_projection import FEW, ModularShape
@@ -76,7 +77,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
             IdentityProjection: ModuleReference(once_more.identity),
             StreamSlice: ModuleReference(once_more.stream_slice, ("reader",)),
         },
-        start=once_more.start,
+        start=start_reference.start,
     )
     remedy: ClassVar[str] = "retrofit inspect shows the attentions; modules=, output=keep and layers= change what they must allow"
 

@@ -34,6 +34,7 @@ ELEMENTS = 40_000_000  # parameters of sites that are computed again; of larger 
 NAMED = 3  # problems that the report names
 PROBES = 8  # random rows that its projections are tried on
 ROWS = 2  # of what each dense module receives and returns
+FEATURES, SMALL = 4, 64  # input features of which rows of a dense matrix are kept; all, of a matrix with so few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class DenseCalls:
 
     calls: Mapping[str, tuple[Tensor, Tensor]]
     probes: Mapping[str, tuple[Tensor, Tensor]]  # of plain projections: random rows, and their products with the weight
+    rows: Mapping[str, tuple[list[int], Tensor]]  # of these: some input features, and their rows of the matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,7 @@ class MethodMeasurement:
 def measure(subject: Subject, before: Any = None, context: Context | None = None) -> Any:
     if context is None:
         calls = dense_calls(subject)
-        return DenseCalls(calls, dense_probes(subject.model, calls))
+        return DenseCalls(calls, *dense_probes(subject.model, calls))
     return Comparison(subject, before if isinstance(before, DenseCalls) else None, context).run()
 
 
@@ -124,9 +126,15 @@ def dense_calls(subject: Subject) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def dense_probes(model: nn.Module, calls: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of every module that only multiplies by one matrix and adds a bias: random rows, and their products with the matrix."""
+def dense_probes(
+    model: nn.Module, calls: Mapping[str, tuple[Tensor, Tensor]]
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, tuple[list[int], Tensor]]]:
+    """Of every module that only multiplies by one matrix and adds a bias: random rows, and their products with the matrix.
+
+    Also some input features, and their rows of the matrix: what the module makes of a one in their place.
+    """
     found: dict[str, tuple[Tensor, Tensor]] = {}
+    kept: dict[str, tuple[list[int], Tensor]] = {}
     for path, (x, y) in calls.items():
         module = model.get_submodule(path)
         matrices = [one for one in module.parameters() if one.dim() == 2]
@@ -141,7 +149,15 @@ def dense_probes(model: nn.Module, calls: Mapping[str, tuple[Tensor, Tensor]]) -
                 and torch.allclose(twice - none, 2 * (once - none), 1e-3)
             ):
                 found[path] = rows, (once - none).detach()
-    return found
+                width = x.shape[-1]
+                features = (
+                    list(range(width)) if width <= SMALL else [index * (width - 1) // (FEATURES - 1) for index in range(FEATURES)]
+                )
+                ones = torch.zeros(len(features), width).index_put_(
+                    (torch.arange(len(features)), torch.tensor(features)), torch.ones(())
+                )
+                kept[path] = features, (module(ones.to(x)) - none[:1]).detach()
+    return found, kept
 
 
 # ── The rewritten model ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,7 +183,7 @@ class Comparison:
 
     def __init__(self, subject: Subject, before: DenseCalls | None, context: Context) -> None:
         self.subject, self.model, self.context = subject, subject.model, context
-        self.before = before or DenseCalls({}, {})
+        self.before = before or DenseCalls({}, {}, {})
         self.passes = passes_of(self.model, context)
         self.references: dict[str, MethodReference] = {one.name: one.reference for one in self.passes if one.reference is not None}
         self.sites = self.find_sites()
@@ -289,6 +305,7 @@ class Comparison:
             self.context.fates,
             self.before.calls,
             self.before.probes,
+            self.before.rows,
             self.context.calibrated,
             self.passes,
             self.training_loss,

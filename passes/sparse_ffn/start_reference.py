@@ -1,0 +1,148 @@
+"""What a sparse feed-forward begins with, held against the dense one and against an optimum that is computed here.
+
+Without data the controller is the best map of rank r from x, standard normal, to what the units contribute, |h_u| ‖row u of W_out‖,
+less the mean of their block. With x standard normal the slope of that regression is Cov[x, c_u], here by Gauss-Hermite quadrature
+in the one or two directions that a unit reads, and the best map of rank r is its truncated singular value decomposition.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.passes.sparse_ffn.reference import hidden_units, in_blocks, output
+from retrofit.sdk import Observed, ObservedSite, Problems
+
+CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by the dtype that the dense model computed it in
+COARSE = 5e-2  # the same of half precision
+PROBES = 512  # random inputs that a controller is tried on
+MOST = 4  # blocks whose regression is solved again, spread evenly over the model
+NODES = {1: 64, 2: 20}  # of the quadrature, in each direction
+EXPLAINED = 0.9  # of what the best map of that rank explains: the pass estimates the slopes from draws
+NEGLIGIBLE = 1e-3  # of the contributions: so little their means differ that the bias says nothing
+
+
+def start(observed: Observed) -> Problems:
+    """With all units active it is the dense feed-forward; its controller is the best of its rank, with data better than chance."""
+    options = observed.options
+    advantages: list[tuple[str, float, float]] = []
+    fitted = [site for site in observed.sites if getattr(site.module, "c1", None) is not None]
+    solved = {fitted[index * (len(fitted) - 1) // max(1, MOST - 1)].path for index in range(MOST)} if fitted else set()
+    for site in observed.sites:
+        block: Any = site.module
+        known = observed.dense_calls.get(site.dense_path)
+        if known is None or not known[0].shape[-1] == block.width == known[1].shape[-1]:
+            observed.not_compared(site.path, "the dense model calls no module there that takes and returns a stream of its width")
+        else:
+            x, y = (rows.double() for rows in known)
+            apart = float((output(block, hidden_units(block, x)[1]).detach() - y).abs().max())
+            if apart > CLOSE.get(known[1].dtype, COARSE) * float(y.abs().max()):
+                yield site.path, "with all its units active it does not begin as the dense feed-forward"
+        if site not in fitted or not site.calls:
+            continue
+        random = random_rows(block)
+        if not bool(logits_of(block, options, random).var(0).any()):
+            yield site.path, "its controller selects the same units for all inputs: it was not fitted"
+        elif not observed.is_calibrated and site.path in solved:
+            yield from ((site.path, problem) for problem in regression_problems(block, options.sparsity))
+        advantages.append((site.path, advantage(block, options, random), advantage(block, options, real_rows(site))))
+    if advantages and sum(one[1] for one in advantages) <= 0 and sum(one[2] for one in advantages) <= 0:
+        yield advantages[0][0], "the controllers begin no better than ones that select at random: they were not fitted"
+
+
+# ── Without data ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def regression_problems(block: Any, n: int) -> list[str]:
+    """What is wrong with a controller as the regression of the units' contributions on standard normal x."""
+    means, slopes = standard_normal_moments(block)
+    means, slopes = centred(means, n), centred(slopes, n)
+    c1, c2, bias = block.c1.double(), centred(block.c2.double(), n), centred(block.bias.double(), n)
+    product = ((c1.T @ slopes) * c2).sum()
+    square = ((c1.T @ c1) * (c2 @ c2.T)).sum().clamp_min(1e-30)
+    most = float(torch.linalg.eigvalsh(slopes @ slopes.T)[-c1.shape[1] :].sum())
+    explained = float(product * product.abs() / square) / max(most, 1e-30)
+    found = []
+    if explained < EXPLAINED:
+        found.append(f"its controller explains {explained:.2f} of what the best one of its rank does: it was not fitted")
+    elif float(means.norm()) > NEGLIGIBLE * float(slopes.norm()):
+        scale = float(product) / max(most, 1e-30)  # the logits may be any multiple of the regression
+        if float((bias / scale - means).norm()) > 0.5 * float(means.norm()):
+            found.append("its controller's bias is not that of the regression: the units' mean contributions")
+    return found
+
+
+def standard_normal_moments(block: Any) -> tuple[Tensor, Tensor]:
+    """E[c] and Cov[x, c] of the units' contributions c for x ~ N(0, 1): (d_ff) and (d, d_ff)."""
+    rows, offsets = zip(*(port_rows(block, port) for port in block.ports), strict=True)
+    basis: list[Tensor] = []  # of what each unit reads, (d_ff, d) each
+    for row in rows:
+        rest = row - sum(((row * one).sum(1, keepdim=True) * one for one in basis), torch.zeros_like(row))
+        basis.append(rest / rest.norm(dim=1, keepdim=True).clamp_min(1e-12))
+    nodes, weight = (one.to(rows[0]) for one in hermite(NODES.get(len(rows), 8)))
+    grid = torch.cartesian_prod(*([nodes] * len(rows))).view(-1, len(rows))  # (nodes, directions)
+    weight = torch.cartesian_prod(*([weight] * len(rows))).view(-1, len(rows)).prod(1)
+    z = [
+        offset + sum((grid[:, index, None] * (row * one).sum(1) for index, one in enumerate(basis)), torch.zeros(()).to(row))
+        for row, offset in zip(rows, offsets, strict=True)
+    ]
+    c = block.hidden(*z).abs() * block.down.weight.double().norm(dim=1)  # (nodes, d_ff)
+    slopes = sum(((weight * grid[:, index]) @ c * one.T for index, one in enumerate(basis)), torch.zeros(()).to(c))
+    return weight @ c, slopes  # type: ignore[return-value]
+
+
+def hermite(count: int) -> tuple[Tensor, Tensor]:
+    """The nodes and weights that integrate over a standard normal variable (Golub and Welsch, 1969)."""
+    off = torch.arange(1, count, dtype=torch.float64).sqrt()
+    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
+    return nodes, vectors[0].square()
+
+
+def port_rows(block: Any, port: Any) -> tuple[Tensor, Tensor]:
+    """The rows of the matrix that a port reads and their biases, in the order of the units: (d_ff, d) and (d_ff)."""
+    matrix = getattr(block, block.roles[port.matrix])
+    units = [port.start + port.step * unit for unit in range(block.units)]
+    rows = matrix.weight.double()[units]
+    return rows, rows.new_zeros(len(rows)) if matrix.bias is None else matrix.bias.double()[units]
+
+
+def centred(values: Tensor, n: int) -> Tensor:
+    """Values of units, (…, d_ff), less the mean of their block of n."""
+    blocks = in_blocks(values, n)
+    return (blocks - blocks.mean(-1, keepdim=True)).flatten(-2)
+
+
+# ── What it selects ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def random_rows(block: Any) -> Tensor:
+    """Standard normal inputs, (rows, d)."""
+    return torch.randn(PROBES, block.width, generator=torch.Generator().manual_seed(0)).to(block.c1.device)
+
+
+def real_rows(site: ObservedSite) -> Tensor:
+    """The inputs of a block in the model's forward, (rows, d)."""
+    block: Any = site.module
+    (position, keyword), call = block.place, site.calls[0]
+    x: Tensor = call.kwargs[keyword] if keyword in call.kwargs else call.args[position]
+    return x.detach().reshape(-1, x.shape[-1]).float()
+
+
+def logits_of(block: Any, options: Any, x: Tensor) -> Tensor:
+    """x C1 C2 + c as it is in the model: (rows, blocks, N)."""
+    logits = (x @ block.c1.detach().float()) @ block.c2.detach().float() + block.bias.detach().float()
+    return in_blocks(logits, options.sparsity)
+
+
+def advantage(block: Any, options: Any, x: Tensor) -> float:
+    """The energy Σ (h_u ‖row u of W_out‖)² of the selected units above their even share, as a part of all."""
+    k, n = getattr(options, "active", 1), options.sparsity
+    with torch.no_grad():
+        _, h = hidden_units(block, x)
+        energy = in_blocks((h.float() * block.down.weight.float().norm(dim=1)).square(), n)
+        chosen = logits_of(block, options, x).topk(k).indices
+        kept = energy.gather(-1, chosen).sum() / energy.sum().clamp_min(1e-30)
+    return float(kept) - k / n
