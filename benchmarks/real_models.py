@@ -2,17 +2,21 @@
 
     PYTHONPATH=tests python benchmarks/real_models.py --results real.json -o docs/real_models.md   # make real
     PYTHONPATH=tests python benchmarks/real_models.py --results real.json --model SmolLM2 --only sparse   # some rows
-    PYTHONPATH=tests python benchmarks/real_models.py --results real.json --speed   # the times, on an idle machine
+    PYTHONPATH=tests python benchmarks/real_models.py --results real.json --again   # those that were not verified
+    PYTHONPATH=tests python benchmarks/real_models.py --results real.json --pages -o docs/real_models.md   # the page alone
 
-Each row is a process of its own, and is kept in the results as soon as it is done: a run that was stopped goes on where it was. The
-models are those of `tests/support/real_models.py`. A pass that uses calibration data is also tried without; the figures are those
-of held-out inputs. Times are taken only with `--speed`, dense and rewritten in turn in one process: nothing else may run beside.
+Each row is a process of its own, bounded in time and memory, and is kept in the results as soon as it is done: a run that was stopped
+goes on where it was. The models are those of `tests/support/real_models.py`. A pass that uses calibration data is also tried without;
+the figures are those of held-out inputs. Times are processor time, dense and rewritten in turn in one process, so that other work on
+the machine does not decide them: run it with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -20,8 +24,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from side_by_side import interleaved
+
 LIMIT = 3600  # seconds for one row
+MEMORY = 8 << 30  # bytes that one row may allocate
 ROUNDS = 5  # of forwards that are timed in turn
+TOKENS = (4, 20)  # decoded from a prompt: the difference is what a token costs
 SPECS = (
     "altup(k=2)",
     "altup(k=2, embedding=recycled)",
@@ -30,8 +38,9 @@ SPECS = (
     "memory(lookup=softmax, buckets=16, rank=4)",
     "shared-moe(groups=0, experts=4)",
     "shared-moe(groups={half}, experts=4)",
-    "sparse-ffn(sparsity=8, active=4)",
     "sparse-ffn(sparsity=8, active=1)",
+    "sparse-ffn(sparsity=8, active=2)",
+    "sparse-ffn(sparsity=8, active=4)",
     "sparse-ffn(sparsity=8, active=4, controller=gate)",
     "sparse-qkv",
     "sparse-loss",
@@ -42,22 +51,18 @@ SPECS = (
 def main() -> None:
     options = read_options()
     if options.row:
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         print(json.dumps(try_row(*options.row)))
         return
-    if options.time:
-        print(json.dumps(time_row(*options.time)))
-        return
     results: dict[str, dict[str, Any]] = json.loads(options.results.read_text()) if options.results.exists() else {}
-    for key, command in planned_rows(options, results):
+    for name, spec in [] if options.pages else planned_rows(options, results):
         began = time.monotonic()
-        found = run_process(command)
-        results.setdefault(key, {}).update(found)
-        results[key]["seconds"] = round(time.monotonic() - began)
+        results[f"{name}: {spec}"] = found = {**run_row(name, spec), "seconds": round(time.monotonic() - began)}
         options.results.parent.mkdir(parents=True, exist_ok=True)
         replaced = options.results.with_suffix(".new")
         replaced.write_text(json.dumps(results, indent=1))
         replaced.replace(options.results)
-        print(f"{key}: {found.get('verdict', found)}", flush=True)
+        print(f"{name}: {spec}: {found['verdict']}, {found['seconds']} s", flush=True)
     if options.output:
         options.output.write_text(page(results))
 
@@ -66,17 +71,18 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("real_models.json"))
     parser.add_argument("-o", "--output", type=Path, help="the page to write")
+    parser.add_argument("--pages", action="store_true", help="try nothing, write the page")
     parser.add_argument("--model", action="append", help="one of the models; may be given several times")
     parser.add_argument("--only", default="", help="rows whose spec holds this text")
+    parser.add_argument("--skip", help="leave out rows whose spec holds this text")
     parser.add_argument("--again", action="store_true", help="rows that were not verified are tried again")
-    parser.add_argument("--speed", action="store_true", help="time the verified rows that have no times yet")
+    parser.add_argument("--anew", action="store_true", help="all rows are tried again")
     parser.add_argument("--row", nargs=2, metavar=("MODEL", "SPEC"), help=argparse.SUPPRESS)
-    parser.add_argument("--time", nargs=2, metavar=("MODEL", "SPEC"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def planned_rows(options: argparse.Namespace, results: dict[str, dict[str, Any]]) -> list[tuple[str, list[str]]]:
-    """What there is left to do: the row's key and the arguments of its process."""
+def planned_rows(options: argparse.Namespace, results: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
+    """What there is left to do: models and specs."""
     from support.real_models import REAL_MODELS
 
     rows = []
@@ -84,25 +90,26 @@ def planned_rows(options: argparse.Namespace, results: dict[str, dict[str, Any]]
         if not model.installed or (options.model and name not in options.model):
             continue
         for spec in SPECS:
-            key, known = f"{name}: {spec}", results.get(f"{name}: {spec}", {})
-            if options.only not in spec:
-                continue
-            if options.speed:
-                if known.get("verdict") == "verified" and "speed" not in known:
-                    rows.append((key, ["--time", name, spec]))
-            elif not known or (options.again and known["verdict"] != "verified"):
-                rows.append((key, ["--row", name, spec]))
+            known = results.get(f"{name}: {spec}")
+            wanted = options.only in spec and not (options.skip and options.skip in spec)
+            if wanted and (known is None or options.anew or (options.again and not is_complete(known))):
+                rows.append((name, spec))
     return rows
 
 
-def run_process(arguments: list[str]) -> dict[str, Any]:
-    """What the script prints last with these arguments, in a process of its own."""
+def is_complete(row: dict[str, Any]) -> bool:
+    return row["verdict"] == "verified" and row["onnx"][0] == "passed"
+
+
+def run_row(name: str, spec: str) -> dict[str, Any]:
+    """What `try_row` returns in a process of its own."""
+    command = [sys.executable, __file__, "--row", name, spec]
     try:
-        done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, timeout=LIMIT, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired:
         return {"verdict": "failed", "why": f"over {LIMIT} s"}
     if done.returncode:
-        return {"verdict": "failed", "why": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+        return {"verdict": "failed", "why": (done.stderr.strip().splitlines() or ["no message"])[-1], "trace": done.stderr[-4000:]}
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
@@ -130,26 +137,56 @@ def try_row(name: str, template: str) -> dict[str, Any]:
     outputs = real.outputs(dense)
     row: dict[str, Any] = {"spec": spec, "dense": real.measure(dense, outputs)}
     calibration = real.calibration() if chosen.calibrates else None
-    began = time.monotonic()
+    stages = Stages()
     try:
-        applied = apply_reported(dense, chosen, example_inputs=example_of(real), calibration=calibration)
+        applied = apply_reported(real.load(), chosen, example_inputs=example_of(real), calibration=calibration)
     except VerificationError as error:
         return {**row, "verdict": "failed", "why": error.why}
     except RetrofitError as error:
         return {**row, "verdict": "refused", "why": sentence(error)}
+    stages.ends("apply")
     assert applied.report is not None
-    row |= {"verdict": "verified", "apply_seconds": time.monotonic() - began, "exact": all(one.exact for one in applied.rewrites)}
-    row["checks"] = {check.name: [check.status, check.measured, check.why] for check in applied.report.checks}
+    row |= {"verdict": "verified", "exact": all(one.exact for one in applied.rewrites)}
+    row["checks"] = {check.name: [check.status, check.measured, check.why, check.seconds] for check in applied.report.checks}
     row["sites"] = sum(len(one.sites) for one in applied.rewrites)
     row["parameters"] = [applied.parameters_before, applied.parameters_after]
     row["flops"] = [applied.flops_before, applied.flops_after]
     row["start"] = real.measure(applied.model, outputs)
-    onnx = retrofit.verify(applied.model, example_inputs=example_of(real), checks=["onnx"])["onnx"]
-    row["onnx"] = [onnx.status, onnx.measured, onnx.why]
+    stages.ends("figure")
+    row |= costs(real, dense, applied.model)
+    stages.ends("costs")
+    row["onnx"] = exported(real, applied.model)
+    stages.ends("onnx")
     if calibration is not None:
         plain = retrofit.apply(real.load(), chosen, example_inputs=example_of(real), verify=False)
         row["uncalibrated"] = real.measure(plain, outputs)
-    return row
+        stages.ends("uncalibrated")
+    return {**row, "stages": stages.seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def exported(real: Any, model: Any) -> list[str]:
+    """How the check `onnx` came out: status, what was measured, why. It is skipped where the dense model cannot be exported either."""
+    import retrofit
+
+    def check(one: Any) -> Any:
+        return retrofit.verify(one, example_inputs=example_of(real), checks=["onnx"])["onnx"]
+
+    found = check(model)
+    if found.status == "failed" and check(real.load()).status != "passed":
+        return ["skipped", "", f"the dense model cannot be exported either: {found.why}"]
+    return [found.status, found.measured, found.why]
+
+
+class Stages:
+    """The processor time of one stage after another."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.began = time.process_time()
+
+    def ends(self, name: str) -> None:
+        now = time.process_time()
+        self.seconds[name], self.began = now - self.began, now
 
 
 def example_of(real: Any) -> dict[str, Any] | None:
@@ -173,39 +210,60 @@ def sentence(error: Any) -> str:
     return " – ".join(part for part in parts if part)
 
 
-def time_row(name: str, template: str) -> dict[str, Any]:
-    """The time of a forward on held-out inputs, of `generate` where there is one, and of the parameters in memory: new to dense."""
+def costs(real: Any, dense: Any, model: Any) -> dict[str, Any]:
+    """Rewritten to dense: the time of a forward on held-out inputs, that of a token decoded by `generate`, and the memory.
+
+    Memory: parameters and buffers, and what a forward allocates on top of them at its peak.
+    """
     import torch
-    from support.real_models import REAL_MODELS
 
-    import retrofit
-
-    real = REAL_MODELS[name]
-    dense, model = real.load(), real.load()
-    model = retrofit.apply(model, filled(template, dense), example_inputs=example_of(real), verify=False)
     batch = {key: value for key, value in real.held_out()[0].items() if key != "labels"}
-    found: dict[str, Any] = {"speed": ratio_of_times(lambda one: one(**batch), dense, model)}
-    if getattr(dense, "can_generate", lambda: False)() and "input_ids" in batch:
-        prompt = {"input_ids": batch["input_ids"][:1, :32], "max_new_tokens": 16, "min_new_tokens": 16, "do_sample": False}
-        prompt["attention_mask"] = torch.ones_like(prompt["input_ids"])
-        found["decoding"] = ratio_of_times(lambda one: one.generate(**prompt), dense, model)
-    sizes = [sum(one.numel() * one.element_size() for one in side.parameters()) for side in (dense, model)]
-    return {**found, "memory": sizes[1] / sizes[0]}
-
-
-def ratio_of_times(action: Any, dense: Any, model: Any) -> list[float]:
-    """The median of the rounds' ratios, new to dense, and the least and greatest of them."""
-    import torch
-
-    def seconds(one: Any) -> float:
-        began = time.perf_counter()
-        action(one)
-        return time.perf_counter() - began
-
+    sides = {"dense": dense.eval(), "rewritten": model.eval()}
     with torch.no_grad():
-        seconds(dense), seconds(model)  # once for warmth
-        ratios = [seconds(model) / seconds(dense) for _ in range(ROUNDS)]
-    return [statistics.median(ratios), min(ratios), max(ratios)]
+        found: dict[str, Any] = {"speed": ratios(times({name: lambda one=one: one(**batch) for name, one in sides.items()}))}
+        if real.prompt is not None:
+            few, many = (
+                times({name: functools.partial(decode, one, real.prompt(), count) for name, one in sides.items()})
+                for count in TOKENS
+            )
+            found["decoding"] = ratios(
+                {name: [late - early for late, early in zip(many[name], few[name], strict=True)] for name in sides}
+            )
+        bytes_of = {name: own_bytes(one) + peak_bytes(lambda one=one: one(**batch)) for name, one in sides.items()}
+    return {**found, "memory": bytes_of["rewritten"] / bytes_of["dense"]}
+
+
+def decode(model: Any, prompt: dict[str, Any], count: int) -> None:
+    model.generate(**prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+
+
+def times(tasks: dict[str, Any]) -> dict[str, list[float]]:
+    """Processor seconds of every task in every round."""
+    return interleaved(tasks, argparse.Namespace(rounds=ROUNDS, clock="cpu", device="cpu"))
+
+
+def ratios(seconds: dict[str, list[float]]) -> list[float]:
+    """The median of the rounds' ratios, and the least and greatest of them."""
+    found = [mine / theirs for mine, theirs in zip(seconds["rewritten"], seconds["dense"], strict=True)]
+    return [statistics.median(found), min(found), max(found)]
+
+
+def own_bytes(model: Any) -> int:
+    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
+
+
+def peak_bytes(action: Any) -> int:
+    """The most memory that the tensors made by the action took at one time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        action()
+    held = most = 0
+    for event in recorded.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
 
 
 # ── The page ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

