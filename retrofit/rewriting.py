@@ -161,7 +161,15 @@ def rewrite_once(
             run_result(model, inputs)
         if reference is not None:
             say("verifying")
-            report = check_rewrite(model, reference, accounts, edit.account(), program=result, calibrated=calibration is not None)
+            report = check_rewrite(
+                model,
+                reference,
+                accounts,
+                edit.account(),
+                program=result,
+                calibration=edit.calibration,
+                dense_parameters=edit.dense,
+            )
             if not report.ok:
                 failed = ", ".join(check.name for check in report.checks if check.status == "failed")
                 raise VerificationError(

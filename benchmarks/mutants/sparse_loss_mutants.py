@@ -78,18 +78,18 @@ MUTANTS = [
     ),
     product(
         "the fit leaves out the singular value's second root",
-        "return (u * root).squeeze(-1), (v / root).squeeze(-1)",
-        "return u.squeeze(-1), (v / root).squeeze(-1)",
+        "return (u * root).squeeze(-1).to(",
+        "return u.squeeze(-1).to(",
     ),
     product(
-        "the fit takes one step of the power method only",
-        "ITERATIONS = 12",
-        "ITERATIONS = 1",
+        "the fit takes the direction in which the rows differ least",
+        "eigenvectors[..., -1:]",
+        "eigenvectors[..., :1]",
     ),
     product(
-        "the power method begins at the shortest row",
-        "matrices.norm(dim=-1).argmax(-1)",
-        "matrices.norm(dim=-1).argmin(-1)",
+        "the fit takes the eigenvectors of the absolute values",
+        "wide @ wide.mT",
+        "wide.abs() @ wide.abs().mT",
     ),
     product(
         "D is fitted with the opposite sign",

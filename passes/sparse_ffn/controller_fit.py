@@ -9,7 +9,6 @@ left out of the fit each start is measured, the one without data among them, and
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import torch
@@ -20,12 +19,12 @@ from retrofit.passes.sparse_ffn.balanced_partition import balanced_partition
 from retrofit.passes.sparse_ffn.contributions import ContributionMoments, Contributions
 from retrofit.passes.sparse_ffn.controller_training import train_controller
 from retrofit.passes.sparse_ffn.gate_activation import gate_activation
-from retrofit.sdk import Calibration, Enough, FeedForward, evaluation_mode
+from retrofit.sdk import FeedForward, evaluation_mode
 
 SPREAD = 4.0  # of the controller's logits in a block at the start, in standard deviations (benchmarks/sparse_ffn_calibration.py)
 SHRINKAGE = 0.1  # of the covariance of x towards the identity
-TOKENS = 8192  # that a layer is calibrated on
-HELD_OUT = 8  # one token in so many is left out of the fit and measured on
+HELD_OUT = 8  # one run of tokens in so many is left out of the fit and measured on
+RUN = 64  # tokens of a run: neighbours are much the same, so a token would not be new where those beside it were fitted to
 
 Scores = Callable[[Tensor], Tensor]  # x, (tokens, d), to what the units are selected by, (tokens, d_ff)
 
@@ -151,40 +150,16 @@ def gate_scores(site: FeedForward, contributions: Contributions, order: Tensor) 
     return lambda x: activation(F.linear(x, rows, offsets)).abs() * lengths
 
 
-class TokenRecorder:
-    """Keeps the first `TOKENS` tokens that a module receives."""
-
-    def __init__(self) -> None:
-        self.parts: list[Tensor] = []
-
-    def __call__(self, x: Tensor) -> None:
-        room = TOKENS - sum(map(len, self.parts))
-        self.parts.append(x[:room].cpu().clone())
-        if room <= len(x):
-            raise Enough
-
-    def tokens(self) -> Tensor | None:
-        """(tokens, d); None where there were too few to fit anything on."""
-        x = torch.cat(self.parts) if self.parts else torch.empty(0)
-        return x if len(x) >= 2 * HELD_OUT else None
-
-
-def spread_out(calibration: Calibration) -> Calibration:
-    """Batches of about `TOKENS` tokens, at even distances from one another: the data may go from one subject to the next."""
-    tokens = sum(
-        max(math.prod(one.shape[:2]) for one in batch.values() if isinstance(one, Tensor)) for batch in calibration.batches
-    )
-    return Calibration(calibration.batches[:: max(1, tokens // TOKENS)])
-
-
 def held_out_tokens(count: int) -> Tensor:
-    """Which of so many tokens are left out of the fit, drawn at random: (count).
+    """Which of so many tokens are left out of the fit, in runs drawn at random: (count).
 
-    Not every eighth: windows of text have lengths that 8 divides, and the first tokens of all of them, which are the massive ones
-    of many models, would be left out.
+    Not every eighth run: windows of text have lengths that these divide, and the first tokens of all of them, which are the massive
+    ones of many models, would be left out.
     """
-    drawn = torch.randperm(count, generator=torch.Generator().manual_seed(0))[: -(-count // HELD_OUT)]
-    return torch.zeros(count, dtype=torch.bool).index_fill(0, drawn, True)
+    run = max(1, min(RUN, count // (4 * HELD_OUT)))
+    runs = -(-count // run)
+    drawn = torch.randperm(runs, generator=torch.Generator().manual_seed(0))[: -(-runs // HELD_OUT)]
+    return torch.zeros(runs, dtype=torch.bool).index_fill(0, drawn, True).repeat_interleave(run)[:count]
 
 
 def shrunk_root(moments: ContributionMoments) -> Tensor:

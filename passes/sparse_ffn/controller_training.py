@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retrofit.passes.sparse_ffn.contributions import Contributions, shares
 
-STEPS = 100  # of Adam
+STEPS = 300  # of Adam
 BATCH = 256  # tokens
 RATE = 1e-2  # highest learning rate; x is whitened, so that one rate suits every model
 MASSIVE = 0.25  # of the tokens of a batch are drawn in proportion to their energy

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from retrofit.sdk import Deviation, SiteCall
 
+Dense = tuple[Tensor, Tensor | None]  # W_out and b_out of the dense model
+
 
 def sparse_feed_forward(call: SiteCall) -> Tensor:
     """(hidden(x W_in + b_in) ⊙ m) W_out + b_out, m the indicator of the k units that the controller selects in each block of N."""
@@ -39,15 +41,16 @@ def hidden_units(block: Any, x: Tensor) -> tuple[list[Tensor], Tensor]:
     return z, block.hidden(*z)
 
 
-def output(block: Any, h: Tensor) -> Tensor:
-    """h W_out + b_out, and what the dense model's module did to it."""
-    y = h @ block.down.weight.to(h.dtype)
-    y = y if block.down.bias is None else y + block.down.bias
-    return y if block.tail is None else block.tail(y)  # type: ignore[no-any-return]
+def output(block: Any, h: Tensor, dense: Dense | None = None, *, with_tail: bool = True) -> Tensor:
+    """h W_out + b_out, with those of the `dense` model where given, and what the dense model's module did to it."""
+    weight, bias = (block.down.weight, block.down.bias) if dense is None else dense
+    y = h @ weight.to(h.dtype)
+    y = y if bias is None else y + bias
+    return y if block.tail is None or not with_tail else block.tail(y)  # type: ignore[no-any-return]
 
 
-def controller_logits(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor) -> Tensor:
-    """x C1 C2 + c, or the logarithm of |act(gate)| ‖row of W_up‖ ‖row of W_out‖."""
+def controller_logits(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor, weight: Tensor | None = None) -> Tensor:
+    """x C1 C2 + c, or the logarithm of |act(gate)| ‖row of W_up‖ ‖row of W_out‖; `weight` is W_out where it is not the block's."""
     if getattr(options, "controller", "low-rank") != "gate":
         return (x @ block.c1) @ block.c2 + block.bias  # type: ignore[no-any-return]
     gate = gate_port(block, z)
@@ -55,7 +58,7 @@ def controller_logits(block: Any, options: Any, x: Tensor, z: list[Tensor], h: T
     activation = block.hidden(*ones)
     port = block.ports[1 - gate]
     rows = getattr(block, block.roles[port.matrix]).weight[[port.start + port.step * unit for unit in range(block.units)]]
-    lengths = rows.norm(dim=1) * block.down.weight.norm(dim=1)
+    lengths = rows.norm(dim=1) * (block.down.weight if weight is None else weight).norm(dim=1)
     return (activation.abs() * lengths.detach()).clamp_min(1e-20).log()  # type: ignore[no-any-return]
 
 

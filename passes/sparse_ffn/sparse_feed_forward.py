@@ -43,7 +43,8 @@ class SparseFeedForward(FeedForwardBlock):
 
     Hidden units come in blocks of `sparsity`, of which `active` are active; unit i is the dense model's unit `order[i]`. Where all
     are, no controller is needed, and with that of the gate no parameters: there `c1`, `c2` and `bias` are None. `lengths` holds
-    ‖row of W_up‖ ‖row of W_out‖ of each unit then, as of the last call of `train()` or `eval()`, and is not saved.
+    ‖row of W_up‖ ‖row of W_out‖ of each unit then, as of the last call of `train()` or `eval()`, and is not saved. `fitted` says
+    whether `down` began with values fitted to data (`output_fit.py`), and not with the dense ones.
     """
 
     c1: Tensor
@@ -51,6 +52,7 @@ class SparseFeedForward(FeedForwardBlock):
     bias: Tensor
     order: Tensor
     lengths: Tensor
+    fitted: Tensor
 
     def __init__(
         self,
@@ -77,6 +79,7 @@ class SparseFeedForward(FeedForwardBlock):
             self.add_module(role, child)
         self.down = down
         self.register_buffer("order", order)
+        self.register_buffer("fitted", torch.zeros((), dtype=torch.bool, device=down.weight.device))
         self.controller = controller if active < sparsity else "none"
         for name, size in {"c1": (self.width, rank), "c2": (rank, self.units), "bias": (self.units,)}.items():
             parameter = nn.Parameter(down.weight.new_zeros(size)) if self.controller == "low-rank" else None
@@ -94,11 +97,21 @@ class SparseFeedForward(FeedForwardBlock):
         logits = self.logits(x, *gate)
         if self.training:
             return self.apply_mask(x, self.sample_mask(logits), *gate)
-        unit = largest_units(logits, self.active)
-        weight = [logits.softmax(-1).gather(-1, unit)] if self.multiply else []
+        unit, *weight = self.active_units(logits)
         return cond(self.prefers_gather(x), self.compute_gathered, self.compute_masked, x, unit, *gate, *weight)
 
+    def active_values(self, x: Tensor) -> Tensor:
+        """What `down` multiplies in evaluation: the hidden units, zero where they are not active, (…, d_ff)."""
+        gate = self.port_value(self.ports[self.gate_port], x) if self.controller == "gate" else None
+        unit, *weight = self.active_units(self.logits(x, gate))
+        return self.masked_values(x, indicator(unit, self.sparsity, *weight), gate)
+
     # Which units are active.
+
+    def active_units(self, logits: Tensor) -> list[Tensor]:
+        """Their indices in each block and, where h is multiplied by them, their probabilities: (…, blocks, k) each."""
+        unit = largest_units(logits, self.active)
+        return [unit, logits.softmax(-1).gather(-1, unit)] if self.multiply else [unit]
 
     def logits(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """x C1 C2 + c, or the logarithm of the gate's magnitudes, in float32, whatever precision the rest is in: (…, blocks, N)."""
@@ -160,12 +173,16 @@ class SparseFeedForward(FeedForwardBlock):
         return rest[0] if self.controller == "gate" else None, rest[-1] if self.multiply else None
 
     def apply_mask(self, x: Tensor, mask: Tensor, gate: Tensor | None = None) -> Tensor:
+        return self.down(self.masked_values(x, mask, gate))  # type: ignore[no-any-return]
+
+    def masked_values(self, x: Tensor, mask: Tensor, gate: Tensor | None = None) -> Tensor:
+        """The hidden units times the mask: (…, d_ff)."""
         if gate is None:
             z = self.port_values(x)
         else:
             z = [gate if index == self.gate_port else self.port_value(port, x) for index, port in enumerate(self.ports)]
         h = self.scale(self.hidden(*z))
-        return self.down(h * mask.flatten(-2).to(h.dtype))  # type: ignore[no-any-return]
+        return h * mask.flatten(-2).to(h.dtype)
 
     def port_values(self, x: Tensor) -> list[Tensor]:
         """The arguments of `hidden` for all units: (…, d_ff) each."""

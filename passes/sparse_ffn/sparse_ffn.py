@@ -1,6 +1,7 @@
 """The sparse-ffn pass: every feed-forward becomes one of which a controller activates k hidden units in N.
 
-`sparse_feed_forward.py` is the layer, `controller_fit.py` its start from the dense weights and calibration data.
+`sparse_feed_forward.py` is the layer; `controller_fit.py` and `output_fit.py` are its start from the dense weights and calibration
+data.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.1.
 """
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 
 from retrofit.passes.sparse_ffn import reference as once_more
 from retrofit.passes.sparse_ffn import start_reference
-from retrofit.passes.sparse_ffn.controller_fit import TokenRecorder, fit_start, spread_out
+from retrofit.passes.sparse_ffn.controller_fit import fit_start, held_out_tokens
 from retrofit.passes.sparse_ffn.gate_activation import gate_activation
+from retrofit.passes.sparse_ffn.output_fit import fit_output
+from retrofit.passes.sparse_ffn.recorded_inputs import record_inputs
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.sdk import (
     Anatomy,
@@ -44,6 +47,7 @@ from retrofit.sdk import (
 )
 
 ENERGY = "energy kept of the outputs"  # what calibration measures at each site
+OUTPUT = "relative error of the outputs on tokens held out"  # the same, where the output matrix is fitted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +88,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
     scale: bool = option(False, "multiply the output weights by √(N/k), for the units that are left out")
     temperature: float = option(0.1, "τ of the Gumbel-softmax in training", minimum=1e-6)
     hard: float = option(0.3, "how often training uses the k units selected, and not the softmax", minimum=0)
+    fit_output: bool = option(True, "with calibration data, fit the output matrix to the units that are active")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,6 +109,11 @@ class SparseFFN(Pass[SparseFFNPlan]):
     def predicts(self) -> bool:
         """Whether there is a controller of its own parameters."""
         return self.controller == "low-rank" and not self.exact
+
+    @property
+    def fits_output(self) -> bool:
+        """Whether the output matrix may begin with other values than the dense ones."""
+        return self.fit_output and not self.exact
 
     def rank_for(self, width: int) -> int:
         """r for a feed-forward of this width."""
@@ -196,13 +206,12 @@ class SparseFFN(Pass[SparseFFNPlan]):
         if edit.calibration is None:
             return {}
         first_modules = {site.path: site.bypassed[0] if site.bypassed else site.path for site in sites}
-        recorders = {path: TokenRecorder() for path in first_modules.values()}
-        spread_out(edit.calibration).observe(edit.model, recorders)
-        recorded = {path: recorders[first].tokens() for path, first in first_modules.items()}
-        return {path: tokens for path, tokens in recorded.items() if tokens is not None}
+        widths = {first_modules[site.path]: site.width for site in sites}
+        recorded = record_inputs(edit.model, edit.calibration, widths)
+        return {path: recorded[first] for path, first in first_modules.items() if first in recorded}
 
     def replace(self, site: FeedForward, x: Tensor | None, edit: Edit) -> None:
-        """A sparse feed-forward with the dense weights replaces the dense one; `x`, (tokens, d), is its calibration input."""
+        """A sparse feed-forward replaces the dense one; `x`, (tokens, d), is its calibration input."""
         model, rank = edit.model, self.rank_for(site.width)
         has_values = not model.get_parameter(site.out.weight).is_meta
         fitted_rank = rank if self.controller == "low-rank" else None
@@ -211,8 +220,10 @@ class SparseFFN(Pass[SparseFFNPlan]):
         rearranged: list[tuple[nn.Parameter, nn.Parameter, Rearranged]] = []
 
         def rearrange(parameter: nn.Parameter, layout: Rearranged) -> nn.Parameter:
-            values = parameter.detach() if order is None else layout.ordered(parameter.detach(), order)
-            new = nn.Parameter(values.t().contiguous() if layout.transposed else values, requires_grad=parameter.requires_grad)
+            values = parameter.detach() if order is None or not layout.order else layout.ordered(parameter.detach(), order)
+            values = values.t().contiguous() if layout.transposed else values
+            values = values.clone() if layout.fitted and x is not None else values  # the dense one keeps its own
+            new = nn.Parameter(values, requires_grad=parameter.requires_grad)
             rearranged.append((parameter, new, layout))
             return new
 
@@ -225,8 +236,10 @@ class SparseFFN(Pass[SparseFFNPlan]):
             new_bias = None if bias is None else rearrange(bias, Rearranged(order="order", ports=ports))
             into[name] = linear(rearrange(weight, rows), new_bias)
         weight, bias = weight_and_bias(site.out, model)
-        rows = Rearranged(transposed=site.out.out_first, order="order", dim=1 if site.out.out_first else 0)
-        down = RowMajor(rearrange(weight, rows), bias)
+        fitted = "fitted" if self.fits_output else ""
+        rows = Rearranged(transposed=site.out.out_first, order="order", dim=1 if site.out.out_first else 0, fitted=fitted)
+        out_bias = rearrange(bias, Rearranged(fitted=fitted)) if bias is not None and fitted else bias
+        down = RowMajor(rearrange(weight, rows), out_bias)
         block = SparseFeedForward(
             site,
             model.get_submodule(site.path),
@@ -247,6 +260,11 @@ class SparseFFN(Pass[SparseFFNPlan]):
                 getattr(block, name).copy_(values)
             if start.finding:
                 edit.note(ENERGY, site.name, start.finding, form=".1%")
+        if x is not None and start is not None and self.fits_output:
+            held_out = held_out_tokens(len(x))
+            before, after = fit_output(block, x[~held_out], x[held_out])
+            columns = {"output matrix fitted": after.of_tokens, "as it was": before.of_tokens}
+            edit.note(OUTPUT, site.name, columns, form=".3f", worst="highest")
         install_feed_forward(site, block, edit)
         for dense, new, layout in rearranged:
             edit.rearrange_parameter(dense, new, block, layout, "a row for each hidden unit, in blocks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from retrofit.checks.subject import Subject
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.runtime.agreement import LIMIT
+from retrofit.runtime.calibration import Calibration
 from retrofit.surgery.edit import Fate
 
 
@@ -27,7 +29,13 @@ class Context:
     reads_ahead: bool = False  # whether later tokens change earlier outputs of the dense model, for every input of it
     dense: nn.Module | None = None  # the dense model itself, where it is at hand
     fresh: bool = False  # whether it has just been rewritten, so that nothing has moved from its start
-    calibrated: bool = False  # whether passes were fitted on calibration data
+    calibration: Calibration | None = None  # the data that passes were fitted on
+    dense_parameters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of one just rewritten: the old values
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether passes were fitted on calibration data."""
+        return self.calibration is not None
 
     @functools.cached_property
     def new_parameters(self) -> dict[str, nn.Parameter]:

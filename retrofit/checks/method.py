@@ -310,6 +310,8 @@ class Comparison:
             self.passes,
             self.training_loss,
             self.recorded_losses,
+            self.context.calibration,
+            self.context.dense_parameters,
         )
         checks = {"what lies between its modules": one.reference.wiring, "its start": one.reference.start}
         for name, check in checks.items():

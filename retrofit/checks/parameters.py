@@ -19,6 +19,7 @@ class ParametersMeasurement:
 
     prints: dict[str, Fingerprint]
     elements: int
+    fitted: frozenset[str] = frozenset()  # those whose values were fitted to data
 
 
 def measure(subject: Subject, before: ParametersMeasurement | None = None, context: Context | None = None) -> ParametersMeasurement:
@@ -32,7 +33,12 @@ def measure(subject: Subject, before: ParametersMeasurement | None = None, conte
         for name, fate in context.fates.items()
         if name in before.prints and fate.kind != "dropped" and fate.name in subject.parameters
     }
-    return ParametersMeasurement(prints, elements)
+    return ParametersMeasurement(prints, elements, frozenset(name for name in prints if is_fitted(subject, context.fates[name])))
+
+
+def is_fitted(subject: Subject, fate: Fate) -> bool:
+    """Whether the model says that the values of a dense parameter were fitted to data."""
+    return fate.layout is not None and bool(fate.layout.fitted) and bool(subject.model.get_buffer(fate.layout.fitted))
 
 
 def fingerprint_at(subject: Subject, fate: Fate, storage: int) -> Fingerprint:
@@ -49,12 +55,16 @@ def fingerprint_at(subject: Subject, fate: Fate, storage: int) -> Fingerprint:
 def judge(now: ParametersMeasurement, before: ParametersMeasurement | None, context: Context) -> Finding:
     if before is None:
         return skipped("there is no dense model to compare with")
-    kinds = [context.fates[name].kind if name in context.fates else "lost" for name in before.prints]
+    kinds = [
+        "fitted" if name in now.fitted else context.fates[name].kind if name in context.fates else "lost" for name in before.prints
+    ]
     new = now.elements - count_elements(
         one for name, one in before.prints.items() if name in context.fates and context.fates[name].kind != "dropped"
     )
     measured = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) + f", {new:,} new elements"
-    reasons = {name: what_is_wrong(name, now.prints.get(name), one, context) for name, one in before.prints.items()}
+    reasons = {
+        name: what_is_wrong(name, now.prints.get(name), one, context, name in now.fitted) for name, one in before.prints.items()
+    }
     problems = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     problems += [f"{' and '.join(names)} were one parameter and are several" for names in untied(now, before)]
     if problems:
@@ -64,7 +74,7 @@ def judge(now: ParametersMeasurement, before: ParametersMeasurement | None, cont
     return passed(measured)
 
 
-def what_is_wrong(name: str, now: Fingerprint | None, before: Fingerprint, context: Context) -> str:
+def what_is_wrong(name: str, now: Fingerprint | None, before: Fingerprint, context: Context, fitted: bool = False) -> str:
     """What is wrong with the fate of a dense parameter, "" where nothing is."""
     fate = context.fates.get(name)
     if fate is None:
@@ -74,11 +84,13 @@ def what_is_wrong(name: str, now: Fingerprint | None, before: Fingerprint, conte
     if now is None:
         return f"it is said to be {fate.name or 'nameless'} now, and there is no such parameter"
     site = context.site_of(fate.name)
+    if fitted and context.exact:
+        return f"an exact rewrite fitted it to data{site}"
     if fate.kind == "widened":
         what = "what it was" if fate.scale == 1.0 else f"{fate.scale:g} times what it was"
         return "" if before.matches(now) else f"its part of {fate.name} is not {what}{site}"
     if fate.layout is not None:
-        whole = now.dtype == before.dtype and before.matches(now)
+        whole = now.dtype == before.dtype and (now.shape == before.shape if fitted else before.matches(now))
         return "" if whole else f"{fate.name} does not hold it where it should{site}"
     if (now.shape, now.dtype) != (before.shape, before.dtype):
         return f"{fate.name} is {format_layout(now.shape, now.dtype)}, was {format_layout(before.shape, before.dtype)}"

@@ -21,6 +21,7 @@ from retrofit.errors import RetrofitError
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.pipeline.replaying import recipe, rewrites
 from retrofit.program.program import Program
+from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.state_preservation import preserve_state
 from retrofit.runtime.wrapped_models import transformer_inside
@@ -80,17 +81,21 @@ def check_rewrite(
     *,
     program: Program | None = None,
     checks: Collection[str] = tuple(CHECKS),
-    calibrated: bool = False,
+    calibration: Calibration | None = None,
+    dense_parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> Report:
     """The report of the checks on a model just rewritten, its dense parameters being where `fates` says.
 
+    `calibration` is what its passes were fitted on, `dense_parameters` are those of the dense model by its names.
     A `program` captured since the rewriting spares a capture.
     """
     require_weights(model)
     require_known(checks)
     exact = all(one.exact for one in rewrites)
     subject = compared_subject(model, reference, program)
-    return run_checks(Context(subject, True, rewrites, dict(fates), exact, fresh=True, calibrated=calibrated), reference, checks)
+    known = dict(dense_parameters or {})
+    context = Context(subject, True, rewrites, dict(fates), exact, fresh=True, calibration=calibration, dense_parameters=known)
+    return run_checks(context, reference, checks)
 
 
 def compared_subject(model: nn.Module, reference: Reference, program: Program | None = None) -> Subject:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retrofit.runtime.calibration import Calibration
+
 Place = tuple[int | None, str | None]  # an argument of a call: its position, its keyword
 Key = int | str | None  # an item of what a module returns; None: the value itself
 MISSING = object()
@@ -190,6 +192,8 @@ class Observed:
     recipe: tuple[Any, ...]  # all the passes, in order
     training_loss: Callable[[], float | None]  # the model's own, in training mode, always on the same random numbers
     recorded_losses: Callable[[], float]  # the sum of the auxiliary ones that its modules record, on these numbers too
+    calibration: Calibration | None = None  # the data itself
+    dense_parameters: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # the dense model's own, where at hand
     missing: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # sites that were not compared, and why
 
     def not_compared(self, path: str, why: str) -> None:

@@ -32,7 +32,8 @@ class Widened:
 class Rearranged:
     """How a dense parameter lies in a new one: as `new[index]`, transposed or not, its hidden units in an order of their own.
 
-    The units run along `dim` of the dense parameter, in `ports` of (first, step): unit u of a port is at first + step·u.
+    The units run along `dim` of the dense parameter, in `ports` of (first, step): unit u of a port is at first + step·u. Where it
+    was fitted to data its values are others, and only its place is the same.
     """
 
     index: tuple[int | slice, ...] = ()
@@ -40,6 +41,7 @@ class Rearranged:
     order: str = ""  # the buffer with the dense unit of each unit of the new parameter; "" where they are in order
     dim: int = 0
     ports: tuple[tuple[int, int], ...] = ((0, 1),)
+    fitted: str = ""  # the buffer that says whether the values were fitted to data; "" where they are the dense ones
 
     def dense(self, new: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
         """The dense parameter, read out of `new`."""
@@ -186,7 +188,7 @@ class Edit:
         self.replaced[id(old)] = new
 
     def rearrange_parameter(self, old: nn.Parameter, new: nn.Parameter, owner: nn.Module, layout: Rearranged, why: str) -> None:
-        """`new`, which the edits put into the model, is accounted for as holding `old` by `layout`, whose order `owner` keeps."""
+        """`new`, which the edits put into the model, is accounted for as holding `old` by `layout`, whose buffers `owner` has."""
         self.layouts[id(old)] = owner, layout, why
         self.replaced[id(old)] = new
 
@@ -213,7 +215,12 @@ class Edit:
             elif id(parameter) in self.layouts and id(self.replaced[id(parameter)]) in now:
                 owner, layout, why = self.layouts[id(parameter)]
                 path = next((path for path, module in self.model.named_modules() if module is owner), "")
-                layout = dataclasses.replace(layout, order=f"{path}.{layout.order}".lstrip(".")) if layout.order else layout
+                layout = dataclasses.replace(
+                    layout,
+                    **{
+                        field: f"{path}.{buffer}".lstrip(".") for field in ("order", "fitted") if (buffer := getattr(layout, field))
+                    },
+                )
                 fates[name] = Fate("rearranged", now[id(self.replaced[id(parameter)])], why, layout=layout)
             else:
                 why = self.reasons.get(id(parameter), "no module of the rewritten model holds it")

@@ -25,8 +25,8 @@ from retrofit.passes.sparse_ffn.controller_fit import (
     gate_scores,
     held_out_tokens,
     leading_singular_vectors,
-    spread_out,
 )
+from retrofit.passes.sparse_ffn.recorded_inputs import spread_out
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.passes.sparse_ffn.sparse_ffn import ENERGY
 from retrofit.rewriting import apply_reported
@@ -86,13 +86,12 @@ def test_the_controller_is_all_that_is_new_and_the_weights_are_the_dense_ones(na
 
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_without_the_mask_it_would_be_the_dense_model(calibrated: bool) -> None:
-    """However the units were permuted, all of them together do what they did."""
+    """However the units were permuted, all of them together do what they did, with the dense output matrix."""
+    sparse = SparseFFN(sparsity=4, fit_output=False)
     for name in ("causal/gpt2", "causal/glm", "masked/bert"):
         model, inputs = build(name)
         expected = logits(model, inputs)
-        retrofit.apply(
-            model, SparseFFN(sparsity=4), example_inputs=inputs, calibration=[inputs] if calibrated else None, verify=False
-        )
+        retrofit.apply(model, sparse, example_inputs=inputs, calibration=[inputs] if calibrated else None, verify=False)
         for block in blocks_of(model):
             block.active = block.sparsity
         torch.testing.assert_close(logits(model, inputs), expected, atol=1e-5, rtol=1e-4)
@@ -206,9 +205,8 @@ def test_the_energy_reported_is_that_of_the_units_that_are_active(gated: bool, o
     handle = model.layers[0].f.register_forward_pre_hook(lambda module, args: seen.append(args[0].reshape(-1, 16)))
     model(ids)
     handle.remove()
-    applied = apply_reported(
-        model, SparseFFN(sparsity=6, **options), example_inputs={"ids": IDS}, calibration=ids, verify=False, count_flops=False
-    )
+    sparse = SparseFFN(sparsity=6, fit_output=False, **options)  # the gate reads the output matrix
+    applied = apply_reported(model, sparse, example_inputs={"ids": IDS}, calibration=ids, verify=False, count_flops=False)
     x, block = torch.cat(seen), model.layers[0].f
     x = x[held_out_tokens(len(x))]
     k, lengths = options.get("active", 1), dense.b.weight.norm(dim=0)
@@ -293,8 +291,8 @@ def test_more_active_units_keep_more_and_all_of_them_everything() -> None:
 
 def test_calibration_data_are_read_at_even_distances() -> None:
     batches = tuple({"ids": torch.full((4, 1024), index)} for index in range(9))
-    assert [int(batch["ids"][0, 0]) for batch in spread_out(Calibration(batches)).batches] == [0, 4, 8]
-    assert spread_out(Calibration(batches[:2])).batches == batches[:2]
+    assert [int(batch["ids"][0, 0]) for batch in spread_out(Calibration(batches), 8192).batches] == [0, 4, 8]
+    assert spread_out(Calibration(batches[:2]), 8192).batches == batches[:2]
 
 
 def test_a_calibrated_model_comes_back_from_its_files(tmp_path: Any) -> None:
@@ -305,7 +303,7 @@ def test_a_calibrated_model_comes_back_from_its_files(tmp_path: Any) -> None:
     loaded = type(model).from_pretrained(tmp_path)
     assert torch.equal(logits(loaded, inputs), logits(model, inputs))
     report = retrofit.verify(loaded, reference=dense)
-    assert report.ok and report["parameters"].status == "passed"
+    assert report.ok and report["parameters"].status == "passed" and "fitted" in report["parameters"].measured
 
 
 # ── In use ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

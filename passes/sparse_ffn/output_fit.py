@@ -1,0 +1,130 @@
+"""The output matrix of a sparse feed-forward, fitted to what the dense one returned: what is left out of h is made up for by W.
+
+    Σ_t w_t ‖y_t − a_t W − b‖² + λ g (‖W − W⁰‖² + ‖b − b⁰‖²) = min        a = h ⊙ mask, y = h W⁰ + b⁰, g: the mean of Σ_t w_t a_tu²
+
+The mask is the one that the sparse feed-forward selects in evaluation. λ pulls towards the dense matrix W⁰, most where units are
+small or rarely active: at λ = ∞ nothing is fitted. w_t keeps tokens with massive activations from deciding (`token_weights`). Of
+some λ and the dense matrix the one is kept whose error is least on tokens held out, among those that are worse neither for the
+tokens, each counted alike, nor for their sum. Where the gate selects, the units that are active depend on W: there are two rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
+from retrofit.sdk import evaluation_mode, token_weights
+
+CHUNK = 2048  # tokens computed at a time
+STRENGTHS = (0.01, 0.1, 0.3, 1.0, 3.0)  # λ; none: the dense matrix
+ROUNDS = 2  # where the mask depends on W
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """W, (d_ff, d), and b, (d) or none, in float32."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def of(block: SparseFeedForward) -> Output:
+        bias = block.down.bias
+        return Output(block.down.weight.detach().float().clone(), None if bias is None else bias.detach().float().clone())
+
+    def __call__(self, h: Tensor) -> Tensor:
+        y = h @ self.weight
+        return y if self.bias is None else y + self.bias
+
+    def put(self, block: SparseFeedForward) -> None:
+        block.down.weight.copy_(self.weight)
+        if self.bias is not None:
+            block.down.bias.copy_(self.bias)
+        block.measure_lengths()
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """How far a sparse feed-forward's outputs are from the dense one's, relative to these."""
+
+    of_tokens: float  # tokens with massive activations count as the others do
+    of_all: float  # of the sum over all tokens
+
+    def is_no_worse(self, other: Errors) -> bool:
+        return self.of_tokens <= other.of_tokens and self.of_all <= other.of_all
+
+
+@torch.no_grad()
+def fit_output(block: SparseFeedForward, x: Tensor, held_out: Tensor) -> tuple[Errors, Errors]:
+    """The output matrix and bias of `block`, which are the dense ones, are fitted; returns the errors before and after.
+
+    `x`, (tokens, d), are inputs to fit on, `held_out` others, on which the errors are measured.
+    """
+    with evaluation_mode(block):
+        dense = Output.of(block)
+        best, before = dense, measure(block, dense, held_out)
+        least = before
+        for _ in range(ROUNDS if block.controller == "gate" else 1):
+            for candidate in solutions(block, dense, x):
+                candidate.put(block)
+                errors = measure(block, dense, held_out)
+                if errors.is_no_worse(before) and errors.of_tokens < least.of_tokens:
+                    best, least = candidate, errors
+            best.put(block)
+            if best is dense:
+                break
+        block.fitted.fill_(best is not dense)
+    return before, least
+
+
+def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output]:
+    """The minimum of the formula above for each λ, with the units that `block` selects as it is now."""
+    sample = torch.cat([y for _, y in values(block, dense, spread(x, 2 * CHUNK))])
+    median = sample.square().sum(1).median().clamp_min(torch.finfo(torch.float32).tiny)
+    gram, right = 0.0, 0.0
+    for a, y in values(block, dense, x):
+        weight = (median / y.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)).clamp(max=1.0).unsqueeze(1)
+        missed = y - dense(a)
+        a = a if dense.bias is None else torch.cat([a, torch.ones_like(a[:, :1])], 1)
+        gram, right = gram + (weight * a).t() @ a, right + (weight * a).t() @ missed
+    assert isinstance(gram, Tensor) and isinstance(right, Tensor)
+    gram, right, units = gram.double(), right.double(), len(dense.weight)
+    size = gram.diagonal()[:units].mean().clamp_min(1e-30)
+    found = []
+    for strength in STRENGTHS:
+        root, failed = torch.linalg.cholesky_ex(gram + strength * size * torch.eye(len(gram)).to(gram))
+        if bool(failed):  # values that are not finite
+            continue
+        change = torch.cholesky_solve(right, root).float()
+        found.append(Output(dense.weight + change[:units], None if dense.bias is None else dense.bias + change[units]))
+    return found
+
+
+def values(block: SparseFeedForward, dense: Output, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """What the output matrix multiplies in evaluation, and the dense feed-forward's output, some tokens at a time."""
+    for part in x.split(CHUNK):
+        part = part.to(block.down.weight)
+        yield block.active_values(part).float(), dense(block.hidden(*block.port_values(part)).float())
+
+
+def measure(block: SparseFeedForward, dense: Output, x: Tensor) -> Errors:
+    """The errors of `block` as it is now on x, (tokens, d)."""
+    now = Output.of(block)
+    pairs = [(now(a) - y, y) for a, y in values(block, dense, x)]
+    missed, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    weights = token_weights(y)
+
+    def error(by_token: Tensor) -> float:
+        whole = y.square().sum(1) @ by_token
+        return float((missed.square().sum(1) @ by_token / whole.clamp_min(torch.finfo(torch.float32).tiny)).sqrt())
+
+    return Errors(error(weights), error(torch.ones_like(weights)))
+
+
+def spread(x: Tensor, most: int) -> Tensor:
+    """At most so many rows of x, at even distances."""
+    return x[torch.arange(most, device=x.device) * len(x) // most] if len(x) > most else x
