@@ -19,7 +19,7 @@ CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by 
 COARSE = 5e-2  # the same of half precision
 PROBES = 512  # random inputs that a controller is tried on
 MOST = 4  # blocks whose regression is solved again, spread evenly over the model
-NODES = {1: 64, 2: 20}  # of the quadrature, in each direction
+NODES = {1: 64, 2: 40}  # of the quadrature, in each direction
 EXPLAINED = 0.9  # of what the best map of that rank explains: the pass estimates the slopes from draws
 NEGLIGIBLE = 1e-3  # of the contributions: so little their means differ that the bias says nothing
 

@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.method_verdicts import verdict
 from support.tiny_models import VOCABULARY, bert, built, gpt2, llama, t5, vit
-from torch import nn
 
-from retrofit.checks import method
-from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding
-from retrofit.checks.subject import Subject
 from retrofit.errors import DoesNotFitError
 from retrofit.passes import SparseLoss
 from retrofit.passes.altup.contraction import Contraction
@@ -34,30 +30,9 @@ from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.passes.sparse_qkv import sparse_attention, sparse_projections
 from retrofit.passes.sum import SummedEmbedding
 from retrofit.pipeline.registry import parse_spec
-from retrofit.pipeline.running import run_passes
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.state_preservation import preserve_state
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
-from retrofit.surgery.edit import Edit
 
 # ── What it says of a model ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def verdict(model: nn.Module, *specs: str, nudge: bool = False) -> Finding:
-    """What the check says of the model, rewritten."""
-    torch.manual_seed(0)
-    inputs = named_inputs(model)
-    with preserve_state(model):
-        before = method.measure(Subject(model, (inputs,)))
-    edit = Edit(model)
-    accounts, _ = run_passes(model, tuple(map(parse_spec, specs)), inputs, edit, lambda stage: None)
-    context = Context(Subject(model, (inputs,)), True, accounts, edit.account(), fresh=not nudge)
-    if nudge:
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.02 * torch.randn_like(parameter))
-    with preserve_state(model):
-        return method.judge(method.measure(context.subject, before, context), before, context)
 
 
 def neox(**options: Any) -> Any:

@@ -1,0 +1,37 @@
+"""What the method check says of a model, rewritten and not otherwise checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.checks import method
+from retrofit.checks.context import Context
+from retrofit.checks.finding import Finding
+from retrofit.checks.subject import Subject
+from retrofit.pipeline.calibration import calibration_from
+from retrofit.pipeline.registry import parse_spec
+from retrofit.pipeline.running import run_passes
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.state_preservation import preserve_state
+from retrofit.surgery.edit import Edit
+
+
+def verdict(model: nn.Module, *specs: str, nudge: bool = False, calibration: Any = None) -> Finding:
+    """What the check says of the model, rewritten; `nudge` moves its parameters afterwards, as training does."""
+    torch.manual_seed(0)
+    inputs = named_inputs(model)
+    with preserve_state(model):
+        before = method.measure(Subject(model, (inputs,)))
+    edit = Edit(model, None if calibration is None else calibration_from(model, calibration))
+    accounts, _ = run_passes(model, tuple(map(parse_spec, specs)), inputs, edit, lambda stage: None)
+    subject, calibrated = Subject(model, (inputs,)), calibration is not None
+    context = Context(subject, True, accounts, edit.account(), fresh=not nudge, calibrated=calibrated)
+    if nudge:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    with preserve_state(model):
+        return method.judge(method.measure(subject, before, context), before, context)
