@@ -20,6 +20,7 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -82,7 +83,7 @@ def write_mutated(mutant: Mutant | None, folder: Path) -> None:
 
 
 def observe(mutant: Mutant | None, trials: tuple[Trial, ...], limit: int) -> Row:
-    """What came of the trials up to the first report: which check made it, and what it says."""
+    """What came of the trials up to the first report: which check made it, and what it says; else whether the named test fails."""
     import_others(limit)
     references = {trial.model: reference_of(trial.model, limit) for trial in trials}
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -95,7 +96,24 @@ def observe(mutant: Mutant | None, trials: tuple[Trial, ...], limit: int) -> Row
         why = f"took more than {limit} s of processor time" if number == signal.SIGPROF else f"the process ended by signal {number}"
         return {"by": "no end", "why": why, "trial": str(trials[len(rows)]), "passed": tried}
     last = rows[-1]
-    return {**last, "trial": tried[-1], "passed": tried[:-1]} if last["by"] else {**last, "trial": "", "passed": tried}
+    if last["by"]:
+        return {**last, "trial": tried[-1], "passed": tried[:-1]}
+    found = {**last, "trial": "", "passed": tried}
+    return {**found, "test": fails(mutant, limit)} if mutant is not None and mutant.test else found
+
+
+def fails(mutant: Mutant, limit: int) -> bool:
+    """Whether the named test fails on a copy of the sources that has the mutant, and passes on one that has not."""
+    codes = []
+    for each in (mutant, None):
+        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+            write_mutated(each, Path(folder))
+            paths = (folder, ROOT / "tests", ROOT / "benchmarks/coverage", ROOT / "benchmarks/mutants")
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONSAFEPATH": "1"}
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutant.test]
+            run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=10 * limit)
+            codes.append(run.returncode)
+    return codes == [1, 0]
 
 
 @functools.cache

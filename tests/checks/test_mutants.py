@@ -58,7 +58,8 @@ def test_the_score_counts_faults_only() -> None:
     missed, seen = {"by": "", "why": ""}, {"by": "function", "why": "3.0"}
     assert score([(fault, seen), (fault, missed), (harmless, missed)]).startswith("1 of 2 ")
     assert verdict(fault, seen) == "function"
-    assert "tests/one.py::test_one" in verdict(fault, missed)
+    assert verdict(fault, missed) == "passed"  # a test that is named counts where it was run, and failed
+    assert "tests/one.py::test_one" in verdict(fault, {**missed, "test": True})
     assert verdict(harmless, missed) == "equivalent: it adds zero"
 
 
