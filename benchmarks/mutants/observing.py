@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -38,12 +39,26 @@ Row = dict[str, Any]
 
 
 def key_of(method: str, *what: object) -> str:
-    """A hash of a mutant and its trials, and of the sources of the pass and of what passes share, apart from the references."""
+    """A hash of a mutant and its trials, and of the sources of the pass, apart from the references."""
     digest = hashlib.sha256(repr(what).encode())
-    files = [*(ROOT / "passes").glob("*.py"), *(ROOT / "passes" / method.replace("-", "_")).rglob("*.py")]
-    for file in sorted(file for file in files if "reference" not in file.name):
+    for file in sources_of(method):
         digest.update(f"{file.relative_to(ROOT)} {sha256(file)}".encode())
     return digest.hexdigest()[:16]
+
+
+@functools.cache
+def sources_of(method: str) -> list[Path]:
+    """The files of a pass, and those among the passes that they import, without the references."""
+    name = method.replace("-", "_")
+    found, waiting = set[Path](), [*(ROOT / "passes" / name).rglob("*.py"), ROOT / "passes" / f"{name}.py"]
+    while waiting:
+        file = waiting.pop()
+        if file in found or not file.exists() or "reference" in file.name:
+            continue
+        found.add(file)
+        imported = re.findall(r"retrofit\.passes\.([\w.]+)", file.read_text(encoding="utf-8"))
+        waiting += [ROOT / "passes" / f"{one.replace('.', '/')}.py" for one in imported]
+    return sorted(found)
 
 
 @functools.cache
