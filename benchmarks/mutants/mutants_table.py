@@ -4,9 +4,9 @@
 
 Each mutant is put into a copy of the sources; the pass is applied from there to tiny models, with every check, up to the first
 report. The sources as they are must come through the trials with a report without one. Of a mutant that no check reports the test
-that it names is run, on that copy and on one without the mutant. Results are kept in a JSON file as they come, each under a hash of
-the mutant and of its pass: a later run makes anew what has changed. `--again` makes anew all that `--only` selects, as after a change of
-a check; `--passed` selects those that no check reported.
+that it names is run on that copy. Results are kept in a JSON file as they come, each under a hash of
+the mutant and of its pass: a later run makes anew what has changed. `--again` makes anew all that `--only` selects, as after a
+change of a check; `--passed` selects those that no check reported.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ from typing import Any
 from mutant import ROOT, Mutant, Trial, models
 
 PACKAGES = {"retrofit": "retrofit", "passes": "retrofit/passes", "cli": "retrofit/cli"}  # in the repository, as installed
-LAST = ("graph", "round trip", "cost")  # of the checks: they take longest
+FIRST = "method"  # of the checks: it reports most
+LAST = ("graph", "round trip", "cost")  # they take longest
 Row = dict[str, Any]
 
 # ── Sources ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -118,17 +119,13 @@ def observe(mutant: Mutant | None, trials: tuple[Trial, ...], limit: int) -> Row
 
 
 def fails(mutant: Mutant, limit: int) -> bool:
-    """Whether the named test fails on a copy of the sources that has the mutant, and passes on one that has not."""
-    codes = []
-    for each in (mutant, None):
-        with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-            write_mutated(each, Path(folder))
-            paths = (folder, ROOT / "tests", ROOT / "benchmarks/coverage", ROOT / "benchmarks/mutants")
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONSAFEPATH": "1"}
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutant.test]
-            run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=10 * limit)
-            codes.append(run.returncode)
-    return codes == [1, 0]
+    """Whether the named test, which passes on the sources as they are, fails on a copy that has the mutant."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        write_mutated(mutant, Path(folder))
+        paths = (folder, ROOT / "tests", ROOT / "benchmarks/coverage", ROOT / "benchmarks/mutants")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONSAFEPATH": "1"}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutant.test]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=10 * limit).returncode == 1
 
 
 @functools.cache
@@ -144,7 +141,7 @@ def import_others(limit: int) -> None:
     def imported() -> Iterator[bytes]:
         import retrofit
 
-        retrofit.apply(model("gpt2"), "sum")
+        retrofit.apply(model("gpt2"), "sum", verify=False)
         yield "\n".join(one for one in sys.modules if one.partition(".")[0] != "retrofit").encode()
 
     model("gpt2")
@@ -223,7 +220,7 @@ def attempt(folder: Path, trial: Trial, reference: bytes) -> Row:
 
     if not str(retrofit.__file__).startswith(str(folder)):
         raise AssertionError(f"the sources imported are those of {retrofit.__file__}")
-    names = [*sorted(CHECKS, key=lambda name: name in LAST), *(["onnx"] if "onnx" in trial.options else [])]
+    names = [*sorted(CHECKS, key=lambda name: (name in LAST, name != FIRST)), *(["onnx"] if "onnx" in trial.options else [])]
     check = rewriting.check_rewrite
 
     def up_to_the_first_failure(*arguments: Any, **keywords: Any) -> Any:
