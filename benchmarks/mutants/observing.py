@@ -1,7 +1,7 @@
 """What the checks make of a mutant: a copy of the sources has it, and a forked process applies the pass from that copy.
 
-The process that forks has imported torch, transformers and whatever else a rewrite imports, and built the models, but has imported
-nothing of retrofit: each child imports the copy afresh, which takes a fraction of a second. What is measured on the dense models is
+The process that forks has imported retrofit as it is, but no pass, and built the models and captured their programs: each child
+imports the passes from the copy, or all of retrofit where the mutant is no part of a pass. What is measured on the dense models is
 measured once.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import compileall
 import contextlib
-import copy
 import functools
 import gc
 import hashlib
@@ -25,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,21 +100,31 @@ def write_mutated(mutant: Mutant | None, folder: Path) -> None:
 def observe(mutant: Mutant | None, trials: tuple[Trial, ...], limit: int) -> Row:
     """What came of the trials up to the first report: which check made it, and what it says; else whether the named test fails."""
     import_others(limit)
-    references = {trial.model: reference_of(trial.model, limit) for trial in trials}
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        write_mutated(mutant, Path(folder))
-        answer, status = forked(Path(folder), limit, lambda: rows_of(Path(folder), trials, references))
-    rows = [json.loads(line) for line in answer.decode().splitlines()]
-    tried = [str(trial) for trial in trials[: len(rows)]]
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        why = f"took more than {limit} s of processor time" if number == signal.SIGPROF else f"the process ended by signal {number}"
-        return {"by": "no end", "why": why, "trial": str(trials[len(rows)]), "passed": tried}
-    last = rows[-1]
-    if last["by"]:
-        return {**last, "trial": tried[-1], "passed": tried[:-1]}
-    found = {**last, "trial": "", "passed": tried}
+    passed: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="mutant-") as name:
+        folder = Path(name)
+        write_mutated(mutant, folder)
+        is_pass = mutant is None or mutant.path.startswith("passes/")
+        for trial in trials:
+            reference, program = reference_of(trial.model, limit), program_of(trial.model)
+            work = functools.partial(row_of, folder, trial, reference, program if is_pass else None)
+            answer, status = forked(limit, work)
+            number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+            if number:
+                late = f"it took more than {limit} s of processor time"
+                return ending(
+                    "no end", late if number == signal.SIGPROF else f"the process ended by signal {number}", trial, passed
+                )
+            row = json.loads(answer)
+            if row["by"]:
+                return ending(row["by"], row["why"], trial, passed)
+            passed.append(str(trial))
+    found = ending("", "", None, passed)
     return {**found, "test": fails(mutant, limit)} if mutant is not None and mutant.test else found
+
+
+def ending(by: str, why: str, trial: Trial | None, passed: list[str]) -> Row:
+    return {"by": by, "why": why, "trial": "" if trial is None else str(trial), "passed": passed}
 
 
 def fails(mutant: Mutant, limit: int) -> bool:
@@ -136,22 +145,52 @@ def model(name: str) -> Any:
 
 @functools.cache
 def import_others(limit: int) -> None:
-    """What a rewrite imports apart from retrofit is imported, and torch alone has captured a program."""
+    """What a rewrite imports is imported, but for the passes."""
 
-    def imported() -> Iterator[bytes]:
+    def imported() -> bytes:
         import retrofit
 
         retrofit.apply(model("gpt2"), "sum", verify=False)
-        yield "\n".join(one for one in sys.modules if one.partition(".")[0] != "retrofit").encode()
+        return "\n".join(one for one in sys.modules if not is_within(one, "retrofit.passes")).encode()
 
+    sys.path.insert(0, str(sources()))
     model("gpt2")
-    for module in forked(sources(), limit, imported)[0].decode().split("\n"):
+    for module in forked(limit, imported)[0].decode().split("\n"):
         with contextlib.suppress(Exception):
             importlib.import_module(module)
-    import torch
 
-    torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), strict=False)
+
+def is_within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+@functools.cache
+def program_of(name: str) -> Any:
+    """The program of a dense model."""
+    from retrofit.program.capture import capture
+    from retrofit.runtime.example_inputs import named_inputs
+
+    found = capture(model(name), named_inputs(model(name)))
     gc.freeze()
+    return found
+
+
+def import_from(folder: Path, package: str) -> None:
+    """From here on `package`, retrofit or its passes, is what is in the folder."""
+    from torch.library import Library
+
+    for name in [name for name in sys.modules if is_within(name, package)]:
+        for value in vars(sys.modules.pop(name)).values():
+            if isinstance(value, Library):
+                value._destroy()  # its operators can be defined again
+    if package == "retrofit":
+        sys.path.insert(0, str(folder))
+    else:
+        import retrofit
+
+        vars(retrofit).pop("passes", None)
+        retrofit.__path__[:] = [str(folder / "retrofit")]
+    importlib.invalidate_caches()
 
 
 @functools.cache
@@ -159,30 +198,29 @@ def reference_of(name: str, limit: int) -> bytes:
     """What the checks measure on the dense model, by the sources as they are: a pickled `Reference`."""
     model(name)
 
-    def measured() -> Iterator[bytes]:
+    def measured() -> bytes:
         from retrofit.checks.reference import Reference
 
-        yield pickle.dumps(Reference.of(copy.deepcopy(model(name))))
+        return pickle.dumps(Reference.of(model(name)))
 
-    return forked(sources(), limit, measured)[0]
+    return forked(limit, measured)[0]
 
 
-def forked(folder: Path, limit: int, work: Callable[[], Iterator[bytes]]) -> tuple[bytes, int]:
-    """What `work` yields in a forked process that imports from `folder`, and how the process ended."""
+def forked(limit: int, work: Callable[[], bytes]) -> tuple[bytes, int]:
+    """What `work` returns in a forked process, and how the process ended."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
         os.close(reader)
         signal.setitimer(signal.ITIMER_PROF, limit)  # of processor time: on a busy machine a fault takes longer to show
         gc.disable()  # what there is was made before, and the process ends soon
-        sys.path.insert(0, str(folder))
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(nowhere, stream)
         try:
-            for part in work():
-                with open(writer, "wb", closefd=False) as answer:
-                    answer.write(part)
+            found = work()
+            with open(writer, "wb", closefd=False) as answer:
+                answer.write(found)
         finally:
             os._exit(0)
     os.close(writer)
@@ -191,24 +229,24 @@ def forked(folder: Path, limit: int, work: Callable[[], Iterator[bytes]]) -> tup
     return found, os.waitpid(child, 0)[1]
 
 
-def rows_of(folder: Path, trials: tuple[Trial, ...], references: dict[str, bytes]) -> Iterator[bytes]:
-    """A line of JSON for each trial up to the first report."""
-    for trial in trials:
-        try:
-            row = attempt(folder, trial, references[trial.model])
-        except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            row = {"by": "apply", "why": f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"}
-        yield json.dumps(row).encode() + b"\n"
-        if row["by"]:
-            return
+def row_of(folder: Path, trial: Trial, reference: bytes, program: Any) -> bytes:
+    """What came of a trial, in JSON."""
+    try:
+        row = attempt(folder, trial, reference, program)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        row = {"by": "apply", "why": f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"}
+    return json.dumps(row).encode()
 
 
-def attempt(folder: Path, trial: Trial, reference: bytes) -> Row:
+def attempt(folder: Path, trial: Trial, reference: bytes, program: Any) -> Row:
     """The first report of a check; what `apply` itself raises is reported by the caller.
 
-    `apply` verifies as always, but for two things: the dense model was measured before, and no check is made after one that failed.
+    `apply` verifies as always, but for this: the dense model was measured and, given its program, captured before, no check is made
+    after one that failed, and the rewritten model is captured after the first check. Without a program all of retrofit is imported
+    from the folder, and else the passes.
     """
+    import_from(folder, "retrofit" if program is None else "retrofit.passes")
     import torch
 
     torch.set_num_threads(1)
@@ -218,27 +256,30 @@ def attempt(folder: Path, trial: Trial, reference: bytes) -> Row:
     from retrofit.checks.registry import CHECKS
     from retrofit.errors import VerificationError
 
-    if not str(retrofit.__file__).startswith(str(folder)):
-        raise AssertionError(f"the sources imported are those of {retrofit.__file__}")
+    mutated = importlib.import_module("retrofit.passes" if program is not None else "retrofit")
+    if not str(mutated.__file__).startswith(str(folder)):
+        raise AssertionError(f"the sources imported are those of {mutated.__file__}")
     names = [*sorted(CHECKS, key=lambda name: (name in LAST, name != FIRST)), *(["onnx"] if "onnx" in trial.options else [])]
-    check = rewriting.check_rewrite
+    check, capture, capture_result = rewriting.check_rewrite, rewriting.capture, rewriting.capture_result
+    captured = iter([] if program is None else [program])  # of the dense model, which is captured first
 
-    def up_to_the_first_failure(*arguments: Any, **keywords: Any) -> Any:
+    def up_to_the_first_failure(rewritten: Any, measured: Any, *arguments: Any, **keywords: Any) -> Any:
         for name in names:
-            report = check(*arguments, **keywords, checks=(name,))
+            report = check(rewritten, measured, *arguments, **keywords, checks=(name,))
             if not report.ok:
                 break
+            keywords["program"] = keywords["program"] or capture_result(rewritten, measured.inputs)
         return report
 
     rewriting.check_rewrite = up_to_the_first_failure
+    rewriting.capture_result = lambda *_: None  # type: ignore[assignment,return-value]
+    rewriting.capture = lambda *arguments: next(captured, None) or capture(*arguments)
     rewriting.Reference = Measured(pickle.loads(reference))  # type: ignore[misc,assignment]
     try:
-        retrofit.apply(copy.deepcopy(model(trial.model)), trial.spec, calibration=calibration(trial))
+        retrofit.apply(model(trial.model), trial.spec, calibration=calibration(trial))
     except VerificationError as error:
         (result,) = error.report.checks
         return {"by": result.name, "why": " ".join(part for part in (result.measured, *result.why.split("\n")[:1]) if part)}
-    finally:
-        rewriting.check_rewrite = check
     return {"by": "", "why": ""}
 
 
