@@ -22,7 +22,9 @@ from retrofit.checks.verify import verify_onnx
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
 from retrofit.onnx.exporter import export_onnx, optimization
+from retrofit.onnx.exporter.export_part import WholeModel
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode_greedily, next_step_states, translate
+from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.passes import AltUp, SequenceAltUp, SparseFFN, SparseQKV
 from retrofit.runtime.probes import distance
 from retrofit.surgery.cache_memory import TokenHistory, cache_among, histories_of
@@ -326,6 +328,23 @@ def test_a_rewriting_that_changes_the_numbers_is_not_kept(tmp_path, monkeypatch)
     assert not step.kept and step.after < step.before and "the outputs move by" in step.why
     assert not broken.kept and "ZeroDivisionError" in broken.why
     assert made.files[0].gap < PARITY and made.files[0].nodes == step.before
+
+
+def test_a_rewriting_may_move_a_model_as_far_as_its_rounding(monkeypatch):
+    part = WholeModel(Plain(), {"tokens": torch.randint(19, (2, 7))})
+    graph, examples = optimization.optimize(trace_part(part)), [part.example(part.sizes, 1)]
+
+    def fuse(model):
+        node = next(node for node in model.graph if node.op_type == "CumSum")
+        node.outputs[0].replace_all_uses_with(node.inputs[0])
+        model.graph.remove(node)
+
+    monkeypatch.setattr(optimization, "fusions", lambda: {"fused": fuse})
+    asked = []
+    for rounding, kept in ((1e-6, False), (1e6, True)):
+        _, (step,) = optimization.fuse_operators(graph, examples, lambda rounding=rounding: asked.append(rounding) or rounding)
+        assert step.kept is kept
+    assert asked == [1e-6, 1e6]
 
 
 def test_fused_operators_are_in_the_file():

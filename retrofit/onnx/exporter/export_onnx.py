@@ -7,6 +7,7 @@ shapes than it was traced with before any file gets its name.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from retrofit.onnx.exporter.optimization import (
     separate_padding_from_pooling,
     weight_bytes,
 )
-from retrofit.onnx.exporter.parity import Parity, compare_with_torch, is_comparable, other_sizes, part_dtype
+from retrofit.onnx.exporter.parity import Parity, compare_with_torch, is_comparable, other_sizes, part_dtype, torch_rounding
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.atomic_writes import whole_files
@@ -143,9 +144,8 @@ def export_part(part: ExportPart, path: Path, model: nn.Module, fuse: bool, prog
     separate_padding_from_pooling(graph)
     steps: list[RewriteStep] = []
     if fuse:
-        graph, steps = fuse_operators(
-            graph, [part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part)[:2], start=1)]
-        )
+        examples = [part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part)[:2], start=1)]
+        graph, steps = fuse_operators(graph, examples, functools.cache(lambda: torch_rounding(part, examples[0])))
     graph.producer_name = "retrofit"
     graph.metadata_props["retrofit.part"] = part.name
     graph.metadata_props["retrofit.recipe"] = "\n".join(recipe_storage.stored_recipe(model))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 LARGEST = 2**30  # bytes of weights; a larger model is not copied and run to see what a fusion does to it
-TOLERANCE = 1e-5  # relative to the largest output
+TOLERANCE = 1e-5  # relative to the largest output; a model that rounds more may move by what it rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +94,13 @@ def fusions() -> dict[str, Callable[[onnx_ir.Model], int]]:
     }
 
 
-def fuse_operators(model: onnx_ir.Model, examples: Sequence[Tensors]) -> tuple[onnx_ir.Model, list[RewriteStep]]:
-    """The model with every fusion that leaves what it computes on the examples as it is, and an account of all."""
+def fuse_operators(
+    model: onnx_ir.Model, examples: Sequence[Tensors], rounding: Callable[[], float] = lambda: 0.0
+) -> tuple[onnx_ir.Model, list[RewriteStep]]:
+    """The model with every fusion that leaves what it computes on the examples as it is, and an account of all.
+
+    `rounding` measures how far the model's own rounding moves its outputs, and is asked where a fusion moves them.
+    """
     import onnxscript.optimizer
 
     if missing_packages("onnxruntime"):
@@ -117,7 +122,7 @@ def fuse_operators(model: onnx_ir.Model, examples: Sequence[Tensors]) -> tuple[o
             if not why:
                 running = session_of(candidate)
                 gap = max(largest_gap(running(example), outputs) for example, outputs in zip(examples, expected, strict=True))
-                why = "" if gap <= TOLERANCE else f"the outputs move by {gap:.1e}"
+                why = "" if gap <= TOLERANCE or gap <= rounding() else f"the outputs move by {gap:.1e}"
         except Exception as error:  # a rewriter or a kernel that does not know this graph
             after, why = before, first_line(error)
         account.append(RewriteStep(name, before, after, not why, why))

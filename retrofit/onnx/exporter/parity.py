@@ -98,7 +98,7 @@ def compare_outputs(outputs: Tensors, part: ExportPart, inputs: Tensors, choosin
         limit = UNSETTLED[dtype]
         return Parity(gap, agrees=gap <= limit, limit=limit, note=f"limit {limit:.0e}; not in float64: {first_line(error)}")
     own = {name: distance(value, wide[name]) for name, value in expected.items()}
-    if choosing is contextlib.nullcontext and max(own.values()) > TOLERANCE[dtype]:
+    if choosing is contextlib.nullcontext:
         own = rounding_of_same_choices(part, inputs, wide, own)
     limits = {name: max(ROUNDING[dtype], FARTHER * one) for name, one in own.items()}
     far = {name: distance(outputs[name], value) for name, value in wide.items()}
@@ -111,8 +111,23 @@ def outputs_of(part: ExportPart, inputs: Tensors, names: Collection[str]) -> Ten
     return {name: value for name, value in zip(part.outputs, part(inputs), strict=True) if name in names}
 
 
+@torch.no_grad()
+def torch_rounding(part: ExportPart, inputs: Tensors) -> float:
+    """How far torch's outputs lie from those in float64, the worst of them; 0 where the model's code refuses float64."""
+    expected = outputs_of(part, inputs, part.outputs)
+    try:
+        with Widened(torch.float64):
+            wide = outputs_of(part, inputs, part.outputs)
+    except Exception:  # whatever the model's own code raises
+        return 0.0
+    own = {name: distance(value, wide[name]) for name, value in expected.items()}
+    return max(rounding_of_same_choices(part, inputs, wide, own).values())
+
+
 def rounding_of_same_choices(part: ExportPart, inputs: Tensors, wide: Tensors, own: dict[str, float]) -> dict[str, float]:
     """How far torch's outputs lie from those in float64 where it chooses as there: else a choice would pass for rounding."""
+    if max(own.values()) <= TOLERANCE[part_dtype(part)]:
+        return own
     try:
         with Widened(torch.float64), Choices() as recorded:
             part(inputs)
