@@ -7,7 +7,8 @@ process of its own: reading it with `from_pretrained`, its file dropped from the
 `apply`, for each spec with and without verification. Peak memory is the most that was resident while `apply` ran, less what the
 process held before it read the model: the model itself counts, whether its weights are mapped from the file or copied from it.
 Seconds are those that passed; busy are those that the process kept a processor, which say more on a machine that others use too.
-With `--by-check` each verified row is followed by what its parts took: busy seconds and forwards of the model.
+With `--by-check` each verified row is followed by what its parts took: busy seconds, forwards of the model, and the most memory
+that was resident meanwhile.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def save_model(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def parts_timed(model: Any) -> Iterator[dict[str, list[float]]]:
-    """Within this context what capture, passes and each check on both models take is recorded: [busy seconds, forwards]."""
+    """Within this context what capture, passes and each check on both models take is recorded: [busy seconds, forwards, peak]."""
     from retrofit import rewriting
     from retrofit.checks import reference
     from retrofit.checks.registry import CHECKS
@@ -83,17 +84,20 @@ def parts_timed(model: Any) -> Iterator[dict[str, list[float]]]:
             for name, one in CHECKS.items()
         ),
     ]
-    forwards = [0]
+    forwards, highest = [0], [0]
 
     def timer(action: Callable[..., Any], name: Callable[[tuple[Any, ...]], str]) -> Callable[..., Any]:
         def timed_action(*args: Any, **kwargs: Any) -> Any:
             busy, before = time.process_time(), forwards[0]
+            forget_peak()
             try:
                 return action(*args, **kwargs)
             finally:
-                part = found.setdefault(name(args), [0.0, 0])
+                part = found.setdefault(name(args), [0.0, 0, 0])
                 part[0] += time.process_time() - busy
                 part[1] += forwards[0] - before
+                part[2] = max(part[2], resident("VmHWM"))
+                highest[0] = max(highest[0], part[2])
 
         return timed_action
 
@@ -107,6 +111,7 @@ def parts_timed(model: Any) -> Iterator[dict[str, list[float]]]:
     try:
         yield found
     finally:
+        found["all"] = [0.0, 0, max(highest[0], resident("VmHWM"))]
         hook.remove()
         for (owner, name, _), action in zip(places, own, strict=True):
             setattr(owner, name, action)
@@ -137,6 +142,9 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
         with parts_timed(model) if options.by_check else contextlib.nullcontext({}) as parts:
             applied = apply_reported(model, options.spec, verify=options.verify, count_flops=False)  # as retrofit.apply does
         found |= {"apply": time.perf_counter() - start, "busy": time.process_time() - busy, "peak": resident("VmHWM") - before}
+        if parts:
+            found["peak"] = parts.pop("all")[2] - before
+            parts = {name: [*part[:2], part[2] - before] for name, part in parts.items()}
         found["parts"] = parts
         found["after"] = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         if options.report and applied.report is not None:
@@ -173,9 +181,9 @@ def report(options: argparse.Namespace) -> None:
             ratios = one["apply"] / cold["read"], one["peak"] / one["size"], one["peak"] / one["after"]
             print(f"{spec:<34}{verify:<8}{one['apply']:9.2f}{one['busy']:9.2f}{ratios[0]:8.2f}{one['peak'] / 1e9:9.2f}", end="")
             print(f"{ratios[1]:9.2f}{ratios[2]:10.2f}", flush=True)
-            for name, (busy, forwards) in one["parts"].items() if verify == "yes" else ():
+            for name, (busy, forwards, peak) in one["parts"].items() if verify == "yes" else ():
                 if busy >= 0.05:
-                    print(f"    {name:<38}{busy:18.2f}{int(forwards):5} forwards")
+                    print(f"    {name:<38}{busy:18.2f}{int(forwards):5} forwards{peak / 1e9:9.2f} GB")
 
 
 def main() -> None:

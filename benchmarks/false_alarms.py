@@ -111,6 +111,13 @@ def bart(n: dict[str, int]) -> nn.Module:
     return transformers.BartForConditionalGeneration(config)
 
 
+def phi(n: dict[str, int]) -> nn.Module:
+    """A part of each head turns with the position, an even number of its columns."""
+    names = {**WIDE, "hidden": "intermediate_size"}
+    turning = {"partial_rotary_factor": 2 * (n["head"] // 4) / n["head"]}
+    return gpt_like("phi", names, num_hidden_layers=LAYERS, max_position_embeddings=64, **turning)(n)
+
+
 WIDE = {"width": "hidden_size", "heads": "num_attention_heads"}
 FAMILIES: dict[str, Callable[[dict[str, int]], nn.Module]] = {
     "llama": llama_like("llama"),
@@ -123,7 +130,7 @@ FAMILIES: dict[str, Callable[[dict[str, int]], nn.Module]] = {
         "opt", {**WIDE, "hidden": "ffn_dim", "width ": "word_embed_proj_dim"}, num_hidden_layers=LAYERS, max_position_embeddings=64
     ),
     "bloom": gpt_like("bloom", {"width": "hidden_size", "heads": "n_head"}, n_layer=LAYERS),
-    "phi": gpt_like("phi", {**WIDE, "hidden": "intermediate_size"}, num_hidden_layers=LAYERS, max_position_embeddings=64),
+    "phi": phi,
     "bert": bert,
     "t5": t5,
     "bart": bart,
