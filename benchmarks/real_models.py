@@ -5,10 +5,10 @@
     PYTHONPATH=tests python benchmarks/real_models.py --results real.json --again   # those that were not verified
     PYTHONPATH=tests python benchmarks/real_models.py --results real.json --pages -o docs/real_models.md   # the page alone
 
-Each row is a process of its own, bounded in time and memory, and is kept in the results as soon as it is done: a run that was stopped
-goes on where it was. The models are those of `tests/support/real_models.py`. A pass that uses calibration data is also tried without;
-the figures are those of held-out inputs. Times are processor time, dense and rewritten in turn in one process, so that other work on
-the machine does not decide them: run it with OMP_NUM_THREADS=1.
+Each row is a process of its own, bounded in time and memory, and is kept in the results as soon as it is done: a run that was
+stopped goes on where it was. The models are those of `tests/support/real_models.py`. A pass that uses calibration data is also
+tried without; the figures are those of held-out inputs. Times are processor time, dense and rewritten in turn in one process, so
+that other work on the machine does not decide them: run it with OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import multiprocessing
 import resource
 import statistics
-import subprocess
-import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from side_by_side import interleaved
 LIMIT = 3600  # seconds for one row
 MEMORY = 8 << 30  # bytes that one row may allocate
 ROUNDS = 5  # of forwards that are timed in turn
+PROCESSES = multiprocessing.get_context("fork")  # what is imported once serves every row
 TOKENS = (4, 20)  # decoded from a prompt: the difference is what a token costs
 SPECS = (
     "altup(k=2)",
@@ -50,12 +51,11 @@ SPECS = (
 
 def main() -> None:
     options = read_options()
-    if options.row:
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-        print(json.dumps(try_row(*options.row)))
-        return
     results: dict[str, dict[str, Any]] = json.loads(options.results.read_text()) if options.results.exists() else {}
-    for name, spec in [] if options.pages else planned_rows(options, results):
+    rows = [] if options.pages else planned_rows(options, results)
+    if rows:
+        import_everything()
+    for name, spec in rows:
         began = time.monotonic()
         results[f"{name}: {spec}"] = found = {**run_row(name, spec), "seconds": round(time.monotonic() - began)}
         options.results.parent.mkdir(parents=True, exist_ok=True)
@@ -77,8 +77,24 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--skip", help="leave out rows whose spec holds this text")
     parser.add_argument("--again", action="store_true", help="rows that were not verified are tried again")
     parser.add_argument("--anew", action="store_true", help="all rows are tried again")
-    parser.add_argument("--row", nargs=2, metavar=("MODEL", "SPEC"), help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def import_everything() -> None:
+    """All that a row imports is there, and nothing has been computed."""
+    import onnxruntime  # noqa: F401
+    import onnxscript.rewriter.ort_fusions._core  # noqa: F401
+    import torch._dynamo
+    import torch._inductor.config
+    import torch.onnx._internal.exporter._core  # noqa: F401
+    import transformers.exporters.exporter_onnx  # noqa: F401
+
+    import retrofit.onnx.exporter.export_onnx
+    import retrofit.rewriting  # noqa: F401
+    from retrofit.pipeline.registry import load_pass, pass_names
+
+    for name in pass_names():
+        load_pass(name)
 
 
 def planned_rows(options: argparse.Namespace, results: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
@@ -102,15 +118,29 @@ def is_complete(row: dict[str, Any]) -> bool:
 
 
 def run_row(name: str, spec: str) -> dict[str, Any]:
-    """What `try_row` returns in a process of its own."""
-    command = [sys.executable, __file__, "--row", name, spec]
+    """What `try_row` returns in a process of its own, which takes neither more memory nor more time than it may."""
+    receiving, sending = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=send_row, args=(name, spec, sending))
+    process.start()
+    sending.close()
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
-    except subprocess.TimeoutExpired:
-        return {"verdict": "failed", "why": f"over {LIMIT} s"}
-    if done.returncode:
-        return {"verdict": "failed", "why": (done.stderr.strip().splitlines() or ["no message"])[-1], "trace": done.stderr[-4000:]}
-    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+        if not receiving.poll(LIMIT):
+            return {"verdict": "failed", "why": f"over {LIMIT} s"}
+        return dict(receiving.recv())
+    except EOFError:
+        return {"verdict": "failed", "why": "its process ended without a word"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def send_row(name: str, spec: str, sending: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    try:
+        sending.send(try_row(name, spec))
+    except Exception as error:
+        lines = traceback.format_exc()
+        sending.send({"verdict": "failed", "why": f"{type(error).__name__}: {error}".splitlines()[0], "trace": lines[-4000:]})
 
 
 # ── One row ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -165,7 +195,7 @@ def try_row(name: str, template: str) -> dict[str, Any]:
 
 
 def exported(real: Any, model: Any) -> list[str]:
-    """How the check `onnx` came out: status, what was measured, why. It is skipped where the dense model cannot be exported either."""
+    """How the check `onnx` came out: status, what was measured, why; skipped where the dense model cannot be exported either."""
     import retrofit
 
     def check(one: Any) -> Any:

@@ -13,6 +13,7 @@ forward adds to the loss that it returns.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm
 
-from retrofit.sdk import FeedForward, FeedForwardBlock, Port, record_auxiliary_loss
+from retrofit.sdk import FeedForward, FeedForwardBlock, Port, cond, record_auxiliary_loss
 
 ROUTER_SPREAD = 0.02  # of the router's weights at random
 ROW = 16  # bytes: grouped kernels need rows of a multiple of it
@@ -63,6 +64,11 @@ class ExpertMatrices(nn.Module):
         else:
             y = grouped_product(rows, weight.transpose(1, 2), ends)
         return y if bias is None else y + bias.to(y.dtype).index_select(0, expert)
+
+    def of_every_expert(self, rows: Tensor) -> Tensor:
+        """Rows, (rows, in) or for each expert its own (E, rows, in), times its matrix plus its bias: (E, rows, out)."""
+        y = rows @ self.weight.to(rows.dtype).transpose(1, 2)
+        return y if self.bias is None else y + self.bias.to(y.dtype).unsqueeze(1)
 
     def extra_repr(self) -> str:
         return f"experts={self.weight.shape[0]}, {self.weight.shape[2]} to {self.weight.shape[1]}, bias={self.bias is not None}"
@@ -126,23 +132,39 @@ class MixtureOfExperts(nn.Module):
 
     def combine(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         """Σ_k gates_k e_{selected_k}(x)."""
-        dtype = autocast_dtype(x.device) or self.down.weight.dtype
-        expert = selected.flatten()
+        x = x.to(autocast_dtype(x.device) or self.down.weight.dtype)
         if torch.compiler.is_exporting():  # programs that run without torch
-            y = self.run_experts(x.to(dtype).repeat_interleave(self.k, 0), expert, None, hidden)
-        else:  # rows sorted by expert, one grouped product for all
-            expert, order = torch.sort(expert, stable=True)
-            ends = torch.searchsorted(expert, torch.arange(self.experts, device=expert.device), right=True).to(torch.int32)
-            y = self.run_experts(x.to(dtype).index_select(0, order // self.k), expert, ends, hidden)
-            y = y.index_select(0, torch.argsort(order))
-        return (y.view(*selected.shape, self.width) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
+            every, gathered = (functools.partial(way, hidden=hidden) for way in (self.combine_every, self.combine_gathered))
+            return cond(selected.numel() > self.experts, every, gathered, x, gates, selected)
+        expert, order = torch.sort(selected.flatten(), stable=True)  # rows sorted by expert, one grouped product for all
+        ends = torch.searchsorted(expert, torch.arange(self.experts, device=expert.device), right=True).to(torch.int32)
+        y = self.run_experts(x.index_select(0, order // self.k), expert, ends, hidden)
+        return self.weigh(y.index_select(0, torch.argsort(order)), gates)
+
+    def combine_gathered(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
+        """The same by a copy of its experts' matrices for each token: for a few tokens."""
+        return self.weigh(self.run_experts(x.repeat_interleave(self.k, 0), selected.flatten(), None, hidden), gates)
+
+    def combine_every(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
+        """The same by every expert on every token: more to compute, and no copies."""
+        z = [self.get_submodule(name).of_every_expert(x) for name in self.into]  # type: ignore[operator]
+        y = self.down.of_every_expert(hidden(*self.units_of(z)))  # (E, tokens, d)
+        weights = (F.one_hot(selected, self.experts) * gates.unsqueeze(-1)).sum(1)  # (tokens, E)
+        return (y * weights.t().unsqueeze(-1)).sum(0).to(y.dtype)
+
+    def weigh(self, y: Tensor, gates: Tensor) -> Tensor:
+        """The sum over the experts of each token: (tokens · K, d) to (tokens, d)."""
+        return (y.view(*gates.shape, self.width) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
 
     def run_experts(self, rows: Tensor, expert: Tensor, ends: Tensor | None, hidden: Callable[..., Tensor]) -> Tensor:
         """e_i of each row, i its expert; `ends` as in `ExpertMatrices`."""
         z = [self.get_submodule(name)(rows, expert, ends) for name in self.into]
-        units = [z[port.matrix][:, port.start : port.start + port.step * (self.units - 1) + 1 : port.step] for port in self.ports]
-        y: Tensor = self.down(hidden(*units), expert, ends)
+        y: Tensor = self.down(hidden(*self.units_of(z)), expert, ends)
         return y
+
+    def units_of(self, z: Sequence[Tensor]) -> list[Tensor]:
+        """What the hidden function reads of the results of the matrices: (…, units) each."""
+        return [z[port.matrix][..., port.start : port.start + port.step * (self.units - 1) + 1 : port.step] for port in self.ports]
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, k={self.k}, width={self.width}, units={self.units}"

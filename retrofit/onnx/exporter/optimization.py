@@ -116,7 +116,7 @@ def fuse_operators(
         candidate, before = model.clone(), count_nodes(model)
         try:
             if fuse(candidate):  # the optimizer takes longer than the search
-                onnxscript.optimizer.optimize_ir(candidate)
+                onnxscript.optimizer.optimize_ir(candidate, num_iterations=1)
             after = count_nodes(candidate)
             why = "" if after < before else "nothing to fuse"
             if not why:
