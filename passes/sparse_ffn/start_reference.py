@@ -7,17 +7,19 @@ in the one or two directions that a unit reads, and the best map of rank r is it
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from retrofit.passes.sparse_ffn.reference import hidden_units, in_blocks, output
-from retrofit.sdk import Observed, ObservedSite, Problems
+from retrofit.passes.sparse_ffn.reference import Dense, controller_logits, hidden_units, in_blocks, indicator, output
+from retrofit.sdk import Enough, Observed, ObservedSite, Problems
 
 CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by the dtype that the dense model computed it in
 COARSE = 5e-2  # the same of half precision
 PROBES = 512  # random inputs that a controller is tried on
+TOKENS = 512  # of calibration data that a fitted output matrix is tried on
 MOST = 4  # blocks whose regression is solved again, spread evenly over the model
 NODES = {1: 64, 2: 40}  # of the quadrature, in each direction
 EXPLAINED = 0.9  # of what the best map of that rank explains: the pass estimates the slopes from draws
@@ -25,22 +27,34 @@ NEGLIGIBLE = 1e-3  # of the contributions: so little their means differ that the
 
 
 def start(observed: Observed) -> Problems:
-    """With all units active it is the dense feed-forward; its controller is the best of its rank, with data better than chance."""
+    """With all units active and the dense output matrix it is the dense feed-forward; its controller is the best of its rank.
+
+    On data the controller is better than chance, and an output matrix that was fitted no further from the dense feed-forward than
+    the dense one.
+    """
     options = observed.options
     advantages: list[tuple[str, float, float]] = []
-    fitted = [site for site in observed.sites if getattr(site.module, "c1", None) is not None]
-    solved = {fitted[index * (len(fitted) - 1) // max(1, MOST - 1)].path for index in range(MOST)} if fitted else set()
+    compared_on_data = False
+    predicted = [site for site in observed.sites if getattr(site.module, "c1", None) is not None]
+    solved = {predicted[index * (len(predicted) - 1) // max(1, MOST - 1)].path for index in range(MOST)} if predicted else set()
     for site in observed.sites:
         block: Any = site.module
         known = observed.dense_calls.get(site.dense_path)
+        fitted = bool(getattr(block, "fitted", False))
+        dense = dense_output(observed, site) if fitted else None
         if known is None or not known[0].shape[-1] == block.width == known[1].shape[-1]:
             observed.not_compared(site.path, "the dense model calls no module there that takes and returns a stream of its width")
+        elif fitted and dense is None:
+            observed.not_compared(site.path, "its output matrix was fitted, and the dense one is not at hand")
         else:
             x, y = (rows.double() for rows in known)
-            apart = float((output(block, hidden_units(block, x)[1]).detach() - y).abs().max())
+            apart = float((output(block, hidden_units(block, x)[1], dense).detach() - y).abs().max())
             if apart > CLOSE.get(known[1].dtype, COARSE) * float(y.abs().max()):
                 yield site.path, "with all its units active it does not begin as the dense feed-forward"
-        if site not in fitted or not site.calls:
+        if dense is not None and not compared_on_data:  # the first: its input on the data is what it was fitted on
+            compared_on_data = True
+            yield from compare_on_data(observed, site, dense)
+        if site not in predicted or not site.calls:
             continue
         random = random_rows(block)
         if not bool(logits_of(block, options, random).var(0).any()):
@@ -50,6 +64,61 @@ def start(observed: Observed) -> Problems:
         advantages.append((site.path, advantage(block, options, random), advantage(block, options, real_rows(site))))
     if advantages and sum(one[1] for one in advantages) <= 0 and sum(one[2] for one in advantages) <= 0:
         yield advantages[0][0], "the controllers begin no better than ones that select at random: they were not fitted"
+
+
+# ── The output matrix ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def dense_output(observed: Observed, site: ObservedSite) -> Dense | None:
+    """W_out and b_out of the dense model, units in the order of the block; None where they are not at hand."""
+    block: Any = site.module
+    found = {fate.name: (name, fate) for name, fate in observed.fates.items()}
+    name, fate = found.get(f"{site.path}.down.weight", ("", None))
+    if name not in observed.dense_parameters or fate.layout is None:
+        return None
+    weight = observed.dense_parameters[name].detach().double()
+    rows = (weight.T if fate.layout.transposed else weight)[block.order]
+    bias = observed.dense_parameters.get(found.get(f"{site.path}.down.bias", ("", None))[0])
+    return rows, None if bias is None else bias.detach().double()
+
+
+def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense) -> Problems:
+    """Some calibration tokens by the fitted output matrix and by the dense one: how far is either from the dense feed-forward?"""
+    block, options, rows = site.module, observed.options, list[Tensor]()
+    if observed.calibration is None:
+        return
+
+    def keep(x: Tensor) -> None:
+        rows.append(x[:TOKENS])
+        if sum(map(len, rows)) >= TOKENS:
+            raise Enough
+
+    observed.calibration.observe(observed.model, {site.path: keep})
+    x = torch.cat(rows).double()
+    with torch.no_grad():
+        z, h = hidden_units(block, x)
+        y = output(block, h, dense, with_tail=False)
+        lengths = y.square().sum(-1)
+        weights = (lengths.median() / lengths.clamp_min(1e-30)).clamp(max=1)
+        errors = []
+        for one in (None, dense):
+            found = output(block, masked(block, options, x, z, h, one), one, with_tail=False)
+            errors.append(float((found - y).square().sum(-1) @ weights))
+    if not errors[0] < errors[1]:
+        worse = f"its error on the calibration data is {(errors[0] / max(errors[1], 1e-30)) ** 0.5:.2f} times that of the dense one"
+        yield site.path, f"its output matrix was not fitted to the units that are active: {worse}"
+
+
+def masked(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor, dense: Dense | None) -> Tensor:
+    """h with the units that are active in evaluation, where the output matrix is the `dense` one or the block's."""
+    if options.controller == "gate":
+        logits = in_blocks(controller_logits(block, options, x, z, h, None if dense is None else dense[0]), options.sparsity)
+    else:
+        logits = logits_of(block, options, x.float()).to(h.dtype)
+    mask = indicator(logits, options.active)
+    if options.multiply_by_controller:
+        mask = mask * logits.softmax(-1)
+    return h * mask.flatten(-2) * (math.sqrt(options.sparsity / options.active) if options.scale else 1.0)
 
 
 # ── Without data ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
