@@ -20,6 +20,14 @@ choice = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/unit_choice.
 gate = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/gate_activation.py")
 rows = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/indexed_rows.py")
 whole = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/sparse_ffn.py")
+fitted = functools.partial(
+    Mutant,
+    "sparse-ffn",
+    "passes/sparse_ffn/output_fit.py",
+    trials=CALIBRATED,
+    test="tests/passes/sparse_ffn/test_output_fit.py::"
+    "test_each_solution_is_that_of_least_squares_with_rows_that_pull_to_the_dense_matrix",
+)
 start = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/controller_fit.py")
 contributions = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/contributions.py")
 
@@ -299,6 +307,39 @@ MUTANTS = [
         "the controller's bias forgets the mean of x",
         "bias = c - moments.x.double() @ c1 @ c2",
         "bias = c",
+        trials=CALIBRATED,
+    ),
+    fitted(
+        "the output matrix is fitted without λ",
+        "related + strength * torch.eye",
+        "related + 1e-6 * torch.eye",
+    ),
+    fitted(
+        "the output matrix is fitted with all units active",
+        "yield block.active_values(part).float(), dense(",
+        "yield block.hidden(*block.port_values(part)).float(), dense(",
+    ),
+    fitted(
+        "the output matrix is fitted to what other tokens miss",
+        "missed = y - dense(a)",
+        "missed = (y - dense(a)).roll(1, 0)",
+    ),
+    fitted(
+        "the output matrix is fitted, and its bias not",
+        "None if dense.bias is None else dense.bias + change[units]",
+        "dense.bias",
+        trials=on("gpt2", "sparse-ffn(sparsity=8)", "calibrated"),
+    ),
+    fitted(
+        "the fitted output matrix is measured and never kept",
+        "best, least = candidate, errors",
+        "least = errors",
+        test="tests/passes/sparse_ffn/test_output_fit.py::test_with_enough_tokens_it_is_better",
+    ),
+    whole(
+        "the output matrix is fitted on noise",
+        "fit_output(block, x[~held_out], x[held_out])",
+        "fit_output(block, torch.randn_like(x[~held_out]), x[held_out])",
         trials=CALIBRATED,
     ),
 ]

@@ -20,6 +20,7 @@ CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by 
 COARSE = 5e-2  # the same of half precision
 PROBES = 512  # random inputs that a controller is tried on
 TOKENS = 512  # of calibration data that a fitted output matrix is tried on
+FITTED = 0.8  # of the squared error: as much as a matrix that is fitted to some of the data may better one that is not said to be
 MOST = 4  # blocks whose regression is solved again, spread evenly over the model
 NODES = {1: 64, 2: 40}  # of the quadrature, in each direction
 EXPLAINED = 0.9  # of what the best map of that rank explains: the pass estimates the slopes from draws
@@ -51,7 +52,7 @@ def start(observed: Observed) -> Problems:
             apart = float((output(block, hidden_units(block, x)[1], dense).detach() - y).abs().max())
             if apart > CLOSE.get(known[1].dtype, COARSE) * float(y.abs().max()):
                 yield site.path, "with all its units active it does not begin as the dense feed-forward"
-        if dense is not None and not compared_on_data:  # the first: its input on the data is what it was fitted on
+        if not compared_on_data and options.fits_output:  # the first: its input on the data is what it was fitted on
             compared_on_data = True
             yield from compare_on_data(observed, site, dense)
         if site not in predicted or not site.calls:
@@ -66,7 +67,7 @@ def start(observed: Observed) -> Problems:
         yield advantages[0][0], "the controllers begin no better than ones that select at random: they were not fitted"
 
 
-# ── The output matrix ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The output matrix ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def dense_output(observed: Observed, site: ObservedSite) -> Dense | None:
@@ -82,8 +83,11 @@ def dense_output(observed: Observed, site: ObservedSite) -> Dense | None:
     return rows, None if bias is None else bias.detach().double()
 
 
-def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense) -> Problems:
-    """Some calibration tokens by the fitted output matrix and by the dense one: how far is either from the dense feed-forward?"""
+def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense | None) -> Problems:
+    """Some calibration tokens by the output matrix and by another: how far is either from the dense feed-forward?
+
+    The other one is the dense matrix, where it was fitted, and else one that is fitted here: that must not be much nearer.
+    """
     block, options, rows = site.module, observed.options, list[Tensor]()
     if observed.calibration is None:
         return
@@ -95,6 +99,13 @@ def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense) -> Pro
 
     observed.calibration.observe(observed.model, {site.path: keep})
     x = torch.cat(rows).double()
+    if dense is None:
+        if (share := share_of_fitted(block, options, x)) < FITTED:
+            yield (
+                site.path,
+                f"another output matrix has {share:.2f} of its squared error on the calibration data: it was not fitted",
+            )
+        return
     with torch.no_grad():
         z, h = hidden_units(block, x)
         y = output(block, h, dense, with_tail=False)
@@ -107,6 +118,26 @@ def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense) -> Pro
     if not errors[0] < errors[1]:
         worse = f"its error on the calibration data is {(errors[0] / max(errors[1], 1e-30)) ** 0.5:.2f} times that of the dense one"
         yield site.path, f"its output matrix was not fitted to the units that are active: {worse}"
+
+
+@torch.no_grad()
+def share_of_fitted(block: Any, options: Any, x: Tensor) -> float:
+    """The squared error of a matrix fitted to most of these tokens, as a part of the block's own, on the others.
+
+    It is a regression whose ridge is as large as the square of each unit; tokens count by their length, or all alike: the larger.
+    """
+    z, h = hidden_units(block, x)
+    y, a = output(block, h, with_tail=False), masked(block, options, x, z, h, None)
+    missed = y - output(block, a, with_tail=False)
+    fitted = torch.arange(len(x), device=x.device) < len(x) * 3 // 4
+    lengths = y.square().sum(-1).clamp_min(1e-30)
+    weights = (lengths.median() / lengths).clamp(max=1)
+    weighted = (weights.unsqueeze(1) * a)[fitted]
+    gram = weighted.T @ a[fitted]
+    ridge = torch.diag(gram.diagonal() + 1e-6 * gram.diagonal().mean() + 1e-30)
+    left = missed - a @ torch.linalg.solve(gram + ridge, weighted.T @ missed[fitted])
+    before, after = missed[~fitted].square().sum(-1), left[~fitted].square().sum(-1)
+    return max(float(after @ one / (before @ one).clamp_min(1e-30)) for one in (weights[~fitted], torch.ones_like(before)))
 
 
 def masked(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor, dense: Dense | None) -> Tensor:

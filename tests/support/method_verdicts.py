@@ -27,8 +27,9 @@ def verdict(model: nn.Module, *specs: str, nudge: bool = False, calibration: Any
         before = method.measure(Subject(model, (inputs,)))
     edit = Edit(model, None if calibration is None else calibration_from(model, calibration))
     accounts, _ = run_passes(model, tuple(map(parse_spec, specs)), inputs, edit, lambda stage: None)
-    subject, calibrated = Subject(model, (inputs,)), calibration is not None
-    context = Context(subject, True, accounts, edit.account(), fresh=not nudge, calibrated=calibrated)
+    subject, fates = Subject(model, (inputs,)), edit.account()
+    known = {"calibration": edit.calibration, "dense_parameters": edit.dense}
+    context = Context(subject, True, accounts, fates, fresh=not nudge, **known)
     if nudge:
         with torch.no_grad():
             for parameter in model.parameters():
