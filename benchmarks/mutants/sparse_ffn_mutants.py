@@ -94,8 +94,8 @@ MUTANTS = [
     ),
     layer(
         "multiply_by_controller: the weights are probabilities among the active units only",
-        "weight = [logits.softmax(-1).gather(-1, unit)] if self.multiply else []",
-        "weight = [logits.gather(-1, unit).softmax(-1)] if self.multiply else []",
+        "return [unit, logits.softmax(-1).gather(-1, unit)] if",
+        "return [unit, logits.gather(-1, unit).softmax(-1)] if",
         trials=on(TWO_MODELS, "sparse-ffn(sparsity=8, active=2, multiply_by_controller=true)"),
     ),
     layer(
@@ -269,8 +269,8 @@ MUTANTS = [
     ),
     whole(
         "the rows of W_out keep the dense order when the units are permuted",
-        'rows = Rearranged(transposed=site.out.out_first, order="order", dim=1 if site.out.out_first else 0)',
-        "rows = Rearranged(transposed=site.out.out_first, dim=1 if site.out.out_first else 0)",
+        'rows = Rearranged(transposed=site.out.out_first, order="order", dim=1 if site.out.out_first else 0, fitted=fitted)',
+        "rows = Rearranged(transposed=site.out.out_first, dim=1 if site.out.out_first else 0, fitted=fitted)",
         trials=CALIBRATED,
     ),
     whole(
@@ -311,8 +311,8 @@ MUTANTS = [
     ),
     fitted(
         "the output matrix is fitted without λ",
-        "related + strength * torch.eye",
-        "related + 1e-6 * torch.eye",
+        "gram + strength * size * torch.eye",
+        "gram + 1e-6 * size * torch.eye",
     ),
     fitted(
         "the output matrix is fitted with all units active",
