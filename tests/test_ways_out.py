@@ -159,6 +159,40 @@ def test_every_pass_on_every_form_of_the_encoder(how: dict[str, object], one: st
     assert learns(applied.model, given)
 
 
+class Translator(nn.Module):
+    """torch's encoder and decoder in one module, which takes the token ids of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, HIDDEN, batch_first=True), 2)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, HEADS, HIDDEN, batch_first=True), 2)
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(decoder_input_ids.shape[1])
+        read = self.encoder(self.embedding(input_ids))
+        logits: Tensor = self.head(self.decoder(self.embedding(decoder_input_ids), read, tgt_mask=mask, tgt_is_causal=True))
+        return logits
+
+
+@pytest.mark.parametrize(("spec", "graph"), [("memory", False), ("memory(beside=ffns)", True)])
+def test_two_stacks_in_one_module_look_up_ids_of_their_own(spec: str, graph: bool) -> None:
+    torch.manual_seed(0)
+    model = Translator().eval()
+    given = {"input_ids": torch.tensor([[1, 2, 3, 4, 5]]), "decoder_input_ids": torch.tensor([[6, 7, 8]])}
+    expected = model(**given)
+    made = retrofit.apply(model, spec, example_inputs=given, verify=False)
+    assert isinstance(made, fx.GraphModule) is graph
+    torch.testing.assert_close(made(**given), expected, rtol=1e-5, atol=1e-5)
+    made(**given).square().sum().backward()
+    tables = {name: one.grad for name, one in made.named_parameters() if len(one) == VOCABULARY and "memory" in name}
+    assert len(tables) == 4
+    for name, gradient in tables.items():
+        assert gradient is not None
+        read = gradient.abs().sum(-1).nonzero().flatten().tolist()
+        assert read == given["input_ids" if "encoder" in name else "decoder_input_ids"].flatten().tolist()
+
+
 # ── The rule ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -7,6 +7,7 @@ keywords to the layers that is all (found out by tracing it). Elsewhere the keyw
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,18 @@ TOKEN_IDS = "token_ids"  # the keyword
 
 
 def reads_token_ids(module: nn.Module) -> bool:
-    """Whether a memory inside `module` reads the keyword `token_ids`."""
-    return any(isinstance(part, TokenIdMemory) for part in module.modules())
+    """Whether a memory inside `module` reads the keyword `token_ids`, and the code around it takes it."""
+    if isinstance(module, TokenIdInjector) or any(isinstance(child, TokenIdMemory) for child in module.children()):
+        return True
+    if isinstance(module, Wrapper):
+        return reads_token_ids(child_modules(module)["layer"])
+    return any(isinstance(part, TokenIdMemory) for part in module.modules()) and takes_keyword(module, TOKEN_IDS)
+
+
+def takes_keyword(module: nn.Module, name: str) -> bool:
+    """Whether the module's forward takes a keyword of this name, or any."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(one.name == name or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 class TokenIdInjector(Wrapper):
@@ -148,21 +159,20 @@ def trace_forwarding(
     return [all(arrived.get(layer, False) for layer in layers) for _, layers in routes]
 
 
-def present_injection(
-    module: nn.Module, source: TokenIdSource
-) -> tuple[ForwardWithAuxiliaryLosses | None, InjectingForward | None]:
-    """The replacements of the module's forward by earlier passes, the outer and the inner one.
+def present_injection(module: nn.Module, source: TokenIdSource) -> tuple[ForwardWithAuxiliaryLosses | None, list[InjectingForward]]:
+    """The replacements of the module's forward by earlier passes: the one around the others, and those that inject ids.
 
     Raises `DoesNotFitError` where something else has replaced it, so that no ids can be injected.
     """
     held = vars(module).get("forward")
     outer = held if isinstance(held, ForwardWithAuxiliaryLosses) else None  # adds to the loss whatever runs inside it
     inner = held if outer is None else outer.inner
+    injecting: list[InjectingForward] = []
+    while isinstance(inner, InjectingForward) and isinstance(inner.keywords_from, TokenIdReader):
+        injecting.append(inner)
+        inner = inner.inner
     if inner is None:
-        return outer, None
-    reader = inner.keywords_from if isinstance(inner, InjectingForward) else None
-    if isinstance(inner, InjectingForward) and isinstance(reader, TokenIdReader) and reader.place == source.place:
-        return outer, inner
+        return outer, injecting
     raise DoesNotFitError(
         f"memory: the token ids do not reach the layers inside {source.path or 'the model'}",
         why="its code does not forward them, and its forward has been replaced already",
@@ -171,12 +181,17 @@ def present_injection(
 
 
 def inject_token_ids(source: TokenIdSource, paths: tuple[str, ...], edit: Edit) -> None:
-    """Each call of the source's module injects the ids into its submodules at `paths`, and where an earlier memory injects them."""
+    """Each call of the source's module injects the ids into its submodules at `paths`, and where earlier memories inject theirs.
+
+    Several stacks inside one module have ids of their own, from other arguments.
+    """
     module = edit.model.get_submodule(source.path)
-    outer, inner = present_injection(module, source)
-    if inner is not None:
-        paths = tuple(dict.fromkeys((*inner.paths, *paths)))
-    forward = InjectingForward(module, paths, TokenIdReader(source.place))
+    outer, present = present_injection(module, source)
+    routes: dict[ArgumentPlace, tuple[str, ...]] = {one.keywords_from.place: one.paths for one in reversed(present)}
+    routes[source.place] = tuple(dict.fromkeys((*routes.get(source.place, ()), *paths)))
+    forward: InjectingForward | None = None
+    for place, injected in routes.items():
+        forward = InjectingForward(module, injected, TokenIdReader(place), forward)
     if outer is None:
         edit.set_attribute(module, "forward", forward)
     else:

@@ -122,14 +122,24 @@ class ForwardReplacement:
 
 
 class InjectingForward(ForwardReplacement):
-    """A forward that calls the submodules at `paths` with what `keywords_from(args, kwargs)` makes of its own arguments."""
+    """A forward that calls the submodules at `paths` with what `keywords_from(args, kwargs)` makes of its own arguments.
 
-    def __init__(self, module: nn.Module, paths: Sequence[str], keywords_from: Any) -> None:
+    `inner` injects what it makes of them into submodules at other paths.
+    """
+
+    def __init__(self, module: nn.Module, paths: Sequence[str], keywords_from: Any, inner: InjectingForward | None = None) -> None:
         super().__init__(module)
-        self.paths, self.keywords_from = tuple(paths), keywords_from
+        self.paths, self.keywords_from, self.inner = tuple(paths), keywords_from, inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        injecting = InjectingCopy(self.module, self.paths, self.keywords_from(args, kwargs))
-        output = type(self.module).forward(injecting.copy, *args, **kwargs)
+        return self.run(self.module, args, kwargs)
+
+    def run(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """What the forward returns on `module`, which is the forward's own or a copy of it."""
+        injecting = InjectingCopy(module, self.paths, self.keywords_from(args, kwargs))
+        if self.inner is None:
+            output = type(self.module).forward(injecting.copy, *args, **kwargs)
+        else:
+            output = self.inner.run(injecting.copy, args, kwargs)
         injecting.write_back()
         return output
