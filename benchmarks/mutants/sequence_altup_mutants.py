@@ -228,7 +228,7 @@ MUTANTS = [
         "decoding: the corrections do not follow the beams",
         'for name in ("corrections", "real", "columns", "valid"):',
         'for name in ("real", "columns", "valid"):',
-        trials=DEFAULT,
+        trials=THREE,
     ),
     growing(
         "decoding: tokens are counted only at anchors",

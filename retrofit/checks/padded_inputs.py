@@ -53,15 +53,15 @@ def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> tuple[dict[str, A
 
 
 def pad_both_sides(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """A batch of three sequences: padded on the left, on the right, and on both sides."""
+    """A batch of three sequences of different lengths: padded on the left, on the right, and on both sides."""
     batch = resized_like(model, inputs, 3, seed=19)
     name = ids_name(inputs)
     assert name is not None
     mask = torch.ones_like(batch[name], dtype=torch.long)
     mask[0, :PADS] = 0
-    mask[1, -PADS:] = 0
+    mask[1, 1 - PADS :] = 0
     mask[2, :1] = 0
-    mask[2, 1 - PADS :] = 0
+    mask[2, -PADS:] = 0
     batch["attention_mask"] = mask
     batch[name] = batch[name].masked_fill(mask == 0, filler_id(model))
     if not has_two_sides(inputs) and accepts(model, "position_ids"):
