@@ -15,7 +15,7 @@ coefficients, and §5.4 are from the paper on external memory before it. Input-d
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -352,16 +352,25 @@ def check_layers(stacks: list[Stack], anatomy: Anatomy) -> None:
                 entering = shape(anatomy.node(layer.entry))
                 assert entering is not None
                 if entering[-1] != stack.width:
-                    blocks = isinstance(entering[-1], int) and entering[-1] % stack.width == 0
-                    other = f"what enters it is {'×'.join(map(str, entering))}, and the stream is {stack.width} wide"
-                    why = "the stream is several blocks wide already" if blocks else other
-                    raise DoesNotFitError("the stream has another width here", why=why)
+                    raise other_width(entering, stack.width)
             except DoesNotFitError as error:
                 raise DoesNotFitError(
                     f"altup: layer {layer.name or layer.exit} of the {stack.kind} {stack.name or 'stack'} cannot be wrapped",
                     why=error.why if attends else f"{error.why}; no layer attends, so this may be no transformer at all",
-                    remedy="apply altup once, to a model whose layers are modules that take the stream and return it",
+                    remedy=error.remedy,
                 ) from None
+
+
+def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFitError:
+    """Why a layer cannot be wrapped where what enters it does not end in the stream's width."""
+    if isinstance(entering[-1], int) and entering[-1] % width == 0:
+        return DoesNotFitError("the stream is wide", why="the stream is several blocks wide already", remedy="apply altup once")
+    return DoesNotFitError(
+        "the stream has another layout",
+        why=f"what enters it is {'×'.join(map(str, entering))}, and not tokens of width {width}",
+        remedy="altup widens tokens, (batch, tokens, width), from the first layer of a stack to the last; "
+        "passes that rewrite layers one by one may fit",
+    )
 
 
 def token_look_ups(stack: Stack, anatomy: Anatomy) -> list[fx.Node]:

@@ -6,21 +6,27 @@ from typing import Any
 
 from torch import fx, nn
 
+from retrofit.anatomy.attention_cores import SOFTMAX
 from retrofit.anatomy.parts import Part, Stack
 from retrofit.anatomy.weight_products import WeightProduct, weight_product
 from retrofit.program.aten_ops import CAST, LAYOUT, MASKING, POINTWISE, SELECTION, is_float, op, shape
 from retrofit.program.dataflow import Dataflow
 
+LOG_SOFTMAX = frozenset(("log_softmax", "_log_softmax"))
+
 
 def find_head(flow: Dataflow) -> Part | None:
-    """The product with a weight that makes the first output a number for every token and every output class."""
+    """The product with a weight that makes the first output a number for every token and every output class.
+
+    The output may be the logits, or what a softmax makes of them.
+    """
     node = next((node for node in flow.program.outputs.values() if is_float(node)), None)
     while node is not None:
         product = weight_product(node, flow)
         if product is not None:
             return head_part(product, flow)
         sources = [part for part in node.all_input_nodes if part in flow.depends]
-        light = op(node) in POINTWISE | LAYOUT | CAST | MASKING | SELECTION | {"getitem"}
+        light = op(node) in POINTWISE | LAYOUT | CAST | MASKING | SELECTION | SOFTMAX | LOG_SOFTMAX | {"getitem"}
         node = sources[0] if light and sources else None
     return None
 

@@ -127,6 +127,19 @@ def test_a_model_nobody_has_heard_of() -> None:
     assert (found.embedding.name, found.head.name, stack.kind) == ("a", "c", "encoder")
 
 
+class Probabilities(Own):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).softmax(-1)
+
+
+def test_the_head_is_found_under_a_softmax() -> None:
+    model = Probabilities()
+    head = retrofit.inspect(model).head
+    assert head is not None and head.name == "c"
+    probabilities = retrofit.apply(model, "sparse-loss(modules=2)", verify=False)(torch.arange(12)[None])
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones(1, 12))
+
+
 class Perceptron(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -14,6 +14,7 @@ from support.own_models import Own
 import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import AltUp, SumEmbedding
+from retrofit.passes.altup.altup import other_width
 from retrofit.passes.altup.layers import AltUpLayer
 from retrofit.rewriting import apply_reported
 
@@ -192,6 +193,18 @@ def state(model: Any) -> tuple[Any, ...]:
         (name, id(module), len(module._forward_hooks) + len(module._forward_pre_hooks)) for name, module in model.named_modules()
     ]
     return modules, [(name, id(parameter)) for name, parameter in model.named_parameters()], model.config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("entering", "why", "remedy"),
+    [
+        ((2, 12, 64), "several blocks wide already", "apply altup once"),
+        ((1, 32, 6, 40), "1×32×6×40, and not tokens of width 32", "tokens"),
+    ],
+)
+def test_a_layer_that_takes_no_tokens_of_the_width_says_what_it_takes(entering: tuple[int, ...], why: str, remedy: str) -> None:
+    error = other_width(entering, 32)
+    assert why in error.why and remedy in error.remedy
 
 
 @pytest.mark.parametrize("passes", [("altup", "altup"), ("sum", "altup(stacks=encoder)"), ("altup(layers=99)",)])
