@@ -171,7 +171,8 @@ def try_row(name: str, template: str) -> dict[str, Any]:
     try:
         applied = apply_reported(real.load(), chosen, example_inputs=example_of(real), calibration=calibration)
     except VerificationError as error:
-        return {**row, "verdict": "failed", "why": error.why}
+        broken = [check for check in error.report.checks if check.status == "failed"]
+        return {**row, "verdict": "failed", "why": "; ".join(f"{one.name}: {one.why or one.measured}" for one in broken)}
     except RetrofitError as error:
         return {**row, "verdict": "refused", "why": sentence(error)}
     stages.ends("apply")
@@ -305,47 +306,83 @@ def page(results: dict[str, dict[str, Any]]) -> str:
 
     parts = [INTRODUCTION]
     for name, model in REAL_MODELS.items():
-        rows = {key.partition(": ")[2]: row for key, row in results.items() if key.startswith(f"{name}: ")}
-        if not rows:
-            continue
-        dense = next((row["dense"] for row in rows.values() if "dense" in row), None)
-        says = f"Dense {model.figure} {dense:.3f}." if dense is not None and model.figure == "loss" else ""
-        parts.append(f"## {name}: {model.what}\n\nFrom the package `{model.package}`. {says}\n")
-        parts.append(f"| pass | verdict | {model.figure} at step 0 | parameters | FLOPs | time | decoding | ONNX |")
-        parts.append("| --- | --- | --- | --- | --- | --- | --- | --- |")
-        parts += [table_row(spec, row) for spec, row in rows.items()]
-        notes = [f"- `{row.get('spec', spec)}`: {row['why']}" for spec, row in rows.items() if row["verdict"] != "verified"]
-        notes += [
-            f"- `{row['spec']}`, ONNX: {row['onnx'][2]}" for row in rows.values() if row.get("onnx", ["passed"])[0] != "passed"
-        ]
-        parts += ["", *notes, ""]
+        rows = {spec: row for spec in SPECS if (row := results.get(f"{name}: {spec}"))}
+        parts.append(f"## {name}: {model.what}\n\nFrom the package `{model.package}`.{dense_figure(model, rows)}\n")
+        if rows:
+            parts.append(f"| pass | checks | {model.figure} at step 0 | parameters | FLOPs | memory | time | decoding | ONNX |")
+            parts.append("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+            parts += [table_row(spec, row) for spec, row in rows.items()]
+        parts += ["", *reasons(rows)]
+        if missing := [f"`{spec.format(half='n/2')}`" for spec in SPECS if spec not in rows]:
+            parts.append(f"- Not run yet: {', '.join(missing) if rows else 'any of its rows'}.")
+        parts.append("")
+    peaks = [row["peak"] for row in results.values() if "peak" in row]
+    if peaks:
+        parts.append(f"The row that took most memory took {max(peaks) / 1e9:.1f} GB, everything included.")
     return "\n".join(parts).rstrip() + "\n"
 
 
 INTRODUCTION = """# Real models
 
 Every pass on trained models that come inside Python packages, made by `make real` (`benchmarks/real_models.py`, the models in
-`tests/support/real_models.py`). ✓: the rewritten model passed every check; a pass that does not fit says why below the table.
-The figure is that of held-out inputs: a loss in nats, or the similarity to what the dense model returns, 1 being the same. Where a
-pass is fitted on calibration data, the figure without is given first. Parameters, FLOPs a token, the time of a forward, and that of
-a token decoded on the cache are ratios, new to dense, the times with their least and greatest of five rounds.
+`tests/support/real_models.py`).
+
+- **checks**: ✓, every check passed, so many of them; a check is skipped where there is nothing to check (a cache, of a model
+  without one). A pass that does not fit is refused, and the reason is below the table.
+- **at step 0**: on held-out inputs, a loss in nats, or the similarity to what the dense model returns, 1 being the same. Where a
+  pass is fitted on calibration data: without it → with it.
+- **parameters**, **FLOPs** a token, **memory** (weights, and what a forward allocates at its peak), **time** of a forward on
+  held-out inputs and **decoding**, the time of a token that `generate` decodes on its cache: ratios, rewritten to dense. Times are
+  processor time on one thread, taken in turn, with the least and the greatest of five rounds.
+- **ONNX**: how far the exported file lies from torch, relative to the largest output, on inputs of other shapes than it was traced
+  with.
 """
+
+
+def dense_figure(model: Any, rows: dict[str, dict[str, Any]]) -> str:
+    dense = next((row["dense"] for row in rows.values() if "dense" in row), None)
+    return f" Its loss is {dense:.3f}." if dense is not None and model.figure == "loss" else ""
 
 
 def table_row(spec: str, row: dict[str, Any]) -> str:
     if row["verdict"] != "verified":
-        cells = [row["verdict"], "", "", "", "", "", ""]
+        cells = [row["verdict"], "", "", "", "", "", "", ""]
     else:
         checks = [status for status, *_ in row["checks"].values()]
-        verdict = f"✓ {checks.count('passed')} passed" + (f", {checks.count('skipped')} skipped" if "skipped" in checks else "")
+        verdict = f"✓ {checks.count('passed')}" + (f", {checks.count('skipped')} skipped" if "skipped" in checks else "")
         start = f"{row['start']:.3f}" if "uncalibrated" not in row else f"{row['uncalibrated']:.3f} → {row['start']:.3f}"
         parameters, flops = (after / before for before, after in (row["parameters"], row["flops"]))
-        onnx = "✓" if row["onnx"][0] == "passed" else row["onnx"][0]
-        times = [
-            f"{row[name][0]:.2f} ({row[name][1]:.2f}–{row[name][2]:.2f})" if name in row else "" for name in ("speed", "decoding")
-        ]
-        cells = [verdict, start, f"{parameters:.2f}", f"{flops:.2f}", *times, f"{onnx} {row['onnx'][1]}"]
+        times = [interval(row[name]) if name in row else "–" for name in ("speed", "decoding")]
+        cells = [verdict, start, f"{parameters:.2f}", f"{flops:.2f}", f"{row['memory']:.2f}", *times, onnx_cell(*row["onnx"])]
     return f"| `{row.get('spec', spec)}` | " + " | ".join(cells) + " |"
+
+
+def interval(ratio: list[float]) -> str:
+    middle, least, most = ratio
+    return f"{middle:.2f} ({least:.2f}–{most:.2f})"
+
+
+def onnx_cell(status: str, measured: str, why: str) -> str:
+    if status != "passed":
+        return status
+    return f"✓ {measured.split()[0]}" + (", with its cache" if "with the cache" in measured else "")
+
+
+def reasons(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Why a pass or a check was refused, failed or left out, one line for those of the same reason."""
+    found: dict[str, list[str]] = {}
+    for spec, row in rows.items():
+        named = f"`{row.get('spec', spec)}`"
+        if row["verdict"] != "verified":
+            found.setdefault(" ".join(row["why"].split()), []).append(named)
+            continue
+        if row["onnx"][0] != "passed" or row["onnx"][2]:
+            found.setdefault(f"ONNX: {' '.join(row['onnx'][2].split())}", []).append(named)
+        for check, (status, _, why, _) in row["checks"].items():
+            if status == "skipped":
+                found.setdefault(f"{check} skipped: {' '.join(why.split())}", []).append(named)
+    verified = sum(row["verdict"] == "verified" for row in rows.values())
+    return [f"- {'all' if 3 < verified == len(specs) else ', '.join(specs)}: {why}" for why, specs in found.items()]
 
 
 if __name__ == "__main__":
