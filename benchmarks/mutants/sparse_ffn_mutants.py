@@ -46,8 +46,8 @@ MUTANTS = [
     ),
     layer(
         "h is not multiplied by the controller where all rows are used",
-        "return h * mask.flatten(-2).to(h.dtype)",
-        "return h",
+        "return self.down(h * mask.flatten(-2).to(h.dtype))",
+        "return self.down(h)",
         trials=on(TWO_MODELS, "sparse-ffn(sparsity=4, active=2)"),
     ),
     layer(

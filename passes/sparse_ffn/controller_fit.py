@@ -19,10 +19,12 @@ from retrofit.passes.sparse_ffn.balanced_partition import balanced_partition
 from retrofit.passes.sparse_ffn.contributions import ContributionMoments, Contributions
 from retrofit.passes.sparse_ffn.controller_training import train_controller
 from retrofit.passes.sparse_ffn.gate_activation import gate_activation
+from retrofit.passes.sparse_ffn.recorded_inputs import spread
 from retrofit.sdk import FeedForward, evaluation_mode
 
 SPREAD = 4.0  # of the controller's logits in a block at the start, in standard deviations (benchmarks/sparse_ffn_calibration.py)
 SHRINKAGE = 0.1  # of the covariance of x towards the identity
+TOKENS = 8192  # whose moments are averaged; the controller is trained on all
 HELD_OUT = 8  # one run of tokens in so many is left out of the fit and measured on
 RUN = 64  # tokens of a run: neighbours are much the same, so a token would not be new where those beside it were fitted to
 
@@ -122,7 +124,7 @@ def fit_start(site: FeedForward, model: nn.Module, n: int, k: int, rank: int | N
         if x is None:
             return Start(of_weights)
         held_out = held_out_tokens(len(x))
-        moments, coactivation = ContributionMoments.of_data(contributions, x[~held_out])
+        moments, coactivation = ContributionMoments.of_data(contributions, spread(x[~held_out], TOKENS))
         order = balanced_partition(coactivation, n).flatten()
         starts: list[tuple[Controller | None, Tensor]] = [(of_weights, unchanged)]
         if rank is None:

@@ -11,11 +11,12 @@ tokens, each counted alike, nor for their sum. Where the gate selects, the units
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from retrofit.passes.sparse_ffn.recorded_inputs import spread
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.sdk import evaluation_mode, token_weights
 
@@ -66,12 +67,15 @@ def fit_output(block: SparseFeedForward, x: Tensor, held_out: Tensor) -> tuple[E
     """
     with evaluation_mode(block):
         dense = Output.of(block)
-        best, before = dense, measure(block, dense, held_out)
+        pairs = list(values(block, dense, held_out))
+        best, before = dense, measure(dense, pairs)
         least = before
         for _ in range(ROUNDS if block.controller == "gate" else 1):
             for candidate in solutions(block, dense, x):
                 candidate.put(block)
-                errors = measure(block, dense, held_out)
+                if block.controller == "gate":
+                    pairs = list(values(block, dense, held_out))
+                errors = measure(Output.of(block), pairs)
                 if errors.is_no_worse(before) and errors.of_tokens < least.of_tokens:
                     best, least = candidate, errors
             best.put(block)
@@ -83,7 +87,7 @@ def fit_output(block: SparseFeedForward, x: Tensor, held_out: Tensor) -> tuple[E
 
 def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output]:
     """The minimum of the formula above for each λ, with the units that `block` selects as it is now."""
-    sample = torch.cat([y for _, y in values(block, dense, spread(x, 2 * CHUNK))])
+    sample = torch.cat([y for _, y in values(block, dense, spread(x, CHUNK))])
     median = sample.square().sum(1).median().clamp_min(torch.finfo(torch.float32).tiny)
     gram, right = 0.0, 0.0
     for a, y in values(block, dense, x):
@@ -107,15 +111,13 @@ def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output
 def values(block: SparseFeedForward, dense: Output, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """What the output matrix multiplies in evaluation, and the dense feed-forward's output, some tokens at a time."""
     for part in x.split(CHUNK):
-        part = part.to(block.down.weight)
-        yield block.active_values(part).float(), dense(block.hidden(*block.port_values(part)).float())
+        h, a = block.values(part.to(block.down.weight))
+        yield a.float(), dense(h.float())
 
 
-def measure(block: SparseFeedForward, dense: Output, x: Tensor) -> Errors:
-    """The errors of `block` as it is now on x, (tokens, d)."""
-    now = Output.of(block)
-    pairs = [(now(a) - y, y) for a, y in values(block, dense, x)]
-    missed, y = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+def measure(output: Output, pairs: Sequence[tuple[Tensor, Tensor]]) -> Errors:
+    """The errors with this output, where `pairs` are what it multiplies and what it should return."""
+    missed, y = (torch.cat(parts) for parts in zip(*((output(a) - y, y) for a, y in pairs), strict=True))
     weights = token_weights(y)
 
     def error(by_token: Tensor) -> float:
@@ -123,8 +125,3 @@ def measure(block: SparseFeedForward, dense: Output, x: Tensor) -> Errors:
         return float((missed.square().sum(1) @ by_token / whole.clamp_min(torch.finfo(torch.float32).tiny)).sqrt())
 
     return Errors(error(weights), error(torch.ones_like(weights)))
-
-
-def spread(x: Tensor, most: int) -> Tensor:
-    """At most so many rows of x, at even distances."""
-    return x[torch.arange(most, device=x.device) * len(x) // most] if len(x) > most else x

@@ -47,3 +47,8 @@ def spread_out(calibration: Calibration, tokens: int) -> Calibration:
     """Batches of about so many tokens, at even distances from one another: the data may go from one subject to the next."""
     given = sum(max(math.prod(one.shape[:2]) for one in batch.values() if isinstance(one, Tensor)) for batch in calibration.batches)
     return Calibration(calibration.batches[:: max(1, given // tokens)])
+
+
+def spread(x: Tensor, most: int) -> Tensor:
+    """At most so many rows of x, at even distances."""
+    return x[torch.arange(most, device=x.device) * len(x) // most] if len(x) > most else x

@@ -100,11 +100,12 @@ class SparseFeedForward(FeedForwardBlock):
         unit, *weight = self.active_units(logits)
         return cond(self.prefers_gather(x), self.compute_gathered, self.compute_masked, x, unit, *gate, *weight)
 
-    def active_values(self, x: Tensor) -> Tensor:
-        """What `down` multiplies in evaluation: the hidden units, zero where they are not active, (…, d_ff)."""
-        gate = self.port_value(self.ports[self.gate_port], x) if self.controller == "gate" else None
-        unit, *weight = self.active_units(self.logits(x, gate))
-        return self.masked_values(x, indicator(unit, self.sparsity, *weight), gate)
+    def values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """All hidden units, and what `down` multiplies in evaluation, which is zero where they are not active: (…, d_ff) each."""
+        z = self.port_values(x)
+        unit, *weight = self.active_units(self.logits(x, *([z[self.gate_port]] if self.controller == "gate" else [])))
+        h = self.hidden(*z)
+        return h, self.scale(h) * indicator(unit, self.sparsity, *weight).flatten(-2).to(h.dtype)
 
     # Which units are active.
 
@@ -173,16 +174,12 @@ class SparseFeedForward(FeedForwardBlock):
         return rest[0] if self.controller == "gate" else None, rest[-1] if self.multiply else None
 
     def apply_mask(self, x: Tensor, mask: Tensor, gate: Tensor | None = None) -> Tensor:
-        return self.down(self.masked_values(x, mask, gate))  # type: ignore[no-any-return]
-
-    def masked_values(self, x: Tensor, mask: Tensor, gate: Tensor | None = None) -> Tensor:
-        """The hidden units times the mask: (…, d_ff)."""
         if gate is None:
             z = self.port_values(x)
         else:
             z = [gate if index == self.gate_port else self.port_value(port, x) for index, port in enumerate(self.ports)]
         h = self.scale(self.hidden(*z))
-        return h * mask.flatten(-2).to(h.dtype)
+        return self.down(h * mask.flatten(-2).to(h.dtype))  # type: ignore[no-any-return]
 
     def port_values(self, x: Tensor) -> list[Tensor]:
         """The arguments of `hidden` for all units: (…, d_ff) each."""

@@ -257,20 +257,24 @@ def reaction_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def reaction_calibration() -> list[Batch]:
-    return list(encoded(REACTIONS[::2], reaction_tokenizer()))
-
-
-def reaction_held_out() -> list[Batch]:
-    """Every second reaction, once for each of four draws of the tokens that are masked."""
+def masked_reactions(reactions: list[str], seed: int) -> Iterator[Batch]:
+    """The reactions once for each of four draws of the tokens that are masked; `labels` are what was there, −100 elsewhere."""
     tokenizer = reaction_tokenizer()
-    generator, batches = torch.Generator().manual_seed(0), []
-    for batch in [one for _ in range(4) for one in encoded(REACTIONS[1::2], tokenizer)]:
+    generator = torch.Generator().manual_seed(seed)
+    for batch in [one for _ in range(4) for one in encoded(reactions, tokenizer)]:
         ordinary = (batch["input_ids"] > max(tokenizer.all_special_ids)) & batch["attention_mask"].bool()
         masked = ordinary & (torch.rand(ordinary.shape, generator=generator) < MASKED)
         labels = batch["input_ids"].masked_fill(~masked, -100)
-        batches.append({**batch, "input_ids": batch["input_ids"].masked_fill(masked, tokenizer.mask_token_id), "labels": labels})
-    return batches
+        yield {**batch, "input_ids": batch["input_ids"].masked_fill(masked, tokenizer.mask_token_id), "labels": labels}
+
+
+def reaction_calibration() -> list[Batch]:
+    """The other reactions, masked too: a fit is only good for inputs like those it saw."""
+    return list(masked_reactions(REACTIONS[::2], seed=1))
+
+
+def reaction_held_out() -> list[Batch]:
+    return list(masked_reactions(REACTIONS[1::2], seed=0))
 
 
 # ── Whisper ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
