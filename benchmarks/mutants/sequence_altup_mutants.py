@@ -11,7 +11,7 @@ DEFAULT = on(MODELS, "sequence-altup(k=2, layers=all)")
 THREE = on("gpt2 llama", "sequence-altup(k=3, layers=all)")
 SKIP = on("gpt2 bert", "sequence-altup(k=2, layers=all, method=stride-and-skip)")
 POOLED = on("bert", "sequence-altup(k=3, layers=all, method=average-pooling)")
-EXPORTED = on("gpt2", "sequence-altup(k=2, layers=all)", "onnx")
+EXPORTED = on("gpt2", "sequence-altup(k=3, layers=all)", "onnx")  # of two tokens in a row neither is an anchor
 
 layers = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/strided_layers.py")
 anchors = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/anchors.py")
@@ -260,12 +260,16 @@ MUTANTS = [
         "torch.where(new.valid[:, -1:, None], latest, self.last)",
         "latest",
         trials=EXPORTED,
+        test="tests/passes/sequence_altup/test_placed_anchors.py::"
+        "test_an_exported_step_without_a_mask_sees_what_the_row_stores_and_no_more",
     ),
     placed(
         "exported decoding: an anchor sees the anchors after it",
         "& (number <= self.numbers[:, None, :, None])",
         "& (number >= 0)",
         trials=EXPORTED,
+        test="tests/passes/sequence_altup/test_placed_anchors.py::"
+        "test_an_exported_step_without_a_mask_sees_what_the_row_stores_and_no_more",
     ),
     whole(
         "layers=inner: the first layer is strided too",
