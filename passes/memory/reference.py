@@ -40,10 +40,10 @@ def token_ids(call: SiteCall, x: Tensor) -> list[int]:
 
 def jittered(call: SiteCall, x: Tensor) -> Tensor:
     """x times noise from U[1 − ε, 1 + ε]."""
-    noise, jitter = call.draw("uniform_", "rand", "rand_like"), call.options.jitter
+    noise, jitter = call.draw("uniform_", "rand", "rand_like", shape=x.shape), call.options.jitter
     if float((noise - 1).abs().max()) > jitter * (1 + 1e-6) or (noise.numel() > 64 and float(noise.std()) < 0.4 * jitter):
         raise Deviation(f"its noise is not from U[1 − {jitter}, 1 + {jitter}]")
-    return x * noise.view(x.shape)
+    return x * noise
 
 
 def look_up(memory: Any, options: Any, x: Tensor, id: int) -> tuple[int | None, Any]:

@@ -23,7 +23,7 @@ def moe_block(call: SiteCall) -> Tensor:
     logits = torch.stack([tokens @ row for row in moe.router.weight], -1)
     noise = 1 / options.experts if options.noise is None else options.noise
     if call.training and noise:
-        drawn = call.draw("randn_like", "normal_", "randn").view(logits.shape)
+        drawn = call.draw("randn_like", "normal_", "randn", shape=logits.shape)
         if drawn.numel() >= 64 and not 0.5 < float(drawn.std()) < 1.5:
             raise Deviation("its noise is not normal")
         logits = logits + noise * drawn

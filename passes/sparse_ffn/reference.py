@@ -90,7 +90,7 @@ def training_mask(call: SiteCall, logits: Tensor, k: int) -> Tensor:
     if getattr(options, "controller", "low-rank") == "gate":
         soft = relaxed(logits / options.temperature, k)
         return indicator(logits, k) + (soft - soft.detach())
-    exponential = call.draw("exponential_").view(logits.shape)
+    exponential = call.draw("exponential_", shape=logits.shape)
     if exponential.numel() >= 64 and not 0.5 < float(exponential.mean()) < 2:
         raise Deviation("its noise is not Gumbel noise")
     noisy = logits - exponential.log()

@@ -10,6 +10,7 @@ module and was there before (the dense layer it wraps) is *given*: its results a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -109,14 +110,16 @@ class SiteCall:
         calls.append(Expected(dict(places), others, returned, leaf, key))
         return linked(leaf, next(iter(places.values()))) if places else leaf
 
-    def draw(self, *operations: str) -> Tensor:
-        """The next random numbers that the module drew; raises `Deviation` unless by one of these operations."""
+    def draw(self, *operations: str, shape: Sequence[int] = ()) -> Tensor:
+        """The next random numbers that the module drew; raises `Deviation` unless by one of these operations, and as many."""
         if not self.draws:
             raise Deviation(f"it draws no {' or '.join(operations)} numbers where the method does")
         draw = self.draws.pop(0)
         if draw.operation not in operations:
             raise Deviation(f"it draws {draw.operation} numbers where the method draws {' or '.join(operations)}")
-        return draw.values
+        if draw.values.numel() != math.prod(shape):
+            raise Deviation(f"it draws {draw.values.numel()} {draw.operation} numbers, and the method {math.prod(shape)}")
+        return draw.values.view(*shape)
 
 
 def item(returned: Any, key: Key) -> Any:
