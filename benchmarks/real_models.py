@@ -51,20 +51,25 @@ SPECS = (
 
 def main() -> None:
     options = read_options()
-    results: dict[str, dict[str, Any]] = json.loads(options.results.read_text()) if options.results.exists() else {}
-    rows = [] if options.pages else planned_rows(options, results)
+    rows = [] if options.pages else planned_rows(options, read_results(options.results))
     if rows:
         import_everything()
     for name, spec in rows:
         began = time.monotonic()
-        results[f"{name}: {spec}"] = found = {**run_row(name, spec), "seconds": round(time.monotonic() - began)}
+        found = {**run_row(name, spec), "seconds": round(time.monotonic() - began)}
+        results = {**read_results(options.results), f"{name}: {spec}": found}  # another run may have added some
         options.results.parent.mkdir(parents=True, exist_ok=True)
         replaced = options.results.with_suffix(".new")
         replaced.write_text(json.dumps(results, indent=1))
         replaced.replace(options.results)
         print(f"{name}: {spec}: {found['verdict']}, {found['seconds']} s", flush=True)
     if options.output:
-        options.output.write_text(page(results))
+        options.output.write_text(page(read_results(options.results)))
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """The rows that have been run, by model and spec."""
+    return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def read_options() -> argparse.Namespace:
