@@ -59,11 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.rewriting import apply_reported
     from retrofit.storage.checkpoint import is_file_name, load, save
     from retrofit.storage.companions import has_companions, save_with_companions
+    from retrofit.storage.embedding_comparison import EmbeddingComparison
 
     with working(arguments.debug) as progress:
         progress(f"reading {arguments.model}")
         model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
         calibration = None if arguments.calibrate is None else read_calibration(arguments, model)
+        embedded = None if calibration is None else EmbeddingComparison.of(arguments.model, model, arguments.calibrate)
         torch.manual_seed(arguments.seed)
         applied = apply_reported(model, *passes, calibration=calibration, verify=not arguments.no_verify, progress=progress)
         model = applied.model
@@ -73,7 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
             save_with_companions(model, source, output, force=arguments.force)
         else:
             save(model, output, force=arguments.force)
-    print_table(summary(applied, output))
+    rows = summary(applied, output)
+    if embedded is not None:
+        rows.insert(-1, ("embeddings", embedded.measured(model)))
+    print_table(rows)
     return 0
 
 

@@ -42,6 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from retrofit.onnx.exporter.export_onnx import export_onnx
     from retrofit.storage.checkpoint import load
+    from retrofit.storage.pipeline_directories import is_pipeline, other_modules
 
     with working(arguments.debug) as progress:
         progress(f"reading {model}")
@@ -61,5 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             "as inputs and outputs" if exported.cached else f"none: {exported.why_no_cache}" if exported.why_no_cache else "none",
         )
     )
+    if is_pipeline(model):
+        rows.append(("not in the file", f"{', '.join(other_modules(model))}: sentence-transformers runs them afterwards"))
     print_table(rows)
     return 0

@@ -16,7 +16,8 @@ from retrofit.training.settings import Settings, flag
 
 EXAMPLES = """\
 The objective is the model's own: span corruption where it has an encoder and a decoder, the next token where its outputs never
-depend on later tokens, masked tokens otherwise. Text is read through the tokenizer in MODEL or --tokenizer, else as bytes.
+depend on later tokens, masked tokens otherwise. A sentence-transformers directory is trained as a whole, by telling texts apart.
+Text is read through the tokenizer in MODEL or --tokenizer, else as bytes.
 
   retrofit train model.pt --data text.txt --steps 200        writes model.trained.pt, its curve and numbers in model.trained.run/
   retrofit train hf_dir/ --data docs/ --steps 1000 --bf16    writes hf_dir.trained/
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
+    from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
     from retrofit.training.continued_pretraining import continue_pretraining
 
     texts = read_texts(arguments.data)
@@ -90,7 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
             progress(f"reading {arguments.model}")
             place = arguments.tokenizer or tokenizer_place(arguments.model)
             tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
-            model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+            if is_pipeline(arguments.model):
+                model = load_pipeline(arguments.model)
+            else:
+                model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
             result = continue_pretraining(
                 model,
                 texts,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.errors import CheckpointError, first_line
+from retrofit.runtime.quiet import quiet
 
 MODULES, CONFIG = "modules.json", "config.json"
 
@@ -32,6 +33,36 @@ def transformer_folder(path: Path) -> Path:
         why=", ".join(str(folder.relative_to(path)) for folder in folders),
         remedy=f"name the folder of one of them: {folders[0]}",
     )
+
+
+def is_pipeline(path: Path) -> bool:
+    """Whether a directory is one of sentence-transformers."""
+    return (path / MODULES).is_file()
+
+
+def load_pipeline(path: Path) -> Any:
+    """The whole sentence-transformers model in a directory, its transformer rewritten as its recipe says, in eval mode.
+
+    Raises `CheckpointError` where the package is missing, and where the modules hold no transformer, or several.
+    """
+    transformer_folder(path)
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path} is a model of sentence-transformers",
+            why=first_line(error),
+            remedy="pip install sentence-transformers, or give the folder of its transformer alone",
+        ) from error
+    with quiet(progress_bars=True):
+        return SentenceTransformer(str(path), device="cpu", local_files_only=True).eval()
+
+
+def other_modules(path: Path) -> list[str]:
+    """The kinds of a pipeline's modules other than its transformer, in order: `Pooling`, `Normalize`."""
+    module_folders(path)  # raises where the list is not one
+    inside, listed = transformer_folder(path), json.loads((path / MODULES).read_text(encoding="utf-8"))
+    return [str(entry.get("type", entry["path"])).rpartition(".")[2] for entry in listed if path / entry["path"] != inside]
 
 
 def module_folders(path: Path) -> list[Path]:

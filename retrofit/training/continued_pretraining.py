@@ -19,12 +19,14 @@ from transformers.utils import WEIGHTS_NAME, logging
 from retrofit.errors import CheckpointError, TrainingError
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.storage import architecture
-from retrofit.storage.checkpoint import NOT_WRITTEN, ONNX, save
+from retrofit.storage.checkpoint import NOT_WRITTEN, ONNX, is_file_name, save
 from retrofit.storage.exported_program import SUFFIX
 from retrofit.training.label_loss import add_loss
-from retrofit.training.objectives import Collator, objective_for
+from retrofit.training.objectives import Collator, Objective, objective_for
 from retrofit.training.runs import TrainingRun, finish_folder, refuse_to_overwrite, run_folder
+from retrofit.training.sentence_embeddings import WithContrastiveLoss, embeds_sentences, same_text
 from retrofit.training.settings import Settings
 from retrofit.training.windows import hold_out, ordered_windows, shuffled_windows
 
@@ -47,6 +49,8 @@ def continue_pretraining(
 ) -> TrainingRun:
     """`model`, in place, has been trained on `texts` with its own objective, and is saved at `output` where that is given.
 
+    A sentence-transformers model is trained as a whole, by telling texts apart.
+
     The numbers, their curve and the checkpoints are in a folder next to `output`. The same settings, texts and model give the same
     windows in the same order whatever the model is, and a resumed run ends where an uninterrupted one does. `progress` is called
     after each step. Raises `TrainingError` where the model computes no loss, the text is too short, or the loss is not finite.
@@ -56,11 +60,13 @@ def continue_pretraining(
         refuse_to_overwrite(target, resume=resume, force=force)
         refuse_unsavable(model, target)
     cpu = trains_on_cpu(settings.device)
-    codec = codec_for(model, tokenizer)
+    pipeline = embeds_sentences(model)
+    tokenizer = model.tokenizer if pipeline and tokenizer is None else tokenizer
+    codec = codec_for(transformer_inside(model) if pipeline else model, tokenizer)
     windows = windows_of(texts, codec, settings.length)
     train, held_out = hold_out(windows, settings.eval_fraction)
-    learner = add_loss(model)
-    objective = objective_for(learner, codec, train[0].long())
+    learner: nn.Module = WithContrastiveLoss(model) if pipeline else add_loss(model)
+    objective: Objective = same_text(tokenizer, settings) if pipeline else objective_for(learner, codec, train[0].long())
     facts = {"model": hash_architecture(model), "text": hash_windows(windows)}
     watch = StepMonitor(settings.steps, progress)
     with (
@@ -97,7 +103,7 @@ def continue_pretraining(
     )
     if target is not None:
         save(model, target, force=force)
-        if tokenizer is not None and target.is_dir():
+        if tokenizer is not None and target.is_dir() and not pipeline:
             tokenizer.save_pretrained(target)
         finish_folder(run)
     return run
@@ -107,6 +113,12 @@ def refuse_unsavable(model: nn.Module, target: Path) -> None:
     """Raises `CheckpointError`, before any step, where the trained model could not be saved at `target`."""
     if target.suffix in NOT_WRITTEN:
         raise CheckpointError(f"{target}: models are not saved as {target.suffix}", remedy="name a .pt file or a directory")
+    if embeds_sentences(model):
+        if is_file_name(target):
+            raise CheckpointError(
+                f"{target}: a sentence-transformers model is several modules in a directory", remedy="name a directory"
+            )
+        return
     if target.suffix not in (SUFFIX, ONNX):
         architecture.describe_architecture(model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError
+from retrofit.training.sentence_embeddings import WithContrastiveLoss
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 
@@ -111,9 +113,68 @@ def test_a_directory_is_verified_against_its_dense_one_and_inspected(tmp_path: P
     text.write_text("the lazy dog runs over the quick fox " * 200)
     arguments = ["--pass", "sparse-ffn", "--sparsity", "8", "--calibrate", str(text), "--no-verify", str(source)]
     assert main(["apply", *arguments, "-o", str(tmp_path / "sparse")]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("embeddings")]
+    dense, sparse = (
+        opened(one).encode([text.read_text().strip()], convert_to_tensor=True) for one in (source, tmp_path / "sparse")
+    )
+    cosine = float(torch.cosine_similarity(dense, sparse, dim=-1))
+    assert len(lines) == 1 and "over 1 lines" in lines[0] and f"lowest {cosine:.4f}" in lines[0]
     assert main(["verify", str(tmp_path / "sparse"), "--against", str(source)]) == 0
     assert main(["inspect", str(tmp_path / "sparse")]) == 0
     assert "2 layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_directory_is_trained_as_a_whole(tmp_path: Path, nested: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the dense layer after the pooling learns; what is written loads in sentence-transformers."""
+    source = saved_directory(tmp_path, nested=nested)
+    before = opened(source)
+    if not nested:
+        retrofit.apply(before, SUM, verify=False)
+        before.save(str(source))
+    text = tmp_path / "text.txt"
+    text.write_text("the lazy dog runs over the quick fox under a house " * 60)
+    how = ["--steps", "6", "--length", "12", "--batch-size", "8", "--lr", "0.01"]
+    assert main(["train", str(source), "--data", str(text), *how, "-o", str(tmp_path / "trained")]) == 0
+    assert "SimCSE" in capsys.readouterr().out
+    again = opened(tmp_path / "trained")
+    assert retrofit.recipe(again) == retrofit.recipe(before) and encoded(again).shape == (2, 16)
+    learned, first = (dict(one.named_parameters()) for one in (again, before))
+    assert learned.keys() == first.keys() and not torch.equal(learned["2.linear.weight"], first["2.linear.weight"])
+    word = next(name for name in first if name.endswith("attention.self.value.weight"))
+    assert not torch.equal(learned[word], first[word])
+
+
+def test_what_cannot_be_trained_as_a_whole_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, text = saved_directory(tmp_path), tmp_path / "text.txt"
+    text.write_text("the lazy dog runs over the quick fox " * 60)
+    given = ["train", str(source), "--data", str(text), "--steps", "2", "--length", "12"]
+    assert main([*given, "--batch-size", "1"]) == 2 and "told from the others" in capsys.readouterr().err
+    assert main([*given, "-o", str(tmp_path / "one.pt")]) == 2 and "name a directory" in capsys.readouterr().err
+    assert not (tmp_path / "one.pt").exists()
+
+
+def test_embeddings_of_a_batch_are_told_apart() -> None:
+    """The loss is the mean of -log softmax of the cosines over the temperature, at the text itself."""
+    ways = iter([torch.tensor([[3.0, 0.0], [0.0, 2.0]]), torch.tensor([[1.0, 1.0], [0.0, 5.0]])])
+
+    class Given(nn.Module):
+        def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {"sentence_embedding": next(ways)}
+
+    ids = torch.zeros(2, 3, dtype=torch.long)
+    loss = WithContrastiveLoss(Given())(ids, ids)[0]
+    half = 0.5**0.5
+    rows = [[half / 0.05, 0.0], [half / 0.05, 1 / 0.05]]
+    expected = sum(math.log(sum(math.exp(value) for value in row)) - row[at] for at, row in enumerate(rows)) / 2
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_export_says_what_is_not_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved_directory(tmp_path)
+    assert main(["export", str(source), "--no-fuse"]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("not in the file"))
+    assert "Pooling, Dense, Normalize" in line
 
 
 def test_a_directory_without_a_transformer_or_with_two_is_refused(tmp_path: Path) -> None:
