@@ -14,11 +14,13 @@ from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
 from retrofit.cli.tables import print_table
 from retrofit.pipeline.accounts import rewrite_rows, separated
+from retrofit.pipeline.registry import load_pass, pass_names
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from retrofit.pipeline.protocol import Recipe
     from retrofit.rewriting import Applied
 
 EXAMPLES = """\
@@ -40,6 +42,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: next to MODEL)")
     parser.add_argument("--force", action="store_true", help="replace an output that exists")
     parser.add_argument("--calibrate", metavar="FILE", type=Path, help="text to which starts that are not exact are fitted")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer for --calibrate lies, if not in MODEL")
     parser.add_argument("--no-verify", action="store_true", help="skip the checks of the rewritten model")
     parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of whatever starts at random (default: 0)")
     parser.set_defaults(run=run)
@@ -51,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not passes:
         raise UsageError("no pass to apply", remedy="name one with --pass, or several in a file with --recipe; see retrofit passes")
     require_path(arguments.model)
+    if arguments.calibrate is not None:
+        require_calibration(arguments.calibrate, passes)
     output = check_output(arguments.output or default_output(arguments.model, [one.name for one in passes]), arguments.force)
 
     import torch
@@ -82,13 +87,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def require_calibration(file: Path, passes: Recipe) -> None:
+    """Raises `UsageError`, before any work, where the text is not there or no pass reads it."""
+    if not any(one.calibrates for one in passes):
+        fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
+        raise UsageError("--calibrate: none of the passes uses it", why=f"data is used by {fitted}", remedy="leave it out")
+    if not file.exists():
+        raise UsageError(f"--calibrate {file}: there is no such file or directory", remedy="check the path")
+
+
 def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.Tensor:
     """The text to fit on, as windows of the model's token ids: (windows, length)."""
     from retrofit.pipeline.calibration import calibration_windows
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.companions import tokenizer_place
 
-    tokenizer = read_tokenizer(tokenizer_place(arguments.config or arguments.model))
+    place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
+    tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
     return calibration_windows(model, read_texts([arguments.calibrate]), tokenizer)
 
 

@@ -40,14 +40,14 @@ def read_texts(paths: Iterable[Path]) -> list[str]:
     files = [file for path in paths for file in text_files(path)]
     texts = [read_text(file) for file in files]
     if not any(text.strip() for text in texts):
-        raise TrainingError(f"no text in {', '.join(map(str, files))}", why="the files are empty", remedy="give --data some text")
+        raise TrainingError(f"no text in {', '.join(map(str, files))}", why="the files are empty", remedy="give a file with text")
     return texts
 
 
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the text files of a directory."""
     if not path.exists():
-        raise TrainingError(f"{path}: there is no such file or directory", remedy="check --data")
+        raise TrainingError(f"{path}: there is no such file or directory", remedy="check the path")
     if not path.is_dir():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
@@ -61,7 +61,7 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise TrainingError(f"{file} is not UTF-8 text", why=str(error), remedy="convert it, or leave it out of --data") from error
+        raise TrainingError(f"{file} is not UTF-8 text", why=str(error), remedy="convert it, or leave it out") from error
 
 
 def read_tokenizer(folder: Path, *, required: bool = False) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from retrofit.errors import CheckpointError, first_line
+from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.directories import fill_from_config
@@ -78,7 +78,7 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
             ) from error
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint",
-            why=f"it is cut short, damaged, or of another kind ({first_line(error)})",
+            why=f"it is cut short, damaged, or of another kind ({type(error).__name__})",
             remedy="copy or download it again, or give a file that retrofit.save or torch.save wrote",
         ) from error
 

@@ -170,6 +170,17 @@ def test_embeddings_of_a_batch_are_told_apart() -> None:
     assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
+def test_calibration_that_is_not_there_or_not_used_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    missing = str(tmp_path / "nothere.txt")
+    assert main(["apply", "--pass", "sparse-ffn", "--calibrate", missing, str(tmp_path / "empty")]) == 2
+    assert f"--calibrate {missing}" in capsys.readouterr().err
+    assert main(["apply", "--pass", "altup", "--calibrate", missing, str(tmp_path / "empty")]) == 2
+    assert "none of the passes uses it" in capsys.readouterr().err
+
+
 def test_an_export_says_what_is_not_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = saved_directory(tmp_path)
     assert main(["export", str(source), "--no-fuse"]) == 0
