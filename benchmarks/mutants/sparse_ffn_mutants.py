@@ -316,8 +316,8 @@ MUTANTS = [
     ),
     fitted(
         "the output matrix is fitted with all units active",
-        "yield block.active_values(part).float(), dense(",
-        "yield block.hidden(*block.port_values(part)).float(), dense(",
+        "yield a.float(), dense(",
+        "yield h.float(), dense(",
     ),
     fitted(
         "the output matrix is fitted to what other tokens miss",

@@ -215,12 +215,8 @@ class Edit:
             elif id(parameter) in self.layouts and id(self.replaced[id(parameter)]) in now:
                 owner, layout, why = self.layouts[id(parameter)]
                 path = next((path for path, module in self.model.named_modules() if module is owner), "")
-                layout = dataclasses.replace(
-                    layout,
-                    **{
-                        field: f"{path}.{buffer}".lstrip(".") for field in ("order", "fitted") if (buffer := getattr(layout, field))
-                    },
-                )
+                order, fitted = (f"{path}.{buffer}".lstrip(".") if buffer else "" for buffer in (layout.order, layout.fitted))
+                layout = dataclasses.replace(layout, order=order, fitted=fitted)
                 fates[name] = Fate("rearranged", now[id(self.replaced[id(parameter)])], why, layout=layout)
             else:
                 why = self.reasons.get(id(parameter), "no module of the rewritten model holds it")
