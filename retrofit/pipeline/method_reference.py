@@ -119,7 +119,7 @@ class SiteCall:
             raise Deviation(f"it draws {draw.operation} numbers where the method draws {' or '.join(operations)}")
         if draw.values.numel() != math.prod(shape):
             raise Deviation(f"it draws {draw.values.numel()} {draw.operation} numbers, and the method {math.prod(shape)}")
-        return draw.values.reshape(*shape)
+        return draw.values.reshape(tuple(shape))
 
 
 def item(returned: Any, key: Key) -> Any:
