@@ -20,14 +20,14 @@ losses = functools.partial(Mutant, "shared-moe", "retrofit/surgery/auxiliary_los
 MUTANTS = [
     mixture(
         "experts are weighed by each other's gates",
-        "(y.view(*selected.shape, self.width) * gates.unsqueeze(-1))",
-        "(y.view(*selected.shape, self.width) * gates.flip(-1).unsqueeze(-1))",
+        "(y.view(*gates.shape, self.width) * gates.unsqueeze(-1))",
+        "(y.view(*gates.shape, self.width) * gates.flip(-1).unsqueeze(-1))",
         trials=SHARED,
     ),
     mixture(
         "the chosen experts are averaged, whatever their gates",
-        "(y.view(*selected.shape, self.width) * gates.unsqueeze(-1)).sum(1)",
-        "y.view(*selected.shape, self.width).mean(1)",
+        "(y.view(*gates.shape, self.width) * gates.unsqueeze(-1)).sum(1)",
+        "y.view(*gates.shape, self.width).mean(1)",
         trials=SHARED,
     ),
     mixture(
@@ -176,8 +176,15 @@ MUTANTS = [
     ),
     mixture(
         "exported programs: the experts of a token are another token's",
-        "x.to(dtype).repeat_interleave(self.k, 0)",
-        "x.to(dtype).repeat(self.k, 1)",
+        "x.repeat_interleave(self.k, 0)",
+        "x.repeat(self.k, 1)",
+        trials=EXPORTED,
+        test="tests/passes/shared_moe/test_mixture_of_experts.py::test_exports_for_any_number_of_tokens",
+    ),
+    mixture(
+        "exported programs of many tokens: experts are weighed by each other's gates",
+        "(y * weights.t().unsqueeze(-1))",
+        "(y * weights.flip(-1).t().unsqueeze(-1))",
         trials=EXPORTED,
     ),
     mixture(
