@@ -20,7 +20,7 @@ CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by 
 COARSE = 5e-2  # the same of half precision
 PROBES = 512  # random inputs that a controller is tried on
 TOKENS = 512  # of calibration data that a fitted output matrix is tried on
-FITTED = 0.8  # of the squared error: as much as a matrix that is fitted to some of the data may better one that is not said to be
+FITTED = 0.9  # of the squared error: as much as a matrix that is fitted to some of the data may better one that is not said to be
 MOST = 4  # blocks whose regression is solved again, spread evenly over the model
 NODES = {1: 64, 2: 40}  # of the quadrature, in each direction
 EXPLAINED = 0.9  # of what the best map of that rank explains: the pass estimates the slopes from draws
@@ -84,9 +84,9 @@ def dense_output(observed: Observed, site: ObservedSite) -> Dense | None:
 
 
 def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense | None) -> Problems:
-    """Some calibration tokens by the output matrix and by another: how far is either from the dense feed-forward?
+    """Some calibration tokens by the output matrix and by others: how far is each from the dense feed-forward?
 
-    The other one is the dense matrix, where it was fitted, and else one that is fitted here: that must not be much nearer.
+    One that is fitted here must not be much nearer; nor must the dense matrix, where another was fitted.
     """
     block, options, rows = site.module, observed.options, list[Tensor]()
     if observed.calibration is None:
@@ -99,12 +99,9 @@ def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense | None)
 
     observed.calibration.observe(observed.model, {site.path: keep})
     x = torch.cat(rows).double()
+    if (share := share_of_fitted(block, options, x, dense)) < FITTED:
+        yield site.path, f"an output matrix fitted to its calibration data has {share:.2f} of its squared error: it was not fitted"
     if dense is None:
-        if (share := share_of_fitted(block, options, x)) < FITTED:
-            yield (
-                site.path,
-                f"another output matrix has {share:.2f} of its squared error on the calibration data: it was not fitted",
-            )
         return
     with torch.no_grad():
         z, h = hidden_units(block, x)
@@ -121,13 +118,13 @@ def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense | None)
 
 
 @torch.no_grad()
-def share_of_fitted(block: Any, options: Any, x: Tensor) -> float:
+def share_of_fitted(block: Any, options: Any, x: Tensor, dense: Dense | None) -> float:
     """The squared error of a matrix fitted to most of these tokens, as a part of the block's own, on the others.
 
     It is a regression whose ridge is as large as the square of each unit; tokens count by their length, or all alike: the larger.
     """
     z, h = hidden_units(block, x)
-    y, a = output(block, h, with_tail=False), masked(block, options, x, z, h, None)
+    y, a = output(block, h, dense, with_tail=False), masked(block, options, x, z, h, None)
     missed = y - output(block, a, with_tail=False)
     fitted = torch.arange(len(x), device=x.device) < len(x) * 3 // 4
     lengths = y.square().sum(-1).clamp_min(1e-30)
