@@ -308,6 +308,7 @@ MUTANTS = [
         "bias = c - moments.x.double() @ c1 @ c2",
         "bias = c",
         trials=CALIBRATED,
+        test="tests/passes/sparse_ffn/test_controller_fit.py::test_a_regression_goes_through_the_means",
     ),
     fitted(
         "the output matrix is fitted without λ",

@@ -190,6 +190,7 @@ MUTANTS = [
         "columns = project_with_history(self.sparse, stream, visible, histories, self.name)",
         'columns = project_with_history(self.sparse, stream, visible, histories, "")',
         trials=on("gpt2 llama", "sparse-qkv"),
+        test="tests/passes/sparse_qkv/test_sparse_qkv_stays.py::test_generation_with_a_cache_is_generation_without",
     ),
     attention(
         "the output layer's convolution reads padding",

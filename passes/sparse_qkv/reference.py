@@ -74,7 +74,7 @@ def sparse_attention(call: SiteCall) -> Tensor:
         packed = packed.transpose(0, 1) if module.tokens_first else packed
     same = {key: packed for key, value in (*enumerate(call.args), *call.kwargs.items()) if value is x}
     others = None if module.cross else same
-    y = call.given("layer", {module.stream_in: packed}, module.out_key, others)
+    y = call.given("layer", {module.stream_in: packed, **visible_source(call, module)}, module.out_key, others)
     if real is not None:
         call.irrelevant = ~real[:, -stream.shape[1] :]
     if module.output is None:
@@ -85,6 +85,23 @@ def sparse_attention(call: SiteCall) -> Tensor:
     z = with_earlier(module.output.sparse, options.output, options.kernel, earlier, y, real)
     z = z if module.output.bias is None else z + module.output.bias
     return z.transpose(0, 1) if module.tokens_first else z
+
+
+def visible_source(call: SiteCall, module: Any) -> dict[Any, Tensor]:
+    """In cross-attention the source is zero where it is padding, so that no convolution over it reads that."""
+    if not module.cross or module.source_in is None or module.mask is None or call.before:
+        return {}
+    source, mask = call.argument(module.source_in, None), call.argument(module.mask, None)
+    if not isinstance(source, Tensor) or not isinstance(mask, Tensor):
+        return {}
+    batch, tokens = (source.transpose(0, 1) if module.tokens_first else source).shape[:2]
+    inputs = {name: value for name, value in call.inputs.items() if not name.startswith("decoder_")}
+    found = (value for name, value in inputs.items() if name.endswith("attention_mask") and isinstance(value, Tensor))
+    kept = next((value for value in found if value.shape == (batch, tokens)), None)
+    if kept is None:
+        return {}
+    kept = (kept.T if module.tokens_first else kept).bool().unsqueeze(-1).to(source)
+    return {module.source_in: source * kept}
 
 
 def with_earlier(projection: Any, variant: str, kernel: int, before: list[Tensor], x: Tensor, real: Tensor | None) -> Tensor:
