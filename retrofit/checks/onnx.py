@@ -98,7 +98,7 @@ def check_file(path: Path, subject: Subject) -> Finding:
     measured = f"{parity.measured} on inputs of {len(other_sizes(part))} shapes, as {part.name}"
     if parity.agrees:
         return passed(measured)
-    return failed(measured, f"the outputs of {path.name} lie farther from torch's than rounding explains")
+    return failed(measured, f"the outputs of {path.name} lie further from torch's than rounding explains")
 
 
 def part_like(running: OnnxSession, subject: Subject) -> ExportPart:

@@ -120,7 +120,7 @@ def test_what_rounding_explains_passes_and_what_it_does_not_is_reported(tmp_path
     with torch.no_grad():
         model.other[:, 2].add_(2 * found.limit * model.other[:, 2].sign().mean() + 0.05)
     wrong = verify_onnx(path, model, inputs)
-    assert not wrong.ok and "farther from torch's than rounding explains" in str(wrong)
+    assert not wrong.ok and "further from torch's than rounding explains" in str(wrong)
 
 
 @pytest.mark.parametrize("fault", [3e-5, 1e-5])
