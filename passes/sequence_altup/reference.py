@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retrofit.sdk import Observed, OneOf, Problems, SiteCall
 
@@ -140,6 +140,20 @@ def token(
     of_anchor = layer.a1 * seen + layer.a2 * seen
     corrected: Tensor = predicted + layer.b * (y - of_anchor)
     return corrected
+
+
+def wiring(observed: Observed) -> Problems:
+    """Of the layers of a list all but the first and the last are strided, where the option says so."""
+    if observed.options.layers != "inner":
+        return
+    for site in observed.sites:
+        place, _, name = site.path.rpartition(".")
+        layers = observed.model.get_submodule(place)
+        if isinstance(layers, nn.ModuleList) and int(name) in (0, len(layers) - 1):
+            yield (
+                site.path,
+                f"it is layer {name} of {len(layers)} and strided, and the method leaves the first and the last as they are",
+            )
 
 
 def start(observed: Observed) -> Problems:

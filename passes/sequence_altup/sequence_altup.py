@@ -92,7 +92,9 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "layer"
     reference: ClassVar[MethodReference] = MethodReference(
-        {StridedLayer: ModuleReference(once_more.strided_layer, ("layer",), key="stream_out", cached=True)}, start=once_more.start
+        {StridedLayer: ModuleReference(once_more.strided_layer, ("layer",), key="stream_out", cached=True)},
+        wiring=once_more.wiring,
+        start=once_more.start,
     )
     remedy: ClassVar[str] = "name layers that are modules of their own with layers=, or use another pass"
 
