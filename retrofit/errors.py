@@ -16,7 +16,9 @@ class RetrofitError(Exception):
 
     def __str__(self) -> str:
         lines = [self.what]
-        if self.why:
+        if "\n" in self.why:  # a table: its columns stay where they are
+            lines += ["  why:", *(f"    {line}" for line in self.why.splitlines())]
+        elif self.why:
             lines.append(f"  why: {self.why}")
         lines.append(f"  way out: {self.remedy or NO_WAY_OUT}")
         return "\n".join(lines)

@@ -27,7 +27,8 @@ def moe_block(call: SiteCall) -> Tensor:
         if drawn.numel() >= 64 and not 0.5 < float(drawn.std()) < 1.5:
             raise Deviation("its noise is not normal")
         logits = logits + noise * drawn
-    probabilities = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    odds = (logits - logits.detach().amax(-1, keepdim=True)).exp()
+    probabilities = odds / odds.sum(-1, keepdim=True)
     chosen = [sorted(range(options.experts), key=lambda e: -float(row[e]))[: options.k] for row in probabilities]
     if call.training and options.balance:
         call.losses.append(options.balance * balance_loss(probabilities, chosen))

@@ -141,6 +141,7 @@ def test_a_model_that_is_not_there(command: list[str], tmp_path: Path, capsys: p
             ["the thing", "why: the reason", "way out: the remedy"],
         ),
         (VerificationError("two logits differ"), 1, ["two logits differ"]),
+        (VerificationError("it failed", why="graph   passed\ncache   failed"), 1, ["why:\n    graph   passed\n    cache   failed"]),
         (OSError(errno.ENOSPC, "", "/there/model.pt"), 2, ["/there/model.pt", "no space left on device", "free some space"]),
         (PermissionError(errno.EACCES, "", "/there/model.pt"), 2, ["/there/model.pt", "permission denied"]),
         (MemoryError(), 2, ["out of memory"]),

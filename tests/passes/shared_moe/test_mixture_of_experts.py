@@ -19,6 +19,9 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
 from retrofit.passes.shared_moe.mixture_of_experts import MixtureOfExperts, balance_loss, grouped_product
+from retrofit.passes.shared_moe.reference import moe_block
+from retrofit.passes.shared_moe.shared_moe import SharedMoE
+from retrofit.pipeline.method_reference import SiteCall
 from retrofit.runtime.conditional import both_kept
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 
@@ -289,6 +292,16 @@ def test_exported_programs_compute_every_expert_of_many_tokens(form: dict[str, A
     largest = max(int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in sizes)
     assert largest <= 40 * 3 * 2 * 16  # two values of each unit of each expert of each token
     torch.testing.assert_close(program.module()(x), expected)
+
+
+def test_the_reference_is_finite_where_logits_are_huge() -> None:
+    """As on trained models, whose activations run into the thousands."""
+    moe, hidden = make(experts=3, k=2, dtype=torch.float64)
+    block = nn.Module()
+    block.moe, block.hidden, block.place, block.tail = moe, hidden, (0, "x"), None
+    x = 1e4 * torch.randn(5, D, dtype=torch.float64)
+    call = SiteCall(block.eval(), SharedMoE(experts=3, k=2), (x,), {}, {}, {})
+    torch.testing.assert_close(moe_block(call), moe(x, hidden))
 
 
 def test_balance_is_least_when_all_experts_get_the_same() -> None:

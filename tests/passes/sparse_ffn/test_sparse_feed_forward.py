@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.passes import SparseFFN
+from retrofit.passes.sparse_ffn.reference import relaxed
 from retrofit.passes.sparse_ffn.sparse_feed_forward import ALWAYS, FEW, SparseFeedForward
 from retrofit.passes.sparse_ffn.unit_choice import relaxed_indicator
 
@@ -293,6 +294,13 @@ def test_the_relaxed_indicator_is_the_softmax_with_units_capped_at_one(n: int, k
     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3)
     if k == 1:
         torch.testing.assert_close(soft, logits.softmax(0))
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_relaxed_indicator_and_its_reference_are_finite_where_logits_are_huge(k: int) -> None:
+    """As on trained models, whose activations run into the thousands."""
+    logits = 1e5 * torch.randn(50, 8, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+    torch.testing.assert_close(relaxed(logits, k), relaxed_indicator(logits, k))
 
 
 def test_noise_draws_k_units_without_replacement() -> None:
