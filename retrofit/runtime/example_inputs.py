@@ -95,7 +95,9 @@ def example_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH, s
         if len(required) != 1:
             raise CaptureError(
                 f"{type(model).__name__}: cannot derive inputs for forward({', '.join(parameters)})",
-                why=f"it needs {len(required)} arguments whose meaning is unknown",
+                why=f"it needs {len(required)} arguments whose meaning is unknown"
+                if required
+                else f"only token ids and pictures are derived, and it takes {main or 'neither'}",
                 remedy="pass example_inputs={'argument': tensor, …}",
             )
         inputs[required[0]] = token_ids(model, batch, length, seed)
