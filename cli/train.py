@@ -21,6 +21,7 @@ Text is read through the tokenizer in MODEL or --tokenizer, else as bytes.
 
   retrofit train model.pt --data text.txt --steps 200        writes model.trained.pt, its curve and numbers in model.trained.run/
   retrofit train hf_dir/ --data docs/ --steps 1000 --bf16    writes hf_dir.trained/
+  retrofit train hf_dir.sparse-ffn/ --teacher hf_dir/ --data docs/ --steps 1000
   retrofit train model.gguf --data text.txt --steps 200      writes model.trained/, with the tokenizer
 """
 
@@ -43,6 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="text files, or directories of .txt, .py and .md",
     )
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
+    parser.add_argument("--teacher", metavar="DENSE", type=Path, help="the dense model that MODEL was made from, to learn from")
     parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: next to MODEL)")
     parser.add_argument("--force", action="store_true", help="replace an output that exists, and its run")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of the run that writes this output")
@@ -100,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
                 model,
                 texts,
                 settings,
+                teacher=read_teacher(arguments, tokenizer),
                 tokenizer=tokenizer,
                 output=output,
                 resume=arguments.resume,
@@ -110,6 +113,26 @@ def run(arguments: argparse.Namespace) -> int:
         return interrupted(output, interruption)
     print(result)
     return 0
+
+
+def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
+    """The dense model to learn from, None where none is named; raises `TrainingError` where it reads other tokens."""
+    if arguments.teacher is None:
+        return None
+    from retrofit.errors import TrainingError
+    from retrofit.pipeline.tokenization import read_tokenizer
+    from retrofit.storage.checkpoint import load
+    from retrofit.storage.companions import tokenizer_place
+
+    require_path(arguments.teacher)
+    theirs = read_tokenizer(tokenizer_place(arguments.teacher), required=False)
+    if theirs is not None and tokenizer is not None and theirs.get_vocab() != tokenizer.get_vocab():
+        raise TrainingError(
+            f"{arguments.teacher} has another tokenizer than {arguments.model}",
+            why="the same text would be other tokens",
+            remedy="name the dense model that MODEL was made from",
+        )
+    return load(arguments.teacher, config=arguments.config, allow_pickle=arguments.allow_pickle)
 
 
 def interrupted(output: Path, interruption: KeyboardInterrupt) -> int:

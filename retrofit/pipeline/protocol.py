@@ -58,6 +58,14 @@ class Rewrite:
 
 
 @dataclasses.dataclass(frozen=True)
+class Recovery:
+    """What a pass proposes for training with a teacher, in steps for each step that trains the whole."""
+
+    align: float = 0.25  # in which the sites learn from the dense ones first
+    anneal: float = 0.0  # of these steps, in which the sites turn from dense to rewritten
+
+
+@dataclasses.dataclass(frozen=True)
 class Pass(abc.ABC, Generic[SomePlan]):
     """A method with its hyperparameters; subclasses are frozen dataclasses that declare their fields with `option`."""
 
@@ -67,6 +75,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
     calibrates: ClassVar[bool] = False  # whether it uses calibration data
     rewrites: ClassVar[str] = "site"  # what a site is, for the refusal: "feed-forward", "attention", …
     reference: ClassVar[Any] = None  # a `MethodReference`: how else what it installs is computed, for the check `method`
+    recovery: ClassVar[Recovery] = Recovery()
     remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits and no near miss has one
 
     def __post_init__(self) -> None:

@@ -23,7 +23,8 @@ def replay(model: nn.Module, specs: Sequence[str]) -> None:
     edit = Edit(model)
     passes = parse_recipe(specs)
     try:
-        accounts, _ = run_passes(model, passes, replayed_inputs(model), edit, lambda stage: None)
+        inputs = replayed_inputs(model, recipe_storage.stored_inputs(model))
+        accounts, _ = run_passes(model, passes, inputs, edit, lambda stage: None)
         edit.set_attribute(model, "retrofit_rewrites", accounts)
         edit.set_attribute(model, "retrofit_rearranged", rearranged(edit))
         recipe_storage.store_recipe(model, specs)
@@ -32,9 +33,8 @@ def replay(model: nn.Module, specs: Sequence[str]) -> None:
         raise
 
 
-def replayed_inputs(model: nn.Module) -> dict[str, Any]:
-    """Inputs like those the recipe was first applied with; only their types and shapes matter to a capture."""
-    descriptions = recipe_storage.stored_inputs(model)
+def replayed_inputs(model: nn.Module, descriptions: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs like those that a recipe was first applied with, as described; only types and shapes matter to a capture."""
     if not descriptions:
         return named_inputs(model)
     return named_inputs(model, {name: input_from_description(one, device_of(model)) for name, one in descriptions.items()})

@@ -30,7 +30,11 @@ RECIPE = "retrofit.json"  # the extra file with the recipe
 
 def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_inputs: Any = None) -> Path:
     """The model is at `path` as an exported program of any batch and length its code allows, with its recipe."""
-    inputs = replayed_inputs(model) if example_inputs is None else named_inputs(model, example_inputs)
+    inputs = (
+        replayed_inputs(model, recipe_storage.stored_inputs(model))
+        if example_inputs is None
+        else named_inputs(model, example_inputs)
+    )
     inputs = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
     try:
         with evaluation_mode(model), torch.no_grad(), silence_tracer(), disable_cache(model):

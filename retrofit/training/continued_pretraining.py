@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.utils import WEIGHTS_NAME, logging
+from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from retrofit.errors import CheckpointError, TrainingError
 from retrofit.pipeline.tokenization import codec_for, windows_of
@@ -25,15 +22,19 @@ from retrofit.storage.checkpoint import NOT_WRITTEN, ONNX, is_file_name, save
 from retrofit.storage.exported_program import SUFFIX
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import Collator, Objective, objective_for
+from retrofit.training.recovery import recover
 from retrofit.training.runs import TrainingRun, finish_folder, refuse_to_overwrite, run_folder
 from retrofit.training.sentence_embeddings import WithContrastiveLoss, embeds_sentences, same_text
 from retrofit.training.settings import Settings
-from retrofit.training.windows import hold_out, ordered_windows, shuffled_windows
+from retrofit.training.stages import Stages
+from retrofit.training.step_monitor import StepMonitor
+from retrofit.training.teacher import Teacher
+from retrofit.training.trainer_setup import TrainerSetup, trains_on_cpu
+from retrofit.training.trainers import PretrainingTrainer
+from retrofit.training.windows import hold_out
 
-POINTS = 100  # entries a training curve has at most
 MISSING = object()
 SET_BY_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")  # attributes
-SCHEDULER = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
 def continue_pretraining(
@@ -41,6 +42,7 @@ def continue_pretraining(
     texts: Sequence[str],
     settings: Settings,
     *,
+    teacher: nn.Module | None = None,
     tokenizer: Any = None,
     output: str | Path | None = None,
     resume: bool = False,
@@ -51,9 +53,13 @@ def continue_pretraining(
 
     A sentence-transformers model is trained as a whole, by telling texts apart.
 
+    With the dense model it was rewritten from as `teacher`, its sites first learn to give what the dense ones give, then the whole
+    learns from its own loss and the teacher's predictions (`align`, `anneal` and `distil` of the settings).
+
     The numbers, their curve and the checkpoints are in a folder next to `output`. The same settings, texts and model give the same
     windows in the same order whatever the model is, and a resumed run ends where an uninterrupted one does. `progress` is called
-    after each step. Raises `TrainingError` where the model computes no loss, the text is too short, or the loss is not finite.
+    after each step. Raises `TrainingError` where the model computes no loss, the text is too short, the loss is not finite, or the
+    teacher is not the model's dense original.
     """
     target = None if output is None else Path(output)
     if target is not None:
@@ -67,25 +73,29 @@ def continue_pretraining(
     train, held_out = hold_out(windows, settings.eval_fraction)
     learner: nn.Module = WithContrastiveLoss(model) if pipeline else add_loss(model)
     objective: Objective = same_text(tokenizer, settings) if pipeline else objective_for(learner, codec, train[0].long())
-    facts = {"model": hash_architecture(model), "text": hash_windows(windows)}
-    watch = StepMonitor(settings.steps, progress)
+    if pipeline and teacher is not None:
+        raise TrainingError(
+            "a sentence-transformers model is not trained with a teacher",
+            why="a teacher's predictions of tokens are learned from, and it makes one vector of a text",
+            remedy="leave out the teacher, or train the transformers model inside it",
+        )
+    guide = None if teacher is None else Teacher.of(teacher, model)
+    stages = Stages.of(settings, model, guide)
+    facts = {"model": hash_architecture(model), "text": hash_windows(windows), "teacher": hash_weights(teacher)}
+    watch = StepMonitor(progress)
+    findings: dict[str, Any] = {}
     with (
         preserve_model(learner),
         activation_checkpointing(model, settings.gradient_checkpointing),
         run_folder(target, facts, settings, resume=resume) as (folder, checkpoint),
     ):
-        trainer = PretrainingTrainer(
-            model=learner,
-            args=trainer_arguments(
-                settings, folder, cpu=cpu, evaluate=len(held_out) > 0, saving=target is not None, fresh=not checkpoint
-            ),
-            data_collator=Collator(objective),
-            train_dataset=shuffled_windows(train, settings.steps * settings.batch_size, settings.seed),
-            eval_dataset=ordered_windows(held_out, settings.seed) if len(held_out) else None,
-            callbacks=[watch],
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        trainer: PretrainingTrainer
+        setup = TrainerSetup(learner, Collator(objective), train, held_out, settings, folder, cpu, saving=target is not None)
+        if guide is not None:
+            trainer, findings = recover(setup, guide, stages, checkpoint, watch, progress)
+        else:
+            trainer = setup.trainer(PretrainingTrainer, watch, folder=folder, settings=settings, fresh=not checkpoint)
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     history = trainer.state.log_history
     run = TrainingRun(
         settings=settings,
@@ -100,6 +110,7 @@ def continue_pretraining(
         seconds_per_step=watch.seconds_per_step,
         output=target,
         folder=None if target is None else folder,
+        **findings,
     )
     if target is not None:
         save(model, target, force=force)
@@ -121,95 +132,6 @@ def refuse_unsavable(model: nn.Module, target: Path) -> None:
         return
     if target.suffix not in (SUFFIX, ONNX):
         architecture.describe_architecture(model)
-
-
-class PretrainingTrainer(Trainer):
-    """A trainer whose checkpoints hold the module's own state, under its own names, whatever its class and wrappers are."""
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        assert output_dir is not None and self.model is not None
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        torch.save(self.model.state_dict(), Path(output_dir) / WEIGHTS_NAME)
-
-
-class StepMonitor(TrainerCallback):
-    """Times the steps, reports them, and stops a run whose loss is no longer finite."""
-
-    def __init__(self, steps: int, progress: Callable[[str], None] | None) -> None:
-        self.steps, self.progress = steps, progress
-        self.seconds: list[float] = []
-        self.began = 0.0
-        self.loss = self.held_out = ""
-
-    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
-        self.began = time.perf_counter()
-
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
-        if args.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self.began)
-        if self.progress is not None:
-            left = round(self.seconds_per_step * (self.steps - state.global_step))
-            self.progress(f"step {state.global_step}/{self.steps}{self.loss}{self.held_out}  {left // 60}:{left % 60:02d} left")
-
-    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, float] | None = None, **rest: Any) -> None:
-        for key, text in (("loss", "loss"), ("eval_loss", "held out")):
-            value = (logs or {}).get(key)
-            if value is None:
-                continue
-            if not math.isfinite(value):
-                raise TrainingError(
-                    f"the loss is {value} after step {state.global_step}",
-                    why="training has diverged",
-                    remedy="lower --lr, or give a longer --warmup",
-                )
-            setattr(self, "loss" if key == "loss" else "held_out", f"  {text} {value:.4f}")
-
-    @property
-    def seconds_per_step(self) -> float:
-        return statistics.median(self.seconds)
-
-
-def trainer_arguments(
-    settings: Settings, folder: Path, *, cpu: bool, evaluate: bool, saving: bool, fresh: bool
-) -> TrainingArguments:
-    """The trainer's arguments: windows in the order of the data set, no reports to other services, one device."""
-    result = TrainingArguments(
-        output_dir=str(folder),
-        max_steps=settings.steps,
-        per_device_train_batch_size=settings.batch_size,
-        per_device_eval_batch_size=settings.batch_size,
-        train_sampling_strategy="sequential",
-        learning_rate=settings.lr,
-        lr_scheduler_type=SCHEDULER[settings.schedule],
-        warmup_steps=settings.warmup_steps,
-        weight_decay=settings.weight_decay,
-        eval_strategy="steps" if evaluate else "no",
-        eval_steps=settings.eval_steps,
-        eval_on_start=evaluate and fresh,
-        save_strategy="steps" if saving else "no",
-        save_steps=settings.save_steps,
-        save_total_limit=1,
-        logging_steps=max(1, settings.steps // POINTS),
-        logging_nan_inf_filter=False,
-        log_level="error",
-        disable_tqdm=True,
-        report_to=[],
-        label_names=["labels"],
-        remove_unused_columns=False,
-        dataloader_pin_memory=not cpu,
-        bf16=settings.bf16,
-        use_cpu=cpu,
-        seed=settings.seed,
-    )
-    result._n_gpu = min(result.n_gpu, 1)  # a step is `batch_size` windows however many devices there are
-    return result
-
-
-def trains_on_cpu(device: str) -> bool:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise TrainingError("--device cuda: there is no CUDA device", remedy="leave --device out, or give cpu")
-    return device == "cpu" or not torch.accelerator.is_available()
 
 
 @contextlib.contextmanager
@@ -267,6 +189,16 @@ def logged_values(history: Sequence[dict[str, Any]], key: str) -> tuple[tuple[in
 
 def hash_windows(windows: torch.Tensor) -> str:
     return hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def hash_weights(model: nn.Module | None) -> str:
+    """The architecture of a model and a hash of samples of its weights; "" for none."""
+    if model is None:
+        return ""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].float().cpu().numpy().tobytes())
+    return f"{hash_architecture(model)} {digest.hexdigest()[:16]}"
 
 
 def hash_architecture(model: nn.Module) -> str:

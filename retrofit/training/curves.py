@@ -25,8 +25,18 @@ class Losses(Protocol):
     def eval_losses(self) -> Points: ...
 
 
-def draw_curves(path: Path, runs: Mapping[str, Losses], title: str) -> Path:
-    """`path` is a PNG of the held-out loss of each run, its last value next to it; behind a single run, its training loss."""
+def draw_curves(
+    path: Path,
+    runs: Mapping[str, Losses],
+    title: str,
+    *,
+    levels: Mapping[str, float] | None = None,
+    marks: Mapping[str, int] | None = None,
+) -> Path:
+    """`path` is a PNG of the held-out loss of each run, its last value next to it; behind a single run, its training loss.
+
+    `levels` are losses to compare with, drawn as horizontal lines, `marks` are steps, drawn as vertical ones.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -42,6 +52,10 @@ def draw_curves(path: Path, runs: Mapping[str, Losses], title: str) -> Path:
             axes.annotate(
                 f"{last[1]:.3f}", last, (6, 0), textcoords="offset points", va="center", color=colour, annotation_clip=False
             )
+    for (name, loss), style in zip((levels or {}).items(), itertools.cycle(("--", ":")), strict=False):
+        axes.axhline(loss, color="#555555", linewidth=1.0, linestyle=style, label=f"{name}, {loss:.3f}")
+    for name, step in (marks or {}).items():
+        axes.axvline(step, color="#999999", linewidth=1.0, label=name)
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a token)")

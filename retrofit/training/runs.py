@@ -19,6 +19,7 @@ from retrofit.training.curves import Points, draw_curves
 from retrofit.training.settings import CHANGEABLE_ON_RESUME, Settings, flag
 
 RECORD, NUMBERS, CURVE = "run.json", "numbers.csv", "curve.png"
+ALIGNMENT = "align"  # the folder of that stage's checkpoints
 FORMAT = "retrofit training run"
 FILES = (".pt", ".pth", ".pt2")
 
@@ -37,6 +38,10 @@ class TrainingRun:
     eval_losses: Points  # (step, held-out loss)
     rates: Points  # (step, learning rate)
     seconds_per_step: float  # median, evaluation and saving left out
+    dense_loss: float | None = None  # held-out loss of the teacher
+    start_loss: float | None = None  # held-out loss of the rewritten model before any stage
+    alignment: Points = ()  # (step of that stage, mean squared error of the sites on held-out windows)
+    stages: Mapping[str, int] = dataclasses.field(default_factory=dict)  # steps of each stage
     output: Path | None = None
     folder: Path | None = None
 
@@ -48,9 +53,17 @@ class TrainingRun:
         if record is None or "eval_losses" not in record:
             raise TrainingError(f"{folder} holds no finished run", remedy="train the model first")
         values: dict[str, Any] = {field.name: record.get(field.name) for field in dataclasses.fields(TrainingRun)}
-        for name in ("losses", "eval_losses", "rates"):
-            values[name] = tuple((step, value) for step, value in record[name])
+        for name in ("losses", "eval_losses", "rates", "alignment"):
+            values[name] = tuple((step, value) for step, value in record.get(name) or ())
+        values["stages"] = record.get("stages") or {}
         return TrainingRun(**{**values, "settings": Settings(**record["settings"]), "output": Path(output), "folder": folder})
+
+    @property
+    def gap_closed(self) -> float | None:
+        """The part of the loss by which the rewritten model started above the dense one that is gone; None where it did not."""
+        if self.dense_loss is None or self.start_loss is None or not self.eval_losses or self.start_loss <= self.dense_loss:
+            return None
+        return (self.start_loss - self.eval_losses[-1][1]) / (self.start_loss - self.dense_loss)
 
     def to_dict(self) -> dict[str, Any]:
         """The run as plain data, for `json`."""
@@ -73,6 +86,10 @@ class TrainingRun:
             rows.append(("training loss", f"{self.losses[0][1]:.4f} → {self.losses[-1][1]:.4f}"))
         if self.eval_losses:
             rows.append(("held-out loss", f"{self.eval_losses[0][1]:.4f} → {self.eval_losses[-1][1]:.4f}"))
+        if self.dense_loss is not None and self.start_loss is not None:
+            rows.append(("rewritten", f"{self.start_loss:.4f} before any step, {self.dense_loss:.4f} the dense model"))
+            if (closed := self.gap_closed) is not None:
+                rows.append(("gap closed", f"{closed:.0%}"))
         rows.append(("speed", f"{self.seconds_per_step:.3f} s a step, {tokens / self.seconds_per_step:,.0f} tokens a second"))
         if self.output is not None and self.folder is not None:
             rows += [("model", str(self.output)), ("curve", str(self.folder / CURVE)), ("numbers", str(self.folder / RECORD))]
@@ -90,7 +107,7 @@ def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
     ours = is_run(folder)
     if folder.exists() and not ours:
         raise TrainingError(f"{folder} is in the way", why="it is not the folder of a training run", remedy="name another -o")
-    if resume and last_checkpoint(folder) is None:
+    if resume and not has_checkpoint(folder):
         raise TrainingError(f"there is no run to resume in {folder}", why="it holds no checkpoint", remedy="leave out --resume")
     if output.exists() and not force:
         raise TrainingError(f"{output} exists", remedy="name another with -o, or overwrite it with --force")
@@ -109,6 +126,11 @@ def last_checkpoint(folder: Path) -> Path | None:
     return max(numbered, key=lambda path: int(path.name.partition("-")[2]), default=None)
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether any stage of the run has a whole checkpoint."""
+    return any(last_checkpoint(one) is not None for one in (folder, folder / ALIGNMENT))
+
+
 @contextlib.contextmanager
 def run_folder(
     output: Path | None, facts: Mapping[str, Any], settings: Settings, *, resume: bool
@@ -124,7 +146,7 @@ def run_folder(
     try:
         yield folder, checkpoint
     except BaseException:
-        if last_checkpoint(folder) is None:
+        if not has_checkpoint(folder):
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -139,24 +161,27 @@ def start_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> 
     return folder
 
 
-def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> tuple[Path, Path]:
-    """The folder of the run to resume and its last checkpoint; raises `TrainingError` where this would be another run."""
+def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> tuple[Path, Path | None]:
+    """The folder of the run to resume and its last checkpoint, if its last stage has begun.
+
+    Raises `TrainingError` where this would be another run.
+    """
     folder = folder_of(output)
     record, checkpoint = read_record(folder), last_checkpoint(folder)
-    if record is None or checkpoint is None:
+    if record is None or not has_checkpoint(folder):
         raise TrainingError(f"there is no run to resume in {folder}", remedy="start one without --resume")
     for field in dataclasses.fields(settings):
-        before, now = record["settings"].get(field.name), getattr(settings, field.name)
+        before, now = record["settings"].get(field.name, field.default), getattr(settings, field.name)
         if before != now and field.name not in CHANGEABLE_ON_RESUME:
             raise TrainingError(f"{flag(field)} was {before} in the run to resume, now it is {now}", remedy="give the same value")
     for name, now in facts.items():
-        if record["facts"].get(name) != now:
+        if record["facts"].get(name, "") != now:
             raise TrainingError(
                 f"the {name} is not that of the run to resume",
                 why=f"{record['facts'].get(name)} then, {now} now",
                 remedy=f"give the same {name}, or start over with --force",
             )
-    done = int(checkpoint.name.partition("-")[2])
+    done = 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
     if done >= settings.steps:
         raise TrainingError(f"the run to resume has done {done} steps already", remedy="give more with --steps")
     write_record(folder, {**record, "settings": dataclasses.asdict(settings)})
@@ -170,7 +195,14 @@ def finish_folder(run: TrainingRun) -> None:
     with whole_file(run.folder / NUMBERS, force=True) as file:
         file.write(as_csv(run).encode())
     name = run.output.stem if run.output.suffix in FILES else run.output.name
-    draw_curves(run.folder / CURVE, {name: run}, f"{name}: {run.objective}")
+    levels = {"dense model": run.dense_loss, "rewritten, before any step": run.start_loss}
+    draw_curves(
+        run.folder / CURVE,
+        {name: run},
+        f"{name}: {run.objective}",
+        levels={what: loss for what, loss in levels.items() if loss is not None},
+        marks={"from here on all is rewritten": step} if (step := run.stages.get("anneal")) else None,
+    )
 
 
 def as_csv(run: TrainingRun) -> str:

@@ -27,6 +27,19 @@ class Settings:
     eval_every: int | None = option(None, "steps between evaluations (a tenth of all steps)", minimum=1)
     save_every: int | None = option(None, "steps between checkpoints (as evaluations)", minimum=1)
     seed: int = option(0, "order of the windows, and what is hidden in them", minimum=0)
+    align: int | None = option(
+        None,
+        "steps before all others in which every site learns from the dense one (with a teacher: as the passes propose)",
+        minimum=0,
+    )
+    align_lr: float = option(1e-3, "highest learning rate of these steps", minimum=0)
+    anneal: int | None = option(
+        None,
+        "of all steps, the first in which sites turn from dense to rewritten (with a teacher: as the passes propose)",
+        minimum=0,
+    )
+    distil: float = option(0.5, "weight of the teacher's predictions; that of the model's own loss is the rest", minimum=0)
+    temperature: float = option(1.0, "of the predictions that are compared", minimum=1e-3)
     gradient_checkpointing: bool = option(False, "keep fewer activations: less memory, more time")
     bf16: bool = option(False, "compute in bfloat16, keep weights as they are")
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
@@ -40,6 +53,14 @@ class Settings:
                 raise TrainingError(f"{flag(field)} {value} is below {minimum}", remedy=f"give at least {minimum}")
             if choices and value not in choices:
                 raise TrainingError(f"{flag(field)} {value} is not known", remedy=f"choose one of {', '.join(choices)}")
+        if self.distil > 1:
+            raise TrainingError(f"--distil {self.distil:g} is above 1", remedy="it is a share: the model's own loss has the rest")
+        if self.anneal is not None and self.anneal > self.steps:
+            raise TrainingError(
+                f"--anneal {self.anneal} is more than all steps, {self.steps}",
+                why="a part of the dense model would be left",
+                remedy=f"give at most {self.steps}",
+            )
         if self.eval_fraction >= 1:
             raise TrainingError(
                 f"--eval-fraction {self.eval_fraction} leaves no text to train on", remedy="give a share below 1, such as 0.05"

@@ -1,0 +1,100 @@
+"""Which module of the dense model each rewritten site of a retrofitted model replaces.
+
+The recipe is replayed on a copy of the dense model without weights, pass by pass, so that a module is followed through every
+wrapper that later passes put around it or around what it lies in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from torch import nn
+
+from retrofit.errors import RetrofitError, TrainingError
+from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.registry import parse_recipe
+from retrofit.pipeline.replaying import replayed_inputs, rewritten_part
+from retrofit.pipeline.running import run_passes
+from retrofit.runtime.skeletons import without_weights
+from retrofit.surgery.edit import Edit
+
+
+@dataclasses.dataclass(frozen=True)
+class CorrespondingSite:
+    """A module of the dense model, and the one that computes its part in the rewritten model: the same call, another function."""
+
+    dense: str  # paths
+    rewritten: str
+    method: str  # the name of the pass
+
+    def __str__(self) -> str:
+        return self.rewritten if self.dense == self.rewritten else f"{self.rewritten} (of the dense model: {self.dense})"
+
+
+def corresponding_sites(model: nn.Module, dense: nn.Module) -> tuple[CorrespondingSite, ...]:
+    """The sites that approximate passes rewrote, in the order of the model; none where every pass was exact.
+
+    Raises `TrainingError` where `dense` is not the model that `model` was made from.
+    """
+    model, dense = rewritten_part(model), rewritten_part(dense)
+    specs = recipe_storage.stored_recipe(model)
+    if not specs:
+        raise TrainingError(
+            "the model is a dense one",
+            why="no pass has rewritten it",
+            remedy="rewrite it with retrofit apply, or leave out the teacher",
+        )
+    if recipe_storage.stored_recipe(dense):
+        raise TrainingError(
+            "the teacher is a retrofitted model itself",
+            why=f"its recipe is {', '.join(recipe_storage.stored_recipe(dense))}",
+            remedy="name the dense model that was rewritten",
+        )
+    skeleton = without_weights(dense)
+    modules = dict(skeleton.named_modules())  # keeps them alive, so that identities stay theirs
+    origin = {id(module): path for path, module in modules.items()}
+    found: dict[str, tuple[nn.Module, str]] = {}  # by path in the dense model: what computes its part now, and the pass
+    edit = Edit(skeleton)
+    try:
+        inputs = replayed_inputs(skeleton, recipe_storage.stored_inputs(model))
+        for one in parse_recipe(specs):
+            before = dict(skeleton.named_modules())
+            (account,), _ = run_passes(skeleton, (one,), inputs, edit, lambda stage: None)
+            for site in account.sites:
+                path = origin.get(id(before.get(site.name)))
+                if path is None:
+                    continue
+                now = skeleton.get_submodule(site.name)
+                origin[id(now)] = path
+                if not account.exact:
+                    found[path] = now, one.name
+    except RetrofitError as error:
+        raise other_architecture(f"its recipe does not fit the teacher: {error.why or error.what}") from error
+    require_equal_shapes(skeleton, model)
+    names = {id(module): path for path, module in skeleton.named_modules()}
+    order = {path: place for place, path in enumerate(modules)}
+    sites = (CorrespondingSite(path, names[id(now)], method) for path, (now, method) in found.items() if id(now) in names)
+    return tuple(sorted(sites, key=lambda site: order[site.dense]))
+
+
+def require_equal_shapes(replayed: nn.Module, model: nn.Module) -> None:
+    """Raises `TrainingError` where the parameters of the two do not have the same names and shapes."""
+    theirs, ours = shapes_of(replayed), shapes_of(model)
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            raise other_architecture(f"{name} would be {described(theirs.get(name))}, and is {described(ours.get(name))}")
+
+
+def shapes_of(model: nn.Module) -> Mapping[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def described(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else "×".join(map(str, shape)) or "a number"
+
+
+def other_architecture(why: str) -> TrainingError:
+    return TrainingError(
+        "the teacher is not the dense model that the model was made from", why=why, remedy="name the dense model that was rewritten"
+    )

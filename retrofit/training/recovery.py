@@ -1,0 +1,113 @@
+"""A run with a teacher, stage by stage, and what it finds out on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.runtime.atomic_writes import whole_file
+from retrofit.runtime.modes import evaluation_mode
+from retrofit.training.label_loss import add_loss
+from retrofit.training.runs import ALIGNMENT, last_checkpoint
+from retrofit.training.stages import Stages
+from retrofit.training.step_monitor import StepMonitor
+from retrofit.training.teacher import Teacher, sharing_weights
+from retrofit.training.trainer_setup import TrainerSetup
+from retrofit.training.trainers import AligningTrainer, DistillingTrainer
+
+FINDINGS = "findings.json"  # of the stages before the last
+
+
+def recover(
+    setup: TrainerSetup,
+    teacher: Teacher,
+    stages: Stages,
+    checkpoint: Path | None,
+    watch: StepMonitor,
+    progress: Callable[[str], None] | None,
+) -> tuple[DistillingTrainer, dict[str, Any]]:
+    """All stages have run, from the last checkpoint of any; returns the last trainer, and figures for the run's record."""
+    with teacher.teaching(setup.device):
+        setup.learner.to(setup.device)
+        findings = read_findings(setup.folder)
+        if not findings and len(setup.held_out):
+            findings = {
+                "dense_loss": held_out_loss(add_loss(teacher.model), setup),
+                "start_loss": held_out_loss(setup.learner, setup),
+            }
+            write_findings(setup.folder, findings)
+        if stages.align and checkpoint is None:
+            findings = {**findings, "alignment": align(setup, teacher, stages.align, progress)}
+            write_findings(setup.folder, findings)
+        trainer = setup.trainer(
+            DistillingTrainer,
+            watch,
+            folder=setup.folder,
+            settings=setup.settings,
+            fresh=checkpoint is None,
+            teacher=teacher,
+            distillation=setup.settings,
+            anneal=stages.anneal,
+        )
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    return trainer, {**findings, "stages": dataclasses.asdict(stages)}
+
+
+def align(setup: TrainerSetup, teacher: Teacher, steps: int, progress: Callable[[str], None] | None) -> list[list[float]]:
+    """The sites have learned to give what the dense modules give; returns the error on held-out windows by step."""
+    folder = setup.folder / ALIGNMENT
+    settings = dataclasses.replace(
+        setup.settings, steps=steps, lr=setup.settings.align_lr, warmup=None, anneal=0, eval_every=None, save_every=None
+    )
+    checkpoint = last_checkpoint(folder)
+    model = teacher.sites.model
+    with only_trainable(model, teacher.sites.parameters()), sharing_weights(model, teacher.model, teacher.sites.parameters()):
+        trainer = setup.trainer(
+            AligningTrainer,
+            StepMonitor(progress, "align: "),
+            folder=folder,
+            settings=settings,
+            fresh=checkpoint is None,
+            sites=teacher.sites,
+        )
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    return [[entry["step"], entry["eval_loss"]] for entry in trainer.state.log_history if "eval_loss" in entry]
+
+
+@contextlib.contextmanager
+def only_trainable(model: nn.Module, parameters: Iterator[nn.Parameter]) -> Iterator[None]:
+    """Within this context no other parameter of the model requires a gradient."""
+    chosen = {id(parameter) for parameter in parameters}
+    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, before in required:
+            parameter.requires_grad_(before and id(parameter) in chosen)
+        yield
+    finally:
+        for parameter, before in required:
+            parameter.requires_grad_(before)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, setup: TrainerSetup) -> float:
+    """The model's own loss on the held-out windows, as the trainers' evaluations measure it."""
+    with evaluation_mode(model):
+        sums = [(float(model(**batch)[0]), len(batch["labels"])) for batch in setup.held_out_batches()]
+    return sum(loss * rows for loss, rows in sums) / sum(rows for _, rows in sums)
+
+
+def read_findings(folder: Path) -> dict[str, Any]:
+    file = folder / FINDINGS
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+
+
+def write_findings(folder: Path, findings: dict[str, Any]) -> None:
+    with whole_file(folder / FINDINGS, force=True) as file:
+        file.write(json.dumps(findings).encode())

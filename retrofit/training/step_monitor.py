@@ -1,0 +1,53 @@
+"""Times the steps of a run, reports them, and stops one that diverges."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainingArguments
+
+from retrofit.errors import TrainingError
+
+
+class StepMonitor(TrainerCallback):
+    """Times the steps, reports them, and stops a run whose loss is no longer finite."""
+
+    def __init__(self, progress: Callable[[str], None] | None, stage: str = "") -> None:
+        self.progress, self.stage = progress, stage
+        self.seconds: list[float] = []
+        self.began = 0.0
+        self.loss = self.held_out = ""
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
+        if args.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self.began)
+        if self.progress is not None:
+            left = round(self.seconds_per_step * (state.max_steps - state.global_step))
+            step = f"{self.stage}step {state.global_step}/{state.max_steps}"
+            self.progress(f"{step}{self.loss}{self.held_out}  {left // 60}:{left % 60:02d} left")
+
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, float] | None = None, **rest: Any) -> None:
+        for key, text in (("loss", "loss"), ("eval_loss", "held out")):
+            value = (logs or {}).get(key)
+            if value is None:
+                continue
+            if not math.isfinite(value):
+                raise TrainingError(
+                    f"the loss is {value} after step {state.global_step}",
+                    why="training has diverged",
+                    remedy="lower --lr, or give a longer --warmup",
+                )
+            setattr(self, "loss" if key == "loss" else "held_out", f"  {text} {value:.4f}")
+
+    @property
+    def seconds_per_step(self) -> float:
+        return statistics.median(self.seconds)

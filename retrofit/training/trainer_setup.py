@@ -1,0 +1,104 @@
+"""What the trainers of all stages of one run have in common: the model, the windows, the settings, the folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+
+from retrofit.errors import TrainingError
+from retrofit.training.objectives import Collator, Example
+from retrofit.training.settings import Settings
+from retrofit.training.trainers import PretrainingTrainer
+from retrofit.training.windows import ordered_windows, shuffled_windows
+
+POINTS = 100  # entries a training curve has at most
+SCHEDULER = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+SomeTrainer = TypeVar("SomeTrainer", bound=PretrainingTrainer)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSetup:
+    """A model that takes labels, windows to train on and held out, (windows, seq), and how and where it is trained."""
+
+    learner: nn.Module
+    collator: Collator
+    windows: Tensor
+    held_out: Tensor
+    settings: Settings
+    folder: Path
+    cpu: bool
+    saving: bool
+
+    def trainer(
+        self, kind: type[SomeTrainer], watch: TrainerCallback, *, folder: Path, settings: Settings, fresh: bool, **more: Any
+    ) -> SomeTrainer:
+        """A trainer of this kind for the steps of `settings`, which keeps its checkpoints in `folder`."""
+        trainer = kind(
+            model=self.learner,
+            args=self.arguments(folder, settings, fresh=fresh),
+            data_collator=self.collator,
+            train_dataset=shuffled_windows(self.windows, settings.steps * settings.batch_size, settings.seed),
+            eval_dataset=ordered_windows(self.held_out, settings.seed) if len(self.held_out) else None,
+            callbacks=[watch],
+            **more,
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def arguments(self, folder: Path, settings: Settings, *, fresh: bool) -> TrainingArguments:
+        """The trainer's arguments: windows in the order of the data set, no reports to other services, one device."""
+        evaluate = len(self.held_out) > 0
+        result = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=settings.steps,
+            per_device_train_batch_size=settings.batch_size,
+            per_device_eval_batch_size=settings.batch_size,
+            train_sampling_strategy="sequential",
+            learning_rate=settings.lr,
+            lr_scheduler_type=SCHEDULER[settings.schedule],
+            warmup_steps=settings.warmup_steps,
+            weight_decay=settings.weight_decay,
+            eval_strategy="steps" if evaluate else "no",
+            eval_steps=settings.eval_steps,
+            eval_on_start=evaluate and fresh,
+            save_strategy="steps" if self.saving else "no",
+            save_steps=settings.save_steps,
+            save_total_limit=1,
+            logging_steps=max(1, settings.steps // POINTS),
+            logging_nan_inf_filter=False,
+            log_level="error",
+            disable_tqdm=True,
+            report_to=[],
+            label_names=["labels"],
+            remove_unused_columns=False,
+            dataloader_pin_memory=not self.cpu,
+            bf16=settings.bf16,
+            use_cpu=self.cpu,
+            seed=settings.seed,
+        )
+        result._n_gpu = min(result.n_gpu, 1)  # a step is `batch_size` windows however many devices there are
+        return result
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        return self.arguments(self.folder, self.settings, fresh=False).device
+
+    def held_out_batches(self) -> Iterator[Example]:
+        """The held-out windows as the trainers' evaluations see them, in batches."""
+        data = ordered_windows(self.held_out, self.settings.seed)
+        for start in range(0, len(data), self.settings.batch_size):
+            rows = range(start, min(start + self.settings.batch_size, len(data)))
+            yield {name: value.to(self.device) for name, value in self.collator([data[row] for row in rows]).items()}
+
+
+def trains_on_cpu(device: str) -> bool:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise TrainingError("--device cuda: there is no CUDA device", remedy="leave --device out, or give cpu")
+    return device == "cpu" or not torch.accelerator.is_available()

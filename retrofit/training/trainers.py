@@ -1,0 +1,75 @@
+"""transformers' `Trainer` for each stage of a run: aligning the sites, and training the whole with its own loss and a teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.utils import WEIGHTS_NAME
+
+from retrofit.training.dense_sites import DenseSites
+from retrofit.training.distillation import divergence_from_teacher
+from retrofit.training.settings import Settings
+from retrofit.training.teacher import Teacher, token_logits, without_labels
+
+
+class PretrainingTrainer(Trainer):
+    """A trainer whose checkpoints hold the module's own state, under its own names, whatever its class and wrappers are."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        assert output_dir is not None and self.model is not None
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        torch.save(self.model.state_dict(), Path(output_dir) / WEIGHTS_NAME)
+
+
+class AligningTrainer(PretrainingTrainer):
+    """Every rewritten site learns to return what the dense module returns: the loss is the mean of their squared errors."""
+
+    def __init__(self, sites: DenseSites, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.sites = sites
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        with self.sites.aligning(training=model.training) as errors:
+            model(**without_labels(model, inputs))
+        loss = torch.stack(errors).mean()
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+
+class DistillingTrainer(PretrainingTrainer):
+    """The model learns from its own loss and from a teacher's predictions, its sites turning from dense to rewritten on the way.
+
+        (1 − w) · loss + w · T² KL(teacher ‖ model)        w: `distil`, T: `temperature`
+
+    In the first `anneal` steps the sites are mixtures, of the dense modules alone at the first. Evaluation measures the model's own
+    loss, of the mixture while it is one.
+    """
+
+    def __init__(self, teacher: Teacher, distillation: Settings, anneal: int, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.teacher, self.distillation, self.anneal = teacher, distillation, anneal
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        weight = self.distillation.distil
+        with self.teacher.sites.mixed(self.share):
+            given = {**without_labels(model, inputs), "labels": inputs["labels"]}
+            loss, outputs = super().compute_loss(model, given, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        if model.training and weight:
+            loss = (1 - weight) * loss + weight * self.divergence(token_logits(outputs), inputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def divergence(self, logits: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        return divergence_from_teacher(logits, inputs, self.teacher.logits, self.distillation.temperature)
+
+    @property
+    def share(self) -> float:
+        """λ: how far the sites have turned from the dense modules."""
+        return min(1.0, self.state.global_step / self.anneal) if self.anneal else 1.0

@@ -1,0 +1,188 @@
+"""A run with a teacher: what each stage begins and ends with, that it resumes, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training.test_continued_pretraining import SMALL, TEXTS, Unplugged, bert, changed, llama, same_weights, t5
+
+import retrofit
+from retrofit.cli import main
+from retrofit.errors import TrainingError
+from retrofit.pipeline.corresponding_sites import corresponding_sites
+from retrofit.training.continued_pretraining import continue_pretraining
+from retrofit.training.dense_sites import DenseSites
+from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
+
+torch.set_num_threads(1)
+
+IDS = torch.arange(3, 43).view(2, 20)
+WITHOUT = changed(align=0, anneal=0)
+
+
+@functools.cache
+def trained() -> nn.Module:
+    """A dense model that has learned something."""
+    model = llama()
+    continue_pretraining(model, TEXTS, changed(steps=60, lr=1e-2, eval_every=60))
+    return model
+
+
+@functools.cache
+def rewritten(*specs: str) -> nn.Module:
+    return retrofit.apply(copy.deepcopy(trained()), *specs, verify=False)
+
+
+def pair(*specs: str) -> tuple[nn.Module, nn.Module]:
+    return copy.deepcopy(rewritten(*specs)), copy.deepcopy(trained())
+
+
+def sites_of(model: nn.Module, dense: nn.Module) -> DenseSites:
+    return DenseSites(model, dense, corresponding_sites(model, dense))
+
+
+# ── Sites next to the dense modules ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "spec", ["sparse-ffn(sparsity=8)", "sparse-qkv", "shared-moe(groups=1)", "sequence-altup(k=2, layers=all)"]
+)
+def test_a_mixture_is_dense_at_one_end_and_rewritten_at_the_other(spec: str) -> None:
+    model, dense = pair(spec)
+    sites, expected, alone = sites_of(model, dense), dense(IDS).logits, model(IDS).logits
+    assert (alone - expected).abs().max() > 1e-3
+    with sites.mixed(0.0):
+        assert torch.equal(model(IDS, use_cache=False).logits, expected)
+    with sites.mixed(1.0):
+        assert torch.equal(model(IDS).logits, alone)
+    with sites.mixed(0.5):
+        half = model(IDS, use_cache=False).logits
+    assert not torch.equal(half, expected) and not torch.equal(half, alone)
+    assert torch.equal(model(IDS).logits, alone)  # no hook is left
+
+
+def test_aligned_sites_see_the_dense_activations_and_no_gradient_passes_between_them() -> None:
+    model, dense = pair("sparse-ffn(sparsity=8)")
+    sites = sites_of(model, dense)
+    seen: list[torch.Tensor] = []
+    handle = sites.sites[1].dense.register_forward_hook(lambda module, args, output: seen.append(args[0]))
+    expected = dense(IDS).logits
+    with sites.aligning() as errors:
+        assert torch.equal(model(IDS, use_cache=False).logits, expected)
+    handle.remove()
+    assert torch.equal(seen[0], seen[1])
+    assert len(errors) == 2 and model.training is False
+    first = list(sites.sites[0].module.parameters())
+    gradients = torch.autograd.grad(errors[1], first, allow_unused=True)
+    assert all(gradient is None for gradient in gradients)
+    assert any(gradient is not None for gradient in torch.autograd.grad(errors[0], first, allow_unused=True))
+
+
+# ── Stages ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_alignment_lowers_the_error_of_the_sites_and_changes_nothing_else() -> None:
+    model, dense = pair("sparse-ffn(sparsity=8)")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    teacher = {name: value.clone() for name, value in dense.state_dict().items()}
+    run = continue_pretraining(model, TEXTS, changed(steps=1, align=30, align_lr=3e-3, lr=0.0), teacher=dense)
+    assert run.stages == {"align": 30, "anneal": 0}
+    assert run.alignment[-1][1] < 0.9 * run.alignment[0][1]
+    assert run.eval_losses[0][1] < run.start_loss  # type: ignore[operator]
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved and all(".mlp." in name for name in moved)
+    assert all(torch.equal(value, teacher[name]) for name, value in dense.state_dict().items())
+    assert all(parameter.requires_grad for parameter in dense.parameters())
+    theirs = {parameter.data_ptr() for parameter in dense.parameters()}
+    assert not any(parameter.data_ptr() in theirs for parameter in model.parameters())
+
+
+def test_an_annealed_run_begins_at_the_dense_loss_and_ends_without_the_dense_part(tmp_path: Path) -> None:
+    model, dense = pair("sparse-qkv")
+    run = continue_pretraining(model, TEXTS, changed(align=0, anneal=4), teacher=dense, output=tmp_path / "model.pt")
+    assert run.eval_losses[0][1] == pytest.approx(run.dense_loss, rel=1e-6)
+    assert run.start_loss > run.dense_loss  # type: ignore[operator]
+    loaded = retrofit.load(tmp_path / "model.pt")
+    assert torch.equal(loaded(IDS).logits, model.eval()(IDS).logits)
+    assert loaded.state_dict().keys() == rewritten("sparse-qkv").state_dict().keys()
+
+
+def test_a_teacher_alone_is_distilled() -> None:
+    """With all the weight on the teacher's predictions, one step is that of a plain loop."""
+    model, dense = pair("sparse-qkv")
+    by_hand = copy.deepcopy(model)
+    settings = changed(WITHOUT, steps=1, warmup=0, distil=1.0, temperature=2.0, eval_fraction=0.0)
+    seen: list[torch.Tensor] = []
+    handle = model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
+    run = continue_pretraining(model, TEXTS, settings, teacher=dense)
+    handle.remove()
+    ids = seen[-1]
+    student, teacher = by_hand(input_ids=ids).logits, dense(input_ids=ids).logits
+    log_q, log_p = (2.0**-1 * student).log_softmax(-1), (2.0**-1 * teacher).log_softmax(-1)
+    expected = 4.0 * (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    assert run.losses[0][1] == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("make", [bert, t5])
+def test_other_objectives_recover_too(make: Any) -> None:
+    dense = make()
+    model = retrofit.apply(copy.deepcopy(dense), "sparse-ffn(sparsity=8)", verify=False)
+    run = continue_pretraining(model, TEXTS, changed(steps=2, align=2, anneal=1), teacher=dense)
+    assert run.eval_losses[0][1] == pytest.approx(run.dense_loss, rel=1e-6)
+    assert len(run.alignment) > 1
+
+
+@pytest.mark.parametrize("stage", ["align: step 4/", "step 6/"])
+def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, stage: str) -> None:
+    settings = changed(align=6, anneal=3, save_every=2)
+
+    def run(path: Path, **more: Any) -> TrainingRun:
+        model, dense = pair("sparse-ffn(sparsity=8)")
+        return continue_pretraining(model, TEXTS, settings, teacher=dense, output=path, **more)
+
+    def unplug(text: str) -> None:
+        if text.startswith(stage):
+            raise Unplugged
+
+    whole = run(tmp_path / "whole.pt")
+    with pytest.raises(Unplugged):
+        run(tmp_path / "parts.pt", progress=unplug)
+    parts = run(tmp_path / "parts.pt", resume=True)
+    assert same_weights(retrofit.load(tmp_path / "whole.pt"), retrofit.load(tmp_path / "parts.pt"))
+    assert parts.eval_losses == whole.eval_losses and parts.alignment == whole.alignment
+    assert last_checkpoint(folder_of(tmp_path / "parts.pt")) is not None
+    assert TrainingRun.read(tmp_path / "parts.pt").gap_closed == parts.gap_closed
+
+
+# ── Refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model, dense = pair("sparse-ffn(sparsity=8)")
+    with pytest.raises(TrainingError, match="needs a teacher"):
+        continue_pretraining(model, TEXTS, changed(align=3))
+    with pytest.raises(TrainingError, match="another vocabulary"):
+        continue_pretraining(model, TEXTS, SMALL, teacher=bert())
+    with pytest.raises(TrainingError, match="not the dense model"):
+        continue_pretraining(model, TEXTS, SMALL, teacher=llama(hidden_size=24))
+    with pytest.raises(TrainingError, match="a dense one"):
+        continue_pretraining(dense, TEXTS, SMALL, teacher=dense)
+
+
+def test_the_command_line_names_the_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, dense = pair("sparse-ffn(sparsity=8)")
+    retrofit.save(model, tmp_path / "model.pt")
+    retrofit.save(dense, tmp_path / "dense.pt")
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    words = ["train", str(tmp_path / "model.pt"), "--data", str(tmp_path / "text.txt"), "--steps", "4", "--length", "32"]
+    assert main([*words, "--batch-size", "2", "--teacher", str(tmp_path / "dense.pt"), "--align", "2", "--anneal", "2"]) == 0
+    assert "the dense model" in capsys.readouterr().out
+    assert (tmp_path / "model.trained.run" / "curve.png").exists()
+    assert main([*words, "--anneal", "5", "--teacher", str(tmp_path / "dense.pt"), "--force"]) == 2
+    assert "--anneal 5 is more than all steps" in capsys.readouterr().err
