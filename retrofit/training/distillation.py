@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 CHUNK = 1 << 22  # logits computed with at a time
 
@@ -54,10 +53,3 @@ def divergence_from_teacher(
         theirs = teacher({name: value[row : row + 1] for name, value in batch.items()})
         total = total + DivergenceFromTeacher.apply(ours.flatten(0, -2), theirs.flatten(0, -2), temperature)
     return total / student[..., 0].numel()
-
-
-def agreement(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-    """The KL divergence from the teacher in nats a token, and how often both rank the same token first; means."""
-    log_p, log_q = teacher.float().log_softmax(-1), student.float().log_softmax(-1)
-    divergence = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).mean()
-    return divergence, (student.argmax(-1) == teacher.argmax(-1)).float().mean()

@@ -59,6 +59,11 @@ class TrainingRun:
         return TrainingRun(**{**values, "settings": Settings(**record["settings"]), "output": Path(output), "folder": folder})
 
     @property
+    def tokens(self) -> int:
+        """Those that were trained on, in all stages."""
+        return (self.settings.steps + self.stages.get("align", 0)) * self.settings.batch_size * self.settings.length
+
+    @property
     def gap_closed(self) -> float | None:
         """The part of the loss by which the rewritten model started above the dense one that is gone; None where it did not."""
         if self.dense_loss is None or self.start_loss is None or not self.eval_losses or self.start_loss <= self.dense_loss:

@@ -1,0 +1,106 @@
+"""`retrofit compare`: a dense model and models rewritten from it, side by side on one text."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
+from retrofit.cli.progress import working
+from retrofit.cli.tables import print_table
+
+if TYPE_CHECKING:
+    from retrofit.training.model_comparison import Figures
+    from retrofit.training.runs import TrainingRun
+
+EXAMPLES = """\
+TEXT is to be text that no model was trained on. The first MODEL is the dense one; all others are compared with it.
+
+  retrofit compare model/ model.sparse-ffn/ model.sparse-ffn.trained/ --data held_out.txt
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "compare",
+        help="compare models with their dense original: predictions, size, speed",
+        description="Compare models with their dense original.",
+        epilog=EXAMPLES,
+    )
+    add_model_arguments(parser)
+    parser.add_argument("others", metavar="OTHER", type=Path, nargs="+", help="models rewritten from it")
+    parser.add_argument("--data", metavar="TEXT", type=Path, nargs="+", action="extend", required=True, help="text files")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
+    parser.add_argument("--length", metavar="N", type=int, default=256, help="tokens a window (default: 256)")
+    parser.add_argument("--windows", metavar="N", type=int, default=32, help="windows at most, spread over the text (default: 32)")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The figures are on stdout."""
+    paths = [arguments.model, *arguments.others]
+    for path in paths:
+        require_path(path)
+
+    from retrofit.pipeline.tokenization import read_texts, read_tokenizer
+    from retrofit.storage.checkpoint import load
+    from retrofit.storage.companions import tokenizer_place
+    from retrofit.training.model_comparison import compare_models
+
+    texts = read_texts(arguments.data)
+    with working(arguments.debug) as progress:
+        place = arguments.tokenizer or tokenizer_place(arguments.model)
+        tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
+        models = {}
+        for path in paths:
+            progress(f"reading {path}")
+            models[str(path)] = load(path, config=arguments.config, allow_pickle=arguments.allow_pickle)
+        figures = compare_models(
+            models, texts, tokenizer=tokenizer, length=arguments.length, most=arguments.windows, progress=progress
+        )
+    if arguments.json:
+        print(json.dumps([dataclasses.asdict(one) for one in figures], indent=2))
+        return 0
+    print_table(rows_of(figures, [run_of(path) for path in paths]))
+    return 0
+
+
+def run_of(path: Path) -> TrainingRun | None:
+    """The run that trained the model, where its numbers are next to it."""
+    from retrofit.errors import TrainingError
+    from retrofit.training.runs import TrainingRun
+
+    try:
+        return TrainingRun.read(path)
+    except TrainingError:
+        return None
+
+
+def rows_of(figures: list[Figures], runs: list[TrainingRun | None]) -> Iterator[list[str]]:
+    """A row for each figure, a column for each model."""
+    dense = figures[0]
+    yield ["", *(one.name for one in figures)]
+    yield ["held-out loss, nats a token", *(f"{one.loss:.4f}" for one in figures)]
+    if dense.bits_per_byte is not None:
+        yield ["bits a byte", *(f"{one.bits_per_byte:.4f}" for one in figures)]
+    yield ["KL from the first, nats a token", "", *(f"{one.divergence:.4f}" for one in figures[1:])]
+    yield ["same first choice", "", *(f"{one.agreement:.1%}" for one in figures[1:])]
+    if any(run is not None and run.gap_closed is not None for run in runs):
+        closed = (None if run is None else run.gap_closed for run in runs)
+        yield ["gap closed in its run", *("" if one is None else f"{one:.0%}" for one in closed)]
+    if any(runs):
+        yield ["tokens trained on", *("" if run is None else f"{run.tokens:,}" for run in runs)]
+    yield ["parameters", *(f"{one.parameters:,}" for one in figures)]
+    yield ["FLOPs a token", *(f"{one.flops:,}" for one in figures)]
+    yield ["prefill of a window, ms", *(timing(one.prefill, dense.prefill) for one in figures)]
+    if dense.decode is not None:
+        yield ["a decoded token, ms", *(timing(one.decode or 0.0, dense.decode) for one in figures)]
+
+
+def timing(seconds: float, first: float) -> str:
+    return f"{1000 * seconds:.2f} (×{seconds / first:.2f})"

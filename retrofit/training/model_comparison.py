@@ -1,0 +1,165 @@
+"""A dense model and models rewritten from it, side by side on one text: what they predict, what they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.anatomy.inspection import inspect
+from retrofit.pipeline.tokenization import Codec, codec_for, windows_of
+from retrofit.program.cost import flops_per_token
+from retrofit.runtime.example_inputs import device_of
+from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.probes import can_generate
+from retrofit.training.label_loss import add_loss
+from retrofit.training.objectives import IGNORED, Collator, Example, objective_for
+from retrofit.training.teacher import token_logits, without_labels
+from retrofit.training.windows import ordered_windows
+
+ROUNDS = 5  # of timed calls; the models take turns in each
+DECODED = 16  # tokens that are decoded for a time
+BATCH = 4  # windows
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What one model predicts and costs; ratios are to the first model, and `decode` is None where it generates nothing."""
+
+    name: str
+    loss: float  # nats a token
+    bits_per_byte: float | None  # None where not every token is predicted
+    divergence: float  # KL from the first model's predictions, nats a token
+    agreement: float  # part of the tokens for which both rank the same first
+    parameters: int
+    flops: int  # a token, forward
+    prefill: float  # seconds of a window
+    decode: float | None  # seconds a token
+
+
+def compare_models(
+    models: Mapping[str, nn.Module],
+    texts: Sequence[str],
+    *,
+    tokenizer: Any = None,
+    length: int = 256,
+    most: int = 32,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> list[Figures]:
+    """The figures of each model on at most so many windows of the texts, evenly spread; the first one is the dense model.
+
+    All models see the same windows, hidden tokens included. Times are the medians of rounds in which the models take turns.
+    Raises `TrainingError` where the first model computes no loss or the text is too short.
+    """
+    dense = next(iter(models.values()))
+    codec = codec_for(dense, tokenizer)
+    windows = windows_of(texts, codec, length)
+    windows = windows[torch.linspace(0, len(windows) - 1, min(most, len(windows))).round().long()]
+    collator = Collator(objective_for(add_loss(dense), codec, windows[0].long()))
+    data = ordered_windows(windows, seed=0)
+    batches = [
+        collator([data[row] for row in range(start, min(start + BATCH, len(data)))]) for start in range(0, len(data), BATCH)
+    ]
+    progress("timing")
+    times = timed(models, batches[0])
+    found: list[Figures] = []
+    for name, model in models.items():
+        progress(f"measuring {name}")
+        loss, divergence, agreement = predictions(model, dense, batches)
+        found.append(
+            Figures(
+                name,
+                loss,
+                loss * counted_tokens(batches) / bytes_of(windows, codec) / math.log(2) if counts_all(batches) else None,
+                divergence,
+                agreement,
+                sum(parameter.numel() for parameter in model.parameters()),
+                flops_per_token(inspect(model).program),
+                *times[name],
+            )
+        )
+    return found
+
+
+@torch.no_grad()
+def predictions(model: nn.Module, dense: nn.Module, batches: Sequence[Example]) -> tuple[float, float, float]:
+    """The model's own loss, its divergence from the dense predictions and its agreement with them: means over the tokens."""
+    sums, rows, tokens = torch.zeros(3, dtype=torch.float64), 0, 0
+    learner, teacher = add_loss(model), add_loss(dense)
+    with evaluation_mode(learner), evaluation_mode(teacher):
+        for batch in batches:
+            here, there = ({name: value.to(device_of(one)) for name, value in batch.items()} for one in (model, dense))
+            loss = learner(**here)[0]
+            ours = token_logits(learner(**without_labels(learner, here))).float().cpu()
+            theirs = ours if model is dense else token_logits(teacher(**without_labels(teacher, there))).float().cpu()
+            log_q, log_p = ours.log_softmax(-1), theirs.log_softmax(-1)
+            apart = (log_p.exp() * (log_p - log_q)).sum(-1)
+            same = ours.argmax(-1) == theirs.argmax(-1)
+            sums += torch.tensor([float(loss) * len(ours), float(apart.sum()), float(same.sum())], dtype=torch.float64)
+            rows, tokens = rows + len(ours), tokens + apart.numel()
+    return float(sums[0]) / rows, float(sums[1]) / tokens, float(sums[2]) / tokens
+
+
+def counts_all(batches: Sequence[Example]) -> bool:
+    """Whether every token but one of each window is predicted."""
+    return all(int((batch["labels"] != IGNORED).sum()) >= batch["labels"].numel() - len(batch["labels"]) for batch in batches)
+
+
+def counted_tokens(batches: Sequence[Example]) -> int:
+    return sum(batch["labels"].numel() - len(batch["labels"]) for batch in batches)
+
+
+def bytes_of(windows: Tensor, codec: Codec) -> int:
+    """The bytes of text that the windows' tokens, but for the first of each, spell."""
+    return max(1, sum(len(codec.decode(window[1:].tolist()).encode()) for window in windows))
+
+
+# ── Times ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def timed(models: Mapping[str, nn.Module], batch: Example) -> dict[str, tuple[float, float | None]]:
+    """The seconds of a forward of one window, and of a token decoded after it where all models generate."""
+    window = {name: value[:1] for name, value in batch.items() if name != "labels"}
+    decodes = all(can_generate(model, window) for model in models.values())
+    prefill: dict[str, list[float]] = {name: [] for name in models}
+    decode: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(ROUNDS + 1):
+        for name, model in models.items():
+            inputs = {key: value.to(device_of(model)) for key, value in window.items()}
+            with evaluation_mode(model):
+                learner = add_loss(model)
+                taken = seconds(lambda one=learner, given=inputs: one(**given))  # type: ignore[misc]
+                if turn:  # the first time is for warmth
+                    prefill[name].append(taken)
+                if decodes:
+                    taken = seconds(lambda one=model, given=inputs: generated(one, given, DECODED + 1))  # type: ignore[misc]
+                    taken -= seconds(lambda one=model, given=inputs: generated(one, given, 1))  # type: ignore[misc]
+                    if turn:
+                        decode[name].append(taken / DECODED)
+    return {name: (statistics.median(prefill[name]), statistics.median(decode[name]) if decodes else None) for name in models}
+
+
+def generated(model: Any, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
+    mask = torch.ones_like(inputs["input_ids"])
+    ids = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
+    return model.generate(**{"attention_mask": mask, **ids}, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)  # type: ignore[no-any-return]
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    synchronize()
+    began = time.perf_counter()
+    action()
+    synchronize()
+    return time.perf_counter() - began
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
