@@ -63,9 +63,7 @@ def compare_models(
     windows = windows[torch.linspace(0, len(windows) - 1, min(most, len(windows))).round().long()]
     collator = Collator(objective_for(add_loss(dense), codec, windows[0].long()))
     data = ordered_windows(windows, seed=0)
-    batches = [
-        collator([data[row] for row in range(start, min(start + BATCH, len(data)))]) for start in range(0, len(data), BATCH)
-    ]
+    batches = [collator([data[row] for row in range(start, min(start + BATCH, len(data)))]) for start in range(0, len(data), BATCH)]
     progress("timing")
     times = timed(models, batches[0])
     found: list[Figures] = []

@@ -1,0 +1,75 @@
+"""Models next to their dense original: the figures are those of plain loops over the same windows."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from training.test_continued_pretraining import TEXTS, bert, llama
+
+import retrofit
+from retrofit.cli import main
+from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.training.model_comparison import compare_models
+
+torch.set_num_threads(1)
+
+
+@torch.no_grad()
+def test_the_figures_are_those_of_a_plain_loop() -> None:
+    dense = llama()
+    for parameter in dense.parameters():
+        parameter.mul_(8 if parameter.dim() > 1 else 1)  # so that the choice of units matters
+    model = retrofit.apply(copy.deepcopy(dense), "sparse-ffn(sparsity=8)", verify=False)
+    first, second = compare_models({"dense": dense, "sparse": model}, TEXTS, length=32, most=500)
+    losses, apart, same, tokens = 0.0, 0.0, 0.0, 0
+    windows = windows_of(TEXTS, codec_for(dense), 32).long()
+    for ids in windows:
+        ours, theirs = model(ids[None]).logits[0].double(), dense(ids[None]).logits[0].double()
+        losses += float(F.cross_entropy(ours[:-1], ids[1:]))
+        apart += float(F.kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), reduction="sum", log_target=True))
+        same += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
+        tokens += len(ids)
+    assert second.loss == pytest.approx(losses / len(windows), rel=1e-5)
+    assert second.bits_per_byte == pytest.approx(second.loss / math.log(2), rel=1e-6)  # its tokens are bytes
+    assert second.divergence == pytest.approx(apart / tokens, rel=1e-3)
+    assert second.agreement == pytest.approx(same / tokens)
+    assert (first.divergence, first.agreement) == (0.0, 1.0)
+    assert second.parameters == sum(parameter.numel() for parameter in model.parameters()) > first.parameters
+    assert first.prefill > 0 and first.decode is not None and first.flops > 0
+
+
+def test_masked_tokens_have_no_bits_a_byte_and_an_encoder_decodes_nothing() -> None:
+    dense = bert()
+    (figures,) = compare_models({"dense": dense}, TEXTS, length=32, most=3)
+    assert figures.bits_per_byte is None and figures.decode is None
+    assert figures.loss == pytest.approx(math.log(300), abs=1.0)
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = llama()
+    retrofit.save(dense, tmp_path / "dense.pt")
+    model = retrofit.apply(copy.deepcopy(dense), "sparse-ffn(sparsity=8)", verify=False)
+    retrofit.save(model, tmp_path / "sparse.pt")
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    words = [
+        "compare",
+        str(tmp_path / "dense.pt"),
+        str(tmp_path / "sparse.pt"),
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--length",
+        "32",
+    ]
+    assert main([*words, "--windows", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "KL from the first" in printed and "(×1.00)" in printed
+    assert main([*words, "--windows", "2", "--json"]) == 0
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == [str(tmp_path / "dense.pt"), str(tmp_path / "sparse.pt")]
+    assert main([*words[:2], str(tmp_path / "gone.pt"), *words[3:]]) == 2
+    assert "gone.pt" in capsys.readouterr().err
