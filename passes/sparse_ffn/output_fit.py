@@ -89,14 +89,16 @@ def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output
     """The minimum of the formula above for each λ, with the units that `block` selects as it is now."""
     sample = torch.cat([y for _, y in values(block, dense, spread(x, CHUNK))])
     median = sample.square().sum(1).median().clamp_min(torch.finfo(torch.float32).tiny)
-    gram, right = 0.0, 0.0
+    units, width = dense.weight.shape
+    rows = units if dense.bias is None else units + 1  # the bias is the row of a unit that is always 1
+    gram, right = dense.weight.new_zeros(rows, rows), dense.weight.new_zeros(rows, width)
     for a, y in values(block, dense, x):
         weight = (median / y.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)).clamp(max=1.0).unsqueeze(1)
         missed = y - dense(a)
         a = a if dense.bias is None else torch.cat([a, torch.ones_like(a[:, :1])], 1)
-        gram, right = gram + (weight * a).t() @ a, right + (weight * a).t() @ missed
-    assert isinstance(gram, Tensor) and isinstance(right, Tensor)
-    gram, right, units = gram.double(), right.double(), len(dense.weight)
+        gram += (weight * a).t() @ a
+        right += (weight * a).t() @ missed
+    gram, right = gram.double(), right.double()
     size = gram.diagonal()[:units].mean().clamp_min(1e-30)
     found = []
     for strength in STRENGTHS:
