@@ -91,7 +91,7 @@ def test_a_file_that_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.
 class Cancels(nn.Module):
     """Large products that cancel but for a rest: what remains in float32 is rounded to a few digits."""
 
-    def __init__(self, size: float = 1e4) -> None:
+    def __init__(self, size: float = 1e3) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         large = size * torch.randn(256, 5, generator=generator)
@@ -118,7 +118,7 @@ def test_what_rounding_explains_passes_and_what_it_does_not_is_reported(tmp_path
     assert f"{found.gap:.1e} from torch, {found.wide:.1e} from its float64 (limit {found.limit:.0e})" in str(found.measured)
     assert verify_onnx(path, model, inputs).ok
     with torch.no_grad():
-        model.other[:, 2].add_(2 * found.limit * model.other[:, 2].sign().mean() + 0.05)
+        model.other.add_(3 * found.limit * (model.one.double() + model.other.double()))  # all outputs are larger by that
     wrong = verify_onnx(path, model, inputs)
     assert not wrong.ok and "further from torch's than rounding explains" in str(wrong)
 
