@@ -44,6 +44,7 @@ class DenseCalls:
     calls: Mapping[str, tuple[Tensor, Tensor]]
     probes: Mapping[str, tuple[Tensor, Tensor]]  # of plain projections: random rows, and their products with the weight
     rows: Mapping[str, tuple[list[int], Tensor]]  # of these: some input features, and their rows of the matrix
+    ways: frozenset[str] = frozenset()  # in which it runs, in words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class MethodMeasurement:
 def measure(subject: Subject, before: Any = None, context: Context | None = None) -> Any:
     if context is None:
         calls = dense_calls(subject)
-        return DenseCalls(calls, *dense_probes(subject.model, calls))
+        return DenseCalls(calls, *dense_probes(subject.model, calls), dense_ways(subject))
     return Comparison(subject, before if isinstance(before, DenseCalls) else None, context).run()
 
 
@@ -160,6 +161,11 @@ def dense_probes(
     return found, kept
 
 
+def dense_ways(subject: Subject) -> frozenset[str]:
+    """The words of the ways in which a dense model runs."""
+    return frozenset(way.words for way, _ in SiteWays(subject.model, {}, subject.inputs, subject.run().logits).calls())
+
+
 # ── The rewritten model ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -204,6 +210,9 @@ class Comparison:
             for path, calls in found.items():
                 groups.setdefault(path, []).append((way, calls))
         self.missing += others.missing
+        self.problems += [
+            ("", f"{why}:{words}; the dense model runs") for words, why in others.raised.items() if words in self.before.ways
+        ]
         for site in chosen:
             if len(self.problems) <= NAMED:
                 self.compare(site, groups.get(site.path, []))

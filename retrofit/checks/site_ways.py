@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retrofit.checks.padded_inputs import pad_both_sides, takes_padding
 from retrofit.checks.site_recording import MOST, CallRecorder, has_cache, map_tensors
 from retrofit.checks.stepping import PADDED, PLAIN, section, step_inputs, ways_to_step
-from retrofit.errors import first_line
+from retrofit.errors import RetrofitError, first_line
 from retrofit.pipeline.method_reference import ModuleReference, RecordedCall
 from retrofit.runtime.probes import Inputs, accepts, extent_of, output_ids_name, resized, run
 
@@ -51,6 +51,7 @@ class SiteWays:
     def __init__(self, model: nn.Module, references: References, inputs: Inputs, logits: Tensor) -> None:
         self.model, self.references, self.inputs, self.logits = model, references, inputs, logits
         self.missing: list[tuple[str, str]] = []  # what was not recorded, and why
+        self.raised: dict[str, str] = {}  # by the words of a way: the error that the model's own code raised
 
     def ways(self) -> Iterator[Way]:
         batch, length = extent_of(self.inputs)
@@ -79,6 +80,8 @@ class SiteWays:
                 found = way.record()
             except Exception as error:  # what a model's own code raises; the other checks say so where it should run
                 self.missing.append((f"no module was compared{way.words}", first_line(error)))
+                if not isinstance(error, RetrofitError):  # that would be a refusal
+                    self.raised[way.words] = first_line(error)
                 continue
             yield way, {path: calls if way.on_cache else calls[:1] for path, calls in found.items() if calls}
 
