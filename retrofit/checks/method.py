@@ -210,9 +210,9 @@ class Comparison:
             for path, calls in found.items():
                 groups.setdefault(path, []).append((way, calls))
         self.missing += others.missing
-        self.problems += [
-            ("", f"{why}:{words}; the dense model runs") for words, why in others.raised.items() if words in self.before.ways
-        ]
+        for words, why in others.raised.items():
+            if words in self.before.ways:
+                self.problems.append(("", f"it does not run{words}, and the dense model does: {why}"))
         for site in chosen:
             if len(self.problems) <= NAMED:
                 self.compare(site, groups.get(site.path, []))

@@ -11,6 +11,7 @@ from support.method_verdicts import verdict
 from support.tiny_models import gpt2, llama
 
 from retrofit.passes import multiplicative, multiplicative_reference
+from retrofit.passes.sequence_altup.anchors import EvenAnchors
 from retrofit.passes.sparse_ffn import reference as sparse_ffn_reference
 from retrofit.passes.sparse_ffn import start_reference as sparse_ffn_start
 from retrofit.passes.sparse_ffn import unit_choice
@@ -121,6 +122,16 @@ def test_what_cannot_be_recorded_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.status == "passed", found.why
     assert "no module was compared on one token (nor 1 more): " in found.why
     assert "it needs two tokens" in found.why
+
+
+def test_what_the_dense_model_does_and_the_rewritten_one_cannot_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pick(self: EvenAnchors, x: torch.Tensor) -> torch.Tensor:
+        return x[:, [self.first, self.first + self.k]]
+
+    monkeypatch.setattr(EvenAnchors, "pick", pick)
+    found = verdict(gpt2(), "sequence-altup(k=6, layers=all)")
+    assert found.status == "failed"
+    assert "it does not run on one token, and the dense model does: IndexError" in found.why
 
 
 def test_a_start_without_a_dense_counterpart_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
