@@ -16,7 +16,7 @@ from mutants_table import MUTANTS, ORDER, score, verdict
 from retrofit.pipeline.registry import pass_names
 
 REPORTED = {  # by the check that is to report it
-    "altup: the hop goes to the block that the layer works on already": "function",
+    "altup: the hop goes to the block that the layer works on already": "method",
     "altup: the coefficients of every layer are frozen": "parameters",
     "memory: V begins with ones, not with zeros": "method",
     "sparse-qkv: the convolution's bias is left out": "method",
