@@ -268,8 +268,7 @@ MUTANTS = [
         "& (number <= self.numbers[:, None, :, None])",
         "& (number >= 0)",
         trials=EXPORTED,
-        test="tests/passes/sequence_altup/test_placed_anchors.py::"
-        "test_an_exported_step_without_a_mask_sees_what_the_row_stores_and_no_more",
+        test="tests/passes/sequence_altup/test_placed_anchors.py::test_tokens_of_one_step_without_a_mask_see_no_anchor_after_them",
     ),
     whole(
         "layers=inner: the first layer is strided too",

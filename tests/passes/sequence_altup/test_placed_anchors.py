@@ -93,6 +93,18 @@ def test_a_step_without_a_mask_sees_what_the_row_stores_and_no_more(length: int)
             torch.testing.assert_close(step[row], expected[0, -1:])
 
 
+def test_tokens_of_one_step_without_a_mask_see_no_anchor_after_them() -> None:
+    """Six tokens at once, with two anchors in each row: the first must not see the second."""
+    layer = strided()
+    x, real = prompt(15)
+    template, states = states_after(layer, x[:, :9], real[:, :9])
+    with torch.no_grad():
+        step = layer(x[:, 9:], cache=placed_cache(template, states))
+        for row, pad in enumerate(PADS):
+            expected = layer(x[row : row + 1, pad:], causal(torch.ones(1, 15 - pad, dtype=torch.bool), 15 - pad))
+            torch.testing.assert_close(step[row], expected[0, 9 - pad :])
+
+
 class Step(nn.Module):
     """One step of a decoder as a program: states in, states out, and no mask among the inputs."""
 
