@@ -13,7 +13,6 @@ forward adds to the loss that it returns.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -134,7 +133,13 @@ class MixtureOfExperts(nn.Module):
         """Σ_k gates_k e_{selected_k}(x)."""
         x = x.to(autocast_dtype(x.device) or self.down.weight.dtype)
         if torch.compiler.is_exporting():  # programs that run without torch
-            every, gathered = (functools.partial(way, hidden=hidden) for way in (self.combine_every, self.combine_gathered))
+
+            def every(*operands: Tensor) -> Tensor:
+                return self.combine_every(*operands, hidden=hidden)
+
+            def gathered(*operands: Tensor) -> Tensor:
+                return self.combine_gathered(*operands, hidden=hidden)
+
             return cond(selected.numel() > self.experts, every, gathered, x, gates, selected)
         expert, order = torch.sort(selected.flatten(), stable=True)  # rows sorted by expert, one grouped product for all
         ends = torch.searchsorted(expert, torch.arange(self.experts, device=expert.device), right=True).to(torch.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.mixtures import D, make
+from support.tiny_models import llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import MixtralConfig, SwitchTransformersConfig
 from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
+import retrofit
 from retrofit.passes.shared_moe.mixture_of_experts import MixtureOfExperts, balance_loss, grouped_product
 from retrofit.passes.shared_moe.reference import moe_block
 from retrofit.passes.shared_moe.shared_moe import SharedMoE
@@ -264,6 +267,13 @@ def test_exports_for_any_number_of_tokens() -> None:
     for count in (2, 31):
         x = torch.randn(count, D)
         torch.testing.assert_close(program.module()(x), whole(x))
+
+
+@pytest.mark.long
+def test_mixtures_whose_hidden_function_is_a_module_are_exported(tmp_path: Path) -> None:
+    """Both ways of an exported program use that module."""
+    model = retrofit.apply(llama(), "shared-moe(experts=4, k=2)", verify=False)
+    retrofit.export_onnx(model, tmp_path / "model.onnx")  # which compares it with torch
 
 
 @pytest.mark.parametrize("form", [{"gated": "two", "bias": True}, {"gated": "turns", "k": 2, "renormalize": False}, {"k": 3}])
