@@ -120,6 +120,7 @@ def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | N
         save_in_shards(subject.model, path)
     with transformers_bookkeeping.leave_weights_mapped():
         loaded = load(path).to(device_of(subject.model)).eval()
+        use_same_attention(subject.model, loaded)
     if lost := share_weights(subject, loaded, same_sample if sampled else same_bits):
         return Trip(medium, lost=tuple(lost))
     restored: tuple[str, ...] = ()
@@ -131,6 +132,13 @@ def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | N
                 return Trip(medium, gap, culprit=culprit)
             restored = tuple(buffers)
     return Trip(medium, restored=restored)
+
+
+def use_same_attention(model: nn.Module, loaded: nn.Module) -> None:
+    """Both compute attention by the same kernel: which one is chosen when a model is loaded, and no config says it."""
+    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if is_transformers(loaded) and chosen and getattr(loaded.config, "_attn_implementation", None) != chosen:
+        loaded.set_attn_implementation(chosen)  # type: ignore[operator]
 
 
 def runs_to_repeat(subject: Subject) -> list[tuple[dict[str, Any], Run]]:

@@ -466,3 +466,7 @@ def test_frozen_parameters_are_known_to_be_reached() -> None:
         assert not collect_gradients(model, inputs, torch.Size((1, 6, model.config.vocab_size))).zero
     assert not any(parameter.requires_grad for parameter in frozen)
     assert sum(parameter.requires_grad for parameter in model.parameters()) == len(list(model.parameters())) - len(frozen)
+
+
+def test_a_model_with_another_attention_kernel_than_the_usual_one_comes_back_from_its_directory() -> None:
+    retrofit.apply(gpt2(attn_implementation="eager"), "sum")  # raises where a check fails
