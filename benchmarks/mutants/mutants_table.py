@@ -52,7 +52,7 @@ def main() -> int:
     finished = results.make(mutant_keys()) and results.make(control_keys(results))
     known = results.known(mutant_keys())
     controls = results.known(control_keys(results))
-    alarms = {task: row for task, row in controls.items() if row["by"]}
+    alarms = {task: row for task, row in controls.items() if row["by"] and not is_right_refusal(task, row, known)}
     for task, row in alarms.items():
         print(f"without a fault, {name_of(task)} is reported by {row['by']}: {row['why']}")
     rows = [(mutant, known[mutant.method, mutant.wrong]) for mutant in ordered() if (mutant.method, mutant.wrong) in known]
@@ -115,6 +115,13 @@ class Results:
 
 def ordered() -> list[Mutant]:
     return sorted(MUTANTS, key=lambda mutant: ORDER.index(mutant.method))
+
+
+def is_right_refusal(control: Task, row: Row, known: Mapping[Task, Row]) -> bool:
+    """Whether the pass refuses the trial's model without a fault, and what was reported is that a mutant does not."""
+    trial = control[1].removeprefix(f"{CONTROL} ")
+    of_trial = [one for task, one in known.items() if task[0] == control[0] and one["trial"] == trial]
+    return bool(row.get("refused")) and all(one["by"] != row["by"] for one in of_trial)
 
 
 def mutant_keys() -> dict[Task, str]:

@@ -117,7 +117,7 @@ def observe(mutant: Mutant | None, trials: tuple[Trial, ...], limit: int) -> Row
                 )
             row = json.loads(answer)
             if row["by"]:
-                return ending(row["by"], row["why"], trial, passed)
+                return {**ending(row["by"], row["why"], trial, passed), "refused": row.get("refused", False)}
             passed.append(str(trial))
     found = ending("", "", None, passed)
     return {**found, "test": fails(mutant, limit)} if mutant is not None and mutant.test else found
@@ -234,8 +234,11 @@ def row_of(folder: Path, trial: Trial, reference: bytes, program: Any) -> bytes:
     try:
         row = attempt(folder, trial, reference, program)
     except Exception as error:
+        from retrofit.errors import DoesNotFitError
+
         place = traceback.extract_tb(error.__traceback__)[-1]
         row = {"by": "apply", "why": f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"}
+        row["refused"] = isinstance(error, DoesNotFitError)
     return json.dumps(row).encode()
 
 

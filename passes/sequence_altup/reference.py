@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from retrofit.sdk import Observed, OneOf, Problems, SiteCall
 
@@ -69,9 +70,12 @@ def call_layer(
         for columns in new:
             filled = [columns[0] if columns else before] * (count - len(columns))  # on a cache they come first
             slots.append([*filled, *columns] if call.cached else [*columns, *filled])
-        inputs = torch.stack(
-            [torch.stack([layer_input(call, x, anchors, row, c, before) for c in columns]) for row, columns in enumerate(slots)]
-        )
+        rows = [torch.stack([layer_input(call, x, anchors, row, c, before) for c in columns]) for row, columns in enumerate(slots)]
+        inputs = torch.stack(rows)
+        if call.options.method == "average-pooling":  # the filled slots come last, and are means of nothing
+            inputs = torch.stack(
+                [F.pad(one[: len(columns)], (0, 0, 0, count - len(columns))) for one, columns in zip(rows, new, strict=True)]
+            )
         whole = all(len(columns) == count for columns in new)
         packed = inputs.transpose(0, 1) if layer.tokens_first else inputs
         others = strided_arguments(call, slots[0], x) if whole and not call.cached else None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.method_verdicts import verdict
-from support.tiny_models import gpt2, llama
+from support.tiny_models import bert, gpt2, llama
 
 from retrofit.passes import multiplicative, multiplicative_reference
 from retrofit.passes.sequence_altup.anchors import EvenAnchors
@@ -35,6 +35,13 @@ def test_a_fitted_router_is_not_held_to_the_spread_of_one_that_is_not() -> None:
 def test_experts_that_are_named_are_held_to_what_they_are_taken_from() -> None:
     found = verdict(llama(num_hidden_layers=4), "shared-moe(experts=2, groups=1, sources=3+0)")
     assert found.status == "passed", found.why
+
+
+@pytest.mark.parametrize("method", ["average-pooling", "stride-and-skip"])
+def test_padding_on_both_sides_leaves_slots_that_no_anchor_fills(method: str) -> None:
+    found = verdict(bert(), f"sequence-altup(k=3, layers=all, method={method})")
+    assert found.status == "passed", found.why
+    assert not found.why
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
