@@ -58,7 +58,7 @@ def main() -> int:
     rows = [(mutant, known[mutant.method, mutant.wrong]) for mutant in ordered() if (mutant.method, mutant.wrong) in known]
     print(f"{len(rows)} of {len(MUTANTS)} mutants have a result for the sources as they are; {score(rows)}")
     if finished and not alarms and len(rows) == len(MUTANTS) and controls.keys() == control_keys(results).keys():
-        write_whole(options.output, page(rows, len(controls)))
+        write_whole(options.output, page(rows, controls))
     return bool(alarms)
 
 
@@ -168,14 +168,16 @@ def score(rows: Sequence[tuple[Mutant, Row]]) -> str:
     return f"{reported} of {len(faults)} that are faults are reported by a check ({share:.1f} %)"
 
 
-def page(rows: Sequence[tuple[Mutant, Row]], controls: int) -> str:
+def page(rows: Sequence[tuple[Mutant, Row]], controls: Mapping[Task, Row]) -> str:
     """The Markdown page: the score, a count a pass, a line a mutant."""
+    refused = sum(bool(row["by"]) for row in controls.values())
+    but = f", but for {refused} that they refuse and a mutant does not" if refused else ""
     lines = [
         "# Mutants",
         "",
         f"{len(rows)} faults were put into the sources of the passes, one at a time; from each mutated copy the pass was applied",
         "to a tiny GPT-2, Llama, T5 or BERT with every check, up to the first report. The sources as they are come through the",
-        f"{controls} trials in which something was reported without a report. {score(rows)}.",
+        f"{len(controls)} trials in which something was reported without a report{but}. {score(rows)}.",
         "Written by `make mutants`; the mutants are in `benchmarks/mutants/`; do not edit.",
         "",
         line(["pass", "mutants", "reported by a check", "by a unit test", "equivalent"]),
