@@ -162,7 +162,9 @@ def dense_probes(
 
 
 def dense_ways(subject: Subject) -> frozenset[str]:
-    """The words of the ways in which a dense model runs."""
+    """The words of the ways in which a dense model runs; none of a large one, whose every forward reads all its weights."""
+    if not subject.arithmetic.settles_everything:
+        return frozenset()
     return frozenset(way.words for way, _ in SiteWays(subject.model, {}, subject.inputs, subject.run().logits).calls())
 
 
@@ -205,7 +207,9 @@ class Comparison:
         chosen = self.chosen_sites()
         plain = Way("", dict, trains=True)
         groups = {path: [(plain, calls[:1])] for path, calls in whole.items() if calls}
-        others = SiteWays(self.model, references_of(chosen), self.subject.inputs, self.subject.run().logits)
+        is_large = not self.subject.arithmetic.settles_everything
+        logits = self.subject.run().logits
+        others = SiteWays(self.model, references_of(chosen), self.subject.inputs, logits, is_large=is_large)
         for way, found in others.calls():
             for path, calls in found.items():
                 groups.setdefault(path, []).append((way, calls))

@@ -225,7 +225,7 @@ fault("projections are never fitted", "sparse-qkv", "was not fitted")(around(spa
 fault("the history is that of another sequence", "sparse-qkv", "step by step on a cache")(
     around(sparse_attention.TokenHistory, "last", lambda old, self: old(self).flip(0))
 )
-fault("the head is never fitted", "sparse-loss(modules=4)", "was not fitted to it")(
+fault("the head is never fitted", "sparse-loss(modules=4)", "the fit to input feature")(
     around(parse_spec("sparse-loss").reference.modules and next(iter(SparseLoss.reference.modules)), "fit", lambda old, *args: None)
 )
 fault("the extra embedding of the next id", "sum", "model.embed_tokens")(

@@ -298,7 +298,7 @@ def test_calibration_text_reaches_the_passes_as_ids(here: Path, monkeypatch: pyt
 
     monkeypatch.setattr("retrofit.rewriting.apply_reported", remembering)
     Path("text.txt").write_text("ab" * 200)
-    assert main([*APPLY, "--calibrate", "text.txt", "model.pt"]) == 2
+    assert main(["apply", "--pass", "sparse-ffn", "--sparsity", "4", "--calibrate", "text.txt", "model.pt"]) == 2
     (windows,) = given
     assert windows.ndim == 2 and windows.numel() > 300
     a, b = windows[0, :2].tolist()
@@ -457,13 +457,14 @@ def blocks(language: str) -> list[str]:
 def test_the_commands_of_the_readme_work(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("gpt2").rename("model")
     Path("text.txt").write_text(README * 20, encoding="utf-8")
+    Path("held_out.txt").write_text(README, encoding="utf-8")
     lines = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
-    assert {line[1] for line in lines} == {"apply", "inspect", "verify", "train", "passes", "export"}
+    assert {line[1] for line in lines} == {"apply", "inspect", "verify", "train", "compare", "passes", "export"}
     for line in lines:
         assert line[0] == "retrofit"
         small = {"200": "2"}  # steps: what is tested is that the command works, not that it trains well
         arguments = [small.get(argument, argument) for argument in line[1:]]
-        if arguments[0] == "train":
+        if arguments[0] in ("train", "compare"):
             arguments += ["--length", "16"]
         assert main(arguments) == 0, (line, capsys.readouterr().err)
 
