@@ -81,7 +81,7 @@ def test_gradient_checkpointing_changes_no_gradient(form, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     again, recomputed = step(model, batch(form))
     assert calls == {name: 3 * count for name, count in once.items()}  # forward, and again on the way back
-    assert torch.equal(loss, again)
+    torch.testing.assert_close(again, loss, rtol=1e-6, atol=0.0)  # where its tensors lie in memory decides the last bit
     assert gradients.keys() == recomputed.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(recomputed[name], gradient, rtol=1e-4, atol=1e-6, msg=named(name))
