@@ -134,11 +134,11 @@ class MixtureOfExperts(nn.Module):
         x = x.to(autocast_dtype(x.device) or self.down.weight.dtype)
         if torch.compiler.is_exporting():  # programs that run without torch
 
-            def every(*operands: Tensor) -> Tensor:
-                return self.combine_every(*operands, hidden=hidden)
+            def every(x: Tensor, gates: Tensor, selected: Tensor) -> Tensor:
+                return self.combine_every(x, gates, selected, hidden)
 
-            def gathered(*operands: Tensor) -> Tensor:
-                return self.combine_gathered(*operands, hidden=hidden)
+            def gathered(x: Tensor, gates: Tensor, selected: Tensor) -> Tensor:
+                return self.combine_gathered(x, gates, selected, hidden)
 
             return cond(selected.numel() > self.experts, every, gathered, x, gates, selected)
         expert, order = torch.sort(selected.flatten(), stable=True)  # rows sorted by expert, one grouped product for all
