@@ -96,7 +96,7 @@ def test_any_code_computes_what_it_did_or_is_left_alone(steps: list[tuple[str, i
     module, x = Code(steps), torch.randn(3, 4)
     try:
         module(x.clone())
-    except (RuntimeError, IndexError):  # torch refuses some views, and to write where several values lie in one place
+    except (RuntimeError, IndexError, ValueError):  # no such view, no two halves, several values in one place that is written
         assume(False)
     checked(module, x)
 
