@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 LARGEST = 2**30  # bytes of weights; a larger model is not copied and run to see what a fusion does to it
+PAIRWISE_RULES = {"SlicesSplit"}  # of the optimizer: tried on every pair of slices, for minutes where a graph has hundreds
 TOLERANCE = 1e-5  # relative to the largest output; a model that rounds more may move by what it rounds
 
 
@@ -38,11 +39,16 @@ class RewriteStep:
     why: str = ""
 
 
-def optimize(model: onnx_ir.Model) -> onnx_ir.Model:
+def optimize(model: onnx_ir.Model, rounds: int = 2) -> onnx_ir.Model:
     """Constants folded, equal computations merged, nothing that is not read."""
-    import onnxscript.optimizer
+    from onnxscript import optimizer, rewriter
 
-    onnxscript.optimizer.optimize_ir(model)
+    rules = rewriter._DEFAULT_REWRITE_RULES
+    try:
+        rewriter._DEFAULT_REWRITE_RULES = tuple(rule for rule in rules if rule.name not in PAIRWISE_RULES)
+        optimizer.optimize_ir(model, num_iterations=rounds)
+    finally:
+        rewriter._DEFAULT_REWRITE_RULES = rules
     return model
 
 
@@ -101,8 +107,6 @@ def fuse_operators(
 
     `rounding` measures how far the model's own rounding moves its outputs, and is asked where a fusion moves them.
     """
-    import onnxscript.optimizer
-
     if missing_packages("onnxruntime"):
         return model, [RewriteStep("fusions", count_nodes(model), count_nodes(model), False, "ONNX Runtime is not installed")]
     if weight_bytes(model) > LARGEST:
@@ -116,7 +120,7 @@ def fuse_operators(
         candidate, before = model.clone(), count_nodes(model)
         try:
             if fuse(candidate):  # the optimizer takes longer than the search
-                onnxscript.optimizer.optimize_ir(candidate, num_iterations=1)
+                optimize(candidate, rounds=1)
             after = count_nodes(candidate)
             why = "" if after < before else "nothing to fuse"
             if not why:
