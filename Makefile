@@ -19,7 +19,7 @@ demo: $(READY)
 test: $(READY)
 	$(ALONE) $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
 
-# The tests that take longest: combinations of passes, and models that are captured many times over.
+# The tests that take longer: more models and options of what is tested above, and combinations of passes.
 long: $(READY)
 	$(ALONE) $(BIN)/python -m pytest -n 2 --dist worksteal -m long
 

@@ -97,6 +97,7 @@ def everything_about(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("build", "specs"), EACH_KIND, ids=identify)
 def test_nothing_about_the_model_changes(build: Callable[[], nn.Module], specs: tuple[str, ...]) -> None:
     model = build().train()
@@ -130,6 +131,7 @@ def test_no_weight_is_copied() -> None:
 # ── What it says is what happens ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("build", "specs"), CASES, ids=identify)
 def test_a_plan_says_what_apply_then_does(build: Callable[[], nn.Module], specs: tuple[str, ...]) -> None:
     model = build()
@@ -147,6 +149,7 @@ def test_a_plan_says_what_apply_then_does(build: Callable[[], nn.Module], specs:
     assert (plan.flops_before, plan.flops_after) == (applied.flops_before, applied.flops_after)
 
 
+@pytest.mark.long
 def test_a_graph_module_is_planned_where_one_is_emitted() -> None:
     model = llama()
     plan = retrofit.plan_of(model, FFN, emit="graph")
@@ -158,6 +161,7 @@ def test_a_graph_module_is_planned_where_one_is_emitted() -> None:
 # ── Where nothing fits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("build", "spec"), [(vit, "sum"), (retrofitted, "altup(k=2)"), (Plain, "sparse-ffn(sparsity=8)")])
 def test_a_pass_that_fits_nowhere_says_why_and_apply_refuses_it(build: Callable[[], nn.Module], spec: str) -> None:
     model = build()

@@ -175,6 +175,7 @@ class Translator(nn.Module):
         return logits
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("spec", "graph"), [("memory", False), ("memory(beside=ffns)", True)])
 def test_two_stacks_in_one_module_look_up_ids_of_their_own(spec: str, graph: bool) -> None:
     torch.manual_seed(0)
@@ -210,6 +211,7 @@ class Brought(PreTrainedModel):
         return logits
 
 
+@pytest.mark.long
 def test_a_transformers_model_stays_one_and_the_refusal_names_the_graph() -> None:
     model, given = Brought(PretrainedConfig(vocab_size=VOCABULARY)).eval(), padded()
     before = copy.deepcopy(model)
@@ -230,6 +232,7 @@ def test_a_refusal_that_no_graph_changes_does_not_name_one() -> None:
     assert refused.value.remedy and "graph" not in str(refused.value) and is_what_it_was(model, before)
 
 
+@pytest.mark.long
 def test_what_no_form_of_a_model_fits_is_not_tried_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its experts are so in the graph too, which is the slow way to the same refusal."""
     model, spec = zoo.build(zoo.entry("causal/mixtral")).eval(), "sparse-ffn(sparsity=4)"

@@ -70,6 +70,7 @@ def rebuild(model: nn.Module, sites: list[FeedForward]) -> None:
         install_feed_forward(site, Rebuilt(site, model.get_submodule(site.path), model), edit)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", FOUND)
 def test_every_feed_forward_is_found_and_rebuilt(name: str) -> None:
     entry = zoo.entry(name)

@@ -47,6 +47,7 @@ SINGLE_STACKS = {  # norm layout, projections, heads: what the papers of these m
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("identity", SINGLE_STACKS)
 def test_one_stack_of_attention_and_ffn(identity: str) -> None:
     kind, causal, branches, projections, gated = SINGLE_STACKS[identity]

@@ -412,6 +412,7 @@ def report_of(one: Fault, checks: tuple[str, ...] = tuple(CHECKS)) -> Report:
     return retrofit.verify(faulty, reference, checks=checks)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("build", "spec"), sorted({(one.build, one.spec) for one in FAULTS}, key=str))
 def test_faultless_models_pass_every_check(build: Callable[..., Any], spec: str) -> None:
     model, reference = rewritten(build, spec)

@@ -89,6 +89,7 @@ def agrees(name: str, spec: str) -> None:
     assert found.status == "passed", f"{found.measured}\n{found.why}"
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize(("name", "spec"), [(name, spec) for name, specs in QUICK.items() for spec in specs])
 def test_every_pass_computes_what_its_method_says(name: str, spec: str) -> None:
     agrees(name, spec)
@@ -100,6 +101,7 @@ def test_every_pass_computes_what_its_method_says_on_every_kind_of_model(name: s
     agrees(name, spec)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("spec", ["altup(k=2)", "sparse-ffn(sparsity=8)", "memory"])
 def test_a_model_that_has_trained_on_is_not_held_to_its_start(spec: str) -> None:
     assert verdict(llama(), spec, nudge=True).status == "passed"

@@ -103,6 +103,7 @@ STARTS = {
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", STARTS)
 def test_a_start_that_is_not_the_best_is_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, attribute, wrong, spec = STARTS[name]

@@ -63,6 +63,7 @@ def test_the_score_counts_faults_only() -> None:
     assert verdict(harmless, missed) == "equivalent: it adds zero"
 
 
+@pytest.mark.long
 def test_mutants_are_reported_and_the_sources_as_they_are_are_not(tmp_path: Path) -> None:
     names = {mutant.name for mutant in MUTANTS} & REPORTED.keys()
     assert names == REPORTED.keys()

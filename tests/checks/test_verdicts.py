@@ -26,6 +26,7 @@ def loud_t5(seed: int) -> Any:
     return model
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_model_that_rounds_much_is_not_blamed(seed: int) -> None:
     model = loud_t5(seed)
@@ -36,6 +37,7 @@ def test_a_model_that_rounds_much_is_not_blamed(seed: int) -> None:
     assert SETTLED in report["padding"].measured and SETTLED in report["cache"].measured
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_its_dtype_and_is_measured_in_float32(dtype: torch.dtype) -> None:
     model = llama().to(dtype)

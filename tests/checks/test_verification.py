@@ -54,6 +54,7 @@ SKIPPED: dict[Callable[[], nn.Module], set[str]] = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("build", SKIPPED, ids=lambda build: build.__name__)
 def test_dense_models_pass(build: Callable[[], nn.Module]) -> None:
     model = build()
@@ -68,6 +69,7 @@ def test_without_a_reference_or_a_pass_only_parameters_and_method_go_unchecked()
     assert [check.name for check in report.checks if check.status == "skipped"] == ["parameters", "method"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dense_models_pass_in_other_dtypes(dtype: torch.dtype) -> None:
     model = llama().to(dtype)
@@ -126,6 +128,7 @@ class Lagging(nn.Module):
         return self.layer(hidden + shifted, *args, past_key_values=past_key_values, **kwargs)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("forgets", "way"), [(False, "reordered steps"), (True, "steps")])
 def test_what_a_dense_cache_gets_wrong_is_not_held_against_a_rewrite(forgets: bool, way: str) -> None:
     model: Any = llama()

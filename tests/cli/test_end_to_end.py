@@ -226,6 +226,7 @@ def test_inspect_with_a_pass_says_what_it_would_do_and_does_nothing(here: Path) 
     assert contents(here) == before
 
 
+@pytest.mark.long
 def test_a_plan_as_json_is_that_of_the_library(here: Path) -> None:
     Path("passes.txt").write_text("sum\nsum\n")
     done = retrofit_command("inspect", "gpt2", "--json", "--recipe", "passes.txt")

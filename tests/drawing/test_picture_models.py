@@ -72,6 +72,7 @@ def anatomy_of(build: Callable[[], nn.Module]) -> Anatomy:
     return inspect(build(), short if build is jamba else None)
 
 
+@pytest.mark.first(1)
 @each
 def test_the_table_counts_every_layer_and_every_parameter_once(build: Callable[[], nn.Module]) -> None:
     anatomy = anatomy_of(build)

@@ -34,6 +34,7 @@ def made(kind: str) -> nn.Module:
     return MODELS[kind]().eval()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_is_the_model_on_inputs_of_any_size(kind: str) -> None:
     model = made(kind)
@@ -53,6 +54,7 @@ def test_parts_that_were_no_modules_are_and_parameters_keep_their_names() -> Non
     assert retrofit.inspect(graph, ids()).stacks[0].layers[1].name == "layers.1"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["altup(k=2)", "sparse-ffn(sparsity=8)"])
 def test_layers_that_share_their_weights_are_one_part_called_at_every_depth(spec: str) -> None:
     model = Recurrent().eval()
@@ -76,6 +78,7 @@ def test_gradients_arrive_at_the_models_own_parameters() -> None:
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("model", [Functional(p=0.5), Encoder()], ids=["functional", "encoder"])
 def test_dropout_follows_the_mode(model: nn.Module) -> None:
     graph = graph_module(model.eval(), ids())
@@ -118,6 +121,7 @@ def test_it_is_copied_saved_and_cast_like_any_module(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "whole.pt", weights_only=False)(ids()), twin(ids()))
 
 
+@pytest.mark.long
 def test_a_copy_keeps_config_examples_and_recipe() -> None:
     """What it was captured with, its config and its recipe: a copy is rewritten, verified and saved as the original is."""
     graph = graph_module(zoo.build(zoo.entry("causal/gpt2")))
@@ -127,6 +131,7 @@ def test_a_copy_keeps_config_examples_and_recipe() -> None:
     assert rewrite.spec.startswith("sparse-loss") and retrofit.verify(widened, graph).ok
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_pass_rewrites_a_model_that_is_one_function(spec: str) -> None:
     model = made("functional")
@@ -139,6 +144,7 @@ def test_every_pass_rewrites_a_model_that_is_one_function(spec: str) -> None:
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "spec", [*(pytest.param(one, marks=pytest.mark.long) for one in SPECS[1:]), SPECS[0], "sparse-qkv(kernel=2)"]
 )
@@ -153,6 +159,7 @@ def test_tokens_that_are_flattened_for_a_product_stay_where_they_lie(spec: str) 
     assert applied.report is not None and applied.report.ok and applied.rewrites[0].sites
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", PASSES)
 def test_feed_forwards_inside_a_layers_code_are_found_on_the_graph(spec: str) -> None:
     model = retrofit.apply(made("blocks"), spec, emit="graph", example_inputs=ids())
@@ -165,6 +172,7 @@ ENTRIES = ("causal/gpt2", "masked/albert", "seq2seq/bart")
 MORE = ("causal/llama", "masked/bert", "masked/esm", "image/vit")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", [*ENTRIES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_a_library_model_and_its_graph_agree(name: str) -> None:
     entry = zoo.entry(name)

@@ -18,6 +18,7 @@ RECIPES = (
 )
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("specs", RECIPES)
 def test_nodes_say_what_the_rewritten_graph_gives(specs: tuple[str, ...]) -> None:
     """Hooks record what modules return; the graph has what their calls are recorded with."""
@@ -50,6 +51,7 @@ def described(value: Any) -> Any:
     return tuple(described(item) for item in value) if isinstance(value, (tuple, list)) else None
 
 
+@pytest.mark.long
 def test_the_graph_still_runs_as_compiled() -> None:
     """Telling leaves no trace on the classes."""
 

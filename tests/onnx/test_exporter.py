@@ -178,6 +178,7 @@ def test_a_module_with_a_memory_has_it_as_a_state():
     assert running.outputs[-1] == "present.memory.layers.0"
 
 
+@pytest.mark.long
 def test_strided_layers_return_every_other_key():
     _, made, (running,) = out("strided")
     assert made.cached and not made.why_no_cache

@@ -52,6 +52,7 @@ def other_inputs(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return resized(model, model.__dict__["retrofit_examples"], (2, 3, 1)[seed], (11, 6, 1)[seed], seed=seed)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("source", "name"), [pytest.param(*one, marks=[pytest.mark.long] * (one in DEAR)) for one in FILES])
 def test_files_compute_what_onnx_runtime_computes_and_can_be_rewritten(source: str, name: str) -> None:
     path = file_of(source, name)
@@ -73,6 +74,7 @@ def test_files_compute_what_onnx_runtime_computes_and_can_be_rewritten(source: s
         assert distance(rewritten(**inputs)["logits"], found["logits"]) < PARITY
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -89,6 +91,7 @@ def test_passes_rewrite_what_came_in_and_every_check_holds(spec: str) -> None:
     assert applied.report is not None and applied.report.ok and applied.rewrites[0].sites
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("source", ["exported, set 18", "exported, set 23", "with its cache, not fused"])
 def test_weights_are_parameters_under_the_models_own_names(source: str) -> None:
     own = dict(zoo.build(zoo.entry("causal/llama")).named_parameters())

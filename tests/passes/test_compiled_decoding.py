@@ -32,6 +32,7 @@ DEAR = (*STATELESS, "three passes")
 CASES = [pytest.param(specs, id=name, marks=[pytest.mark.long] * (name in DEAR)) for name, specs in SPECS.items()]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("specs", CASES)
 @torch.no_grad()
 def test_step_is_one_graph_and_gives_the_logits_of_the_whole_sequence(specs: tuple[str, ...]) -> None:

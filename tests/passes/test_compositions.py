@@ -93,6 +93,7 @@ def pairs() -> list[Any]:
     ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "first", "second"), pairs())
 def test_two_passes_come_through_every_check_or_are_refused(kind: str, first: str, second: str) -> None:
     said = rewritten(kind, SPECS[first], SPECS[second])

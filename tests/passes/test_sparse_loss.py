@@ -99,6 +99,7 @@ def test_a_matrix_that_is_multiplicative_is_fitted_exactly() -> None:
 
 
 # Untied and tied heads, with a bias, with a soft cap, of an encoder-decoder model.
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -131,6 +132,7 @@ def test_the_embedding_of_a_tied_head_stays() -> None:
     assert not any(parameter is table for parameter in model.lm_head.parameters())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "init"),
     [
@@ -151,6 +153,7 @@ def test_a_head_that_altup_widened_keeps_the_weights_of_its_blocks(name: str, in
         torch.testing.assert_close(model(**given).logits, plain(**given).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_altup_with_a_wide_table_after_it_is_refused_with_the_remedy() -> None:
     model = zoo.build(zoo.entry("causal/llama"))
     with pytest.raises(DoesNotFitError, match="embedding=recycled"):

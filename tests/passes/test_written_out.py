@@ -58,6 +58,7 @@ def test_a_mask_that_the_first_layer_makes_is_handed_to_it_as_to_the_others() ->
         assert [len(node.meta["val"].shape) for node in layer.graph.nodes if node.op == "placeholder"] == [3, 2]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["altup(k=2)", "sum"])
 def test_what_stands_before_the_layers_is_widened(spec: str) -> None:
     model = WrittenOut()
@@ -67,6 +68,7 @@ def test_what_stands_before_the_layers_is_widened(spec: str) -> None:
         assert distance(rewritten(other), model(other)) < 1e-5
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("spec", "sites"),
     [
@@ -82,6 +84,7 @@ def test_what_scales_a_product_is_no_part_of_it(spec: str, sites: int) -> None:
     assert applied.model(example(3, 5)).isfinite().all()
 
 
+@pytest.mark.long
 def test_layers_of_as_many_tokens_as_the_code_was_captured_with_see_fewer() -> None:
     """A picture has as many patches as it has, so its layers' code is captured with that number written out."""
     model, spec = tiny_models.vit(num_hidden_layers=2), "sequence-altup(k=2, layers=0)"

@@ -12,6 +12,7 @@ from retrofit.errors import TrainingError
 from retrofit.pipeline.corresponding_sites import CorrespondingSite, corresponding_sites
 
 
+@pytest.mark.long
 def test_a_site_is_followed_through_the_wrappers_of_later_passes() -> None:
     dense = llama()
     model = retrofit.apply(

@@ -32,6 +32,7 @@ def tiny(name):
 # One after another
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "order"),
     [
@@ -119,6 +120,7 @@ class Broken(Pass):
         raise self.error("halfway")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "error"),
     [
@@ -180,6 +182,7 @@ def test_a_rewrite_that_fails_its_checks_is_taken_back():
     assert torch.equal(retrofitted.logits(model, given), dense)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("form", "again"),
     [
@@ -201,6 +204,7 @@ def test_altup_on_altup_is_refused(form, again):
     assert torch.equal(retrofitted.logits(model, given), expected)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "altup", "why"),
     [

@@ -46,6 +46,7 @@ def require_same(model: Any, again: Any) -> None:
 CASES = [*((torch.bfloat16, spec) for spec in SPECS), (torch.float16, "altup(k=2)"), (torch.float16, "sparse-ffn(sparsity=8)")]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("dtype", "spec"), CASES)
 def test_the_dtype_survives(dtype: torch.dtype, spec: str, tmp_path: Path) -> None:
     model = rewritten(dtype, spec, tmp_path / "dense")

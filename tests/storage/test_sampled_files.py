@@ -53,6 +53,7 @@ def test_a_sample_holds_both_ends_and_zeros_between(tmp_path: Path) -> None:
         assert not same_sample(changed, read)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("build", [llama, gpt2])
 def test_transformers_reads_every_weight_back_by_its_sample(build: Any, tmp_path: Path) -> None:
     model = retrofit.apply(build(), "altup(k=2)", verify=False)

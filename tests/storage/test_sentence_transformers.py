@@ -91,6 +91,7 @@ def files_of(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_command_line_rewrites_the_transformer_and_keeps_the_rest(tmp_path: Path, nested: bool) -> None:
     source = saved_directory(tmp_path, nested=nested)
@@ -124,6 +125,7 @@ def test_a_directory_is_verified_against_its_dense_one_and_inspected(tmp_path: P
     assert "2 layers" in capsys.readouterr().out
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_directory_is_trained_as_a_whole(tmp_path: Path, nested: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Also the dense layer after the pooling learns; what is written loads in sentence-transformers."""

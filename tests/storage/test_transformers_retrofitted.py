@@ -41,6 +41,7 @@ def saved(form: str):
     return model, path, given, retrofitted.logits(model, given), folder
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("form", "way"), ROUND_TRIPS)
 def test_the_round_trip_is_bit_identical(form, way):
     model, path, given, expected, _ = saved(form)

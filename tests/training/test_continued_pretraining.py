@@ -82,6 +82,7 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_learns(name: str) -> None:
     model = MODELS[name]()
@@ -137,6 +138,7 @@ def test_the_steps_are_adamw_on_the_windows_in_their_order() -> None:
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, name: str) -> None:
     """Bit for bit, with dropout (BERT and T5 have it) and with what is hidden in the windows."""
@@ -168,6 +170,7 @@ def test_a_finished_run_can_be_given_more_steps(tmp_path: Path) -> None:
     assert same_weights(longer, whole)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -210,6 +213,7 @@ def test_a_seed_fixes_a_run() -> None:
     assert one.losses != other.losses
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["next token", "span corruption"])
 def test_gradient_checkpointing_changes_no_result(name: str) -> None:
     """The same steps, fewer saved tensors, and the switch is off again afterwards."""

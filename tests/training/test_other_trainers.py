@@ -50,6 +50,7 @@ def new_parameters(model):
         yield next(name for name, parameter in model.named_parameters() if parameter is table)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("mamba", "jamba")])
 def test_labels_give_every_new_parameter_a_gradient(form):
     model = retrofitted.trained(form).train()
@@ -119,6 +120,7 @@ def trainer(form, model, path, **how):
     return transformers.Trainer(model, arguments, train_dataset=Rows(form))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("form", "how"),
     [
@@ -223,6 +225,7 @@ def test_a_step_under_autocast_is_close_to_one_without(form):
 # Compile
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["llama", "llama-recycled", "gpt2", "mixtral", "bert", "albert", "vit"])
 def test_the_model_compiles_as_one_graph(form):
     model, given = retrofitted.trained(form), retrofitted.inputs(form)
@@ -231,6 +234,7 @@ def test_the_model_compiles_as_one_graph(form):
     torch.testing.assert_close(retrofitted.logits(compiled, given), retrofitted.logits(model, given))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["llama", "bert"])
 def test_a_compiled_step_gives_the_same_gradients(form):
     model = retrofitted.trained(form)

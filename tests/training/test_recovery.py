@@ -50,6 +50,7 @@ def sites_of(model: nn.Module, dense: nn.Module) -> DenseSites:
 # ── Sites next to the dense modules ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "spec", ["sparse-ffn(sparsity=8)", "sparse-qkv", "shared-moe(groups=1)", "sequence-altup(k=2, layers=all)"]
 )
@@ -129,6 +130,7 @@ def test_a_teacher_alone_is_distilled() -> None:
     assert run.losses[0][1] == pytest.approx(expected.item(), rel=1e-4)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("make", [bert, t5])
 def test_other_objectives_recover_too(make: Any) -> None:
     dense = make()
@@ -138,6 +140,7 @@ def test_other_objectives_recover_too(make: Any) -> None:
     assert len(run.alignment) > 1
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("stage", ["align: step 4/", "step 6/"])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, stage: str) -> None:
     settings = changed(align=6, anneal=3, save_every=2)

@@ -37,6 +37,7 @@ def widened(altup: AltUp | None = None) -> nn.Module:
     return model
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("altup", [AltUp(k=2), AltUp(k=2, init="hop"), AltUp(k=3, embedding="recycled")], ids=AltUp.spec)
 def test_it_starts_where_the_dense_model_is_and_everything_new_moves(altup: AltUp) -> None:
     model, start = widened(altup), {}
@@ -76,6 +77,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path) -> N
     assert resumed.eval_losses == expected.eval_losses
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["model.pt", "directory"])
 def test_it_is_trained_on_after_a_trip_to_disk(tmp_path: Path, name: str) -> None:
     """What is loaded trains as what was saved; what that training saves is what it trained."""

@@ -45,6 +45,7 @@ def check(kind: str, one: str) -> None:
         torch.testing.assert_close(first(applied.model(**other)), first(model(**other)), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "one"), QUICK)
 def test_passes_on_models_without_modules(kind: str, one: str) -> None:
     check(kind, one)
@@ -56,6 +57,7 @@ def test_every_pass_on_every_model(kind: str, one: str) -> None:
     check(kind, one)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["sparse-qkv(kernel=2)", "sparse-qkv(output=mult-conv)", "sequence-altup(k=3, layers=all)"])
 def test_tokens_may_come_before_the_batch(spec: str) -> None:
     """torch's own default: the same weights, changed alike, give the same as where the batch comes first."""
@@ -71,6 +73,7 @@ def test_tokens_may_come_before_the_batch(spec: str) -> None:
     torch.testing.assert_close(*made, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["looped", "nn.TransformerEncoder"])
 def test_a_part_reads_its_sizes_off_its_arguments(kind: str) -> None:
     """A layer of the graph module is run on fewer tokens than the model is, as Sequence-AltUp does."""
@@ -192,6 +195,7 @@ def test_a_widened_graph_compiles_whole() -> None:
         torch.testing.assert_close(compiled(**inputs), wide(**inputs), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "said"), [("functional_model", "23 of 23 tokens right"), ("exported_program", "the same bits: True")]
 )

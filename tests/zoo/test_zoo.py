@@ -14,6 +14,7 @@ LIVING = [entry for entry in zoo.entries() if zoo.skip_reason(entry) is None]
 EACH = [pytest.param(entry, id=entry.id, marks=[] if entry.id in REPRESENTATIVE else [pytest.mark.slow]) for entry in LIVING]
 
 
+@pytest.mark.first(12)
 @pytest.mark.parametrize("entry", EACH)
 def test_runs_on_inputs_of_any_size(entry: zoo.Entry) -> None:
     model = zoo.build(entry)
@@ -27,6 +28,7 @@ def test_runs_on_inputs_of_any_size(entry: zoo.Entry) -> None:
         assert (first - other).abs().max() > 1e-3 * first.abs().max(), "the logits ignore the inputs"
 
 
+@pytest.mark.first(12)
 @pytest.mark.parametrize("entry", EACH)
 def test_weights_depend_on_the_entry_alone_and_none_is_constant(entry: zoo.Entry) -> None:
     torch.manual_seed(1)

@@ -59,6 +59,7 @@ def test_a_worker_that_takes_too_long_costs_its_own_architecture_only() -> None:
     assert found[tasks[1]]["cell"] == "no: took more than 0 s"
 
 
+@pytest.mark.long
 def test_rows_come_out_of_workers() -> None:
     found = dict(assessed([("image/timm_wrapper", "altup"), ("image/timm_wrapper", "memory")], 2, 300.0, find, failed))
     reason = f"dense cannot: {zoo.skip_reason(zoo.entry('image/timm_wrapper'))}"

@@ -63,6 +63,7 @@ def combinations() -> list[tuple[str, str]]:
     return [*chosen, *lockstep, ("seq2seq/t5", "extra, three")]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("identity", "variant"), combinations())
 def test_step_0_is_the_dense_function_and_the_parameters_are_the_formulas(identity: str, variant: str) -> None:
     model, inputs, others = build(identity)
@@ -92,6 +93,7 @@ def expected_parameters(model: Any, altup: AltUp) -> int:
     return total + (altup.k if tied and altup.init == "hop" else 0)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("k", [2, 3])
 @pytest.mark.parametrize("selection", ["alternating", "same"])
 def test_layers_stay_narrow_and_take_turns(k: int, selection: str) -> None:
@@ -130,6 +132,7 @@ def test_the_extra_blocks_hold_something_of_their_own_after_a_hop() -> None:
     assert 0.5 < float(wide[:, width:].std() / table.std()) < 2 and not torch.equal(wide[:, width:], table)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("options", [{}, {"init": "lockstep"}, {"embedding": "recycled"}, {"coefficients": "dense"}])
 def test_every_new_parameter_learns_within_two_steps(options: dict[str, Any]) -> None:
     model, inputs, _ = build("causal/gpt2")
@@ -154,6 +157,7 @@ def test_a_model_nobody_has_heard_of() -> None:
     assert model.a.weight.shape[1] == 2 * model.b[0].m.normalized_shape[0]
 
 
+@pytest.mark.long
 def test_one_stack_of_two() -> None:
     model, inputs, others = build("seq2seq/bart")
     expected = logits(model, others)
@@ -165,6 +169,7 @@ def test_one_stack_of_two() -> None:
         retrofit.apply(shared, AltUp(stacks="encoder"), example_inputs=shared_inputs)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("order", [("sum", "altup"), ("altup", "sum")])
 def test_sum_before_and_after(order: tuple[str, str]) -> None:
     model, inputs, others = build("causal/gpt2")
@@ -174,6 +179,7 @@ def test_sum_before_and_after(order: tuple[str, str]) -> None:
     assert [one.name for one in retrofit.recipe(model)] == list(order)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("identity", ["causal/llama", "seq2seq/t5", "seq2seq/bart"])
 def test_sum_adds_one_table_and_learns_at_once(identity: str) -> None:
     model, inputs, others = build(identity)
@@ -207,6 +213,7 @@ def test_a_layer_that_takes_no_tokens_of_the_width_says_what_it_takes(entering: 
     assert why in error.why and remedy in error.remedy
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("passes", [("altup", "altup"), ("sum", "altup(stacks=encoder)"), ("altup(layers=99)",)])
 def test_a_refusal_leaves_the_model_exactly_as_it_was(passes: tuple[str, ...]) -> None:
     model, inputs, _ = build("causal/gpt2")
@@ -246,6 +253,7 @@ def test_unknown_specs_say_what_there_is() -> None:
 STARTS = [{"selection": "same"}, {"k": 3, "embedding": "recycled"}, {"coefficients": "dynamic"}, {"extra": 8}]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("options", STARTS, ids=str)
 def test_every_start_passes_verification(options: dict[str, Any]) -> None:
     model, inputs, _ = build("causal/gpt2")

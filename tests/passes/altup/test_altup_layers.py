@@ -437,6 +437,7 @@ def test_autocast_does_not_round_the_blocks_or_the_coefficients() -> None:
     assert all(torch.equal(one, other) for one, other in zip(gradients, again, strict=True))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", COEFFICIENTS)
 def test_compiles_as_one_graph(kind: str) -> None:
     torch.manual_seed(0)
@@ -453,6 +454,7 @@ def test_compiles_as_one_graph(kind: str) -> None:
         torch.testing.assert_close(compiled(x), altup(x))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", COEFFICIENTS)
 @pytest.mark.parametrize("grad", [False, True])
 def test_exports_as_plain_aten(kind: str, grad: bool) -> None:

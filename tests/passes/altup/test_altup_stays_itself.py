@@ -47,6 +47,7 @@ WAYS = {
 }
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("form", CAUSAL + SEQ2SEQ)
 def test_generation_with_a_cache_is_generation_without(form, way):
@@ -156,6 +157,7 @@ def tied(model):
 WORDS = ("llama", "llama-recycled", "gpt2", "cohere", "gemma2", "t5", "bart", "bert", "albert")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("form", "rows"),
     [("llama", 80), ("llama-recycled", 128), ("gpt2", 80), ("cohere", 128), ("gemma2", 128), ("t5", 128), ("albert", 80)],
@@ -205,6 +207,7 @@ def test_embeddings_of_the_dense_width_are_refused(form):
         model(**given)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["llama-hop", "gpt2", "cohere", "mixtral", "bart", "bert", "albert", "vit"])
 def test_ties_and_outputs_survive_saving_and_loading(form, tmp_path):
     model, given = retrofitted.trained(form), retrofitted.inputs(form)

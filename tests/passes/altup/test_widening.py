@@ -81,6 +81,7 @@ LIFTED = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", LIFTED)
 def test_a_module_that_reads_across_the_width_is_applied_block_by_block(case: str) -> None:
     code, expected = LIFTED[case]
@@ -102,6 +103,7 @@ ADDED = {
 }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("case", ADDED)
 def test_a_contribution_of_the_dense_width_is_replicated_where_it_comes_from(case: str) -> None:
     before, expected = ADDED[case]
@@ -151,6 +153,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_decided_is_refused_with_the_reason(case: str) -> None:
     before, why = REFUSED[case]

@@ -103,6 +103,7 @@ def combinations() -> list[tuple[str, str]]:
     return [*chosen, ("causal/mixtral", "ffns"), ("masked/albert", "lsh")]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("identity", "variant"), combinations())
 def test_step_0_is_the_dense_function_and_the_parameters_are_the_formulas(identity: str, variant: str) -> None:
     model = build(identity)
@@ -141,6 +142,7 @@ PLACES: dict[str, tuple[str, Callable[[Any], list[nn.Module]]]] = {
 }
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize("lookup", ["token-id", "softmax"])
 @pytest.mark.parametrize("place", sorted(PLACES))
@@ -198,6 +200,7 @@ SPREAD: dict[str, Callable[[Any], list[tuple[nn.Module, nn.Module]]]] = {
 }
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("identity", "lookup", "rank"), [*((one, "token-id", 0) for one in SPREAD), ("causal/opt", "softmax", 2)])
 def test_in_an_ffn_of_several_modules_x_is_the_input_of_the_first(identity: str, lookup: str, rank: int) -> None:
     """The dense model, whose second matrix's result gets w_i(x) f_i(x) of the input of the first."""
@@ -243,6 +246,7 @@ def test_dropout_that_moves_is_reported() -> None:
     assert all("25%" in note for note in rewrite.notes)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("identity", "variant"), [("causal/llama", name) for name in VARIANTS] + [("causal/bloom", "default")])
 def test_every_new_parameter_learns_within_two_steps(identity: str, variant: str) -> None:
     model, given = copy.deepcopy(rewritten(identity, variant)), inputs(identity)
@@ -258,6 +262,7 @@ def test_every_new_parameter_learns_within_two_steps(identity: str, variant: str
         optimizer.step()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("identity", "variant"),
     [
@@ -313,6 +318,7 @@ def test_left_padding_changes_nothing(identity: str, variant: str) -> None:
     torch.testing.assert_close(logits(model, given)[:, 3:], logits(model, {"input_ids": ids}), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.first(1)
 @speaking
 def test_a_saved_model_comes_back_bit_for_bit(identity: str, variant: str, tmp_path: Path) -> None:
     model, given = trained(identity, variant), inputs(identity)
@@ -370,6 +376,7 @@ def gradients(model: Any, given: dict[str, Any]) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.first(1)
 @speaking
 def test_torch_compile_makes_one_graph_of_the_same_function(identity: str, variant: str) -> None:
     model, given = trained(identity, variant), inputs(identity)
@@ -378,6 +385,7 @@ def test_torch_compile_makes_one_graph_of_the_same_function(identity: str, varia
     torch.testing.assert_close(logits(compiled, given), logits(model, given), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.first(1)
 @speaking
 def test_torch_export_runs_at_other_shapes(identity: str, variant: str) -> None:
     model = trained(identity, variant)
@@ -462,6 +470,7 @@ ORDERS = (
 )
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("identity", "order"),
     [
@@ -504,6 +513,7 @@ def state(model: Any) -> tuple[Any, ...]:
     return modules, [(name, id(parameter)) for name, parameter in model.named_parameters()], model.config.to_dict()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("identity", "passes", "said"),
     [
@@ -523,6 +533,7 @@ def test_a_refusal_says_why_and_leaves_the_model_exactly_as_it_was(identity: str
     assert state(model) == before and retrofit.recipe(model) is None
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("identity", "variant"), [("causal/llama", "default"), ("causal/bloom", "ffns"), ("causal/opt", "softmax ffns")]
 )
@@ -538,6 +549,7 @@ def test_a_plan_changes_nothing_and_announces_what_apply_does(identity: str, var
     assert plan.parameters_after == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.long
 def test_ids_are_forwarded_where_the_code_does_and_injected_elsewhere() -> None:
     for identity in (*FORWARDED, *INJECTED):
         injected = any(

@@ -47,6 +47,7 @@ def by_loops(model: Any, tokens: Tensor) -> Tensor:
     return model.head(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("layers", "expected"),
     [("all", [3, 3, 3, 3]), ("0-2", [1, 3, 3, 1]), pytest.param("inner", [1, 3, 3, 1], marks=pytest.mark.long)],
@@ -154,6 +155,7 @@ def test_a_causal_mask_in_a_buffer_is_stride_invariant() -> None:
         torch.testing.assert_close(model(tokens), model.head(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_plan_says_what_would_be_strided_and_changes_nothing() -> None:
     model = OwnMask(32, 5, 32, 20).eval()
     before, kinds = copy.deepcopy(model.state_dict()), [type(module) for module in model.modules()]
@@ -167,6 +169,7 @@ def test_a_plan_says_what_would_be_strided_and_changes_nothing() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.long
 def test_a_loaded_model_has_the_same_layers_strided(tmp_path: Path) -> None:
     """On the meta device, where a recipe is replayed, no mask has values."""
     model: Any = retrofit.apply(zoo.build(zoo.entry("causal/gpt_neo")).eval(), SequenceAltUp(k=2, layers="all"), verify=False)
@@ -212,6 +215,7 @@ def test_layers_whose_states_come_as_tensors_are_left_alone() -> None:
     assert all("when decoding it receives state" in miss.why for miss in rewrite.skipped)
 
 
+@pytest.mark.long
 def test_depths_that_differ_from_stack_to_stack_cannot_be_saved_in_one_recipe() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -268,6 +272,7 @@ class OwnWay(Masked):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_a_mask_in_a_way_of_its_own_leaves_the_layer_alone() -> None:
     """Taken for one in which True means seen, it would make every token padding."""
     tokens = torch.arange(22).view(2, 11) * 5 % WORDS

@@ -155,6 +155,7 @@ def two_attentions() -> Any:
     return moved(retrofit.apply(model, SequenceAltUp(k=3, layers="all"), example_inputs=zoo.inputs(entry, model), verify=False))
 
 
+@pytest.mark.long
 @given(rows=st.lists(TOKENS, min_size=2, max_size=3), data=st.data())
 @settings(deadline=None, max_examples=10)
 def test_layers_with_two_attentions_decode_what_they_compute_at_once(rows: list[list[int]], data: st.DataObject) -> None:

@@ -64,6 +64,7 @@ def test_a_model_says_which_guess_it_runs_on() -> None:
     assert model(**heard(7)).shape == (2, 7, WORDS)
 
 
+@pytest.mark.long
 def test_a_model_that_runs_on_one_length_only_is_refused() -> None:
     class Fixed(Heard):
         def forward(self, input_ids: Tensor, sound: Tensor) -> Tensor:

@@ -91,11 +91,13 @@ def test_a_calibrated_start_is_nearer_and_worse_in_no_layer() -> None:
     assert all(note.values["after"] <= note.values["before"] for note in layers)
 
 
+@pytest.mark.long
 def test_the_fit_is_the_same_every_time() -> None:
     one, other = (strided(SequenceAltUp(k=3), calibrated=True)[0] for _ in range(2))
     assert scalars_of(one) == scalars_of(other)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", [SequenceAltUp(k=1), SequenceAltUp(k=2, method="stride-and-skip")])
 def test_where_there_is_nothing_to_fit_nothing_is_fitted(spec: SequenceAltUp) -> None:
     model, notes = strided(spec, calibrated=True)

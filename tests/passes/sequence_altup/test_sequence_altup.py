@@ -71,6 +71,7 @@ def test_anchors_are_what_the_dense_layer_makes_of_them_when_other_keys_are_hidd
     close(layer(x, attention_mask=None, position_embeddings=tables, position_ids=where), y)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["causal/llama", "masked/bert"])
 def test_k_1_is_the_dense_model_and_passes_its_checks(name: str) -> None:
     dense = zoo.build(zoo.entry(name))
@@ -80,6 +81,7 @@ def test_k_1_is_the_dense_model_and_passes_its_checks(name: str) -> None:
     assert sum(p.numel() for n, p in model.named_parameters() if n.endswith((".a1", ".a2", ".b"))) == 3 * 2
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", [*CAUSAL[:-1], pytest.param(CAUSAL[-1], marks=pytest.mark.long)])
 def test_later_tokens_change_nothing_earlier(name: str) -> None:
     model, tokens = original(name), ids(name, batch=1)
@@ -102,6 +104,7 @@ def test_a_t5_returns_its_bias_whole() -> None:
         close(model(**tokens, attention_mask=mask).logits[:1], model(**alone).logits)
 
 
+@pytest.mark.long
 def test_average_pooling_is_for_encoders() -> None:
     with pytest.raises(DoesNotFitError, match="looks ahead"):
         retrofit.apply(zoo.build(zoo.entry("causal/llama")), SequenceAltUp(method="average-pooling"), verify=False)
@@ -147,6 +150,7 @@ def test_layers_that_receive_no_mask_are_left_alone() -> None:
     close(run(model, tokens, attention_mask=mask, use_cache=False)[1:, 4:], run(model, tokens[1:, 4:], use_cache=False))
 
 
+@pytest.mark.long
 def test_a_last_layer_of_which_the_class_token_alone_is_read_is_left_alone() -> None:
     entry = zoo.entry("image/vit")
     model = zoo.build(entry)
@@ -203,6 +207,7 @@ def agrees_in_chunks(model: Any, name: str, pads: tuple[int, int]) -> None:
         start = stop
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "how", [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"num_beams": 2, "cache_implementation": "static"}]
 )
@@ -289,6 +294,7 @@ def test_rows_go_on_in_their_own_phase_when_their_padding_has_left_the_window(at
 # ── The rest of the ecosystem ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "recipe", [("altup(k=2)", "sequence-altup(k=3)"), ("sequence-altup(k=3)", "altup(k=2)"), ("memory", "sequence-altup(k=3)")]
 )

@@ -134,6 +134,7 @@ def test_lora_trains_with_frozen_weights(form: str, tmp_path: Any) -> None:
     assert set(merged.state_dict()) == set(base.state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["llama", LONG[1]])
 def test_a_compiled_step_is_one_graph_and_gives_the_same_gradients(form: str) -> None:
     model = strided(form)

@@ -111,6 +111,7 @@ def test_a_start_that_is_worse_for_some_layer_is_not_taken() -> None:
     assert start.before == start.after and torch.equal(start.router, router)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("k", "renormalize"), [(1, False), (2, True)])
 def test_gates_are_those_of_the_mixture(k: int, renormalize: bool) -> None:
     """Against `MixtureOfExperts.route` of a rewritten model."""
@@ -147,6 +148,7 @@ def test_the_recipe_keeps_the_layers_that_were_chosen() -> None:
     assert all(values["after"] <= values["before"] for values in fitted)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -235,6 +235,7 @@ def test_products_of_every_size(size: tuple[int, int], dtype: torch.dtype) -> No
     torch.testing.assert_close(grouped_product(rows, weight, ends), expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("training", [False, True])
 def test_compiles_as_one_graph(training: bool) -> None:
     moe, hidden = make(gated="two", units=16, capacity=1.0, balance=0.1)
@@ -276,6 +277,7 @@ def test_mixtures_whose_hidden_function_is_a_module_are_exported(tmp_path: Path)
     retrofit.export_onnx(model, tmp_path / "model.onnx")  # which compares it with torch
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", [{"gated": "two", "bias": True}, {"gated": "turns", "k": 2, "renormalize": False}, {"k": 3}])
 def test_exported_programs_compute_every_expert_of_many_tokens(form: dict[str, Any]) -> None:
     """Both ways of an exported program give what the mixture does, and for 40 tokens none copies a matrix for each."""

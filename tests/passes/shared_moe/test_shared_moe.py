@@ -23,6 +23,7 @@ from retrofit.rewriting import apply_reported
 MODELS = ("causal/llama", "causal/glm", "causal/gpt2", "causal/gpt_neox", "masked/bert", "masked/albert", "image/vit")
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("identity", MODELS)
 def test_a_mixture_a_layer_computes_the_dense_function(identity: str) -> None:
     dense, inputs = build(identity)
@@ -39,6 +40,7 @@ def test_a_mixture_a_layer_computes_the_dense_function(identity: str) -> None:
     assert one.new_parameters == len(layers) * (moe.router.weight.numel() + copies * 3 // 4)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("experts", [1, 2])
 def test_gates_of_all_experts_sum_to_one_by_themselves(experts: int) -> None:
     dense, inputs = build("causal/llama")
@@ -48,6 +50,7 @@ def test_gates_of_all_experts_sum_to_one_by_themselves(experts: int) -> None:
     assert float((logits(dense, inputs) - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("groups", "renormalize"), [(1, True), (2, False), (4, False)])
 def test_wide_net_is_a_plain_loop_over_the_dense_feed_forwards(groups: int, renormalize: bool) -> None:
     dense, inputs = build("causal/llama")
@@ -88,6 +91,7 @@ def test_encoder_and_decoder_are_grouped_by_themselves() -> None:
     assert homes["encoder"] is not homes["decoder"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("reinit", [0.25, 1.0])
 def test_reinitialisation_leaves_one_expert_and_the_other_units(reinit: float) -> None:
     dense, _ = build("causal/gpt2")
@@ -204,6 +208,7 @@ def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
         SharedMoE(**options)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("recipe", "why"), [((SharedMoE(groups=9),), "groups=9"), ((SharedMoE(share_attention=True), SharedMoE()), "experts already")]
 )
@@ -237,6 +242,7 @@ def test_feed_forwards_that_compute_the_same_are_one_group_however_they_are_writ
 # ── The plan ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("identity", "spec", "exact"),
     [

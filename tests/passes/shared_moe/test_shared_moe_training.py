@@ -58,6 +58,7 @@ def labelled(identity: str) -> tuple[Any, dict[str, Tensor], Tensor]:
     return model.train(), inputs, labels
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("identity", ["causal/llama", "seq2seq/bart", "image/vit"])
 def test_the_gradient_is_that_of_both_losses_and_scales_with_them(identity: str) -> None:
     model, inputs, labels = labelled(identity)
@@ -70,6 +71,7 @@ def test_the_gradient_is_that_of_both_losses_and_scales_with_them(identity: str)
     assert not torch.allclose(without[router], expected[router], rtol=1e-2), "the balance loss must matter to the router"
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_recomputed_activations_count_once(reentrant: bool, noise: float) -> None:
@@ -140,6 +142,7 @@ def test_copies_and_models_from_disk_add_it_too(tmp_path: Path) -> None:
         assert_same(own(other, inputs, labels), expected)
 
 
+@pytest.mark.long
 def test_a_compiled_model_adds_it_too() -> None:
     model, inputs, labels = labelled("causal/llama")
     expected = explicit(model, inputs, labels)
@@ -154,6 +157,7 @@ def test_evaluation_shows_the_tasks_loss_alone() -> None:
     assert torch.equal(shown, model(**inputs, labels=labels).loss)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_the_stock_trainer_optimises_it_unseen(tmp_path: Path, accumulation: int) -> None:
     """One step of SGD moves every weight by the gradient of the mean over the batch of the task's loss plus the balance losses."""

@@ -16,6 +16,7 @@ from retrofit.rewriting import apply_reported
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("identity", "spec"),
     [

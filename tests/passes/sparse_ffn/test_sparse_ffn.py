@@ -60,6 +60,7 @@ def stack(gated: bool, layers: int = 2, d: int = 16, d_ff: int = 96) -> Model:
 # ── The start ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_of_one_are_the_dense_function(name: str) -> None:
     model, inputs = build(name)
@@ -71,6 +72,7 @@ def test_blocks_of_one_are_the_dense_function(name: str) -> None:
     assert blocks_of(model) and rewrite.exact and rewrite.new_parameters == 0 and not rewrite.skipped
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_controller_is_all_that_is_new_and_the_weights_are_the_dense_ones(name: str) -> None:
     model, inputs = build(name)
@@ -84,6 +86,7 @@ def test_the_controller_is_all_that_is_new_and_the_weights_are_the_dense_ones(na
     assert [note.site for note in rewrite.notes if getattr(note, "kind", "") == ENERGY] == [site.name for site in rewrite.sites]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_without_the_mask_it_would_be_the_dense_model(calibrated: bool) -> None:
     """However the units were permuted, all of them together do what they did, with the dense output matrix."""
@@ -97,6 +100,7 @@ def test_without_the_mask_it_would_be_the_dense_model(calibrated: bool) -> None:
         torch.testing.assert_close(logits(model, inputs), expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["causal/llama", "causal/gpt2", "masked/bert", "masked/albert"])
 def test_every_check_passes(name: str) -> None:
     model, inputs = build(name)
@@ -382,6 +386,7 @@ def test_lora_attaches_to_its_matrices_and_takes_part() -> None:
     torch.testing.assert_close(logits(merged, few), logits(tuned, few), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("training", [False, True])
 def test_it_compiles_without_a_break(training: bool) -> None:
     model = stack(gated=True)
@@ -448,6 +453,7 @@ def test_a_gate_with_weights_of_its_own_is_refused() -> None:
         retrofit.apply(model, SparseFFN(sparsity=8, controller="gate"), example_inputs={"ids": IDS})
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("options", "flops"), [({}, 1 / 8), ({"active": 2}, 2 / 8), ({"active": 8}, 1.0)])
 @pytest.mark.parametrize("controller", ["low-rank", "gate"])
 def test_the_cost_of_a_token_is_that_of_the_rows_it_reads(options: dict[str, Any], flops: float, controller: str) -> None:

@@ -174,6 +174,7 @@ def test_projections_that_share_a_layer_are_fitted_together() -> None:
 # ── Models ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", [pytest.param(form, marks=pytest.mark.long) if form in LONG else form for form in FORMS])
 def test_models_come_through_every_check(form: str) -> None:
     model = original(form)
@@ -192,6 +193,7 @@ def test_models_come_through_every_check(form: str) -> None:
     assert rewrite.new_parameters == sum(counted.values())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -286,6 +288,7 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_been(form: str) -> N
     torch.testing.assert_close(torch.cat(pieces, 1), model(ids).logits[:, 5:], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", DECODERS)
 @torch.no_grad()
 def test_a_cache_of_fixed_length_gives_the_same_with_padding_on_the_left(form: str) -> None:
@@ -331,6 +334,7 @@ def test_sequences_packed_into_one_row_do_not_see_one_another() -> None:
 # ── The ecosystem ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_compiled_it_computes_the_same() -> None:
     model = rewritten("gemma2")
     ids = inputs("gemma2", model)["input_ids"]
@@ -407,6 +411,7 @@ def test_calibration_gives_a_nearer_start() -> None:
 # ── What does not fit ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [
@@ -426,6 +431,7 @@ def test_what_does_not_fit_is_refused_and_left_as_it_was(name: str, options: dic
     assert before.keys() == after.keys() and all(after[name] is parameter for name, parameter in before.items())
 
 
+@pytest.mark.long
 def test_heads_that_are_not_as_wide_as_the_stream_keep_their_output_layer() -> None:
     entry = zoo.entry("causal/gemma2")
     model = zoo.build(entry, head_dim=24)

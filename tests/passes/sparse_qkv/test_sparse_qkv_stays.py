@@ -37,6 +37,7 @@ BEAMS = {"num_beams": 3, "num_return_sequences": 2}
 WAYS: list[Any] = [*((form, {}) for form in DECODERS), ("gpt_neox", BEAMS), ("bart", BEAMS)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("form", "way"), WAYS)
 def test_generation_with_a_cache_is_generation_without(form: str, way: dict[str, int]) -> None:
     model = prepared(form)
