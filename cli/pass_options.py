@@ -65,6 +65,9 @@ def refuse(option: str, own: Collection[str], passes: Requested, declared: Decla
         near = suggest(option, own, "an option of a pass follows the --pass it belongs to")
         raise UsageError(f"there is no option {option}", remedy=near)
     name = passes[-1][0]
+    if others := [other for other in pass_names() if field_name(option) in declared(other)]:
+        remedy = f"it belongs to {' and '.join(others)}: write it after --pass {others[0]}"
+        raise UsageError(f"{name}: unknown option {option}", remedy=remedy)
     known = [f"--{field.replace('_', '-')}" for field in declared(name)]
     raise UsageError(f"{name}: unknown option {option}", remedy=suggest(option, [*known, *own], f"see retrofit passes {name}"))
 

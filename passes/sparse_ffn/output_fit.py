@@ -5,7 +5,7 @@
 The mask is the one that the sparse feed-forward selects in evaluation. λ pulls towards the dense matrix W⁰, most where units are
 small or rarely active: at λ = ∞ nothing is fitted. w_t keeps tokens with massive activations from deciding (`token_weights`). Of
 some λ and the dense matrix the one is kept whose error is least on tokens held out, among those that are worse neither for the
-tokens, each counted alike, nor for their sum. Where the gate selects, the units that are active depend on W: there are two rounds.
+tokens, each counted once, nor for their sum. Where the gate selects, the units that are active depend on W: there are two rounds.
 """
 
 from __future__ import annotations

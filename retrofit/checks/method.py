@@ -85,7 +85,7 @@ def not_compared(now: MethodMeasurement) -> list[str]:
         by_reason.setdefault(why, []).append(what)
     lines = [f"no reference of {', '.join(now.unknown)}"] if now.unknown else []
     for why, whats in by_reason.items():
-        more = f" (nor {len(whats) - 1} more)" if len(whats) > 1 else ""
+        more = f" (and {len(whats) - 1} more like it)" if len(whats) > 1 else ""
         lines.append(f"{whats[0]}{more}: {why}")
     return lines
 

@@ -409,6 +409,8 @@ class Replay:
         if value.shape != expected.shape:
             return Found(float("inf"), f"it returns {tuple(value.shape)}, and the method gives {tuple(expected.shape)}")
         gap = gap_of(value, expected)
+        if gap == float("inf"):
+            return Found(gap, f"only one of its output and the method's is finite{self.first_place(value, expected)}")
         if gap > LIMIT:
             return Found(gap, f"its output is {gap:.1e} of its scale from the method's{self.first_place(value, expected)}")
         if len(losses) != len(self.site.losses):
@@ -424,7 +426,7 @@ class Replay:
         if value.dim() < 2:
             return ""
         rows = (value - expected).detach().abs().flatten(0, -2).amax(-1)
-        wrong = (rows > LIMIT * float(expected.detach().abs().max())).nonzero().flatten()
+        wrong = (~(rows <= LIMIT * float(expected.detach().abs().max()))).nonzero().flatten()
         return f", first at token {int(wrong[0])} of {len(rows)}, at {len(wrong)} in all" if len(wrong) else ""
 
     def compare_gradients(self, value: Tensor, losses: Sequence[Tensor], expected: Tensor, seed: int) -> Found:
@@ -449,6 +451,8 @@ class Replay:
                     return Found(float("inf"), f"the gradient of {name}: {which}")
                 continue
             gap = gap_of(left, right, floor)
+            if gap == float("inf"):
+                return Found(gap, f"only one of the gradient of {name} and the method's is finite")
             if gap > LIMIT:
                 return Found(gap, f"the gradient of {name} is {gap:.1e} of its scale from the method's")
             worst = max(worst, Found(gap), key=lambda each: each.gap)

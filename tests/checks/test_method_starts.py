@@ -128,7 +128,7 @@ def test_what_cannot_be_recorded_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(model, "forward", refusing)
     found = verdict(model, "sequence-altup(k=2, layers=all)")
     assert found.status == "passed", found.why
-    assert "no module was compared on one token (nor 1 more): " in found.why
+    assert "no module was compared on one token (and 1 more like it): " in found.why
     assert "it needs two tokens" in found.why
 
 

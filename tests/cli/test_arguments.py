@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retrofit.cli import pass_options
 from retrofit.cli.failures import UsageError
 from retrofit.cli.parser import suggest
 from retrofit.cli.pass_options import split_passes
@@ -24,6 +25,13 @@ OWN = ("--pass", *FLAGS, *VALUED, "-h", "--help")
 
 words = st.text("abcxyz0123456789./_-= é", min_size=1).filter(lambda word: not word.startswith("-"))
 values = words | st.integers(-99, 99).map(str) | st.just("")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_these_are_installed() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pass_options, "pass_names", lambda: tuple(PASSES))
+        yield
 
 
 def declared(name: str) -> Mapping[str, bool]:
@@ -119,6 +127,7 @@ def test_a_pass_keeps_an_option_that_the_command_has_too() -> None:
     ("line", "says"),
     [
         (["--k", "2", "--pass", "altup"], ["no option --k", "follows the --pass"]),
+        (["--pass", "altup", "--rank", "8"], ["altup: unknown option --rank", "belongs to memory: write it after --pass memory"]),
         (["--pass", "altup", "--kk", "2"], ["altup: unknown option --kk", "did you mean --k?"]),
         (["--pass", "altup", "--coeficients", "dense"], ["did you mean --coefficients?"]),
         (["--pass", "altup", "--forse"], ["did you mean --force?"]),

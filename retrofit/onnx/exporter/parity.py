@@ -132,10 +132,10 @@ def rounding_of_same_choices(part: ExportPart, inputs: Tensors, wide: Tensors, o
         with Widened(torch.float64), Choices() as recorded:
             part(inputs)
         with Choices(recorded.made):
-            alike = outputs_of(part, inputs, wide)
+            choosing_so = outputs_of(part, inputs, wide)
     except OtherChoicesError:
         return own
-    return {name: min(one, distance(alike[name], wide[name])) for name, one in own.items()}
+    return {name: min(one, distance(choosing_so[name], wide[name])) for name, one in own.items()}
 
 
 def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found: Parity) -> Parity:
