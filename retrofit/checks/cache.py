@@ -8,9 +8,19 @@ import torch
 
 from retrofit.checks.comparison import judge_comparison
 from retrofit.checks.context import Context
+from retrofit.checks.divergence import Divergence
 from retrofit.checks.finding import Finding, Raised, attempt, failed, merge, passed, skipped
-from retrofit.checks.generation import BEAMS, compare_decoding, decode
-from retrofit.checks.stepping import PLAIN, REORDERED, compare_stepping, locate_stepping, ways_to_step
+from retrofit.checks.generation import BEAMS, FEWEST_TOKENS, NEW_TOKENS, compare_decoding, decode
+from retrofit.checks.stepping import (
+    PADDED,
+    PLAIN,
+    REORDERED,
+    compare_stepping,
+    locate_stepping,
+    shared_steps,
+    step_batch,
+    ways_to_step,
+)
 from retrofit.checks.subject import Subject
 from retrofit.runtime.agreement import Comparison
 from retrofit.runtime.probes import can_generate
@@ -37,30 +47,42 @@ class CacheMeasurement:
 
 
 def measure(subject: Subject, before: CacheMeasurement | None = None, context: Context | None = None) -> CacheMeasurement:
-    """Every way to decode, but those that the dense model does not have."""
+    """Every way to decode, but those that the dense model does not have, and of a large one beams: its steps are reordered too."""
     model, inputs = subject.model, subject.inputs
     ways = [way for way in ways_to_step(model, inputs) if before is None or isinstance(before.steps.get(way), Comparison)]
     if before is not None:
         names = [name for name, one in before.generated.items() if isinstance(one, Generated)]
     else:
-        names = list(BEAMS) if can_generate(model, inputs) else []
+        names = list(BEAMS)[: 1 if subject.is_large else None] if can_generate(model, inputs) else []
     return CacheMeasurement(
-        {way: attempt(compare_stepping, subject.arithmetic, inputs, way) for way in ways},
+        {way: step(subject, way) for way in ways},
         {name: attempt(generate, subject, name, before, context) for name in names},
     )
 
 
+def step(subject: Subject, way: str) -> Comparison | Raised | None:
+    """Steps against one forward: of a large model in the batch that its checks share, and by themselves where that raises."""
+    model, inputs = subject.model, subject.inputs
+    padded = subject.shared_padding("left")
+    if padded is not None:
+        found = attempt(compare_stepping, subject.arithmetic, shared_steps(padded, way), way)
+        if way == PADDED or not isinstance(found, Raised):
+            return found
+    return attempt(compare_stepping, subject.arithmetic, step_batch(model, inputs, way), way)
+
+
 def generate(subject: Subject, name: str, before: CacheMeasurement | None, context: Context | None) -> Generated:
     """What `generate` decodes on its cache, and without: for a dense model greedily only, for others where its tokens differ."""
+    count = FEWEST_TOKENS if subject.is_large else NEW_TOKENS
     with subject.arithmetic.computing():
-        cached = decode(subject.model, subject.inputs, BEAMS[name], use_cache=True)
+        cached = decode(subject.model, subject.inputs, BEAMS[name], count, use_cache=True)
     tokens = cached.tokens.cpu()
     if context is None and name != "greedy":
         return Generated(tokens)
     dense = before.generated[name] if before is not None else None
     if context is not None and context.exact and isinstance(dense, Generated) and torch.equal(dense.tokens, tokens):
         return Generated(tokens)
-    compared = attempt(compare_decoding, subject.arithmetic, subject.inputs, BEAMS[name], cached)
+    compared = attempt(compare_decoding, subject.arithmetic, subject.inputs, BEAMS[name], count, cached)
     return Generated(tokens, compared.error) if isinstance(compared, Raised) else Generated(tokens, *compared)
 
 
@@ -78,9 +100,14 @@ def judge_steps(way: str, now: Comparison | Raised | None, before: CacheMeasurem
     dense = before.steps.get(way) if before is not None else None
     if now is None:
         return failed("no cache", "the dense model returned one") if dense is not None else skipped("it keeps no cache")
-    model, inputs = context.subject.model, context.subject.inputs
-    dense = dense if isinstance(dense, Comparison) else None
-    return judge_comparison(now, dense, context, lambda limit: locate_stepping(model, inputs, way, limit))
+    subject = context.subject
+    padded = subject.shared_padding("left")
+
+    def locate(limit: float) -> Divergence:
+        batch = step_batch(subject.model, subject.inputs, way) if padded is None else shared_steps(padded, way)
+        return locate_stepping(subject.model, batch, way, limit)
+
+    return judge_comparison(now, dense if isinstance(dense, Comparison) else None, context, locate)
 
 
 def judge_generated(name: str, now: Generated | Raised, before: CacheMeasurement | None, context: Context) -> Finding:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import nn
 
 from retrofit.checks.activations import at_positions, record_activations
 from retrofit.checks.context import Context
@@ -14,9 +13,9 @@ from retrofit.checks.divergence import Divergence, first_divergence
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.stepping import keeps_cache
 from retrofit.checks.subject import Subject
-from retrofit.runtime.agreement import Arithmetic, Comparison
+from retrofit.runtime.agreement import Comparison
 from retrofit.runtime.example_inputs import special_ids
-from retrofit.runtime.probes import Inputs, is_token_ids, ordinary_ids, resized_like, run, scale_of
+from retrofit.runtime.probes import is_token_ids, ordinary_ids, resized_like, run, scale_of
 
 BIDIRECTIONAL = 0.9  # of the earlier outputs, the share that moves when a model reads both ways
 
@@ -54,7 +53,7 @@ def measure(
     """The leaks; None where the dense model does not run on other tokens."""
     if context is not None and context.has_reference and before is None:
         return None
-    leaks = find_leaks(subject.arithmetic, subject.inputs)
+    leaks = find_leaks(subject)
     if context is None or context.has_reference:
         return CausalityMeasurement(leaks)
     bidirectional = [name for name, leak in leaks.items() if leak.share >= BIDIRECTIONAL]
@@ -80,7 +79,7 @@ def judge(now: CausalityMeasurement | None, before: CausalityMeasurement | None,
         return passed(measured)
     moves = now.leaks[leaking].moves
     with context.subject.arithmetic.computing(moves.in_float64):
-        divergence = locate_leak(context.subject.model, context.subject.inputs, leaking, moves.limit)
+        divergence = locate_leak(context.subject, leaking, moves.limit)
     return failed(measured, f"{now.leaks[leaking].where}\n{divergence.describe(context.place)}")
 
 
@@ -91,17 +90,18 @@ def must_be_causal(name: str, leak: Leak, now: CausalityMeasurement, before: Cau
     return leak.share < BIDIRECTIONAL or name in now.cached
 
 
-def find_leaks(arithmetic: Arithmetic, inputs: Inputs) -> dict[str, Leak]:
+def find_leaks(subject: Subject) -> dict[str, Leak]:
     """What changing later tokens did to earlier outputs, for each input of token ids with one output a token."""
-    outputs = arithmetic.outputs
+    outputs = subject.run().logits
     if outputs.dim() != 3 or outputs.shape[1] < 2:
         return {}
-    names = [name for name, value in inputs.items() if is_token_ids(value) and value.shape[1] == outputs.shape[1]]
-    return {name: leak_of(arithmetic, inputs, name) for name in names}
+    names = [name for name, value in subject.inputs.items() if is_token_ids(value) and value.shape[1] == outputs.shape[1]]
+    return {name: leak_of(subject, name) for name in names}
 
 
-def leak_of(arithmetic: Arithmetic, inputs: Inputs, name: str) -> Leak:
-    base, changed, early = with_changed_futures(arithmetic.model, inputs, name)
+def leak_of(subject: Subject, name: str) -> Leak:
+    arithmetic = subject.arithmetic
+    base, changed, early = with_changed_futures(subject, name)
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
         before, after = arithmetic.logits(base), arithmetic.logits(changed)
@@ -119,21 +119,34 @@ def leak_of(arithmetic: Arithmetic, inputs: Inputs, name: str) -> Leak:
     return Leak(moves, float(leaking.sum() / early.sum()), where)
 
 
-def with_changed_futures(model: nn.Module, inputs: Inputs, name: str) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
-    """Sequences, the same with their later tokens changed, each from another position on, and which positions are earlier."""
-    length = inputs[name].shape[1]
-    places = sorted({1, length // 2, length - 1} - {0})
-    base = resized_like(model, inputs, len(places), seed=11)
-    ids = base[name]
+def with_changed_futures(subject: Subject, name: str) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
+    """Sequences, the same with their later tokens changed, each from another position on, and which positions are earlier.
+
+    Those of a large model are of its second shape, which it has been run on anyway.
+    """
+    model, inputs = subject.model, subject.inputs
+    base = subject.shapes[1] if subject.is_large and len(subject.shapes) > 1 else {}
+    places = places_to_change(base[name]) if base else []
+    if not base or len(base[name]) != len(places):
+        places = places_to_change(inputs[name])
+        base = resized_like(model, inputs, len(places), seed=11)
+    ids, length = base[name], base[name].shape[1]
     early = torch.arange(length, device=ids.device) < torch.tensor(places, device=ids.device)[:, None]  # (rows, length)
     pool = ordinary_ids(inputs[name], special_ids(model)).to(ids)
     others = pool[((pool == ids[..., None]).int().argmax(-1) + 1) % len(pool)]  # for each id the next one
     return base, {**base, name: torch.where(early, ids, others)}, early
 
 
-def locate_leak(model: nn.Module, inputs: Inputs, name: str, limit: float) -> Divergence:
+def places_to_change(ids: torch.Tensor) -> list[int]:
+    """The positions from which on tokens are changed, each in a row of its own."""
+    length = ids.shape[1]
+    return sorted({1, length // 2, length - 1} - {0})
+
+
+def locate_leak(subject: Subject, name: str, limit: float) -> Divergence:
     """The first module whose earlier outputs move by more than that when later tokens change."""
-    base, changed, early = with_changed_futures(model, inputs, name)
+    model = subject.model
+    base, changed, early = with_changed_futures(subject, name)
     with record_activations(model) as before:
         run(model, base)
     with record_activations(model) as after:

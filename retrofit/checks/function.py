@@ -35,8 +35,8 @@ class FunctionMeasurement:
 def measure(subject: Subject, before: FunctionMeasurement | None = None, context: Context | None = None) -> FunctionMeasurement:
     """The logits for inputs of every shape, but where there is nothing to compare the others with for those of the first alone.
 
-    Those of a dense model are computed in float64 too: for the first shape, and for the others where the model is small. Of a
-    rewritten model they are where it is exact and float32 sees a difference.
+    Those of a dense model are computed in float64 too: for every shape, of a large model for the smallest. Of a rewritten model
+    they are where it is exact and float32 sees a difference.
     """
     alone = context is not None and before is None
     logits = tuple(subject.run(shape).logits for shape in range(1 if alone else len(subject.shapes)))
@@ -49,7 +49,7 @@ def measure(subject: Subject, before: FunctionMeasurement | None = None, context
     if context is not None or not activations:
         noise, narrow = compare_two_runs(subject)
         activations = activations or narrow
-    rounding = subject.arithmetic.rounding if wide[0] is not None else 0.0
+    rounding = subject.arithmetic.rounding if any(one is not None for one in wide) else 0.0
     return FunctionMeasurement(logits, wide, rounding, noise, activations)
 
 
@@ -61,31 +61,33 @@ def needs_wide(subject: Subject, shape: int, before: FunctionMeasurement | None)
     """Whether the logits of that shape are needed in float64: of a rewritten model where the dense model has them."""
     if before is not None:
         return before.wide[shape] is not None
-    return subject.arithmetic.dtype != torch.float64 and (shape == 0 or subject.arithmetic.settles_everything)
+    return subject.arithmetic.dtype != torch.float64 and (not subject.is_large or shape == subject.cheapest)
 
 
 def measure_wide(subject: Subject) -> Activations:
-    """A sample of what each module returned in float64, for inputs of the first shape; empty where its code refuses that."""
+    """A sample of what each module returned in float64, for inputs of the cheapest shape; empty where its code refuses that."""
     with record_activations(subject.model, lambda value: sample(value, SAMPLE)) as activations:
-        computed = subject.wide(0)
+        computed = subject.wide(subject.cheapest)
     return activations if computed is not None else {}
 
 
 def compare_two_runs(subject: Subject) -> tuple[Comparison, Activations]:
-    """Two runs on the same inputs, with other random numbers."""
+    """Two runs on the same inputs, with other random numbers; a gap between these is settled in float64, whatever its size."""
+    inputs = subject.shapes[subject.cheapest]
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
         runs = []
         for seed in range(2):
             torch.manual_seed(seed)
-            runs.append(logits_of(run(subject.model, subject.inputs)).cpu())
+            runs.append(logits_of(run(subject.model, inputs)).cpu())
         return runs[0], runs[1]
 
     torch.manual_seed(1)
     with subject.arithmetic.computing(), record_activations(subject.model, lambda value: sample(value, SAMPLE)) as activations:
-        again = logits_of(run(subject.model, subject.inputs)).cpu()
-    gap = distance(subject.run(0).logits, again)
-    return (Comparison(gap, subject.arithmetic.name) if not gap else subject.arithmetic.compare(ways)), activations
+        again = logits_of(run(subject.model, inputs)).cpu()
+    gap = distance(subject.run(subject.cheapest).logits, again)
+    settled = subject.arithmetic.compare(ways, in_doubt=True) if gap else Comparison(gap, subject.arithmetic.name)
+    return settled, activations
 
 
 def judge(now: FunctionMeasurement, before: FunctionMeasurement | None, context: Context) -> Finding:

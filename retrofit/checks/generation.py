@@ -23,6 +23,7 @@ from retrofit.runtime.probes import (
 )
 
 PROMPT, NEW_TOKENS = 6, 3
+FEWEST_TOKENS = 2  # of which one is computed on the cache
 BEAMS = {"greedy": 1, "beam": 2}
 
 
@@ -36,7 +37,7 @@ class Decoded:
 
 
 @torch.no_grad()
-def decode(model: nn.Module, inputs: Inputs, beams: int, use_cache: bool) -> Decoded:
+def decode(model: nn.Module, inputs: Inputs, beams: int, count: int, use_cache: bool) -> Decoded:
     """A few tokens generated without sampling."""
     prompt = resized(model, {key: value for key, value in inputs.items() if not is_decoder_side(key)}, 2, PROMPT, seed=19)
     name = ids_name(inputs)
@@ -49,8 +50,8 @@ def decode(model: nn.Module, inputs: Inputs, beams: int, use_cache: bool) -> Dec
     settings = {
         "num_beams": beams,
         "do_sample": False,
-        "max_new_tokens": NEW_TOKENS,
-        "min_new_tokens": NEW_TOKENS,
+        "max_new_tokens": count,
+        "min_new_tokens": count,
         "use_cache": use_cache,
     }
     output: Any = model.generate(  # type: ignore[operator]
@@ -59,7 +60,7 @@ def decode(model: nn.Module, inputs: Inputs, beams: int, use_cache: bool) -> Dec
     return Decoded(output.sequences, output.logits, getattr(output, "sequences_scores", None))
 
 
-def compare_decoding(arithmetic: Arithmetic, inputs: Inputs, beams: int, cached: Decoded) -> tuple[str, Comparison]:
+def compare_decoding(arithmetic: Arithmetic, inputs: Inputs, beams: int, count: int, cached: Decoded) -> tuple[str, Comparison]:
     """Where decoding without a cache differs from `cached`, "" where it does not; and their logits, or scores, compared.
 
     Tokens that differ, or logits that lie apart, are settled in float64, where both are decoded again.
@@ -67,8 +68,8 @@ def compare_decoding(arithmetic: Arithmetic, inputs: Inputs, beams: int, cached:
     last: list[Decoded] = []
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
-        first = decode(arithmetic.model, inputs, beams, True) if last else cached
-        last[:] = first, decode(arithmetic.model, inputs, beams, False)
+        first = decode(arithmetic.model, inputs, beams, count, True) if last else cached
+        last[:] = first, decode(arithmetic.model, inputs, beams, count, False)
         return comparable(*last)
 
     with arithmetic.computing():

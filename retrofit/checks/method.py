@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,14 +20,14 @@ from torch import Tensor, nn
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.gradients import loss_of
+from retrofit.checks.site_recording import CallRecorder
 from retrofit.checks.site_replay import Found, MovedParameters, own_modules, replay
-from retrofit.checks.site_ways import SiteWays, Way, recorded
+from retrofit.checks.site_ways import SiteWays, Way
 from retrofit.checks.subject import Subject
 from retrofit.errors import first_line
 from retrofit.pipeline.method_reference import MethodReference, ModuleReference, Observed, ObservedSite, RecordedCall
 from retrofit.pipeline.registry import parse_spec
 from retrofit.pipeline.replaying import recipe, rewrites
-from retrofit.runtime.probes import run
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.surgery.wrappers import Wrapper
 
@@ -62,9 +63,19 @@ class MethodMeasurement:
 
 def measure(subject: Subject, before: Any = None, context: Context | None = None) -> Any:
     if context is None:
-        calls = dense_calls(subject)
+        calls = subject.seen("method", functools.partial(watch, subject))
         return DenseCalls(calls, *dense_probes(subject.model, calls), dense_ways(subject))
     return Comparison(subject, before if isinstance(before, DenseCalls) else None, context).run()
+
+
+def watch(subject: Subject, context: Context | None = None) -> contextlib.AbstractContextManager[Any]:
+    """What the check sees of a forward on the inputs: the calls of a dense model's modules, or of the sites of a rewritten one."""
+    if context is None:
+        return dense_calls(subject.model)
+    sites = Comparison(subject, None, context).sites
+    recorder = CallRecorder(subject.model, references_of(sites))
+    recorder.inputs = subject.inputs
+    return recorder.recording()
 
 
 def judge(now: MethodMeasurement, before: Any, context: Context) -> Finding:
@@ -98,8 +109,9 @@ def describe(now: MethodMeasurement) -> str:
 # ── The dense model ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def dense_calls(subject: Subject) -> dict[str, tuple[Tensor, Tensor]]:
-    """The last rows of what each module with parameters receives and returns, where both are floats: (rows, d), (rows, d')."""
+@contextlib.contextmanager
+def dense_calls(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
+    """The last rows of what each module with parameters receives and returns within this context, where both are floats."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def recorder(path: str) -> Callable[..., None]:
@@ -115,15 +127,14 @@ def dense_calls(subject: Subject) -> dict[str, tuple[Tensor, Tensor]]:
 
     handles = [
         module.register_forward_hook(recorder(path), with_kwargs=True)
-        for path, module in subject.model.named_modules()
+        for path, module in model.named_modules()
         if path and any(True for _ in module.parameters())
     ]
     try:
-        run(subject.model, subject.inputs)
+        yield found  # by path: (rows, d), (rows, d')
     finally:
         for handle in handles:
             handle.remove()
-    return found
 
 
 @torch.no_grad()
@@ -163,7 +174,7 @@ def dense_probes(
 
 def dense_ways(subject: Subject) -> frozenset[str]:
     """The words of the ways in which a dense model runs; none of a large one, whose every forward reads all its weights."""
-    if not subject.arithmetic.settles_everything:
+    if subject.is_large:
         return frozenset()
     return frozenset(way.words for way, _ in SiteWays(subject.model, {}, subject.inputs, subject.run().logits).calls())
 
@@ -203,12 +214,11 @@ class Comparison:
         unknown = tuple(dict.fromkeys(one.name for one in self.passes if one.reference is None))
         if not self.references:
             return MethodMeasurement(unknown=unknown)
-        whole = recorded(self.model, references_of(self.sites), self.subject.inputs)
+        whole = self.subject.seen("method", functools.partial(watch, self.subject, self.context))
         chosen = self.chosen_sites()
         plain = Way("", dict, trains=True)
         groups = {path: [(plain, calls[:1])] for path, calls in whole.items() if calls}
-        is_large = not self.subject.arithmetic.settles_everything
-        logits = self.subject.run().logits
+        is_large, logits = bool(self.subject.is_large), self.subject.run().logits
         others = SiteWays(self.model, references_of(chosen), self.subject.inputs, logits, is_large=is_large)
         for way, found in others.calls():
             for path, calls in found.items():

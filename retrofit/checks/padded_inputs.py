@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,6 +11,17 @@ from torch import nn
 from retrofit.runtime.probes import Inputs, accepts, filler_id, has_two_sides, ids_name, is_decoder_side, is_per_token, resized_like
 
 PADS = 3  # padding tokens put before or after a sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """A sequence alone, and padded in a batch."""
+
+    alone: dict[str, Any]
+    batch: dict[str, Any]
+    kept: slice  # where the outputs for it are in the batch
+    row: int = 0  # in which row it is, in both
+    stepped: tuple[int, ...] = ()  # of a batch that checks share: this row, and one that is not padded
 
 
 def takes_padding(model: nn.Module, inputs: Inputs) -> bool:
@@ -26,8 +38,8 @@ def without_padding(outputs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     return outputs
 
 
-def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> tuple[dict[str, Any], dict[str, Any], slice]:
-    """A sequence alone, the same sequence padded in a batch with a longer one, and where the outputs for it are in that.
+def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> Padded:
+    """A sequence alone, and the same sequence padded in a batch with a longer one.
 
     Padding on the left comes with the positions that `generate` derives from the mask, where the model takes positions.
     """
@@ -39,17 +51,53 @@ def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> tuple[dict[str, A
     mask = torch.ones_like(long[name], dtype=torch.long)
     mask[0] = 0
     mask[0, kept] = 1
-    long["attention_mask"] = mask
-    long[name] = long[name].masked_fill(mask == 0, filler_id(model))
-    if side == "left" and not has_two_sides(inputs) and accepts(model, "position_ids"):
-        long["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    long = with_padding(model, long, name, mask, numbered=side == "left")
     alone = {
         key: value[:1] if isinstance(value, torch.Tensor) and value.shape[:1] == (2,) else value for key, value in long.items()
     }
     for key, value in alone.items():
         if is_per_token(value) and not is_decoder_side(key) and value.shape[1] == width:
             alone[key] = value[:, kept]
-    return alone, long, slice(None) if has_two_sides(inputs) else kept
+    return Padded(alone, long, slice(None) if has_two_sides(inputs) else kept)
+
+
+def share_padding(model: nn.Module, inputs: Inputs, alone: Inputs, side: str) -> Padded | None:
+    """Of the sequences `alone` the first padded left and the second right, in one batch with the first of the longer `inputs`.
+
+    None where they cannot be: they are not `PADS` tokens shorter, those of an encoder and a decoder, or have padding of their own.
+    """
+    name = ids_name(inputs)
+    if name is None or not takes_padding(model, inputs) or has_two_sides(inputs):
+        return None
+    (rows, length), width = alone[name].shape, inputs[name].shape[1]
+    masks = [one["attention_mask"] for one in (alone, inputs) if "attention_mask" in one]
+    if rows < 2 or length != width - PADS or not all(bool(mask.all()) for mask in masks):
+        return None
+    batch = dict(inputs)
+    for key, value in inputs.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or len(value) != len(inputs[name]):
+            continue
+        first, second = alone[key][0], alone[key][1]
+        if is_per_token(value) and value.shape[1] == width:
+            first, second = (nn.functional.pad(one, place) for one, place in ((first, (PADS, 0)), (second, (0, PADS))))
+        if first.shape != value.shape[1:]:
+            return None
+        batch[key] = torch.stack([first, second, value[0]])
+    mask = torch.ones_like(batch[name], dtype=torch.long)
+    mask[0, :PADS] = mask[1, -PADS:] = 0
+    kept, row = (slice(PADS, None), 0) if side == "left" else (slice(None, length), 1)
+    return Padded(dict(alone), with_padding(model, batch, name, mask, numbered=True), kept, row, (0, 2))
+
+
+def with_padding(model: nn.Module, batch: dict[str, Any], name: str, mask: torch.Tensor, numbered: bool) -> dict[str, Any]:
+    """The batch with that mask and padding where it is zero.
+
+    If `numbered`, also with the positions that `generate` derives from the mask, where the model takes positions.
+    """
+    padded = {**batch, "attention_mask": mask, name: batch[name].masked_fill(mask == 0, filler_id(model))}
+    if numbered and not has_two_sides(batch) and accepts(model, "position_ids"):
+        padded["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    return padded
 
 
 def pad_both_sides(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
@@ -62,8 +110,4 @@ def pad_both_sides(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     mask[1, 1 - PADS :] = 0
     mask[2, :1] = 0
     mask[2, -PADS:] = 0
-    batch["attention_mask"] = mask
-    batch[name] = batch[name].masked_fill(mask == 0, filler_id(model))
-    if not has_two_sides(inputs) and accepts(model, "position_ids"):
-        batch["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    return batch
+    return with_padding(model, batch, name, mask, numbered=True)

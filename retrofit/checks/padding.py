@@ -12,10 +12,10 @@ from retrofit.checks.comparison import judge_comparison
 from retrofit.checks.context import Context
 from retrofit.checks.divergence import Divergence, first_divergence
 from retrofit.checks.finding import Finding, Raised, attempt, failed, merge, skipped
-from retrofit.checks.padded_inputs import pad_inputs, takes_padding
+from retrofit.checks.padded_inputs import Padded, takes_padding
 from retrofit.checks.subject import Subject
-from retrofit.runtime.agreement import Arithmetic, Comparison
-from retrofit.runtime.probes import Inputs, accepts, output_ids_name, run
+from retrofit.runtime.agreement import Comparison
+from retrofit.runtime.probes import accepts, output_ids_name, run
 
 SIDES = ("left", "right")
 
@@ -32,7 +32,7 @@ def measure(subject: Subject, before: PaddingMeasurement | None = None, context:
     sides = [side for side in SIDES if before is None or isinstance(before.sides.get(side), Comparison)]
     if not takes_padding(subject.model, subject.inputs):
         return PaddingMeasurement({})
-    return PaddingMeasurement({side: attempt(compare_padded, subject.arithmetic, subject.inputs, side) for side in sides})
+    return PaddingMeasurement({side: attempt(compare_padded, subject, side) for side in sides})
 
 
 def judge(now: PaddingMeasurement, before: PaddingMeasurement | None, context: Context) -> Finding:
@@ -47,37 +47,44 @@ def judge_side(side: str, now: PaddingMeasurement, before: PaddingMeasurement | 
         return skipped("the dense model does not run when padded")
     if isinstance(ours, Raised):
         return failed("", ours.error)
-    model, inputs = context.subject.model, context.subject.inputs
+    model = context.subject.model
     if not ours.agrees and before is None and side == "left" and not accepts(model, "position_ids"):
         return skipped("it takes no positions, so padding on the left may shift them", ours.measured)
     dense = dense if isinstance(dense, Comparison) else None
-    return judge_comparison(ours, dense, context, lambda limit: locate_padding(model, inputs, side, limit))
+    return judge_comparison(ours, dense, context, lambda limit: locate_padding(model, context.subject.padded(side), limit))
 
 
-def compare_padded(arithmetic: Arithmetic, inputs: Inputs, side: str) -> Comparison:
+def compare_padded(subject: Subject, side: str) -> Comparison:
     """A sequence padded in a batch, against the same sequence alone."""
-    alone, long, kept = pad_inputs(arithmetic.model, inputs, side)
+    arithmetic, padded = subject.arithmetic, subject.padded(side)
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
-        outputs = arithmetic.logits(long)
-        return outputs[:1, kept] if output_ids_name(long, outputs) else outputs[:1], arithmetic.logits(alone)
+        outputs, alone = arithmetic.logits(padded.batch), arithmetic.logits(padded.alone)
+        row = row_of(outputs, padded)
+        return row[:, padded.kept] if output_ids_name(padded.batch, outputs) else row, row_of(alone, padded)
 
     return arithmetic.compare(ways)
 
 
-def locate_padding(model: nn.Module, inputs: Inputs, side: str, limit: float) -> Divergence:
+def row_of(values: torch.Tensor, padded: Padded) -> torch.Tensor:
+    """What there is of the sequence that is padded, as a batch of one."""
+    return values[padded.row : padded.row + 1]
+
+
+def locate_padding(model: nn.Module, padded: Padded, limit: float) -> Divergence:
     """The first module whose output for a sequence depends on its padding."""
-    alone, long, kept = pad_inputs(model, inputs, side)
     with record_activations(model) as plain:
-        run(model, alone)
-    with record_activations(model) as padded:
-        run(model, long)
+        run(model, padded.alone)
+    with record_activations(model) as among:
+        run(model, padded.batch)
+    rows = next(len(value) for value in padded.alone.values() if isinstance(value, torch.Tensor))
     now: Activations = {}
     before: Activations = {}
     for path, values in plain.items():
-        for one, other in zip(values, padded.get(path, []), strict=False):
-            row: torch.Tensor = other[:1] if other.shape[1:] == one.shape[1:] else other[:1, kept]
-            if row.shape == one.shape:
+        for value, others in zip(values, among.get(path, []), strict=False):
+            one, other = row_of(value, padded), row_of(others, padded)
+            row = other if other.shape[1:] == one.shape[1:] else other[:, padded.kept]
+            if len(value) == rows and row.shape == one.shape:
                 before.setdefault(path, []).append(one)
                 now.setdefault(path, []).append(row)
     return first_divergence(now, before, limit)

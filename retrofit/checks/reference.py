@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from retrofit.checks.finding import Raised, attempt
-from retrofit.checks.registry import CHECKS
+from retrofit.checks.registry import CHECKS, watches
 from retrofit.checks.subject import Subject, other_shapes
 from retrofit.errors import RetrofitError
 from retrofit.program.program import Program
@@ -24,6 +24,7 @@ class Reference:
 
     shapes: tuple[dict[str, Any], ...]  # the inputs it was measured on, then those of other shapes that it runs on
     measurements: Mapping[str, Any]  # by check; None where the model cannot do what is measured
+    is_large: bool | None = None
 
     @staticmethod
     def of(model: nn.Module, example_inputs: Any = None, program: Program | None = None) -> Reference:
@@ -37,7 +38,7 @@ class Reference:
             with preserve_state(model):
                 found = attempt(check.measure, subject)
             measurements[name] = None if isinstance(found, Raised) else found  # the rewritten model need not do it either
-        return Reference(subject.shapes, measurements)
+        return Reference(subject.shapes, measurements, subject.is_large)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -51,6 +52,7 @@ class Reference:
 def runnable_subject(model: nn.Module, inputs: dict[str, Any], program: Program | None) -> Subject:
     """The model with the shapes of inputs that it runs on; raises `RetrofitError` where the example inputs are not among them."""
     subject = Subject(model, (inputs, *other_shapes(model, inputs)), program)
+    subject.watches = watches(subject)
     with preserve_state(model):
         runs = [attempt(subject.run, shape) for shape in range(len(subject.shapes))]
     if isinstance(runs[0], Raised):
@@ -60,4 +62,5 @@ def runnable_subject(model: nn.Module, inputs: dict[str, Any], program: Program 
             remedy="pass example_inputs= that its forward accepts",
         )
     shapes = {shape: one for shape, one in enumerate(runs) if not isinstance(one, Raised)}
-    return Subject(model, tuple(subject.shapes[shape] for shape in shapes), program, dict(enumerate(shapes.values())))
+    chosen, made = tuple(subject.shapes[shape] for shape in shapes), dict(enumerate(shapes.values()))
+    return Subject(model, chosen, program, made, watched=subject.watched)

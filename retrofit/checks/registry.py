@@ -3,17 +3,19 @@
 A check is a module with two functions. `measure(subject, before, context)` measures a model: the dense one, where there is neither
 `before` nor `context`, and the one under verification, where `before` is what it measured on the dense model. It returns a small
 frozen dataclass, or None where there is nothing to measure. `judge(now, before, context)` compares the two and runs the model only
-to locate the cause of a failure.
+to locate the cause of a failure. One may also `watch(subject, context)` the first forward on the inputs instead of making one.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from retrofit.checks import cache, causality, cost, function, gradients, graph, method, onnx, padding, parameters, round_trip
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding
-from retrofit.checks.subject import Subject
+from retrofit.checks.subject import Subject, Watch
 
 
 class Check(Protocol):
@@ -36,4 +38,12 @@ CHECKS: dict[str, Check] = {
     "round trip": round_trip,
     "cost": cost,
 }
+
+
+def watches(subject: Subject, context: Context | None = None, names: Collection[str] = tuple(CHECKS)) -> dict[str, Watch]:
+    """What each of the named checks wants to see of the first forward on the inputs."""
+    watching = {name: getattr(CHECKS[name], "watch", None) for name in names if name in CHECKS}
+    return {name: functools.partial(watch, subject, context) for name, watch in watching.items() if watch is not None}
+
+
 ON_REQUEST: dict[str, Check] = {"onnx": onnx}  # each costs more than all the others together

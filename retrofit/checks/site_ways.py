@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from retrofit.checks.padded_inputs import pad_both_sides, takes_padding
 from retrofit.checks.site_recording import MOST, CallRecorder, has_cache, map_tensors
-from retrofit.checks.stepping import PADDED, PLAIN, section, step_inputs, ways_to_step
+from retrofit.checks.stepping import PADDED, PLAIN, section, step_batch, ways_to_step
 from retrofit.errors import RetrofitError, first_line
 from retrofit.pipeline.method_reference import ModuleReference, RecordedCall
 from retrofit.runtime.probes import Inputs, accepts, extent_of, output_ids_name, resized, run
@@ -36,6 +36,7 @@ class Way:
     on_cache: bool = False
     trains: bool = False  # whether its calls are also made again in training mode
     spared: bool = False  # whether a large model is not run so
+    matters: bool = True  # whether any site has a call to compare then
 
 
 def recorded(model: nn.Module, references: References, inputs: Inputs, most: int = MOST) -> Calls:
@@ -51,7 +52,10 @@ class SiteWays:
     """The ways in which the calls of some sites of a model are recorded, but for the plain one."""
 
     def __init__(self, model: nn.Module, references: References, inputs: Inputs, logits: Tensor, *, is_large: bool = False) -> None:
-        """Of a large model, whose every forward reads all its weights, neither padding nor chunks are recorded."""
+        """Of a large model, whose every forward reads all its weights, neither padding nor chunks are recorded.
+
+        Nor are steps where no site keeps anything in the cache.
+        """
         self.is_large = is_large
         self.model, self.references, self.inputs, self.logits = model, references, inputs, logits
         self.missing: list[tuple[str, str]] = []  # what was not recorded, and why
@@ -71,7 +75,8 @@ class SiteWays:
                 plans["in chunks on a cache of padded sequences"] = (PADDED, CHUNKS)
             for words, plan in plans.items():
                 calls = functools.partial(self.on_cache, words, *plan)
-                yield Way(f" {words}", calls, on_cache=True, spared=plan[1] == CHUNKS)
+                idle = not any(one.cached for one in self.references.values())
+                yield Way(f" {words}", calls, on_cache=True, spared=idle or plan[1] == CHUNKS, matters=not idle)
         most = max((one.tokens for one in self.references.values()), default=0)
         if length > 1 and most > batch * length:
             rows = -(-(most + 1) // length)
@@ -83,7 +88,8 @@ class SiteWays:
         """What was recorded in each way; what stopped one is kept in `missing`."""
         for way in self.ways():
             if self.is_large and way.spared:
-                self.missing.append((f"no module was compared{way.words}", "the model is large, so it is run in fewer ways"))
+                if way.matters:
+                    self.missing.append((f"no module was compared{way.words}", "the model is large, so it is run in fewer ways"))
                 continue
             try:
                 found = way.record()
@@ -99,7 +105,7 @@ class SiteWays:
 
     def on_cache(self, words: str, kind: str, lengths: tuple[int, ...]) -> Calls:
         """The calls of a batch whose last tokens are decoded so many at a time; none where the model keeps no cache."""
-        whole, _ = step_inputs(self.model, self.inputs, kind)
+        whole = step_batch(self.model, self.inputs, kind).whole
         name = output_ids_name(whole, self.logits)
         if name is None:
             return {}

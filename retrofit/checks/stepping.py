@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from retrofit.checks.activations import at_positions, record_activations
 from retrofit.checks.divergence import Divergence, first_divergence
-from retrofit.checks.padded_inputs import pad_inputs, takes_padding
+from retrofit.checks.padded_inputs import Padded, pad_inputs, takes_padding
 from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.probes import (
     Inputs,
@@ -42,7 +43,7 @@ def keeps_cache(model: nn.Module, inputs: Inputs, name: str) -> bool:
     if is_decoder_side(name) != has_two_sides(inputs):
         return False
     try:
-        return compare_stepping(Arithmetic(model, inputs), inputs, PLAIN) is not None
+        return compare_stepping(Arithmetic(model, inputs), step_batch(model, inputs, PLAIN), PLAIN) is not None
     except Exception:  # a model that cannot decode
         return False
 
@@ -51,25 +52,48 @@ class NoCache(Exception):
     """The model keeps no cache, or none that can be decoded on in this way."""
 
 
-def compare_stepping(arithmetic: Arithmetic, inputs: Inputs, way: str) -> Comparison | None:
+@dataclasses.dataclass(frozen=True)
+class StepBatch:
+    """A batch to decode step by step: its inputs in one forward, and what one of the ways is about."""
+
+    whole: dict[str, Any]
+    real: torch.Tensor | None = None  # positions (rows, length): no padding; None where all are meant
+    rows: tuple[int, ...] = ()  # those of `whole` that are decoded, where not all are
+    reorders: bool = True  # whether its rows change places before the last token
+
+    @property
+    def decoded(self) -> dict[str, Any]:
+        """The inputs of the rows that are decoded."""
+        count = next(len(value) for value in self.whole.values() if isinstance(value, torch.Tensor) and value.dim())
+        return {key: self.rows_of(value) if has_rows(value, count) else value for key, value in self.whole.items()}
+
+    def rows_of(self, value: torch.Tensor) -> torch.Tensor:
+        return value[list(self.rows)] if self.rows else value
+
+    @property
+    def key(self) -> Hashable:
+        """What tells its steps from those of other batches."""
+        return "steps", self.rows, self.reorders
+
+
+def compare_stepping(arithmetic: Arithmetic, batch: StepBatch, way: str) -> Comparison | None:
     """Most of a sequence at once and the rest token by token, against all of it at once; None where the model keeps no cache.
 
     Plain and reordered steps are of one sequence: its rows change places before the last token.
     """
-    model = arithmetic.model
-    if not accepts(model, "use_cache") and "use_cache" not in inputs:
+    model, decoded = arithmetic.model, batch.decoded
+    if not accepts(model, "use_cache") and "use_cache" not in batch.whole:
         return None
-    whole, real = step_inputs(model, inputs, way)
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
-        full = arithmetic.logits(whole)
-        name = output_ids_name(whole, full)
+        outputs = arithmetic.logits(batch.whole)
+        name, full = output_ids_name(batch.whole, outputs), batch.rows_of(outputs)
         if name is None or full.shape[1] <= STEPS:
             raise NoCache
-        stepped = arithmetic.once(("steps", way == PADDED), lambda: step_through(model, whole, name, way != PADDED))
+        stepped = arithmetic.once(batch.key, lambda: step_through(model, decoded, name, batch.reorders))
         if stepped is None or (way == REORDERED and not stepped.reordered):
             raise NoCache
-        places = places_of(way, stepped, real, whole[name])
+        places = places_of(way, stepped, batch.real, decoded[name])
         return torch.cat(stepped.logits, 1)[places], full[places]
 
     try:
@@ -95,11 +119,18 @@ def places_of(way: str, stepped: Stepped, real: torch.Tensor | None, ids: torch.
     return places
 
 
-def step_inputs(model: nn.Module, inputs: Inputs, way: str) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """A batch to decode step by step, and which of its positions are no padding, None where none is."""
+def shared_steps(padded: Padded, way: str) -> StepBatch:
+    """Of a batch that checks share the row that is padded on the left and one that is not, decoded together for all the ways."""
+    real = padded.batch["attention_mask"][list(padded.stepped)].bool()
+    real[1 if way == PADDED else 0] = False
+    return StepBatch(padded.batch, real, padded.stepped)
+
+
+def step_batch(model: nn.Module, inputs: Inputs, way: str) -> StepBatch:
+    """A batch of its own to decode step by step in that way."""
     if way == PADDED:
-        _, long, _ = pad_inputs(model, inputs, "left")
-        return {**long, "use_cache": False}, long["attention_mask"].bool()
+        long = pad_inputs(model, inputs, "left").batch
+        return StepBatch({**long, "use_cache": False}, long["attention_mask"].bool(), reorders=False)
     whole = resized_like(model, inputs, 2, seed=17)
     for key, value in whole.items():
         if is_token_ids(value):
@@ -107,7 +138,7 @@ def step_inputs(model: nn.Module, inputs: Inputs, way: str) -> tuple[dict[str, A
     name = ids_name(inputs)
     if name is not None and not has_two_sides(inputs) and accepts(model, "attention_mask"):
         whole.setdefault("attention_mask", torch.ones_like(whole[name], dtype=torch.long))
-    return {**whole, "use_cache": False}, None
+    return StepBatch({**whole, "use_cache": False})
 
 
 def step_through(model: nn.Module, whole: Inputs, name: str, reorders: bool) -> Stepped | None:
@@ -149,19 +180,19 @@ def section(inputs: Inputs, name: str, start: int, stop: int) -> dict[str, Any]:
     return chunk
 
 
-def locate_stepping(model: nn.Module, inputs: Inputs, way: str, limit: float) -> Divergence:
+def locate_stepping(model: nn.Module, batch: StepBatch, way: str, limit: float) -> Divergence:
     """The first module that returns something else when decoding goes step by step."""
-    whole, real = step_inputs(model, inputs, way)
+    whole = batch.decoded
     with record_activations(model) as full:
         outputs = logits_of(run(model, whole))
     name = output_ids_name(whole, outputs)
     assert name is not None
     with record_activations(model) as activations:
-        stepped = step_through(model, whole, name, way != PADDED)
+        stepped = step_through(model, whole, name, batch.reorders)
     assert stepped is not None
     if stepped.reordered:
         activations = {path: [*values[:-1], values[-1].flip(0)] for path, values in activations.items()}
-    places = places_of(way, stepped, real, whole[name])
+    places = places_of(way, stepped, batch.real, whole[name])
     joined = {path: [torch.cat(values, 1)] for path, values in activations.items() if all(value.dim() == 3 for value in values)}
     now = at_positions(joined, places)
     before = {path: values for path, values in at_positions(full, places).items() if len(values) == 1 and path in now}

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from retrofit.checks.padded_inputs import Padded, pad_inputs, share_padding
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import Program
-from retrofit.runtime.agreement import Arithmetic
+from retrofit.runtime.agreement import Arithmetic, is_large
+from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.probes import Inputs, extent_of, logits_of, named_outputs, resized, run
 
 Layout = tuple[tuple[int, ...], torch.dtype]
+Watch = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +31,9 @@ class Run:
     layouts: dict[str, Layout]
 
     @staticmethod
-    def of(arithmetic: Arithmetic, inputs: Inputs) -> Run:
-        output = run(arithmetic.model, inputs)
+    def of(arithmetic: Arithmetic, inputs: Inputs, watching: contextlib.AbstractContextManager[Any] | None = None) -> Run:
+        with watching or contextlib.nullcontext():
+            output = run(arithmetic.model, inputs)
         layouts = {name: (tuple(value.shape), value.dtype) for name, value in named_outputs(output).items()}
         if arithmetic.note:
             with arithmetic.computing():
@@ -37,13 +43,20 @@ class Run:
 
 @dataclasses.dataclass
 class Subject:
-    """A model and the inputs it is measured on."""
+    """A model and the inputs it is measured on; checks that need the same forward share it."""
 
     model: nn.Module
     shapes: tuple[dict[str, Any], ...]  # the inputs, then inputs of the same kinds for other batch sizes and lengths
     captured: Program | None = None  # where the model has been captured already
     runs: dict[int, Run] = dataclasses.field(default_factory=dict)
+    is_large: bool | None = None  # as its dense model is; None: as it is itself
+    watches: dict[str, Watch] = dataclasses.field(default_factory=dict)  # of the first forward on the inputs, by check
+    watched: dict[str, Any] = dataclasses.field(default_factory=dict)  # what these saw
     wide_runs: dict[int, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.is_large is None:
+            self.is_large = is_large(self.model)
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -52,12 +65,33 @@ class Subject:
     def run(self, shape: int = 0) -> Run:
         """What the model returns for the inputs of that shape; raises what the model's own code raises."""
         if shape not in self.runs:
-            self.runs[shape] = Run.of(self.arithmetic, self.shapes[shape])
+            found = self.run_watched() if shape == 0 and self.watches else Run.of(self.arithmetic, self.shapes[shape])
+            self.runs[shape] = found
+            self.arithmetic.remember(self.shapes[shape], found.logits.to(device_of(self.model)))
         return self.runs[shape]
+
+    def run_watched(self) -> Run:
+        """The run on the inputs, watched where that does not disturb it."""
+        try:
+            with contextlib.ExitStack() as watching:
+                found = {name: watching.enter_context(watch()) for name, watch in self.watches.items()}
+                ran = Run.of(self.arithmetic, self.inputs, watching)  # which ends the watching
+        except Exception:  # of who watches, or of the model, which then raises it again
+            return Run.of(self.arithmetic, self.inputs)
+        self.watched |= found
+        return ran
+
+    def seen(self, name: str, watch: Watch) -> Any:
+        """What that check sees of a forward on the inputs: of the first one where it was watched."""
+        if name not in self.watched:
+            with watch() as found:
+                run(self.model, self.inputs)
+            self.watched[name] = found
+        return self.watched[name]
 
     def wide(self, shape: int = 0) -> torch.Tensor | None:
         """The logits for the inputs of that shape in float64; None where the model's code refuses it."""
-        if shape == 0:
+        if shape == self.cheapest:
             return self.arithmetic.wide_outputs
         if shape not in self.wide_runs:
             self.wide_runs[shape] = self.arithmetic.wide_outputs_for(self.shapes[shape])
@@ -65,8 +99,26 @@ class Subject:
 
     @functools.cached_property
     def arithmetic(self) -> Arithmetic:
-        """How the model is measured on the first inputs."""
-        return Arithmetic(self.model, self.inputs, lambda: self.run().logits)
+        """How the model is measured, and on the cheapest inputs how far it rounds."""
+        found = Arithmetic(self.model, self.shapes[self.cheapest], lambda: self.run(self.cheapest).logits)
+        for shape, one in self.runs.items():
+            found.remember(self.shapes[shape], one.logits.to(device_of(self.model)))
+        return found
+
+    @property
+    def cheapest(self) -> int:
+        """The shape for what costs most: the first, of a large model the smallest, which is the last."""
+        return len(self.shapes) - 1 if self.is_large else 0
+
+    def padded(self, side: str) -> Padded:
+        """A sequence padded on that side in a batch, and alone; of a large model in the batch that its checks share."""
+        return self.shared_padding(side) or pad_inputs(self.model, self.inputs, side)
+
+    def shared_padding(self, side: str) -> Padded | None:
+        """A sequence of the second shape, padded in a batch for both sides and for steps; None in a small model."""
+        if not self.is_large or len(self.shapes) < 2:
+            return None
+        return share_padding(self.model, self.inputs, self.shapes[1], side)
 
     @functools.cached_property
     def program(self) -> Program:

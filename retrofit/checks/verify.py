@@ -14,7 +14,7 @@ from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, Raised, attempt, failed
 from retrofit.checks.parameter_matching import match_parameters
 from retrofit.checks.reference import Reference
-from retrofit.checks.registry import CHECKS, ON_REQUEST
+from retrofit.checks.registry import CHECKS, ON_REQUEST, watches
 from retrofit.checks.report import CheckResult, Report
 from retrofit.checks.subject import Subject, other_shapes
 from retrofit.errors import RetrofitError
@@ -100,7 +100,7 @@ def check_rewrite(
 
 def compared_subject(model: nn.Module, reference: Reference, program: Program | None = None) -> Subject:
     """The model with the inputs that the dense model was measured on."""
-    return Subject(model, tuple(named_inputs(model, inputs) for inputs in reference.shapes), program)
+    return Subject(model, tuple(named_inputs(model, inputs) for inputs in reference.shapes), program, is_large=reference.is_large)
 
 
 def require_weights(model: nn.Module) -> None:
@@ -125,6 +125,7 @@ def run_checks(context: Context, reference: Reference | None, checks: Collection
     """The results of the named checks; none depends on another's."""
     if reference is not None and reference["causality"] is not None:
         context.reads_ahead = reference["causality"].reads_ahead
+    context.subject.watches = watches(context.subject, context, checks)
 
     def run_check(name: str) -> Finding:
         check, before = (CHECKS | ON_REQUEST)[name], reference[name] if reference is not None else None

@@ -58,6 +58,11 @@ class Comparison:
         return f"{wide}, {self.note}" if self.note else wide
 
 
+def is_large(model: nn.Module) -> bool:
+    """Whether not every gap is settled in float64, and few forwards are made: each reads all the weights."""
+    return sum(one.numel() for one in model.parameters() if one.is_floating_point()) > SETTLED
+
+
 class Arithmetic:
     """How a model is measured: in which arithmetic, and where that leaves doubt in which wider one."""
 
@@ -67,7 +72,7 @@ class Arithmetic:
         parameters = [one for one in model.parameters() if one.is_floating_point()]
         self.stored = parameters[0].dtype if parameters else torch.float32
         self.dtype = torch.float32 if self.stored in HALF else self.stored
-        self.settles_everything = sum(one.numel() for one in parameters) <= SETTLED
+        self.settles_everything = not is_large(model)
         self.remembered: dict[Hashable, Any] = {}  # what was computed in the arithmetic that the model is measured in
         self.remembers = False
 
@@ -143,6 +148,12 @@ class Arithmetic:
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
         """What the model returns for those inputs."""
         return self.once(identity_of(inputs), lambda: logits_of(run(self.model, inputs)))
+
+    def remember(self, inputs: Mapping[str, Any], logits: Tensor) -> None:
+        """`logits` is what the model returns for those inputs: whoever asks need not run it."""
+        key = identity_of(inputs)
+        if key is not None:
+            self.remembered[key] = logits
 
     def once(self, key: Hashable, compute: Callable[[], Result]) -> Result:
         """What `compute` gives; while `remembering` it is computed once a key, but for the key None."""
