@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -15,6 +18,7 @@ from retrofit.checks.stepping import (
     PADDED,
     PLAIN,
     REORDERED,
+    StepBatch,
     compare_stepping,
     locate_stepping,
     shared_steps,
@@ -25,6 +29,7 @@ from retrofit.checks.subject import Subject
 from retrofit.runtime.agreement import Comparison
 from retrofit.runtime.probes import can_generate
 
+Result = TypeVar("Result")
 GENERATED = "generate with and without its cache"
 PREREQUISITES = {"greedy": (PLAIN, GENERATED), "beam": (PLAIN, REORDERED, GENERATED)}  # where the dense model has to agree
 
@@ -55,20 +60,29 @@ def measure(subject: Subject, before: CacheMeasurement | None = None, context: C
     else:
         names = list(BEAMS)[: 1 if subject.is_large else None] if can_generate(model, inputs) else []
     return CacheMeasurement(
-        {way: step(subject, way) for way in ways},
+        {way: attempt(step, subject, way) for way in ways},
         {name: attempt(generate, subject, name, before, context) for name in names},
     )
 
 
-def step(subject: Subject, way: str) -> Comparison | Raised | None:
-    """Steps against one forward: of a large model in the batch that its checks share, and by themselves where that raises."""
-    model, inputs = subject.model, subject.inputs
+def step(subject: Subject, way: str) -> Comparison | None:
+    """Steps against one forward."""
+    return first_to_run(lambda batch: compare_stepping(subject.arithmetic, batch, way), step_batches(subject, way))
+
+
+def step_batches(subject: Subject, way: str) -> list[StepBatch]:
+    """What to decode in that way: of a large model the batch that its checks share, else, or where that raises, one of its own."""
     padded = subject.shared_padding("left")
-    if padded is not None:
-        found = attempt(compare_stepping, subject.arithmetic, shared_steps(padded, way), way)
-        if way == PADDED or not isinstance(found, Raised):
-            return found
-    return attempt(compare_stepping, subject.arithmetic, step_batch(model, inputs, way), way)
+    shared = [shared_steps(padded, way)] if padded is not None else []
+    return shared if shared and way == PADDED else [*shared, step_batch(subject.model, subject.inputs, way)]
+
+
+def first_to_run(action: Callable[[StepBatch], Result], batches: Sequence[StepBatch]) -> Result:
+    """What the action gives for the first of the batches for which it does not raise, or for the last."""
+    for batch in batches[:-1]:
+        with contextlib.suppress(Exception):  # what the model's own code raises
+            return action(batch)
+    return action(batches[-1])
 
 
 def generate(subject: Subject, name: str, before: CacheMeasurement | None, context: Context | None) -> Generated:
@@ -101,11 +115,9 @@ def judge_steps(way: str, now: Comparison | Raised | None, before: CacheMeasurem
     if now is None:
         return failed("no cache", "the dense model returned one") if dense is not None else skipped("it keeps no cache")
     subject = context.subject
-    padded = subject.shared_padding("left")
 
     def locate(limit: float) -> Divergence:
-        batch = step_batch(subject.model, subject.inputs, way) if padded is None else shared_steps(padded, way)
-        return locate_stepping(subject.model, batch, way, limit)
+        return first_to_run(lambda batch: locate_stepping(subject.model, batch, way, limit), step_batches(subject, way))
 
     return judge_comparison(now, dense if isinstance(dense, Comparison) else None, context, locate)
 

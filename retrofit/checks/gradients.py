@@ -13,6 +13,7 @@ from torch import nn
 
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, first_few, passed, skipped
+from retrofit.checks.sliced_gradients import SlicedGradients
 from retrofit.checks.subject import Subject
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.probes import Inputs, accepts, named_outputs, resized_like
@@ -197,21 +198,25 @@ def thawed(model: nn.Module) -> Iterator[None]:
 def watched(trainable: dict[str, nn.Parameter], received: dict[str, bool]) -> Iterator[None]:
     """Within this context `received` gets the names of non-zero gradients, and whether they are finite; no gradient is kept."""
 
+    def saw(name: str, values: torch.Tensor) -> None:
+        low, high = map(float, values.aminmax()) if values.numel() else (0.0, 0.0)  # not a number where one of them is not
+        finite = math.isfinite(low) and math.isfinite(high)
+        if not finite or low or high:
+            received[name] = received.get(name, True) and finite
+
     def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
-            assert gradient is not None
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            low, high = map(float, values.aminmax()) if values.numel() else (0.0, 0.0)  # not a number where one of them is not
-            finite = math.isfinite(low) and math.isfinite(high)
-            if not finite or low or high:
-                received[name] = received.get(name, True) and finite
+            if gradient is not None:  # it was not seen in slices
+                saw(name, gradient.coalesce().values() if gradient.is_sparse else gradient)
 
         return hook
 
+    sliced = SlicedGradients(trainable, saw)  # of parameters without a hook yet
     handles = [parameter.register_post_accumulate_grad_hook(recorder(name)) for name, parameter in trainable.items()]
     try:
-        yield
+        with sliced:
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -152,23 +152,16 @@ def dense_probes(
         matrices = [one for one in module.parameters() if one.dim() == 2]
         if len(matrices) != 1 or {*matrices[0].shape} != {x.shape[-1], y.shape[-1]}:
             continue
-        rows = torch.randn(PROBES, x.shape[-1], generator=torch.Generator().manual_seed(2)).to(x)
+        width = x.shape[-1]
+        rows = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(2)).to(x)
+        features = list(range(width)) if width <= SMALL else [index * (width - 1) // (FEATURES - 1) for index in range(FEATURES)]
+        ones = torch.zeros(len(features), width).index_put_((torch.arange(len(features)), torch.tensor(features)), torch.ones(()))
         with contextlib.suppress(Exception):  # one that takes more than this
-            none, once, twice = (module(scale * rows) for scale in (0, 1, 2))
-            if (
-                isinstance(once, Tensor)
-                and once.shape == (PROBES, y.shape[-1])
-                and torch.allclose(twice - none, 2 * (once - none), 1e-3)
-            ):
-                found[path] = rows, (once - none).detach()
-                width = x.shape[-1]
-                features = (
-                    list(range(width)) if width <= SMALL else [index * (width - 1) // (FEATURES - 1) for index in range(FEATURES)]
-                )
-                ones = torch.zeros(len(features), width).index_put_(
-                    (torch.arange(len(features)), torch.tensor(features)), torch.ones(())
-                )
-                kept[path] = features, (module(ones.to(x)) - none[:1]).detach()
+            made = module(torch.cat([rows, 2 * rows, ones.to(x), 0 * rows[:1]]))  # in one call: each reads the matrix
+            if isinstance(made, Tensor) and made.shape == (2 * PROBES + len(features) + 1, y.shape[-1]):
+                once, twice, column = (made[:-1] - made[-1:]).detach().split([PROBES, PROBES, len(features)])
+                if torch.allclose(twice, 2 * once, 1e-3):
+                    found[path], kept[path] = (rows, once.clone()), (features, column.clone())
     return found, kept
 
 

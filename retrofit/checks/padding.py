@@ -67,8 +67,8 @@ def compare_padded(subject: Subject, side: str) -> Comparison:
 
 
 def row_of(values: torch.Tensor, padded: Padded) -> torch.Tensor:
-    """What there is of the sequence that is padded, as a batch of one."""
-    return values[padded.row : padded.row + 1]
+    """What there is of the sequence that is padded, or of all of them, as a batch of one."""
+    return values[padded.row : padded.row + 1] if len(values) > 1 else values
 
 
 def locate_padding(model: nn.Module, padded: Padded, limit: float) -> Divergence:
@@ -84,7 +84,7 @@ def locate_padding(model: nn.Module, padded: Padded, limit: float) -> Divergence
         for value, others in zip(values, among.get(path, []), strict=False):
             one, other = row_of(value, padded), row_of(others, padded)
             row = other if other.shape[1:] == one.shape[1:] else other[:, padded.kept]
-            if len(value) == rows and row.shape == one.shape:
+            if len(value) in (1, rows) and row.shape == one.shape:
                 before.setdefault(path, []).append(one)
                 now.setdefault(path, []).append(row)
     return first_divergence(now, before, limit)

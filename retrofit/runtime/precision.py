@@ -194,6 +194,9 @@ class Widened(TorchDispatchMode):
         *others, weight = args[: PRODUCTS[function]]
         if not self.is_narrow(weight.dtype) or weight.numel() <= SLICE or self.is_written(weight):
             return None
+        if weight.dim() == 3 and len(weight) == 1:  # of one row of inputs, which torch multiplies as a batch
+            whole = self.multiply_in_slices(aten.mm.default, (others[0][0], weight[0]))
+            return None if whole is None else whole.unsqueeze(0)
         batched = weight.dim() == 3
         along = 0 if batched else 1
         step = max(1, SLICE * weight.shape[along] // weight.numel())
