@@ -15,6 +15,7 @@ from retrofit.errors import RetrofitError
 from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.probes import describe
+from retrofit.runtime.released_memory import release_freed_memory
 from retrofit.runtime.state_preservation import preserve_state
 
 
@@ -37,6 +38,8 @@ class Reference:
         for name, check in CHECKS.items():
             with preserve_state(model):
                 found = attempt(check.measure, subject)
+            if subject.is_large:
+                release_freed_memory()
             measurements[name] = None if isinstance(found, Raised) else found  # the rewritten model need not do it either
         return Reference(subject.shapes, measurements, subject.is_large)
 

@@ -23,6 +23,7 @@ from retrofit.pipeline.replaying import recipe, rewrites
 from retrofit.program.program import Program
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.released_memory import release_freed_memory
 from retrofit.runtime.state_preservation import preserve_state
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery.edit import Fate
@@ -129,6 +130,8 @@ def run_checks(context: Context, reference: Reference | None, checks: Collection
 
     def run_check(name: str) -> Finding:
         check, before = (CHECKS | ON_REQUEST)[name], reference[name] if reference is not None else None
+        if context.subject.is_large:
+            release_freed_memory()
         return check.judge(check.measure(context.subject, before, context), before, context)
 
     model = context.subject.model

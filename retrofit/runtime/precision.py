@@ -202,8 +202,10 @@ class Widened(TorchDispatchMode):
         step = max(1, SLICE * weight.shape[along] // weight.numel())
         first, *rest = map(self.widen, others)
         parts = []
+        memory = torch.empty_like(weight.narrow(along, 0, step), dtype=self.dtype)  # one for all pieces: else the heap falls apart
         for start in range(0, weight.shape[along], step):
-            piece = weight.narrow(along, start, min(step, weight.shape[along] - start)).to(self.dtype)
+            narrow = weight.narrow(along, start, min(step, weight.shape[along] - start))
+            piece = memory.narrow(along, 0, narrow.shape[along]).copy_(narrow)
             if batched:
                 parts.append(function(first[start : start + step], piece))
             elif rest:  # addmm: the bias may be one for all columns

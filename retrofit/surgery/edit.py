@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from retrofit.runtime.notes import Note, Worst
+from retrofit.runtime.released_memory import page_out
 from retrofit.surgery.fused_code import SWITCHES, switched_on
 
 if TYPE_CHECKING:
@@ -179,13 +180,17 @@ class Edit:
         self.journal.append(handle.remove)
 
     def widen_parameter(self, old: nn.Parameter, new: nn.Parameter, index: tuple[slice, ...], why: str, scale: float = 1.0) -> None:
-        """Wherever `old` was registered `new` is, and `new[index]` is accounted for as `scale · old`."""
+        """Wherever `old` was registered `new` is, and `new[index]` is accounted for as `scale · old`.
+
+        Nothing reads `old` any more but `undo`: it leaves memory where it is mapped from a file.
+        """
         for owner in list(self.model.modules()):
             for name, parameter in list(owner._parameters.items()):
                 if parameter is old:
                     self.set_item(owner._parameters, name, new)
         self.widened[id(old)] = Widened("", index, why, scale)
         self.replaced[id(old)] = new
+        page_out([old])
 
     def rearrange_parameter(self, old: nn.Parameter, new: nn.Parameter, owner: nn.Module, layout: Rearranged, why: str) -> None:
         """`new`, which the edits put into the model, is accounted for as holding `old` by `layout`, whose buffers `owner` has."""
