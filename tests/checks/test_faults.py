@@ -24,13 +24,15 @@ import retrofit
 from retrofit.checks.reference import Reference
 from retrofit.checks.registry import CHECKS
 from retrofit.checks.report import Report
+from retrofit.runtime import agreement
 
 # ── The models ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @functools.cache
-def rewritten(build: Callable[..., Any], spec: str) -> tuple[nn.Module, Reference]:
-    """A faultless rewritten model, and the reference of the dense one."""
+def rewritten(build: Callable[..., Any], spec: str, settled: int = agreement.SETTLED) -> tuple[nn.Module, Reference]:
+    """A faultless rewritten model, and the reference of the dense one; those with more than `settled` parameters are large."""
+    assert settled == agreement.SETTLED
     model = build()
     reference = Reference.of(model)
     retrofit.apply(model, spec, verify=False)
@@ -406,7 +408,7 @@ def _(model: Any) -> None:
 
 def report_of(one: Fault, checks: tuple[str, ...] = tuple(CHECKS)) -> Report:
     """How the faulty model comes through its checks."""
-    model, reference = rewritten(one.build, one.spec)
+    model, reference = rewritten(one.build, one.spec, agreement.SETTLED)
     faulty = copy.deepcopy(model)
     one.seed(faulty)
     return retrofit.verify(faulty, reference, checks=checks)
@@ -427,6 +429,15 @@ def test_fault_is_found_by_the_check_meant_for_it(one: Fault) -> None:
     assert not report.ok, str(report)
     assert check.status == "failed"
     assert one.names in f"{check.measured}\n{check.why}", str(report)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("one", FAULTS, ids=lambda one: one.what)
+def test_fault_is_found_in_a_large_model(one: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "SETTLED", 0)  # every model is large
+    (check,) = report_of(one, (one.check,)).checks
+    assert check.status == "failed"
+    assert one.names in f"{check.measured}\n{check.why}" or one.names == "beam: "  # of a large model no beams are decoded
 
 
 def test_every_check_has_a_fault() -> None:

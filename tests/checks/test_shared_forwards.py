@@ -1,0 +1,95 @@
+"""The forwards that checks share: what they get is what a forward of their own gives, and few are made of a large model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_models import gpt2, llama
+
+import retrofit
+from retrofit.checks import method
+from retrofit.checks.padded_inputs import PADS, share_padding
+from retrofit.checks.reference import Reference
+from retrofit.checks.registry import watches
+from retrofit.checks.subject import Subject, other_shapes
+from retrofit.runtime import agreement
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.probes import logits_of, run
+
+
+def subject_of(model: Any, **given: Any) -> Subject:
+    inputs = named_inputs(model, given.pop("example_inputs", None))
+    return Subject(model, (inputs, *other_shapes(model, inputs)), **given)
+
+
+@pytest.mark.parametrize("build", [llama, gpt2])
+def test_one_batch_has_a_sequence_padded_left_one_padded_right_and_a_whole_one(build: Any) -> None:
+    model = build()
+    subject = subject_of(model, is_large=True)
+    left, right = subject.padded("left"), subject.padded("right")
+    assert agreement.identity_of(left.batch) == agreement.identity_of(right.batch)
+    ids, mask, short = left.batch["input_ids"], left.batch["attention_mask"], subject.shapes[1]["input_ids"]
+    assert torch.equal(ids[0, PADS:], short[0]) and torch.equal(ids[1, :-PADS], short[1])
+    assert torch.equal(ids[2], subject.inputs["input_ids"][0])
+    assert mask.sum(1).tolist() == [len(short[0]), len(short[0]), len(ids[2])]
+    outputs, alone = logits_of(run(model, left.batch)), logits_of(run(model, left.alone))
+    for padded in (left, right):
+        torch.testing.assert_close(outputs[padded.row, padded.kept], alone[padded.row], atol=1e-5, rtol=1e-4)
+
+
+def test_inputs_with_padding_of_their_own_are_not_shared() -> None:
+    model = llama()
+    inputs = named_inputs(model)
+    masked = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
+    masked["attention_mask"][0, 0] = 0
+    short = other_shapes(model, masked)[0]
+    assert share_padding(model, masked, short, "left") is None
+    assert share_padding(model, inputs, other_shapes(model, inputs)[1], "left") is None  # one row, and too long
+
+
+def test_what_was_watched_is_what_a_forward_of_its_own_shows() -> None:
+    model = llama()
+    watched, alone = subject_of(model), subject_of(model)
+    watched.watches = watches(watched)
+    made: list[Any] = []
+    model.register_forward_pre_hook(lambda *args: made.append(args))
+    watched.run()
+    ours = watched.seen("method", lambda: method.watch(watched))
+    assert len(made) == 1  # both together
+    theirs = alone.seen("method", lambda: method.watch(alone))
+    assert ours.keys() == theirs.keys() and ours
+    for name, rows in ours.items():
+        torch.testing.assert_close(rows, theirs[name], rtol=0, atol=0)
+
+
+def test_who_watches_does_not_make_a_forward_fail() -> None:
+    model = llama()
+    subject = subject_of(model)
+
+    def refuse() -> Any:
+        raise RuntimeError("no")
+
+    subject.watches = {"method": refuse}
+    assert torch.equal(subject.run().logits, logits_of(run(model, subject.inputs))) and not subject.watched
+
+
+def test_a_large_model_is_run_on_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward of it reads all its weights, and from a dozen tokens on each more costs as much again."""
+    monkeypatch.setattr(agreement, "SETTLED", 0)  # every model is large
+    model = llama()
+    tokens: list[int] = []
+
+    def count(module: Any, args: Any, kwargs: Any) -> None:
+        tokens.append((kwargs["input_ids"] if "input_ids" in kwargs else args[0]).numel())
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    reference = Reference.of(model)
+    dense = list(tokens)
+    retrofit.apply(model, "altup(k=2, init=lockstep)", verify=False)
+    tokens.clear()
+    report = retrofit.verify(model, reference)
+    assert report.ok, str(report)
+    assert len(dense) <= 15 and sum(dense) <= 230
+    assert len(tokens) <= 17 and sum(tokens) <= 230
