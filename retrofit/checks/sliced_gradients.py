@@ -1,8 +1,8 @@
 """The gradients of large weights, looked at a slice at a time: none is ever held whole.
 
 Within `SlicedGradients` a product with a large weight and a look-up in one are made by functions whose way back computes the
-weight's gradient in slices, shows each and gives the weight none. Whatever else a model does with a large weight gives that its
-gradient whole, as ever.
+weight's gradient in slices, shows them and gives the weight none. Where no element can be infinite, the first slice that is not
+zero is the last. Whatever else a model does with a large weight gives that its gradient whole, as ever.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Saw = Callable[[Tensor], None]  # takes a part of a gradient
 
 
 class SlicedGradients(TorchFunctionMode):
-    """Within this context a large parameter gets no gradient: `saw` gets its name and the slices."""
+    """Within this context a large parameter gets no gradient: `saw` gets its name and slices of it, which say what the whole would.
+
+    That is, whether it is zero and whether it is finite.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], saw: Callable[[str, Tensor], None]) -> None:
         super().__init__()
@@ -72,8 +75,11 @@ class Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         to_x = gradient @ (weight.t() if ctx.by_rows else weight) if ctx.needs_input_grad[0] else None
         outs, ins = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        finite = is_bounded(outs, ins)
         for part in slices(outs, ins):
             ctx.saw(part)
+            if finite and bool(part.any()):
+                break
         return to_x, None, outs.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -97,6 +103,12 @@ class LookUp(torch.autograd.Function):
         if len(unique):
             ctx.saw(rows.new_zeros(len(unique), rows.shape[1]).index_add_(0, places, rows))
         return None, None, None, None
+
+
+def is_bounded(outs: Tensor, ins: Tensor) -> bool:
+    """Whether no element of outsᵀ·ins, nor any part of its sum, can be infinite or no number."""
+    largest = outs.abs().amax(-1).double() * ins.abs().amax(-1).double()  # of each token's products
+    return bool(largest.sum() < torch.finfo(outs.dtype).max / 2)  # not where it is no number
 
 
 def slices(outs: Tensor, ins: Tensor) -> Iterator[Tensor]:

@@ -50,7 +50,8 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_the_slices_are_the_gradient_that_autograd_gives(model: Model) -> None:
+def test_the_slices_are_the_gradient_that_autograd_gives(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sliced_gradients, "is_bounded", lambda outs, ins: False)  # so none is left out
     outputs = model(IDS)
     outputs.square().sum().backward()
     wanted = {name: one.grad for name, one in model.named_parameters()}
@@ -68,6 +69,27 @@ def test_the_slices_are_the_gradient_that_autograd_gives(model: Model) -> None:
     torch.testing.assert_close(head.index_add(0, torch.tensor([1, 5, 7, 22]), rows), wanted["table.weight"])
     for name in ("product.bias", "by_rows.bias"):
         torch.testing.assert_close(model.get_parameter(name).grad, wanted[name])
+
+
+@pytest.mark.parametrize(("zeros", "seen"), [(0, 1), (6, 3), (12, 4)])
+def test_slices_end_with_the_first_that_is_not_zero(model: Model, zeros: int, seen: int) -> None:
+    cotangent = torch.ones(5, 12)
+    cotangent[:, :zeros] = 0
+    parts: list[torch.Tensor] = []
+    x = torch.rand(5, 8) + 1
+    with SlicedGradients({"weight": model.product.weight}, lambda name, part: parts.append(part)):
+        model.product(x).backward(cotangent)
+    assert [bool(part.any()) for part in parts] == [False] * (seen - 1) + [zeros < 12] and all(len(part) <= 3 for part in parts)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38])
+def test_no_slice_is_left_out_where_one_may_be_infinite(model: Model, value: float) -> None:
+    cotangent = torch.ones(5, 12)
+    cotangent[2, 11] = value  # in the last slice
+    parts: list[torch.Tensor] = []
+    with SlicedGradients({"weight": model.product.weight}, lambda name, part: parts.append(part)):
+        model.product(torch.full((5, 8), 2.0)).backward(cotangent)
+    assert len(torch.cat(parts)) == 12 and not bool(torch.cat(parts)[11].isfinite().any())
 
 
 def test_nothing_as_large_as_a_weight_is_made() -> None:
