@@ -153,22 +153,25 @@ def test_random_numbers_are_those_that_are_drawn_without() -> None:
         assert torch.equal(one.double(), other)
 
 
+@pytest.mark.parametrize("rows", [3, 1])  # one is multiplied as a batch
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_large_weight_is_widened_in_slices(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_weight_is_widened_in_slices(bias: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     linear = nn.Linear(16, 1 + SLICE // 4, bias=bias)
-    x = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(0))
-    largest = 0
-    original = Tensor.to
+    x = torch.randn(rows, 5, 16, generator=torch.Generator().manual_seed(0))
+    sizes: list[int] = []
 
-    def watched(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        nonlocal largest
-        largest = max(largest, value.numel())
-        return original(value, *args, **kwargs)
+    def watched(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def watching(value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            sizes.append(value.numel())
+            return original(value, *args, **kwargs)
+
+        return watching
 
     with monkeypatch.context() as patch, torch.no_grad(), Widened():
-        patch.setattr(Tensor, "to", watched)
+        patch.setattr(Tensor, "to", watched(Tensor.to))
+        patch.setattr(torch, "empty_like", watched(torch.empty_like))
         ours = linear(x)
-    assert 0 < largest <= SLICE
+    assert SLICE / 2 < max(sizes) <= SLICE
     assert distance(ours, copy.deepcopy(linear).double()(x.double())) < 1e-14
 
 
