@@ -30,7 +30,9 @@ def release_freed_memory() -> None:
 def page_out(tensors: Iterable[Tensor]) -> None:
     """Whole pages of these tensors leave memory where they can be read again: from the file they are mapped from, or swap space."""
     advise = getattr(c_library(), "madvise", None)
-    for one in tensors if advise is not None else ():
+    if advise is None:
+        return
+    for one in tensors:
         if one.device.type != "cpu" or not one.is_contiguous():
             continue
         first = -(-one.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
