@@ -44,7 +44,12 @@ def add_parser(subparsers: Subparsers) -> None:
         help="text files, or directories of .txt, .py and .md",
     )
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
-    parser.add_argument("--teacher", metavar="DENSE", type=Path, help="the dense model that MODEL was made from, to learn from")
+    parser.add_argument(
+        "--teacher",
+        metavar="DENSE",
+        type=Path,
+        help="the dense model that MODEL was made from, to learn from, or its predictions for TEXT, as retrofit teach writes them",
+    )
     parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: next to MODEL)")
     parser.add_argument("--force", action="store_true", help="replace an output that exists, and its run")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of the run that writes this output")
@@ -116,15 +121,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    """The dense model to learn from, None where none is named; raises `TrainingError` where it reads other tokens."""
+    """The dense model to learn from, or the folder of its predictions, None where none is named.
+
+    Raises `TrainingError` where it reads other tokens.
+    """
     if arguments.teacher is None:
         return None
     from retrofit.errors import TrainingError
     from retrofit.pipeline.tokenization import read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
+    from retrofit.training.kept_predictions import RECORD
 
     require_path(arguments.teacher)
+    if (arguments.teacher / RECORD).is_file():
+        return arguments.teacher
     theirs = read_tokenizer(tokenizer_place(arguments.teacher), required=False)
     if theirs is not None and tokenizer is not None and theirs.get_vocab() != tokenizer.get_vocab():
         raise TrainingError(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
@@ -20,6 +18,9 @@ from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.storage import architecture
 from retrofit.storage.checkpoint import NOT_WRITTEN, ONNX, is_file_name, save
 from retrofit.storage.exported_program import SUFFIX
+from retrofit.training.fingerprints import hash_architecture, hash_weights, hash_windows
+from retrofit.training.kept_predictions import KeptPredictions
+from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import Collator, Objective, objective_for
 from retrofit.training.recovery import recover
@@ -29,9 +30,10 @@ from retrofit.training.settings import Settings
 from retrofit.training.stages import Stages
 from retrofit.training.step_monitor import StepMonitor
 from retrofit.training.teacher import Teacher
-from retrofit.training.trainer_setup import TrainerSetup, trains_on_cpu
+from retrofit.training.teaching import facts_of
+from retrofit.training.trainer_setup import Numbering, TrainerSetup, trains_on_cpu
 from retrofit.training.trainers import PretrainingTrainer
-from retrofit.training.windows import hold_out
+from retrofit.training.windows import is_held_out
 
 MISSING = object()
 SET_BY_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")  # attributes
@@ -42,7 +44,7 @@ def continue_pretraining(
     texts: Sequence[str],
     settings: Settings,
     *,
-    teacher: nn.Module | None = None,
+    teacher: nn.Module | str | Path | None = None,
     tokenizer: Any = None,
     output: str | Path | None = None,
     resume: bool = False,
@@ -54,7 +56,8 @@ def continue_pretraining(
     A sentence-transformers model is trained as a whole, by telling texts apart.
 
     With the dense model it was rewritten from as `teacher`, its sites first learn to give what the dense ones give, then the whole
-    learns from its own loss and the teacher's predictions (`align`, `anneal` and `distil` of the settings).
+    learns from its own loss and the teacher's predictions (`align`, `anneal` and `distil` of the settings). With the folder that
+    `teach` wrote for the same texts, it learns from these predictions and its own loss, and the dense model is not needed.
 
     The numbers, their curve and the checkpoints are in a folder next to `output`. The same settings, texts and model give the same
     windows in the same order whatever the model is, and a resumed run ends where an uninterrupted one does. `progress` is called
@@ -70,7 +73,8 @@ def continue_pretraining(
     tokenizer = model.tokenizer if pipeline and tokenizer is None else tokenizer
     codec = codec_for(transformer_inside(model) if pipeline else model, tokenizer)
     windows = windows_of(texts, codec, settings.length)
-    train, held_out = hold_out(windows, settings.eval_fraction)
+    apart = is_held_out(windows, settings.eval_fraction)
+    train, held_out = windows[~apart], windows[apart]
     learner: nn.Module = WithContrastiveLoss(model) if pipeline else add_loss(model)
     objective: Objective = same_text(tokenizer, settings) if pipeline else objective_for(learner, codec, train[0].long())
     if pipeline and teacher is not None:
@@ -79,9 +83,19 @@ def continue_pretraining(
             why="a teacher's predictions of tokens are learned from, and it makes one vector of a text",
             remedy="leave out the teacher, or train the transformers model inside it",
         )
-    guide = None if teacher is None else Teacher.of(teacher, model)
+    guide: Teacher | KeptTeacher | None = None
+    numbering = None
+    if isinstance(teacher, (str, Path)):
+        seed = KeptPredictions.in_folder(teacher).facts.seed
+        needed = facts_of(model, codec, tokenizer, objective, windows, seed=seed, temperature=settings.temperature)
+        guide = KeptTeacher.of(teacher, model, needed)
+        numbering = Numbering((~apart).nonzero().flatten(), apart.nonzero().flatten(), seed)
+        identity = f"{guide.kept.facts.weights}, the {guide.kept.facts.top} most probable tokens"
+    else:
+        guide = None if teacher is None else Teacher.of(teacher, model)
+        identity = hash_weights(teacher)
     stages = Stages.of(settings, model, guide)
-    facts = {"model": hash_architecture(model), "text": hash_windows(windows), "teacher": hash_weights(teacher)}
+    facts = {"model": hash_architecture(model), "text": hash_windows(windows), "teacher": identity}
     watch = StepMonitor(progress)
     findings: dict[str, Any] = {}
     with (
@@ -90,7 +104,9 @@ def continue_pretraining(
         run_folder(target, facts, settings, resume=resume) as (folder, checkpoint),
     ):
         trainer: PretrainingTrainer
-        setup = TrainerSetup(learner, Collator(objective), train, held_out, settings, folder, cpu, saving=target is not None)
+        setup = TrainerSetup(
+            learner, Collator(objective), train, held_out, settings, folder, cpu, saving=target is not None, numbering=numbering
+        )
         if guide is not None:
             trainer, findings = recover(setup, guide, stages, checkpoint, watch, progress)
         else:
@@ -185,23 +201,3 @@ def restore_entry(table: dict[str, Any], key: str, value: Any) -> None:
 
 def logged_values(history: Sequence[dict[str, Any]], key: str) -> tuple[tuple[int, float], ...]:
     return tuple((entry["step"], entry[key]) for entry in history if key in entry)
-
-
-def hash_windows(windows: torch.Tensor) -> str:
-    return hashlib.sha256(windows.contiguous().numpy().tobytes()).hexdigest()[:16]
-
-
-def hash_weights(model: nn.Module | None) -> str:
-    """The architecture of a model and a hash of samples of its weights; "" for none."""
-    if model is None:
-        return ""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].float().cpu().numpy().tobytes())
-    return f"{hash_architecture(model)} {digest.hexdigest()[:16]}"
-
-
-def hash_architecture(model: nn.Module) -> str:
-    """The class of a model and a hash of its parameters' names and shapes."""
-    shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in model.named_parameters()]
-    return f"{type(model).__name__} {hashlib.sha256(chr(10).join(shapes).encode()).hexdigest()[:16]}"

@@ -16,6 +16,7 @@ from torch import nn
 from retrofit.errors import TrainingError, first_line
 from retrofit.pipeline.tokenization import Codec
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.training.windows import WINDOW
 
 IGNORED = -100  # a label that no loss counts
 DENSITY = 0.15  # share of the tokens that is hidden
@@ -32,6 +33,11 @@ class Objective(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def shift(self) -> int:
+        """How many places after an output the label is that it is compared with."""
+        ...
 
     def example(self, ids: torch.Tensor, generator: torch.Generator) -> Example:
         """The model's arguments for the window `ids`: (seq,)."""
@@ -80,13 +86,19 @@ class SpanCorruption:
 
 @dataclasses.dataclass(frozen=True)
 class Collator:
-    """A batch of one objective; what is hidden in a window depends on the window's own seed and nothing else."""
+    """A batch of one objective, with the windows' numbers where they have some.
+
+    What is hidden in a window depends on the window's own seed and nothing else.
+    """
 
     objective: Objective
 
     def __call__(self, windows: Sequence[Mapping[str, Any]]) -> Example:
         examples = [self.objective.example(one["ids"], torch.Generator().manual_seed(one["seed"])) for one in windows]
-        return {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+        batch = {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
+        if WINDOW in windows[0]:
+            batch[WINDOW] = torch.tensor([one[WINDOW] for one in windows])
+        return batch
 
 
 def shift_targets(targets: torch.Tensor, shift: int) -> torch.Tensor:

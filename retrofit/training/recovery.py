@@ -14,6 +14,7 @@ from torch import nn
 
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.label_loss import add_loss
 from retrofit.training.runs import ALIGNMENT, last_checkpoint
 from retrofit.training.stages import Stages
@@ -27,7 +28,7 @@ FINDINGS = "findings.json"  # of the stages before the last
 
 def recover(
     setup: TrainerSetup,
-    teacher: Teacher,
+    teacher: Teacher | KeptTeacher,
     stages: Stages,
     checkpoint: Path | None,
     watch: StepMonitor,
@@ -39,11 +40,11 @@ def recover(
         findings = read_findings(setup.folder)
         if not findings and len(setup.held_out):
             findings = {
-                "dense_loss": held_out_loss(add_loss(teacher.model), setup),
+                "dense_loss": dense_loss(teacher, setup),
                 "start_loss": held_out_loss(setup.learner, setup),
             }
             write_findings(setup.folder, findings)
-        if stages.align and checkpoint is None:
+        if stages.align and checkpoint is None and isinstance(teacher, Teacher):
             findings = {**findings, "alignment": align(setup, teacher, stages.align, progress)}
             write_findings(setup.folder, findings)
         trainer = setup.trainer(
@@ -93,6 +94,14 @@ def only_trainable(model: nn.Module, parameters: Iterator[nn.Parameter]) -> Iter
     finally:
         for parameter, before in required:
             parameter.requires_grad_(before)
+
+
+def dense_loss(teacher: Teacher | KeptTeacher, setup: TrainerSetup) -> float:
+    """The teacher's own loss on the held-out windows."""
+    if isinstance(teacher, Teacher):
+        return held_out_loss(add_loss(teacher.model), setup)
+    assert setup.numbering is not None
+    return teacher.kept.loss(setup.numbering.held_out.tolist())
 
 
 @torch.no_grad()

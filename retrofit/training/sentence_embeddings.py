@@ -33,6 +33,7 @@ class SameText:
 
     before: tuple[int, ...]
     after: tuple[int, ...]
+    shift: int = 0
     name: str = "texts told apart (SimCSE)"
 
     def example(self, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:

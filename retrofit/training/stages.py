@@ -8,6 +8,7 @@ from torch import nn
 
 from retrofit.errors import TrainingError
 from retrofit.pipeline.replaying import recipe
+from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.settings import Settings
 from retrofit.training.teacher import Teacher
 
@@ -20,15 +21,16 @@ class Stages:
     anneal: int = 0
 
     @staticmethod
-    def of(settings: Settings, model: nn.Module, teacher: Teacher | None) -> Stages:
-        """What the settings say, else what the model's passes propose; nothing without a teacher, or without rewritten sites."""
-        if teacher is None:
+    def of(settings: Settings, model: nn.Module, teacher: Teacher | KeptTeacher | None) -> Stages:
+        """What the settings say, else what the model's passes propose; nothing without a dense model or rewritten sites."""
+        if not isinstance(teacher, Teacher):
             asked = [name for name in ("align", "anneal") if getattr(settings, name)]
             if asked:
+                needs = "a teacher" if teacher is None else "the dense model, not its predictions alone"
                 raise TrainingError(
-                    f"--{asked[0]} {getattr(settings, asked[0])} needs a teacher",
+                    f"--{asked[0]} {getattr(settings, asked[0])} needs {needs}",
                     why="the sites learn from the modules of the dense model",
-                    remedy="name the dense model with --teacher",
+                    remedy="name the dense model with --teacher" + ("" if teacher is None else f", or leave out --{asked[0]}"),
                 )
             return Stages()
         if not teacher.sites.sites:

@@ -16,7 +16,9 @@ from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.probes import accepts
 from retrofit.training.dense_sites import DenseSites
+from retrofit.training.distillation import divergence_from_teacher
 from retrofit.training.label_loss import add_loss
+from retrofit.training.windows import WINDOW
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,10 @@ class Teacher:
                 parameter.requires_grad_(requires_grad)
             self.model.to(before)
 
+    def divergence(self, student: Tensor, batch: Mapping[str, Any], temperature: float) -> Tensor:
+        """The mean over all tokens of the divergence from its predictions; `student` are the logits for `batch`."""
+        return divergence_from_teacher(student, batch, self.logits, temperature)
+
     @torch.no_grad()
     def logits(self, batch: Mapping[str, Any]) -> Tensor:
         """Its logits for a batch of the student's, whose labels it does not see."""
@@ -61,7 +67,7 @@ class Teacher:
 
 def without_labels(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a forward that computes no loss and keeps no cache."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", WINDOW)}
     return {**inputs, "use_cache": False} if accepts(model, "use_cache") else inputs
 
 

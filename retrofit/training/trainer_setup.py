@@ -16,11 +16,20 @@ from retrofit.errors import TrainingError
 from retrofit.training.objectives import Collator, Example
 from retrofit.training.settings import Settings
 from retrofit.training.trainers import PretrainingTrainer
-from retrofit.training.windows import ordered_windows, shuffled_windows
+from retrofit.training.windows import WINDOW, WindowDataset, numbered_windows, ordered_windows, shuffled_windows
 
 POINTS = 100  # entries a training curve has at most
 SCHEDULER = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 SomeTrainer = TypeVar("SomeTrainer", bound=PretrainingTrainer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbering:
+    """The numbers in the text of the windows to train on and of those held out, and the seed of what is hidden in each."""
+
+    train: Tensor
+    held_out: Tensor
+    seed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +44,7 @@ class TrainerSetup:
     folder: Path
     cpu: bool
     saving: bool
+    numbering: Numbering | None = None  # where a teacher's predictions are found by the number of a window
 
     def trainer(
         self, kind: type[SomeTrainer], watch: TrainerCallback, *, folder: Path, settings: Settings, fresh: bool, **more: Any
@@ -44,8 +54,8 @@ class TrainerSetup:
             model=self.learner,
             args=self.arguments(folder, settings, fresh=fresh),
             data_collator=self.collator,
-            train_dataset=shuffled_windows(self.windows, settings.steps * settings.batch_size, settings.seed),
-            eval_dataset=ordered_windows(self.held_out, settings.seed) if len(self.held_out) else None,
+            train_dataset=self.training_data(settings),
+            eval_dataset=self.held_out_data() if len(self.held_out) else None,
             callbacks=[watch],
             **more,
         )
@@ -90,12 +100,28 @@ class TrainerSetup:
     def device(self) -> torch.device:
         return self.arguments(self.folder, self.settings, fresh=False).device
 
+    def training_data(self, settings: Settings) -> WindowDataset:
+        """The windows to train on, in their order."""
+        data = shuffled_windows(self.windows, settings.steps * settings.batch_size, settings.seed)
+        one = self.numbering
+        return data if one is None else numbered_windows(self.windows, one.train, one.seed, data.order)
+
+    def held_out_data(self) -> WindowDataset:
+        """Every window held out, once."""
+        one = self.numbering
+        return (
+            ordered_windows(self.held_out, self.settings.seed)
+            if one is None
+            else numbered_windows(self.held_out, one.held_out, one.seed)
+        )
+
     def held_out_batches(self) -> Iterator[Example]:
         """The held-out windows as the trainers' evaluations see them, in batches."""
-        data = ordered_windows(self.held_out, self.settings.seed)
+        data = self.held_out_data()
         for start in range(0, len(data), self.settings.batch_size):
             rows = range(start, min(start + self.settings.batch_size, len(data)))
-            yield {name: value.to(self.device) for name, value in self.collator([data[row] for row in rows]).items()}
+            batch = self.collator([data[row] for row in rows])
+            yield {name: value.to(self.device) for name, value in batch.items() if name != WINDOW}
 
 
 def trains_on_cpu(device: str) -> bool:

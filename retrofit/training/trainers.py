@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer
 from transformers.utils import WEIGHTS_NAME
 
 from retrofit.training.dense_sites import DenseSites
-from retrofit.training.distillation import divergence_from_teacher
+from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.settings import Settings
 from retrofit.training.teacher import Teacher, token_logits, without_labels
 
@@ -51,7 +51,7 @@ class DistillingTrainer(PretrainingTrainer):
     loss, of the mixture while it is one.
     """
 
-    def __init__(self, teacher: Teacher, distillation: Settings, anneal: int, **rest: Any) -> None:
+    def __init__(self, teacher: Teacher | KeptTeacher, distillation: Settings, anneal: int, **rest: Any) -> None:
         super().__init__(**rest)
         self.teacher, self.distillation, self.anneal = teacher, distillation, anneal
 
@@ -63,11 +63,9 @@ class DistillingTrainer(PretrainingTrainer):
             given = {**without_labels(model, inputs), "labels": inputs["labels"]}
             loss, outputs = super().compute_loss(model, given, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training and weight:
-            loss = (1 - weight) * loss + weight * self.divergence(token_logits(outputs), inputs)
+            apart = self.teacher.divergence(token_logits(outputs), inputs, self.distillation.temperature)
+            loss = (1 - weight) * loss + weight * apart
         return (loss, outputs) if return_outputs else loss
-
-    def divergence(self, logits: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        return divergence_from_teacher(logits, inputs, self.teacher.logits, self.distillation.temperature)
 
     @property
     def share(self) -> float:

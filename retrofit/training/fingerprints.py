@@ -1,0 +1,50 @@
+"""Hashes of what a run depends on: the text, the model, the weights, the tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.pipeline.tokenization import Codec
+
+SAMPLES = 64  # values of a parameter that are hashed
+
+
+def hash_windows(windows: torch.Tensor) -> str:
+    return short_hash(windows.contiguous().numpy().tobytes())
+
+
+def hash_example(example: Mapping[str, torch.Tensor]) -> str:
+    """Of what a model reads and has to predict of a window."""
+    digest = b"".join(name.encode() + example[name].long().contiguous().numpy().tobytes() for name in sorted(example))
+    return short_hash(digest)
+
+
+def hash_tokenizer(codec: Codec, tokenizer: Any = None) -> str:
+    """Of every word of the tokenizer and its id, or how bytes become ids where there is no tokenizer."""
+    words = [codec.name] if tokenizer is None else sorted(f"{word} {one}" for word, one in tokenizer.get_vocab().items())
+    return short_hash(chr(10).join(words).encode(errors="surrogatepass"))
+
+
+def hash_weights(model: nn.Module | None) -> str:
+    """The architecture of a model and a hash of samples of its weights; "" for none."""
+    if model is None:
+        return ""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLES)].float().cpu().numpy().tobytes())
+    return f"{hash_architecture(model)} {digest.hexdigest()[:16]}"
+
+
+def hash_architecture(model: nn.Module) -> str:
+    """The class of a model and a hash of its parameters' names and shapes."""
+    shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in model.named_parameters()]
+    return f"{type(model).__name__} {short_hash(chr(10).join(shapes).encode())}"
+
+
+def short_hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

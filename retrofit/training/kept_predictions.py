@@ -1,0 +1,186 @@
+"""A teacher's predictions on disk: for every token of every window of a text the k largest probabilities and the sum of the rest.
+
+A folder with `teacher.json`, which says what they depend on, and shards of so many windows each, in the order of the text:
+
+    ids                (windows, seq, k)   the vocabulary's most probable ids, the most probable first
+    log_probabilities  (windows, seq, k)   of these, at the temperature in `teacher.json`, in float16
+    log_rest           (windows, seq)      of all others together
+    loss               (windows)           the teacher's own
+
+A window is found by its number in the text, so the order in which training draws windows makes no difference. What is hidden in a
+window, where the objective hides tokens, depends on its number and the seed in `teacher.json` and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from retrofit.errors import CheckpointError, TrainingError
+from retrofit.runtime.atomic_writes import whole_file
+from retrofit.training.distillation import LargestPredictions
+
+RECORD = "teacher.json"
+FORMAT = "retrofit teacher's predictions"
+OPEN = 64  # shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a teacher's predictions depend on."""
+
+    teacher: str  # where it was read from, "" where it was in memory
+    weights: str  # a hash
+    vocabulary: int
+    tokenizer: str  # a hash
+    objective: str
+    example: str  # a hash of what is read and has to be predicted of the first window
+    length: int  # tokens a window
+    windows: int
+    text: str  # a hash of the windows
+    top: int  # k
+    temperature: float
+    seed: int
+    bf16: bool
+    shard: int  # windows a shard
+
+    @property
+    def shards(self) -> int:
+        return -(-self.windows // self.shard)
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A fact that two sides do not share, in words, and the way out."""
+
+    what: str
+    why: str
+    remedy: str
+
+
+class KeptPredictions:
+    """The predictions in a folder."""
+
+    def __init__(self, folder: Path, facts: Facts) -> None:
+        self.folder, self.facts = folder, facts
+        self.shard = functools.lru_cache(OPEN)(self.open_shard)
+
+    @staticmethod
+    def in_folder(folder: str | Path) -> KeptPredictions:
+        """All the predictions in a folder; raises `TrainingError` where it holds none, or not all of them."""
+        folder = Path(folder)
+        facts = read_facts(folder)
+        if facts is None:
+            raise TrainingError(
+                f"{folder} holds no predictions of a teacher",
+                why=f"there is no {RECORD} in it that retrofit teach wrote",
+                remedy=f"write them with retrofit teach DENSE --data TEXT -o {folder}, or name the dense model itself",
+            )
+        kept = KeptPredictions(folder, facts)
+        missing = kept.missing()
+        if missing:
+            raise TrainingError(
+                f"{folder} does not hold all predictions yet",
+                why=f"{facts.shards - len(missing)} of {facts.shards} files are there",
+                remedy="give the same retrofit teach command again, it goes on from there",
+            )
+        return kept
+
+    def path(self, number: int) -> Path:
+        """The file of the shard of this number."""
+        return self.folder / f"windows-{number:06}.safetensors"
+
+    def missing(self) -> list[int]:
+        """The numbers of the shards that are not there."""
+        return [number for number in range(self.facts.shards) if not self.path(number).is_file()]
+
+    def write(self, number: int, tensors: dict[str, Tensor]) -> None:
+        """The shard of this number is on disk, whole."""
+        with whole_file(self.path(number), force=True) as file:
+            file.write(save({name: value.contiguous() for name, value in tensors.items()}))
+
+    def open_shard(self, number: int) -> Any:
+        try:
+            return safe_open(self.path(number), "pt")
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.path(number)} cannot be read",
+                why=str(error),
+                remedy="remove it and give the same retrofit teach command again",
+            ) from error
+
+    def rows(self, name: str, windows: Sequence[int]) -> Tensor:
+        """One of the tensors above for these windows: (windows, …)."""
+        found = []
+        for window in windows:
+            number, row = divmod(window, self.facts.shard)
+            found.append(self.shard(number).get_slice(name)[row : row + 1])
+        return torch.cat(found)
+
+    def predictions(self, windows: Sequence[int]) -> LargestPredictions:
+        """What the teacher predicts for the tokens of these windows, one after the other."""
+        ids, log_p, log_rest = (self.rows(name, windows).flatten(0, 1) for name in ("ids", "log_probabilities", "log_rest"))
+        return LargestPredictions(ids, log_p, log_rest)
+
+    def loss(self, windows: Sequence[int]) -> float:
+        """The teacher's own loss: the mean over these windows."""
+        return float(self.rows("loss", windows).double().mean())
+
+    def kept_share(self) -> float:
+        """The probability that the k ids of a token have together: the mean over all tokens."""
+        rests = torch.cat([self.shard(number).get_tensor("log_rest").flatten() for number in range(self.facts.shards)])
+        return 1.0 - float(rests.double().exp().mean())
+
+    def size(self) -> int:
+        """Bytes on disk."""
+        return sum(self.path(number).stat().st_size for number in range(self.facts.shards))
+
+
+def read_facts(folder: Path) -> Facts | None:
+    """What the predictions in a folder depend on; None where it holds none."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        if record.pop("format") != FORMAT:
+            return None
+        return Facts(**record)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write_facts(folder: Path, facts: Facts) -> None:
+    with whole_file(folder / RECORD, force=True) as file:
+        file.write(json.dumps({"format": FORMAT, **dataclasses.asdict(facts)}, indent=2, ensure_ascii=False).encode())
+
+
+def difference(kept: Facts, facts: Facts) -> Difference | None:
+    """The first thing that predictions kept on disk do not share with what is needed; None where they fit."""
+    again = "write the predictions again for it with retrofit teach, to another folder"
+    if kept.vocabulary != facts.vocabulary:
+        why = f"it has {kept.vocabulary:,} tokens, the model {facts.vocabulary:,}"
+        return Difference("another vocabulary", why, "name the predictions of the dense model that was rewritten")
+    if kept.tokenizer != facts.tokenizer:
+        return Difference("another tokenizer", "the same text would be other tokens", "give the tokenizer of the teacher")
+    if kept.length != facts.length:
+        why = f"its windows have {kept.length} tokens, those of this run {facts.length}"
+        return Difference("windows of another length", why, f"give --length {kept.length}, or {again}")
+    if kept.text != facts.text:
+        why = f"it was given {kept.windows:,} windows, this run has {facts.windows:,}"
+        why = why if kept.windows != facts.windows else "there are as many windows, of other tokens"
+        return Difference("another text", why, f"give the same --data in the same order, or {again}")
+    if (kept.objective, kept.example) != (facts.objective, facts.example):
+        why = f"it learned {kept.objective}, the model learns {facts.objective}"
+        why = why if kept.objective != facts.objective else "the model would read or predict other tokens of the first window"
+        return Difference("another objective", why, "name the predictions of the dense model that was rewritten")
+    if kept.temperature != facts.temperature:
+        why = f"its predictions are those at temperature {kept.temperature:g}, this run compares them at {facts.temperature:g}"
+        return Difference("another temperature", why, f"give --temperature {kept.temperature:g}, or {again}")
+    return None

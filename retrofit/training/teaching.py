@@ -1,0 +1,195 @@
+"""A teacher's predictions for a text, computed once and kept on disk, for any number of runs that learn from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from retrofit.errors import TrainingError
+from retrofit.pipeline.tokenization import Codec, codec_for, windows_of
+from retrofit.runtime.example_inputs import vocabulary_of
+from retrofit.runtime.modes import evaluation_mode
+from retrofit.training.distillation import LargestPredictions
+from retrofit.training.fingerprints import hash_example, hash_tokenizer, hash_weights, hash_windows
+from retrofit.training.kept_predictions import Facts, KeptPredictions, difference, read_facts, write_facts
+from retrofit.training.label_loss import add_loss
+from retrofit.training.objectives import IGNORED, Collator, Objective, objective_for
+from retrofit.training.sentence_embeddings import embeds_sentences
+from retrofit.training.teacher import token_logits, without_labels
+from retrofit.training.trainer_setup import trains_on_cpu
+from retrofit.training.windows import numbered_windows, window_seed
+
+SHARD_BYTES = 1 << 24  # of a file, about
+SMALL_IDS = 1 << 16  # vocabulary whose ids fit into 16 bits
+BOUNDS = {"length": 8, "top": 1, "seed": 0, "batch_size": 1}
+
+
+def teach(
+    dense: nn.Module,
+    texts: Sequence[str],
+    folder: str | Path,
+    *,
+    tokenizer: Any = None,
+    length: int = 256,
+    top: int = 64,
+    temperature: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 8,
+    bf16: bool = False,
+    device: str = "auto",
+    name: str = "",
+    force: bool = False,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> KeptPredictions:
+    """The predictions of `dense` for all windows of the texts are in `folder`, a file written at a time, whole or not at all.
+
+    Kept are the `top` largest probabilities of a token and the sum of the others. What is there already is not computed again.
+    `name` is recorded as the teacher's. Raises `TrainingError` where the folder holds something else and `force` is not given.
+    """
+    folder = Path(folder)
+    check_values(length=length, top=top, seed=seed, batch_size=batch_size, temperature=temperature)
+    if embeds_sentences(dense):
+        raise TrainingError(
+            "a sentence-transformers model predicts no tokens",
+            why="it makes one vector of a text",
+            remedy="train with the dense model itself as the teacher",
+        )
+    codec = codec_for(dense, tokenizer)
+    windows = windows_of(texts, codec, length)
+    if not len(windows):
+        raise TrainingError(
+            f"the text fills no window of {length} tokens", remedy="give more text, or shorter windows with --length"
+        )
+    learner = add_loss(dense)
+    objective = objective_for(learner, codec, windows[0].long())
+    facts = facts_of(dense, codec, tokenizer, objective, windows, seed=seed, temperature=temperature)
+    top = min(top, facts.vocabulary)
+    tokens = objective.example(windows[0].long(), torch.Generator().manual_seed(seed))["labels"].numel()
+    shard = max(1, min(len(windows), SHARD_BYTES // (tokens * (top * 4 + 2))))
+    facts = dataclasses.replace(facts, teacher=name, top=top, bf16=bf16, shard=shard)
+    kept = KeptPredictions(folder, facts)
+    prepare_folder(kept, force=force)
+    data = numbered_windows(windows, torch.arange(len(windows)), seed)
+    collator = Collator(objective)
+    before = next(dense.parameters()).device
+    target = torch.device("cpu" if trains_on_cpu(device) else torch.accelerator.current_accelerator() or "cpu")
+    missing = kept.missing()
+    began = time.monotonic()
+    try:
+        with evaluation_mode(dense), torch.no_grad(), torch.autocast(target.type, torch.bfloat16, enabled=bf16):
+            dense.to(target)
+            for done, number in enumerate(missing):
+                numbers = range(number * shard, min((number + 1) * shard, len(windows)))
+                parts = []
+                for start in range(numbers.start, numbers.stop, batch_size):
+                    some = range(start, min(start + batch_size, numbers.stop))
+                    batch = {key: value.to(target) for key, value in collator([data[one] for one in some]).items()}
+                    parts.append(predicted(learner, batch, objective.shift, facts))
+                    left = remaining(began, done + (some.stop - numbers.start) / len(numbers), len(missing))
+                    progress(f"window {some.stop:,}/{len(windows):,}{left}")
+                kept.write(number, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+    finally:
+        dense.to(before)
+    return kept
+
+
+def facts_of(
+    model: nn.Module,
+    codec: Codec,
+    tokenizer: Any,
+    objective: Objective,
+    windows: Tensor,
+    *,
+    seed: int,
+    temperature: float,
+) -> Facts:
+    """What a model's predictions for these windows depend on; how they are kept is left open."""
+    example = objective.example(windows[0].long(), torch.Generator().manual_seed(window_seed(seed, 0)))
+    return Facts(
+        teacher="",
+        weights=hash_weights(model),
+        vocabulary=vocabulary_of(model),
+        tokenizer=hash_tokenizer(codec, tokenizer),
+        objective=objective.name,
+        example=hash_example(example),
+        length=windows.shape[1],
+        windows=len(windows),
+        text=hash_windows(windows),
+        top=0,
+        temperature=temperature,
+        seed=seed,
+        bf16=False,
+        shard=1,
+    )
+
+
+def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
+    """The folder exists and says what it is for; raises `TrainingError` where it is for something else."""
+    folder, facts = kept.folder, kept.facts
+    before = read_facts(folder)
+    if folder.exists() and before is None and (not folder.is_dir() or any(folder.iterdir())):
+        raise TrainingError(f"{folder} is in the way", why="it holds no predictions of a teacher", remedy="name another -o")
+    if before is not None and before != dataclasses.replace(facts, teacher=before.teacher):
+        if not force:
+            apart = difference(before, facts)
+            names = [one.name for one in dataclasses.fields(Facts) if getattr(before, one.name) != getattr(facts, one.name)]
+            shown = [name for name in names if name in ("top", "seed", "bf16", "weights")]
+            why = (
+                f"they are of {apart.what}: {apart.why}"
+                if apart is not None
+                else "; ".join(f"its {name} is {getattr(before, name)}, not {getattr(facts, name)}" for name in shown or names)
+            )
+            raise TrainingError(f"{folder} holds other predictions", why=why, remedy="name another -o, or start over with --force")
+        shutil.rmtree(folder)
+        before = None
+    if before is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_facts(folder, facts)
+
+
+def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: Facts) -> dict[str, Tensor]:
+    """What is kept of a teacher's predictions for a batch of windows."""
+    loss = float(learner(**batch)[0])
+    logits = token_logits(learner(**without_labels(learner, batch)))
+    if logits.shape[-1] != facts.vocabulary:
+        raise TrainingError(
+            f"the teacher's logits are {logits.shape[-1]:,} numbers a token",
+            why=f"its vocabulary has {facts.vocabulary:,} tokens",
+            remedy="train with the dense model itself as the teacher",
+        )
+    parts: dict[str, list[Tensor]] = {}
+    for row, labels in zip(logits, batch["labels"], strict=True):
+        one = LargestPredictions.of(row, facts.top, facts.temperature)
+        targets = F.pad(labels[shift:], (0, shift), value=IGNORED)
+        kept = {
+            "ids": one.ids.to(torch.uint16 if facts.vocabulary <= SMALL_IDS else torch.int32),
+            "log_probabilities": one.log_p.half(),
+            "log_rest": one.log_rest.half(),
+            "loss": F.cross_entropy(row.float(), targets),
+        }
+        for name, value in kept.items():
+            parts.setdefault(name, []).append(value.cpu())
+    stacked = {name: torch.stack(values) for name, values in parts.items()}
+    stacked["loss"] += loss - stacked["loss"].mean()  # the model's own loss may have terms of its own
+    return stacked
+
+
+def check_values(**values: float) -> None:
+    for name, value in values.items():
+        least = BOUNDS.get(name, 1e-3)
+        if not least <= value < float("inf"):
+            raise TrainingError(f"--{name.replace('_', '-')} {value} is below {least}", remedy=f"give at least {least}")
+
+
+def remaining(began: float, done: float, total: int) -> str:
+    """The time that is left, in words."""
+    left = round((time.monotonic() - began) * (total - done) / done)
+    return f"  {left // 60}:{left % 60:02d} left"
