@@ -57,6 +57,11 @@ class DenseSites:
         found = {id(parameter): parameter for site in self.sites for parameter in site.module.parameters()}
         yield from found.values()
 
+    def replace(self, module: nn.Module) -> bool:
+        """Whether a site is this module, or lies in it."""
+        inside = {id(one) for one in module.modules()}
+        return any(id(site.module) in inside for site in self.sites)
+
     @contextlib.contextmanager
     def aligning(self, training: bool = True) -> Iterator[list[Tensor]]:
         """Within this context sites return what the dense modules do; the list receives the squared error of each of their calls.

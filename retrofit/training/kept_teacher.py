@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from retrofit.errors import TrainingError
 from retrofit.training.dense_sites import DenseSites
-from retrofit.training.distillation import total_divergence
+from retrofit.training.distillation import Predictions, total_divergence
 from retrofit.training.kept_predictions import Facts, KeptPredictions, difference
+from retrofit.training.logit_head import LogitHead
 from retrofit.training.windows import WINDOW
 
 
@@ -39,6 +40,10 @@ class KeptTeacher:
         """Nothing is moved: predictions go to the device of the student's as they are needed."""
         yield
 
+    def predictions(self, batch: Mapping[str, Any], head: LogitHead | None) -> Predictions:
+        """Those for all tokens of a batch."""
+        return self.kept.predictions(batch[WINDOW].tolist())
+
     def divergence(self, student: Tensor, batch: Mapping[str, Any], temperature: float) -> Tensor:
         """The mean over all tokens of the divergence from the teacher's predictions; `student` are the logits for `batch`."""
         if student.shape[-1] != self.kept.facts.vocabulary:
@@ -47,5 +52,4 @@ class KeptTeacher:
                 why=f"the teacher's vocabulary has {self.kept.facts.vocabulary:,} tokens",
                 remedy="name the dense model itself with --teacher",
             )
-        predictions = self.kept.predictions(batch[WINDOW].tolist())
-        return total_divergence(student, predictions, temperature) / student[..., 0].numel()
+        return total_divergence(student, self.predictions(batch, None), temperature) / student[..., 0].numel()

@@ -20,7 +20,7 @@ from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.probes import can_generate
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import IGNORED, Collator, Example, objective_for
-from retrofit.training.teacher import token_logits, without_labels
+from retrofit.training.outputs import token_logits, without_labels
 from retrofit.training.windows import ordered_windows
 
 ROUNDS = 5  # of timed calls; the models take turns in each

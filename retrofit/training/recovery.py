@@ -14,6 +14,7 @@ from torch import nn
 
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.label_loss import add_loss
 from retrofit.training.runs import ALIGNMENT, last_checkpoint
@@ -56,6 +57,9 @@ def recover(
             teacher=teacher,
             distillation=setup.settings,
             anneal=stages.anneal,
+            chunked=ChunkedLoss.of(
+                setup.learner, teacher, setup.one_window(), setup.collator.objective.shift, setup.settings.batch_size
+            ),
         )
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return trainer, {**findings, "stages": dataclasses.asdict(stages)}

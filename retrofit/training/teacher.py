@@ -14,11 +14,46 @@ from retrofit.errors import TrainingError
 from retrofit.pipeline.corresponding_sites import corresponding_sites
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.probes import accepts
 from retrofit.training.dense_sites import DenseSites
-from retrofit.training.distillation import divergence_from_teacher
+from retrofit.training.distillation import Predictions, WholePredictions, divergence_from_teacher
 from retrofit.training.label_loss import add_loss
-from retrofit.training.windows import WINDOW
+from retrofit.training.logit_head import LogitHead
+from retrofit.training.outputs import token_logits, without_labels
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictionsOfHead:
+    """Those of a dense model whose logits are computed when they are needed, from what its head receives: (tokens, d)."""
+
+    head: LogitHead
+    hidden: Tensor
+
+    def divergence(self, student: Tensor, rows: slice, temperature: float) -> Tensor:
+        with torch.no_grad():
+            logits = self.head.logits(self.hidden[rows])
+        return WholePredictions(logits).divergence(student, slice(None), temperature)
+
+
+class PredictionsOfWindows:
+    """Those of a dense model whose logits are computed a window at a time, the last one kept."""
+
+    def __init__(self, teacher: Teacher, batch: Mapping[str, Any]) -> None:
+        self.teacher, self.batch = teacher, batch
+        self.window, self.logits = -1, torch.empty(0)
+
+    def divergence(self, student: Tensor, rows: slice, temperature: float) -> Tensor:
+        tokens = self.batch["labels"].shape[1]
+        total = student.new_zeros((), dtype=torch.float32)
+        for window in range(rows.start // tokens, -(-rows.stop // tokens)):
+            if window != self.window:
+                self.logits = torch.empty(0)  # before the next ones are computed
+                one = {name: value[window : window + 1] for name, value in self.batch.items()}
+                self.window, self.logits = window, self.teacher.logits(one)[0]
+            first, last = max(rows.start, window * tokens), min(rows.stop, (window + 1) * tokens)
+            ours = student[first - rows.start : last - rows.start]
+            theirs = slice(first - window * tokens, last - window * tokens)
+            total = total + WholePredictions(self.logits).divergence(ours, theirs, temperature)
+        return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,30 +93,19 @@ class Teacher:
         """The mean over all tokens of the divergence from its predictions; `student` are the logits for `batch`."""
         return divergence_from_teacher(student, batch, self.logits, temperature)
 
+    def predictions(self, batch: Mapping[str, Any], head: LogitHead | None) -> Predictions:
+        """Those for all tokens of a batch; `head` is the dense model's, where it comes apart."""
+        learner = add_loss(self.model)
+        if head is None:
+            return PredictionsOfWindows(self, batch)
+        with torch.no_grad():
+            return PredictionsOfHead(head, head.hidden(learner, without_labels(learner, batch)).flatten(0, 1))
+
     @torch.no_grad()
     def logits(self, batch: Mapping[str, Any]) -> Tensor:
         """Its logits for a batch of the student's, whose labels it does not see."""
         learner = add_loss(self.model)
         return token_logits(learner(**without_labels(learner, batch)))
-
-
-def without_labels(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward that computes no loss and keeps no cache."""
-    inputs = {name: value for name, value in batch.items() if name not in ("labels", WINDOW)}
-    return {**inputs, "use_cache": False} if accepts(model, "use_cache") else inputs
-
-
-def token_logits(outputs: Any) -> Tensor:
-    """The logits in what a model returned: the first output of three dimensions."""
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    found = next((value for value in values if isinstance(value, Tensor) and value.dim() == 3), None)
-    if found is None:
-        raise TrainingError(
-            "the model returns no logits for each token",
-            why="none of its outputs is (batch, seq, vocabulary)",
-            remedy="train a model with a language-modelling head",
-        )
-    return found
 
 
 @contextlib.contextmanager

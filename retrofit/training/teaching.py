@@ -22,8 +22,8 @@ from retrofit.training.fingerprints import hash_example, hash_tokenizer, hash_we
 from retrofit.training.kept_predictions import Facts, KeptPredictions, difference, read_facts, write_facts
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import IGNORED, Collator, Objective, objective_for
+from retrofit.training.outputs import token_logits, without_labels
 from retrofit.training.sentence_embeddings import embeds_sentences
-from retrofit.training.teacher import token_logits, without_labels
 from retrofit.training.trainer_setup import trains_on_cpu
 from retrofit.training.windows import numbered_windows, window_seed
 

@@ -115,6 +115,11 @@ class TrainerSetup:
             else numbered_windows(self.held_out, one.held_out, one.seed)
         )
 
+    def one_window(self) -> Example:
+        """The first window to train on, as a batch."""
+        batch = self.collator([self.training_data(self.settings)[0]])
+        return {name: value.to(self.device) for name, value in batch.items() if name != WINDOW}
+
     def held_out_batches(self) -> Iterator[Example]:
         """The held-out windows as the trainers' evaluations see them, in batches."""
         data = self.held_out_data()

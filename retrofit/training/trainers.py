@@ -11,10 +11,12 @@ from torch import nn
 from transformers import Trainer
 from transformers.utils import WEIGHTS_NAME
 
+from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.dense_sites import DenseSites
 from retrofit.training.kept_teacher import KeptTeacher
+from retrofit.training.outputs import token_logits, without_labels
 from retrofit.training.settings import Settings
-from retrofit.training.teacher import Teacher, token_logits, without_labels
+from retrofit.training.teacher import Teacher
 
 
 class PretrainingTrainer(Trainer):
@@ -51,14 +53,21 @@ class DistillingTrainer(PretrainingTrainer):
     loss, of the mixture while it is one.
     """
 
-    def __init__(self, teacher: Teacher | KeptTeacher, distillation: Settings, anneal: int, **rest: Any) -> None:
+    def __init__(
+        self, teacher: Teacher | KeptTeacher, distillation: Settings, anneal: int, chunked: ChunkedLoss | None, **rest: Any
+    ) -> None:
         super().__init__(**rest)
-        self.teacher, self.distillation, self.anneal = teacher, distillation, anneal
+        self.teacher, self.distillation, self.anneal, self.chunked = teacher, distillation, anneal, chunked
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         weight = self.distillation.distil
+        chunked = self.chunked
+        if chunked is not None and not (self.share < 1 and self.teacher.sites.replace(chunked.head.module)):
+            with self.teacher.sites.mixed(self.share):
+                loss = chunked.loss(model, inputs, self.teacher, weight if model.training else 0.0, self.distillation.temperature)
+            return (loss, {"loss": loss}) if return_outputs else loss
         with self.teacher.sites.mixed(self.share):
             given = {**without_labels(model, inputs), "labels": inputs["labels"]}
             loss, outputs = super().compute_loss(model, given, return_outputs=True, num_items_in_batch=num_items_in_batch)

@@ -1,0 +1,34 @@
+"""What a model is called with where it computes no loss, and which of its outputs are the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from retrofit.errors import TrainingError
+from retrofit.runtime.probes import accepts
+from retrofit.training.windows import WINDOW
+
+
+def without_labels(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward that computes no loss and keeps no cache."""
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", WINDOW)}
+    return {**inputs, "use_cache": False} if accepts(model, "use_cache") else inputs
+
+
+def token_logits(outputs: Any) -> Tensor:
+    """The logits in what a model returned: the first output of three dimensions."""
+    found = next((value for value in list_of(outputs) if isinstance(value, Tensor) and value.dim() == 3), None)
+    if found is None:
+        raise TrainingError(
+            "the model returns no logits for each token",
+            why="none of its outputs is (batch, seq, vocabulary)",
+            remedy="train a model with a language-modelling head",
+        )
+    return found
+
+
+def list_of(outputs: Any) -> list[Any]:
+    return list(outputs.values()) if isinstance(outputs, Mapping) else list(outputs)
