@@ -9,6 +9,7 @@ from __future__ import annotations
 from retrofit.pipeline.options import option as option
 from retrofit.pipeline.protocol import Pass as Pass
 from retrofit.pipeline.protocol import Plan as Plan
+from retrofit.pipeline.protocol import Recovery as Recovery
 from retrofit.pipeline.method_reference import Deviation as Deviation
 from retrofit.pipeline.method_reference import MethodReference as MethodReference
 from retrofit.pipeline.method_reference import ModuleReference as ModuleReference

@@ -1,7 +1,7 @@
 """The memory and time of one training step with a teacher: the loss of whole logits, and some tokens at a time.
 
-A small Llama with a large vocabulary, so that its logits are most of what is held. Prints what the process holds at most beyond what
-it held before the step, in MiB, and the seconds of the step, the first in chunks.
+A small Llama with a large vocabulary, so that its logits are most of what is held. Prints what the process holds at most beyond
+what it held at most before both steps, in MiB, and the seconds of a step.
 
     python benchmarks/learning/distillation_memory.py --vocabulary 49152 --batch-size 8 --length 256
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from retrofit.pipeline.corresponding_sites import Correspondence
 from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.dense_sites import DenseSites
 from retrofit.training.distillation import divergence_from_teacher
@@ -34,7 +35,7 @@ def main() -> None:
     student, dense = (LlamaForCausalLM(LlamaConfig(vocab_size=options.vocabulary, **sizes)) for _ in range(2))
     ids = torch.randint(0, options.vocabulary, (options.batch_size, options.length))
     batch = {"input_ids": ids, "labels": ids}
-    teacher = Teacher(dense.eval(), DenseSites(student, dense, ()))
+    teacher = Teacher(dense.eval(), DenseSites(student, dense, ()), Correspondence((), {}, {}))
     chunked = ChunkedLoss.of(student, teacher, {name: value[:1] for name, value in batch.items()}, 1, options.batch_size)
     assert chunked is not None, "all logits fit into one chunk"
     student.train()

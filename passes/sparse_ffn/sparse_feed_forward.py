@@ -73,6 +73,7 @@ class SparseFeedForward(FeedForwardBlock):
     ) -> None:
         super().__init__(site, old)
         self.sparsity, self.active, self.temperature, self.hard, self.multiply = sparsity, active, temperature, hard, multiply
+        self.chosen, self.scales = active, scale  # `active` may differ while the layer is annealed
         self.factor = math.sqrt(sparsity / active) if scale else 1.0
         self.hidden, self.ports, self.roles = site.hidden, site.ports, tuple(into)
         for role, child in into.items():
@@ -108,6 +109,11 @@ class SparseFeedForward(FeedForwardBlock):
         return h, self.scale(h) * indicator(unit, self.sparsity, *weight).flatten(-2).to(h.dtype)
 
     # Which units are active.
+
+    def activate(self, count: int) -> None:
+        """From now on so many units of each block are active, and their outputs are scaled for so many."""
+        self.active = count
+        self.factor = math.sqrt(self.sparsity / count) if self.scales else 1.0
 
     def active_units(self, logits: Tensor) -> list[Tensor]:
         """Their indices in each block and, where h is multiplied by them, their probabilities: (…, blocks, k) each."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from retrofit.passes.sparse_ffn import reference as once_more
 from retrofit.passes.sparse_ffn import start_reference
+from retrofit.passes.sparse_ffn.active_dial import ActiveUnits
 from retrofit.passes.sparse_ffn.controller_fit import fit_start, held_out_tokens
 from retrofit.passes.sparse_ffn.gate_activation import gate_activation
 from retrofit.passes.sparse_ffn.output_fit import fit_output
@@ -34,6 +35,7 @@ from retrofit.sdk import (
     Pass,
     Plan,
     Rearranged,
+    Recovery,
     RowMajor,
     Site,
     SpecError,
@@ -74,6 +76,8 @@ class SparseFFN(Pass[SparseFFNPlan]):
         },
         start=start_reference.start,
     )
+
+    recovery: ClassVar[Recovery] = Recovery(dial=ActiveUnits())
 
     sparsity: int = option(64, "N, hidden units in a block; must divide d_ff", minimum=1)
     active: int = option(1, "k, active hidden units of each block, up to N; N is the dense function", minimum=1)

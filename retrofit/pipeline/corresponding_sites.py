@@ -13,11 +13,12 @@ from torch import nn
 
 from retrofit.errors import RetrofitError, TrainingError
 from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.protocol import AnyPass, Dial
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.replaying import replayed_inputs, rewritten_part
 from retrofit.pipeline.running import run_passes
 from retrofit.runtime.skeletons import without_weights
-from retrofit.surgery.edit import Edit
+from retrofit.surgery.edit import Edit, Fate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,16 +28,40 @@ class CorrespondingSite:
     dense: str  # paths
     rewritten: str
     method: str  # the name of the pass
+    dial: Dial | None = None  # by which the pass turns it from dense to rewritten
 
     def __str__(self) -> str:
         return self.rewritten if self.dense == self.rewritten else f"{self.rewritten} (of the dense model: {self.dense})"
 
 
-def corresponding_sites(model: nn.Module, dense: nn.Module) -> tuple[CorrespondingSite, ...]:
-    """The sites that approximate passes rewrote, in the order of the model; none where every pass was exact.
+@dataclasses.dataclass(frozen=True)
+class Correspondence:
+    """What of a dense model became what of the model that was made from it."""
 
-    Raises `TrainingError` where `dense` is not the model that `model` was made from.
-    """
+    sites: tuple[CorrespondingSite, ...]  # that approximate passes rewrote, in the order of the model
+    fates: Mapping[str, Fate]  # of the dense parameters
+    places: Mapping[str, str]  # dense module → the same module in the rewritten model, where it is still there; paths
+
+    def write_dense(self, model: nn.Module, dense: nn.Module, site: str) -> None:
+        """The parameters at `site`, a path in `model`, that were the dense model's have its values again."""
+        named, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+        for name, fate in self.fates.items():
+            if not fate.name.startswith(f"{site}.") or fate.name not in named:
+                continue
+            if fate.layout is not None:
+                value = dense.get_parameter(name).detach().to(named[fate.name])
+                fate.layout.put(value, named[fate.name], buffers.get(fate.layout.order))
+            elif fate.kind in ("kept", "moved"):
+                named[fate.name].detach().copy_(dense.get_parameter(name))
+
+
+def corresponding_sites(model: nn.Module, dense: nn.Module) -> tuple[CorrespondingSite, ...]:
+    """The sites that approximate passes rewrote, in the order of the model; none where every pass was exact."""
+    return correspondence(model, dense).sites
+
+
+def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:
+    """What of `dense` became what of `model`; raises `TrainingError` where it is not the model that `model` was made from."""
     model, dense = rewritten_part(model), rewritten_part(dense)
     specs = recipe_storage.stored_recipe(model)
     if not specs:
@@ -54,7 +79,7 @@ def corresponding_sites(model: nn.Module, dense: nn.Module) -> tuple[Correspondi
     skeleton = without_weights(dense)
     modules = dict(skeleton.named_modules())  # keeps them alive, so that identities stay theirs
     origin = {id(module): path for path, module in modules.items()}
-    found: dict[str, tuple[nn.Module, str]] = {}  # by path in the dense model: what computes its part now, and the pass
+    found: dict[str, tuple[nn.Module, AnyPass]] = {}  # by path in the dense model: what computes its part now, and the pass
     edit = Edit(skeleton)
     try:
         inputs = replayed_inputs(skeleton, recipe_storage.stored_inputs(model))
@@ -68,14 +93,19 @@ def corresponding_sites(model: nn.Module, dense: nn.Module) -> tuple[Correspondi
                 now = skeleton.get_submodule(site.name)
                 origin[id(now)] = path
                 if not account.exact:
-                    found[path] = now, one.name
+                    found[path] = now, one
     except RetrofitError as error:
         raise other_architecture(f"its recipe does not fit the teacher: {error.why or error.what}") from error
     require_equal_shapes(skeleton, model)
     names = {id(module): path for path, module in skeleton.named_modules()}
     order = {path: place for place, path in enumerate(modules)}
-    sites = (CorrespondingSite(path, names[id(now)], method) for path, (now, method) in found.items() if id(now) in names)
-    return tuple(sorted(sites, key=lambda site: order[site.dense]))
+    sites = (
+        CorrespondingSite(path, names[id(now)], one.name, one.recovery.dial)
+        for path, (now, one) in found.items()
+        if id(now) in names
+    )
+    places = {path: names[id(module)] for path, module in modules.items() if id(module) in names}
+    return Correspondence(tuple(sorted(sites, key=lambda site: order[site.dense])), edit.account(), places)
 
 
 def require_equal_shapes(replayed: nn.Module, model: nn.Module) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from retrofit.anatomy.sites import NearMiss, Site
 from retrofit.errors import DoesNotFitError
 from retrofit.pipeline.options import check_option, format_value
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from retrofit.anatomy.anatomy import Anatomy
     from retrofit.surgery.edit import Edit
 
@@ -57,12 +59,30 @@ class Rewrite:
     notes: tuple[str, ...] = ()
 
 
+class Dial(Protocol):
+    """How a pass turns what it installed from the dense function into its own, in steps of its own kind."""
+
+    @property
+    def name(self) -> str:
+        """What is turned, in words."""
+        ...
+
+    def fits(self, site: nn.Module) -> bool:
+        """Whether the site can be turned."""
+        ...
+
+    def turn(self, site: nn.Module, share: float) -> None:
+        """At 0 the site computes the dense function, where its parameters have the dense values; at 1 what was installed does."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Recovery:
     """What a pass proposes for training with a teacher, in steps for each step that trains the whole."""
 
     align: float = 0.25  # in which the sites learn from the dense ones first
     anneal: float = 0.0  # of these steps, in which the sites turn from dense to rewritten
+    dial: Dial | None = None  # by which they turn where the run says so; else as mixtures with the dense ones
 
 
 @dataclasses.dataclass(frozen=True)

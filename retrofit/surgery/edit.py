@@ -56,6 +56,11 @@ class Rearranged:
             old.index_copy_(self.dim, first + step * order, value.index_select(self.dim, first + step * units))
         return old
 
+    def put(self, dense: torch.Tensor, new: torch.Tensor, order: torch.Tensor | None = None) -> None:
+        """The dense parameter has been written into `new`, from which `dense` reads it."""
+        value = dense if order is None else self.ordered(dense, order)
+        new.detach()[self.index] = value.t() if self.transposed else value
+
     def ordered(self, dense: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         """`dense` with its units in the new order: unit i is the dense unit order[i]."""
         new = torch.empty_like(dense)

@@ -3,6 +3,7 @@
     align    every site returns what the dense module returns, and how far its own result is from that is recorded. So every later
              site sees the dense model's own activations, and no gradient passes from one site to another.
     anneal   every site returns (1 − λ) dense(x) + λ new(x): the dense model at λ = 0, bit for bit, the rewritten one at λ = 1.
+             A site with a dial of its pass's own is turned to λ instead, once its parameters have the dense values.
 
 Hooks do it, so no module, name or parameter of the model changes.
 """
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrofit.pipeline.corresponding_sites import CorrespondingSite
+from retrofit.pipeline.protocol import Dial
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.recorded_calls import float_tensors
 from retrofit.runtime.weighted_errors import token_weights
@@ -34,6 +36,7 @@ class DenseSite:
     name: str
     module: nn.Module
     dense: nn.Module
+    dial: Dial | None = None
 
     @torch.no_grad()
     def dense_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -50,7 +53,10 @@ class DenseSites:
 
     def __init__(self, model: nn.Module, dense: nn.Module, sites: Sequence[CorrespondingSite]) -> None:
         self.model = model
-        self.sites = [DenseSite(one.rewritten, model.get_submodule(one.rewritten), dense.get_submodule(one.dense)) for one in sites]
+        self.sites = [
+            DenseSite(one.rewritten, model.get_submodule(one.rewritten), dense.get_submodule(one.dense), one.dial) for one in sites
+        ]
+        self.dialled: dict[str, Dial] = {}  # by the names of the sites that are turned by a dial of their own
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the sites, each once."""
@@ -81,12 +87,12 @@ class DenseSites:
         with evaluation_mode(self.model):
             for site in self.sites:
                 site.module.train(training)
-            with self.hooked(hook_of):
+            with self.hooked(hook_of, self.sites):
                 yield errors
 
     @contextlib.contextmanager
     def mixed(self, share: float) -> Iterator[None]:
-        """Within this context sites return (1 − share) dense(x) + share new(x)."""
+        """Within this context sites return (1 − share) dense(x) + share new(x), or are turned to `share` by their own dials."""
 
         def hook_of(site: DenseSite) -> Hook:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -94,12 +100,35 @@ class DenseSites:
 
             return hook
 
-        with self.hooked(hook_of) if share < 1 else contextlib.nullcontext():
-            yield
+        turned = [(site.module, self.dialled[site.name]) for site in self.sites if site.name in self.dialled]
+        mixed = [site for site in self.sites if site.name not in self.dialled]
+        try:
+            for module, dial in turned:
+                dial.turn(module, share)
+            with self.hooked(hook_of, mixed) if share < 1 else contextlib.nullcontext():
+                yield
+        finally:
+            for module, dial in turned:
+                dial.turn(module, 1.0)
+
+    def errors(self, run: Callable[[], Any]) -> dict[str, float]:
+        """How far each site is from the dense module, relative to its size, for the calls that are made in `run`."""
+        found: dict[str, float] = {}
+
+        def hook_of(site: DenseSite) -> Hook:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+                error = squared_error(output, site.dense_output(args, kwargs), float_tensors((args, kwargs)))
+                found[site.name] = max(found.get(site.name, 0.0), float(error) ** 0.5)
+
+            return hook
+
+        with torch.no_grad(), evaluation_mode(self.model), self.hooked(hook_of, self.sites):
+            run()
+        return found
 
     @contextlib.contextmanager
-    def hooked(self, hook_of: Callable[[DenseSite], Hook]) -> Iterator[None]:
-        handles = [site.module.register_forward_hook(hook_of(site), with_kwargs=True) for site in self.sites]
+    def hooked(self, hook_of: Callable[[DenseSite], Hook], sites: Sequence[DenseSite]) -> Iterator[None]:
+        handles = [site.module.register_forward_hook(hook_of(site), with_kwargs=True) for site in sites]
         try:
             yield
         finally:

@@ -17,6 +17,8 @@ from retrofit.runtime.modes import evaluation_mode
 from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.label_loss import add_loss
+from retrofit.training.outputs import without_labels
+from retrofit.training.own_dials import begin, read_place, use
 from retrofit.training.runs import ALIGNMENT, last_checkpoint
 from retrofit.training.stages import Stages
 from retrofit.training.step_monitor import StepMonitor
@@ -48,6 +50,15 @@ def recover(
         if stages.align and checkpoint is None and isinstance(teacher, Teacher):
             findings = {**findings, "alignment": align(setup, teacher, stages.align, progress)}
             write_findings(setup.folder, findings)
+        if checkpoint is not None:  # more steps may be proposed for a longer run, but these are under way
+            stages = dataclasses.replace(stages, anneal=read_place(checkpoint).get("anneal", stages.anneal))
+        if isinstance(teacher, Teacher) and stages.anneal and setup.settings.dial == "own":
+            if checkpoint is None:
+                batch = setup.one_window()
+                names = begin(teacher, lambda: setup.learner(**without_labels(setup.learner, batch)))
+                findings = {**findings, "dials": names}
+                write_findings(setup.folder, findings)
+            use(teacher, findings["dials"])
         trainer = setup.trainer(
             DistillingTrainer,
             watch,

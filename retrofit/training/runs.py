@@ -9,7 +9,7 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class TrainingRun:
     start_loss: float | None = None  # held-out loss of the rewritten model before any stage
     alignment: Points = ()  # (step of that stage, mean squared error of the sites on held-out windows)
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)  # steps of each stage
+    dials: Sequence[str] = ()  # sites that were turned by the dials of their passes, and not as mixtures
     output: Path | None = None
     folder: Path | None = None
 
@@ -56,6 +57,7 @@ class TrainingRun:
         for name in ("losses", "eval_losses", "rates", "alignment"):
             values[name] = tuple((step, value) for step, value in record.get(name) or ())
         values["stages"] = record.get("stages") or {}
+        values["dials"] = tuple(record.get("dials") or ())
         return TrainingRun(**{**values, "settings": Settings(**record["settings"]), "output": Path(output), "folder": folder})
 
     @property

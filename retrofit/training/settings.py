@@ -38,6 +38,11 @@ class Settings:
         "of all steps, the first in which sites turn from dense to rewritten (with a teacher: as the passes propose)",
         minimum=0,
     )
+    dial: str = option(
+        "mixture",
+        "how sites turn then: as mixtures with the dense ones, or by the dials of their passes, where these have one",
+        choices=("mixture", "own"),
+    )
     distil: float = option(0.5, "weight of the teacher's predictions; that of the model's own loss is the rest", minimum=0)
     temperature: float = option(1.0, "of the predictions that are compared", minimum=1e-3)
     gradient_checkpointing: bool = option(False, "keep fewer activations: less memory, more time")

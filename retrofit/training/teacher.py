@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import TrainingError
-from retrofit.pipeline.corresponding_sites import corresponding_sites
+from retrofit.pipeline.corresponding_sites import Correspondence, correspondence
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.training.dense_sites import DenseSites
@@ -62,6 +62,7 @@ class Teacher:
 
     model: nn.Module
     sites: DenseSites
+    parts: Correspondence
 
     @staticmethod
     def of(dense: nn.Module, student: nn.Module) -> Teacher:
@@ -73,7 +74,8 @@ class Teacher:
                 why=f"it has {theirs:,} tokens, the model {ours:,}",
                 remedy="name the dense model that was rewritten",
             )
-        return Teacher(dense, DenseSites(student, dense, corresponding_sites(student, dense)))
+        parts = correspondence(student, dense)
+        return Teacher(dense, DenseSites(student, dense, parts.sites), parts)
 
     @contextlib.contextmanager
     def teaching(self, device: torch.device) -> Iterator[None]:

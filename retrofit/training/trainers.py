@@ -15,6 +15,7 @@ from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.dense_sites import DenseSites
 from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.outputs import token_logits, without_labels
+from retrofit.training.own_dials import write_place
 from retrofit.training.settings import Settings
 from retrofit.training.teacher import Teacher
 
@@ -75,6 +76,11 @@ class DistillingTrainer(PretrainingTrainer):
             apart = self.teacher.divergence(token_logits(outputs), inputs, self.distillation.temperature)
             loss = (1 - weight) * loss + weight * apart
         return (loss, outputs) if return_outputs else loss
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        assert output_dir is not None
+        write_place(Path(output_dir), self.share, self.anneal)
 
     @property
     def share(self) -> float:

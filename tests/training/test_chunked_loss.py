@@ -15,6 +15,7 @@ from training.test_continued_pretraining import MODELS, TEXTS, changed, llama
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import retrofit
+from retrofit.pipeline.corresponding_sites import Correspondence
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training import distillation
@@ -65,7 +66,7 @@ def prepared(student: nn.Module, dense: nn.Module, batch_size: int = 3) -> tuple
     objective = objective_for(add_loss(student), codec, windows[0].long())
     data = ordered_windows(windows, 0)
     batch = Collator(objective)([data[row] for row in range(batch_size)])
-    return Teacher(dense, DenseSites(student, dense, ())), batch, objective.shift
+    return Teacher(dense, DenseSites(student, dense, ()), Correspondence((), {}, {})), batch, objective.shift
 
 
 def first(batch: Example) -> Example:

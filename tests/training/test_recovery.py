@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,9 @@ from retrofit.errors import TrainingError
 from retrofit.pipeline.corresponding_sites import corresponding_sites
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.dense_sites import DenseSites
+from retrofit.training.own_dials import begin
 from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
+from retrofit.training.teacher import Teacher
 
 torch.set_num_threads(1)
 
@@ -161,6 +165,93 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, stag
     assert parts.eval_losses == whole.eval_losses and parts.alignment == whole.alignment
     assert last_checkpoint(folder_of(tmp_path / "parts.pt")) is not None
     assert TrainingRun.read(tmp_path / "parts.pt").gap_closed == parts.gap_closed
+
+
+# ── A pass's own dial ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@functools.cache
+def calibrated() -> nn.Module:
+    """Its output matrices are fitted to data: they are not the dense ones, reordered."""
+    return retrofit.apply(copy.deepcopy(trained()), "sparse-ffn(sparsity=8, active=2, scale=true)", calibration=IDS, verify=False)
+
+
+def test_a_dial_of_active_units_begins_at_the_dense_function_and_ends_at_the_method() -> None:
+    model, dense = copy.deepcopy(calibrated()), copy.deepcopy(trained())
+    teacher = Teacher.of(dense, model)
+    blocks = [site.module for site in teacher.sites.sites]
+    expected, controller = dense(IDS).logits, [block.c1.clone() for block in blocks]
+    with torch.no_grad():
+        blocks[0].down.weight.add_(0.1)  # what the align stage has changed
+    fitted = model(IDS).logits
+    names = begin(teacher, lambda: model(IDS))
+    assert names == [site.name for site in teacher.sites.sites]
+    assert [block.active for block in blocks] == [2, 2]
+    assert not torch.equal(model(IDS).logits, fitted)
+    torch.testing.assert_close(model(IDS).logits, by_masks(model, dense), atol=1e-5, rtol=1e-4)
+    for share, active in ((0.0, 8), (0.1, 7), (0.5, 5), (0.99, 2)):
+        with teacher.sites.mixed(share):
+            assert [block.active for block in blocks] == [active, active]
+            logits = model(IDS).logits
+        assert torch.allclose(logits, expected, atol=1e-5) == (share == 0.0)
+    assert [block.active for block in blocks] == [2, 2]
+    assert all(torch.equal(block.c1, before) for block, before in zip(blocks, controller, strict=True))
+
+
+def by_masks(model: nn.Module, dense: nn.Module) -> torch.Tensor:
+    """The logits of the dense model with a mask on its hidden units: the two of each block whose controller logits are largest."""
+    dense = copy.deepcopy(dense)
+    for layer, sparse in zip(dense.model.layers, model.model.layers, strict=True):  # type: ignore[arg-type, union-attr]
+        chosen: list[torch.Tensor] = []
+
+        def choose(module: nn.Module, args: Any, sparse: Any = sparse.mlp, chosen: Any = chosen) -> None:
+            logits = (args[0] @ sparse.c1 @ sparse.c2 + sparse.bias).unflatten(-1, (-1, 8))
+            mask = torch.zeros_like(logits).scatter(-1, logits.topk(2).indices, 2.0).flatten(-2)  # √(8 / 2)
+            chosen[:] = [torch.empty_like(mask).index_copy(-1, sparse.order, mask)]
+
+        layer.mlp.register_forward_pre_hook(choose)
+        layer.mlp.down_proj.register_forward_pre_hook(lambda module, args, chosen=chosen: (args[0] * chosen[0],))
+    logits: torch.Tensor = dense(IDS).logits
+    return logits
+
+
+def test_sites_that_a_dial_does_not_make_dense_are_mixtures() -> None:
+    model, dense = copy.deepcopy(calibrated()), copy.deepcopy(trained())
+    teacher = Teacher.of(dense, model)
+    unknown = dataclasses.replace(teacher, parts=dataclasses.replace(teacher.parts, fates={}))  # fitted values stay
+    before = model(IDS).logits
+    assert begin(unknown, lambda: model(IDS)) == []
+    assert torch.equal(model(IDS).logits, before)
+    with teacher.sites.mixed(0.0):
+        assert torch.equal(model(IDS, use_cache=False).logits, dense(IDS).logits)
+    weighted, dense = pair("sparse-ffn(sparsity=8, multiply_by_controller=true)")
+    assert begin(Teacher.of(dense, weighted), lambda: weighted(IDS)) == []
+
+
+def test_a_run_with_a_dial_resumes_where_it_stood(tmp_path: Path) -> None:
+    settings = changed(align=2, anneal=6, dial="own", save_every=2)
+
+    def run(path: Path, **more: Any) -> TrainingRun:
+        model, dense = copy.deepcopy(calibrated()), copy.deepcopy(trained())
+        return continue_pretraining(model, TEXTS, settings, teacher=dense, output=path, **more)
+
+    def unplug(text: str) -> None:
+        if text.startswith("step 5/"):
+            raise Unplugged
+
+    whole = run(tmp_path / "whole.pt")
+    assert whole.eval_losses[0][1] == pytest.approx(whole.dense_loss, rel=1e-5)
+    assert whole.eval_losses[1][1] != pytest.approx(whole.eval_losses[0][1], rel=1e-5)
+    assert len(whole.dials) == 2
+    with pytest.raises(Unplugged):
+        run(tmp_path / "parts.pt", progress=unplug)
+    checkpoint = last_checkpoint(folder_of(tmp_path / "parts.pt"))
+    assert checkpoint is not None and json.loads((checkpoint / "dial.json").read_text()) == {"share": 4 / 6, "anneal": 6}
+    parts = run(tmp_path / "parts.pt", resume=True)
+    assert same_weights(retrofit.load(tmp_path / "whole.pt"), retrofit.load(tmp_path / "parts.pt"))
+    assert parts.losses == whole.losses and parts.dials == whole.dials
+    loaded = retrofit.load(tmp_path / "parts.pt")
+    assert loaded.get_submodule(parts.dials[0]).active == 2
 
 
 # ── Refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
