@@ -131,6 +131,7 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     from retrofit.pipeline.tokenization import read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
+    from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
     from retrofit.training.kept_predictions import RECORD
 
     require_path(arguments.teacher)
@@ -143,6 +144,8 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
             why="the same text would be other tokens",
             remedy="name the dense model that MODEL was made from",
         )
+    if is_pipeline(arguments.teacher):
+        return load_pipeline(arguments.teacher)
     return load(arguments.teacher, config=arguments.config, allow_pickle=arguments.allow_pickle)
 
 

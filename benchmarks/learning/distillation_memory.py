@@ -35,7 +35,7 @@ def main() -> None:
     student, dense = (LlamaForCausalLM(LlamaConfig(vocab_size=options.vocabulary, **sizes)) for _ in range(2))
     ids = torch.randint(0, options.vocabulary, (options.batch_size, options.length))
     batch = {"input_ids": ids, "labels": ids}
-    teacher = Teacher(dense.eval(), DenseSites(student, dense, ()), Correspondence((), {}, {}))
+    teacher = Teacher(dense.eval(), dense, DenseSites(student, dense, ()), Correspondence((), {}, {}))
     chunked = ChunkedLoss.of(student, teacher, {name: value[:1] for name, value in batch.items()}, 1, options.batch_size)
     assert chunked is not None, "all logits fit into one chunk"
     student.train()

@@ -20,10 +20,10 @@ from retrofit.runtime.modes import evaluation_mode
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training import distillation
 from retrofit.training.distillation import sum_over_chunks
-from retrofit.training.label_loss import add_loss
 from retrofit.training.logit_head import LogitHead, comes_apart, find_logit_head, targets_of
 from retrofit.training.objectives import IGNORED, Example
 from retrofit.training.outputs import token_logits, without_labels
+from retrofit.training.sentence_embeddings import WithContrastiveLoss
 from retrofit.training.teacher import Teacher
 
 if TYPE_CHECKING:
@@ -49,10 +49,12 @@ class ChunkedLoss:
     def of(learner: nn.Module, teacher: Teacher | KeptTeacher, example: Example, shift: int, batch_size: int) -> ChunkedLoss | None:
         """The loss for batches of so many windows like `example`, one window with labels; None where it has to be computed whole.
 
-        That is where all logits of a batch are no more than are computed with at a time, where the model's head does not come
-        apart, and where its own loss has other terms.
+        That is where all logits of a batch are no more than are computed with at a time, where the model makes embeddings, where
+        its head does not come apart, and where its own loss has other terms.
         """
         model = teacher.sites.model
+        if isinstance(learner, WithContrastiveLoss):
+            return None
         vocabulary = vocabulary_of_logits(learner, example)
         if batch_size * example["labels"].numel() * vocabulary <= distillation.CHUNK:
             return None
@@ -60,7 +62,7 @@ class ChunkedLoss:
         if head is None or not comes_apart(head, learner, example, shift):
             return None
         theirs = find_logit_head(teacher.model) if isinstance(teacher, Teacher) else None
-        if theirs is not None and isinstance(teacher, Teacher) and not comes_apart(theirs, add_loss(teacher.model), example, None):
+        if theirs is not None and isinstance(teacher, Teacher) and not comes_apart(theirs, teacher.learner, example, None):
             theirs = None
         return ChunkedLoss(head, theirs, vocabulary, shift)
 

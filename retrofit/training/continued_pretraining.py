@@ -53,7 +53,7 @@ def continue_pretraining(
 ) -> TrainingRun:
     """`model`, in place, has been trained on `texts` with its own objective, and is saved at `output` where that is given.
 
-    A sentence-transformers model is trained as a whole, by telling texts apart.
+    A sentence-transformers model is trained as a whole, by telling texts apart, and from a teacher's embeddings.
 
     With the dense model it was rewritten from as `teacher`, its sites first learn to give what the dense ones give, then the whole
     learns from its own loss and the teacher's predictions (`align`, `anneal` and `distil` of the settings). With the folder that
@@ -77,11 +77,11 @@ def continue_pretraining(
     train, held_out = windows[~apart], windows[apart]
     learner: nn.Module = WithContrastiveLoss(model) if pipeline else add_loss(model)
     objective: Objective = same_text(tokenizer, settings) if pipeline else objective_for(learner, codec, train[0].long())
-    if pipeline and teacher is not None:
+    if pipeline and isinstance(teacher, (str, Path)):
         raise TrainingError(
-            "a sentence-transformers model is not trained with a teacher",
-            why="a teacher's predictions of tokens are learned from, and it makes one vector of a text",
-            remedy="leave out the teacher, or train the transformers model inside it",
+            "a sentence-transformers model does not learn from predictions on disk",
+            why="they are of tokens, and it makes one vector of a text",
+            remedy="name the dense sentence-transformers model itself",
         )
     guide: Teacher | KeptTeacher | None = None
     numbering = None

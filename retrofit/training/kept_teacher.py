@@ -16,6 +16,7 @@ from retrofit.training.dense_sites import DenseSites
 from retrofit.training.distillation import Predictions, total_divergence
 from retrofit.training.kept_predictions import Facts, KeptPredictions, difference
 from retrofit.training.logit_head import LogitHead
+from retrofit.training.outputs import token_logits
 from retrofit.training.windows import WINDOW
 
 
@@ -44,8 +45,9 @@ class KeptTeacher:
         """Those for all tokens of a batch."""
         return self.kept.predictions(batch[WINDOW].tolist())
 
-    def divergence(self, student: Tensor, batch: Mapping[str, Any], temperature: float) -> Tensor:
-        """The mean over all tokens of the divergence from the teacher's predictions; `student` are the logits for `batch`."""
+    def divergence(self, outputs: Any, batch: Mapping[str, Any], temperature: float) -> Tensor:
+        """The mean over all tokens of the divergence of what the student returned for a batch from the teacher's predictions."""
+        student = token_logits(outputs)
         if student.shape[-1] != self.kept.facts.vocabulary:
             raise TrainingError(
                 f"the model's logits are {student.shape[-1]:,} numbers a token",

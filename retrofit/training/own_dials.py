@@ -27,7 +27,7 @@ def begin(teacher: Teacher, run: Callable[[], Any]) -> list[str]:
     before = {site.name: [parameter.detach().clone() for parameter in site.module.parameters()] for site in chosen}
     with torch.no_grad():
         for site in chosen:
-            teacher.parts.write_dense(sites.model, teacher.model, site.name)
+            teacher.parts.write_dense(sites.model, teacher.part, site.name)
     use(teacher, [site.name for site in chosen])
     with sites.mixed(0.0):
         errors = sites.errors(run)

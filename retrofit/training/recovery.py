@@ -16,7 +16,6 @@ from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.kept_teacher import KeptTeacher
-from retrofit.training.label_loss import add_loss
 from retrofit.training.outputs import without_labels
 from retrofit.training.own_dials import begin, read_place, use
 from retrofit.training.runs import ALIGNMENT, last_checkpoint
@@ -84,7 +83,7 @@ def align(setup: TrainerSetup, teacher: Teacher, steps: int, progress: Callable[
     )
     checkpoint = last_checkpoint(folder)
     model = teacher.sites.model
-    with only_trainable(model, teacher.sites.parameters()), sharing_weights(model, teacher.model, teacher.sites.parameters()):
+    with only_trainable(model, teacher.sites.parameters()), sharing_weights(model, teacher.part, teacher.sites.parameters()):
         trainer = setup.trainer(
             AligningTrainer,
             StepMonitor(progress, "align: "),
@@ -114,7 +113,7 @@ def only_trainable(model: nn.Module, parameters: Iterator[nn.Parameter]) -> Iter
 def dense_loss(teacher: Teacher | KeptTeacher, setup: TrainerSetup) -> float:
     """The teacher's own loss on the held-out windows."""
     if isinstance(teacher, Teacher):
-        return held_out_loss(add_loss(teacher.model), setup)
+        return held_out_loss(teacher.learner, setup)
     assert setup.numbering is not None
     return teacher.kept.loss(setup.numbering.held_out.tolist())
 

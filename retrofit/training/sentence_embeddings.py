@@ -62,6 +62,17 @@ class WithContrastiveLoss(nn.Module):
         return embedding
 
 
+def embedding_distance(found: Tensor, expected: Tensor) -> Tensor:
+    """Σ ‖found − expected‖² / Σ ‖expected‖² over a batch of embeddings, (batch, width): of unit vectors, mean 2 (1 − cosine)."""
+    if found.shape != expected.shape:
+        raise TrainingError(
+            f"the teacher's embeddings have {expected.shape[-1]} numbers, the model's {found.shape[-1]}",
+            why="the modules after the transformer are others",
+            remedy="name the dense sentence-transformers model that was rewritten",
+        )
+    return (found.float() - expected.float()).square().sum() / expected.float().square().sum()
+
+
 def same_text(tokenizer: Any, settings: Settings) -> SameText:
     """The objective for a model with this tokenizer; raises `TrainingError` where a batch holds nothing to tell a text from."""
     if settings.batch_size < 2:

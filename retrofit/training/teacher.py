@@ -12,13 +12,16 @@ from torch import Tensor, nn
 
 from retrofit.errors import TrainingError
 from retrofit.pipeline.corresponding_sites import Correspondence, correspondence
+from retrofit.pipeline.replaying import rewritten_part
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.training.dense_sites import DenseSites
 from retrofit.training.distillation import Predictions, WholePredictions, divergence_from_teacher
 from retrofit.training.label_loss import add_loss
 from retrofit.training.logit_head import LogitHead
-from retrofit.training.outputs import token_logits, without_labels
+from retrofit.training.outputs import list_of, token_logits, without_labels
+from retrofit.training.sentence_embeddings import WithContrastiveLoss, embedding_distance, embeds_sentences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,24 +61,41 @@ class PredictionsOfWindows:
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A dense model, and the sites of the student that replaced modules of it."""
+    """A dense model, and the sites of the student that replaced modules of it.
+
+    Of a sentence-transformers model `part` is the transformers model inside it, which the student's was made from.
+    """
 
     model: nn.Module
+    part: nn.Module
     sites: DenseSites
     parts: Correspondence
 
     @staticmethod
     def of(dense: nn.Module, student: nn.Module) -> Teacher:
         """The teacher of `student`; raises `TrainingError` where another model is the dense one, or reads other tokens."""
-        theirs, ours = vocabulary_of(dense), vocabulary_of(student)
+        if embeds_sentences(dense) != embeds_sentences(student):
+            raise TrainingError(
+                "the teacher and the model return different things",
+                why="one makes a vector of a text, the other predicts tokens",
+                remedy="name the dense model that was rewritten, as a whole",
+            )
+        part = transformer_inside(dense) if embeds_sentences(dense) else dense
+        rewritten = rewritten_part(student) if embeds_sentences(student) else student
+        theirs, ours = vocabulary_of(part), vocabulary_of(rewritten)
         if theirs != ours:
             raise TrainingError(
                 "the teacher has another vocabulary",
                 why=f"it has {theirs:,} tokens, the model {ours:,}",
                 remedy="name the dense model that was rewritten",
             )
-        parts = correspondence(student, dense)
-        return Teacher(dense, DenseSites(student, dense, parts.sites), parts)
+        parts = correspondence(rewritten, part)
+        return Teacher(dense, part, DenseSites(rewritten, part, parts.sites), parts)
+
+    @property
+    def learner(self) -> nn.Module:
+        """The dense model as one that takes labels."""
+        return WithContrastiveLoss(self.model) if embeds_sentences(self.model) else add_loss(self.model)
 
     @contextlib.contextmanager
     def teaching(self, device: torch.device) -> Iterator[None]:
@@ -91,23 +111,28 @@ class Teacher:
                 parameter.requires_grad_(requires_grad)
             self.model.to(before)
 
-    def divergence(self, student: Tensor, batch: Mapping[str, Any], temperature: float) -> Tensor:
-        """The mean over all tokens of the divergence from its predictions; `student` are the logits for `batch`."""
-        return divergence_from_teacher(student, batch, self.logits, temperature)
+    def divergence(self, outputs: Any, batch: Mapping[str, Any], temperature: float) -> Tensor:
+        """How far what the student returned for a batch, with labels, is from what the dense model returns.
+
+        That is the mean over all tokens of the divergence from its predictions, or the distance of the texts' embeddings.
+        """
+        if embeds_sentences(self.model):
+            with torch.no_grad():
+                theirs = self.learner(batch["input_ids"])[0]
+            return embedding_distance(list_of(outputs)[1], theirs)
+        return divergence_from_teacher(token_logits(outputs), batch, self.logits, temperature)
 
     def predictions(self, batch: Mapping[str, Any], head: LogitHead | None) -> Predictions:
         """Those for all tokens of a batch; `head` is the dense model's, where it comes apart."""
-        learner = add_loss(self.model)
         if head is None:
             return PredictionsOfWindows(self, batch)
         with torch.no_grad():
-            return PredictionsOfHead(head, head.hidden(learner, without_labels(learner, batch)).flatten(0, 1))
+            return PredictionsOfHead(head, head.hidden(self.learner, without_labels(self.learner, batch)).flatten(0, 1))
 
     @torch.no_grad()
     def logits(self, batch: Mapping[str, Any]) -> Tensor:
         """Its logits for a batch of the student's, whose labels it does not see."""
-        learner = add_loss(self.model)
-        return token_logits(learner(**without_labels(learner, batch)))
+        return token_logits(self.learner(**without_labels(self.learner, batch)))
 
 
 @contextlib.contextmanager

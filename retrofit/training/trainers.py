@@ -14,7 +14,7 @@ from transformers.utils import WEIGHTS_NAME
 from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.dense_sites import DenseSites
 from retrofit.training.kept_teacher import KeptTeacher
-from retrofit.training.outputs import token_logits, without_labels
+from retrofit.training.outputs import without_labels
 from retrofit.training.own_dials import write_place
 from retrofit.training.settings import Settings
 from retrofit.training.teacher import Teacher
@@ -73,7 +73,7 @@ class DistillingTrainer(PretrainingTrainer):
             given = {**without_labels(model, inputs), "labels": inputs["labels"]}
             loss, outputs = super().compute_loss(model, given, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training and weight:
-            apart = self.teacher.divergence(token_logits(outputs), inputs, self.distillation.temperature)
+            apart = self.teacher.divergence(outputs, inputs, self.distillation.temperature)
             loss = (1 - weight) * loss + weight * apart
         return (loss, outputs) if return_outputs else loss
 

@@ -66,7 +66,7 @@ def prepared(student: nn.Module, dense: nn.Module, batch_size: int = 3) -> tuple
     objective = objective_for(add_loss(student), codec, windows[0].long())
     data = ordered_windows(windows, 0)
     batch = Collator(objective)([data[row] for row in range(batch_size)])
-    return Teacher(dense, DenseSites(student, dense, ()), Correspondence((), {}, {})), batch, objective.shift
+    return Teacher(dense, dense, DenseSites(student, dense, ()), Correspondence((), {}, {})), batch, objective.shift
 
 
 def first(batch: Example) -> Example:
