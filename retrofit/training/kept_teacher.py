@@ -41,6 +41,9 @@ class KeptTeacher:
         """Nothing is moved: predictions go to the device of the student's as they are needed."""
         yield
 
+    def forward(self, batch: Mapping[str, Any]) -> None:
+        """There is no model to run."""
+
     def predictions(self, batch: Mapping[str, Any], head: LogitHead | None) -> Predictions:
         """Those for all tokens of a batch."""
         return self.kept.predictions(batch[WINDOW].tolist())

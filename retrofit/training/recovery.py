@@ -15,6 +15,7 @@ from torch import nn
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.training.chunked_loss import ChunkedLoss
+from retrofit.training.hidden_states import HiddenStates
 from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.outputs import without_labels
 from retrofit.training.own_dials import begin, read_place, use
@@ -58,6 +59,9 @@ def recover(
                 findings = {**findings, "dials": names}
                 write_findings(setup.folder, findings)
             use(teacher, findings["dials"])
+        hidden = None
+        if isinstance(teacher, Teacher) and setup.settings.distil_hidden:
+            hidden = HiddenStates.of(teacher.sites.model, teacher.part, teacher.parts.places)
         trainer = setup.trainer(
             DistillingTrainer,
             watch,
@@ -67,6 +71,7 @@ def recover(
             teacher=teacher,
             distillation=setup.settings,
             anneal=stages.anneal,
+            hidden=hidden,
             chunked=ChunkedLoss.of(
                 setup.learner, teacher, setup.one_window(), setup.collator.objective.shift, setup.settings.batch_size
             ),

@@ -44,6 +44,9 @@ class Settings:
         choices=("mixture", "own"),
     )
     distil: float = option(0.5, "weight of the teacher's predictions; that of the model's own loss is the rest", minimum=0)
+    distil_hidden: float = option(
+        0.0, "weight of the distance of every layer's output from the dense layer's, added to the loss", minimum=0
+    )
     temperature: float = option(1.0, "of the predictions that are compared", minimum=1e-3)
     gradient_checkpointing: bool = option(False, "keep fewer activations: less memory, more time")
     bf16: bool = option(False, "compute in bfloat16, keep weights as they are")

@@ -9,8 +9,10 @@ from torch import nn
 from retrofit.errors import TrainingError
 from retrofit.pipeline.replaying import recipe
 from retrofit.training.kept_teacher import KeptTeacher
-from retrofit.training.settings import Settings
+from retrofit.training.settings import Settings, flag
 from retrofit.training.teacher import Teacher
+
+NEED_MODEL = ("align", "anneal", "distil_hidden")  # settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +26,13 @@ class Stages:
     def of(settings: Settings, model: nn.Module, teacher: Teacher | KeptTeacher | None) -> Stages:
         """What the settings say, else what the model's passes propose; nothing without a dense model or rewritten sites."""
         if not isinstance(teacher, Teacher):
-            asked = [name for name in ("align", "anneal") if getattr(settings, name)]
+            asked = [field for field in dataclasses.fields(settings) if field.name in NEED_MODEL and getattr(settings, field.name)]
             if asked:
                 needs = "a teacher" if teacher is None else "the dense model, not its predictions alone"
                 raise TrainingError(
-                    f"--{asked[0]} {getattr(settings, asked[0])} needs {needs}",
-                    why="the sites learn from the modules of the dense model",
-                    remedy="name the dense model with --teacher" + ("" if teacher is None else f", or leave out --{asked[0]}"),
+                    f"{flag(asked[0])} {getattr(settings, asked[0].name)} needs {needs}",
+                    why="what is rewritten learns from the modules of the dense model",
+                    remedy="name the dense model with --teacher" + ("" if teacher is None else f", or leave out {flag(asked[0])}"),
                 )
             return Stages()
         if not teacher.sites.sites:

@@ -122,6 +122,11 @@ class Teacher:
             return embedding_distance(list_of(outputs)[1], theirs)
         return divergence_from_teacher(token_logits(outputs), batch, self.logits, temperature)
 
+    @torch.no_grad()
+    def forward(self, batch: Mapping[str, Any]) -> None:
+        """The dense model has run on a batch."""
+        self.learner(**without_labels(self.learner, batch))
+
     def predictions(self, batch: Mapping[str, Any], head: LogitHead | None) -> Predictions:
         """Those for all tokens of a batch; `head` is the dense model's, where it comes apart."""
         if head is None:

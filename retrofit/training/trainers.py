@@ -13,6 +13,7 @@ from transformers.utils import WEIGHTS_NAME
 
 from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.dense_sites import DenseSites
+from retrofit.training.hidden_states import HiddenStates
 from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.outputs import without_labels
 from retrofit.training.own_dials import write_place
@@ -48,30 +49,49 @@ class AligningTrainer(PretrainingTrainer):
 class DistillingTrainer(PretrainingTrainer):
     """The model learns from its own loss and from a teacher's predictions, its sites turning from dense to rewritten on the way.
 
-        (1 − w) · loss + w · T² KL(teacher ‖ model)        w: `distil`, T: `temperature`
+        (1 − w) · loss + w · T² KL(teacher ‖ model) + v · Σ_l E_l / layers        w: `distil`, T: `temperature`, v: `distil_hidden`
+
+    E_l is the squared error of the stream after layer l, relative to the dense one.
 
     In the first `anneal` steps the sites are mixtures, of the dense modules alone at the first. Evaluation measures the model's own
     loss, of the mixture while it is one.
     """
 
     def __init__(
-        self, teacher: Teacher | KeptTeacher, distillation: Settings, anneal: int, chunked: ChunkedLoss | None, **rest: Any
+        self,
+        teacher: Teacher | KeptTeacher,
+        distillation: Settings,
+        anneal: int,
+        chunked: ChunkedLoss | None,
+        hidden: HiddenStates | None,
+        **rest: Any,
     ) -> None:
         super().__init__(**rest)
+        self.hidden = hidden
         self.teacher, self.distillation, self.anneal, self.chunked = teacher, distillation, anneal, chunked
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
+        with self.teacher.sites.mixed(self.share):
+            if self.hidden is None or not model.training:
+                return self.loss_of(model, inputs, return_outputs, num_items_in_batch)
+            with self.hidden.recorded() as streams:
+                loss, outputs = self.loss_of(model, inputs, True, num_items_in_batch)
+                if not streams.forwards:  # nothing else is learned from the teacher
+                    self.teacher.forward(inputs)
+            loss = loss + self.distillation.distil_hidden * streams.error()
+        return (loss, outputs) if return_outputs else loss
+
+    def loss_of(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool, num_items_in_batch: Any) -> Any:
+        """The loss without that of the layers."""
         weight = self.distillation.distil
         chunked = self.chunked
         if chunked is not None and not (self.share < 1 and self.teacher.sites.replace(chunked.head.module)):
-            with self.teacher.sites.mixed(self.share):
-                loss = chunked.loss(model, inputs, self.teacher, weight if model.training else 0.0, self.distillation.temperature)
+            loss = chunked.loss(model, inputs, self.teacher, weight if model.training else 0.0, self.distillation.temperature)
             return (loss, {"loss": loss}) if return_outputs else loss
-        with self.teacher.sites.mixed(self.share):
-            given = {**without_labels(model, inputs), "labels": inputs["labels"]}
-            loss, outputs = super().compute_loss(model, given, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        given = {**without_labels(model, inputs), "labels": inputs["labels"]}
+        loss, outputs = super().compute_loss(model, given, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training and weight:
             apart = self.teacher.divergence(outputs, inputs, self.distillation.temperature)
             loss = (1 - weight) * loss + weight * apart

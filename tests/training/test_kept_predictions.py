@@ -173,6 +173,7 @@ def test_a_run_that_learns_from_predictions_resumes(tmp_path: Path) -> None:
         ({"model": bert}, "another vocabulary(?s:.*)300"),
         ({"align": 2}, "--align 2 needs the dense model(?s:.*)leave out --align"),
         ({"anneal": 2}, "--anneal 2 needs the dense model"),
+        ({"distil_hidden": 1.0}, r"--distil-hidden 1.0 needs the dense model"),
         ({"tokenizer": True}, "another tokenizer"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
