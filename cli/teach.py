@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from retrofit.cli.failures import exit_code
-from retrofit.cli.outputs import default_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
@@ -43,10 +42,16 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
+def next_to(model: Path) -> Path:
+    """`model.logits` for `model.pt` and for a directory `model`."""
+    model = model if model.name not in ("", "..") else model.resolve()
+    return model.with_name(f"{model.name if model.is_dir() else model.stem}.logits")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """The predictions are on disk, and a table about them on stdout."""
     require_path(arguments.model)
-    output: Path = arguments.output or default_output(arguments.model, ["logits"]).with_suffix("")
+    output: Path = arguments.output or next_to(arguments.model)
 
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.checkpoint import load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from retrofit.training.distillation import LargestPredictions
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import Collator, Example, objective_for
 from retrofit.training.teacher import Teacher
+from retrofit.training.teaching import teach
 from retrofit.training.windows import ordered_windows
 
 torch.set_num_threads(1)
@@ -90,7 +92,8 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
 
 
-@pytest.mark.parametrize("make", [*MODELS.values(), gemma], ids=[*MODELS, "capped logits, tied head"])
+@pytest.mark.first(2)
+@pytest.mark.parametrize("make", [gemma, *MODELS.values()], ids=["capped logits, tied head", *MODELS])
 def test_loss_and_gradients_are_those_of_whole_logits(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     student, dense = without_dropout(make(1)), without_dropout(make())
     teacher, batch, shift = prepared(student, dense)
@@ -177,3 +180,20 @@ def test_a_run_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls and all("forward" not in vars(module) for name, module in model.named_modules() if name)
     assert [loss for _, loss in chunked.losses] == pytest.approx([loss for _, loss in whole.losses], rel=1e-4)
     assert [loss for _, loss in chunked.eval_losses] == pytest.approx([loss for _, loss in whole.eval_losses], rel=1e-4)
+
+
+def test_bfloat16_and_recomputed_activations_go_together_with_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a teacher's predictions on disk; every parameter moves as it does with whole logits."""
+    teach(without_dropout(llama()), TEXTS, tmp_path / "logits", length=32, top=300)
+    settings = changed(steps=3, lr=1e-2, bf16=True, gradient_checkpointing=True, eval_every=3)
+    moved = []
+    losses = []
+    for chunk in (distillation.CHUNK, FEW):
+        monkeypatch.setattr(distillation, "CHUNK", chunk)
+        model = llama(1)
+        before = {name: value.clone() for name, value in model.named_parameters()}
+        losses.append(continue_pretraining(model, TEXTS, settings, teacher=tmp_path / "logits").losses)
+        moved.append({name: (value - before[name]).flatten() for name, value in model.named_parameters()})
+    assert dict(losses[1]) == pytest.approx(dict(losses[0]), rel=1e-2)
+    for name, whole in moved[0].items():
+        assert whole.norm() > 0 and F.cosine_similarity(whole, moved[1][name], dim=0) > 0.8, name

@@ -82,6 +82,7 @@ def test_what_makes_no_embeddings_teaches_none(tmp_path: Path) -> None:
         embedding_distance(torch.zeros(2, 4), torch.zeros(2, 3))
 
 
+@pytest.mark.long
 def test_a_directory_learns_from_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sentence_transformers")
     source, text = saved_directory(tmp_path), tmp_path / "text.txt"

@@ -16,6 +16,7 @@ from training.test_continued_pretraining import MODELS, SMALL, TEXTS, Unplugged,
 
 import retrofit
 from retrofit.cli import main
+from retrofit.cli.teach import next_to
 from retrofit.errors import TrainingError
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.training import teaching
@@ -226,12 +227,24 @@ def test_the_commands_teach_and_learn(tmp_path: Path, capsys: pytest.CaptureFixt
     retrofit.save(llama(1), tmp_path / "model.pt")
     (tmp_path / "text.txt").write_text(TEXTS[0])
     data = ["--data", str(tmp_path / "text.txt"), "--length", "32"]
-    assert main(["teach", str(tmp_path / "dense.pt"), *data, "--top", "9", "-o", str(tmp_path / "logits")]) == 0
+    assert main(["teach", str(tmp_path / "dense.pt"), *data, "--top", "9"]) == 0
     out = capsys.readouterr().out
-    assert "the 9 most probable of 259 tokens" in out and str(tmp_path / "logits") in out
-    assert json.loads((tmp_path / "logits" / RECORD).read_text())["teacher"] == str(tmp_path / "dense.pt")
-    train = ["train", str(tmp_path / "model.pt"), *data, "--steps", "3", "--batch-size", "2", "--teacher", str(tmp_path / "logits")]
+    assert "the 9 most probable of 259 tokens" in out and str(tmp_path / "dense.logits") in out
+    assert json.loads((tmp_path / "dense.logits" / RECORD).read_text())["teacher"] == str(tmp_path / "dense.pt")
+    train = [
+        "train",
+        str(tmp_path / "model.pt"),
+        *data,
+        "--steps",
+        "3",
+        "--batch-size",
+        "2",
+        "--teacher",
+        str(tmp_path / "dense.logits"),
+    ]
     assert main([*train, "--length", "16"]) == 2
     assert "give --length 32" in capsys.readouterr().err
     assert main(train) == 0
     assert "the dense model" in capsys.readouterr().out
+    (tmp_path / "model").mkdir()
+    assert next_to(tmp_path / "model") == tmp_path / "model.logits"
