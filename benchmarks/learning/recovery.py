@@ -38,7 +38,10 @@ WAYS: dict[str, dict[str, float]] = {  # parts of all steps
     "align, distil": {"align": 0.2, "distil": 0.5},
     "anneal, distil": {"anneal": 0.4, "distil": 0.5},
     "align, anneal, distil": {"align": 0.2, "anneal": 0.3, "distil": 0.5},
+    "own dial, distil": {"anneal": 0.4, "distil": 0.5, "own_dial": 1.0},
+    "distil, hidden": {"distil": 0.5, "hidden": 1.0},
 }
+ONLY_NAMED = ("own dial, distil", "distil, hidden")  # ways that are tried where --ways names them
 DENSE = "dense"
 LENGTH, BATCH, HELD_OUT, CALIBRATED, POINTS = 256, 4, 0.03, 64, 10
 
@@ -50,7 +53,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250, help="of a run, those of align among them")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--specs", nargs="+", default=SPECS)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way not in ONLY_NAMED], choices=list(WAYS))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -106,7 +109,10 @@ def one_run(
     if way:
         teacher = dense
         anneal = round(way.get("anneal", 0.0) * options.steps)
-        settings = dataclasses.replace(settings, align=align, anneal=anneal, distil=way["distil"])
+        settings = dataclasses.replace(
+            settings, align=align, anneal=anneal, distil=way["distil"], distil_hidden=way.get("hidden", 0.0)
+        )
+        settings = dataclasses.replace(settings, dial="own" if way.get("own_dial") else "mixture")
     run = continue_pretraining(model, texts, settings, teacher=teacher)
     known = ("eval_losses", "alignment", "dense_loss", "start_loss", "seconds_per_step")
     return {**{name: value for name, value in run.to_dict().items() if name in known}, "align": align}

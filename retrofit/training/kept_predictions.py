@@ -31,6 +31,7 @@ from retrofit.training.distillation import LargestPredictions
 
 RECORD = "teacher.json"
 FORMAT = "retrofit teacher's predictions"
+SHARDS = "windows-*.safetensors"
 OPEN = 64  # shards
 
 

@@ -31,4 +31,5 @@ def token_logits(outputs: Any) -> Tensor:
 
 
 def list_of(outputs: Any) -> list[Any]:
+    """What a model returned, in order."""
     return list(outputs.values()) if isinstance(outputs, Mapping) else list(outputs)

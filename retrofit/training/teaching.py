@@ -19,10 +19,10 @@ from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.training.distillation import LargestPredictions
 from retrofit.training.fingerprints import hash_example, hash_tokenizer, hash_weights, hash_windows
-from retrofit.training.kept_predictions import Facts, KeptPredictions, difference, read_facts, write_facts
+from retrofit.training.kept_predictions import RECORD, SHARDS, Facts, KeptPredictions, difference, read_facts, write_facts
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import IGNORED, Collator, Objective, objective_for
-from retrofit.training.outputs import token_logits, without_labels
+from retrofit.training.outputs import list_of, token_logits, without_labels
 from retrofit.training.sentence_embeddings import embeds_sentences
 from retrofit.training.trainer_setup import trains_on_cpu
 from retrofit.training.windows import numbered_windows, window_seed
@@ -135,6 +135,9 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
     """The folder exists and says what it is for; raises `TrainingError` where it is for something else."""
     folder, facts = kept.folder, kept.facts
     before = read_facts(folder)
+    if before is not None and not any(folder.glob(SHARDS)):
+        (folder / RECORD).unlink()  # nothing came of it
+        before = None
     if folder.exists() and before is None and (not folder.is_dir() or any(folder.iterdir())):
         raise TrainingError(f"{folder} is in the way", why="it holds no predictions of a teacher", remedy="name another -o")
     if before is not None and before != dataclasses.replace(facts, teacher=before.teacher):
@@ -157,8 +160,8 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
 
 def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: Facts) -> dict[str, Tensor]:
     """What is kept of a teacher's predictions for a batch of windows."""
-    loss = float(learner(**batch)[0])
-    logits = token_logits(learner(**without_labels(learner, batch)))
+    outputs = list_of(learner(**without_labels(learner, batch), labels=batch["labels"]))
+    loss, logits = float(outputs[0]), token_logits(outputs)
     if logits.shape[-1] != facts.vocabulary:
         raise TrainingError(
             f"the teacher's logits are {logits.shape[-1]:,} numbers a token",

@@ -207,6 +207,18 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
 
+def broken() -> nn.Module:
+    """A model that fails on batches."""
+    model = llama()
+
+    def fail(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if len(kwargs["input_ids"]) > 7:
+            raise RuntimeError
+
+    model.register_forward_pre_hook(fail, with_kwargs=True)
+    return model
+
+
 def test_other_predictions_are_not_overwritten_unasked(tmp_path: Path) -> None:
     teach(llama(), TEXTS, tmp_path / "logits", length=32, top=5)
     with pytest.raises(TrainingError, match=r"(?s)holds other predictions.*its top is 5, not 6"):
@@ -214,6 +226,9 @@ def test_other_predictions_are_not_overwritten_unasked(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"(?s)holds other predictions.*its weights is"):
         teach(llama(1), TEXTS, tmp_path / "logits", length=32, top=5)
     assert teach(llama(), TEXTS, tmp_path / "logits", length=32, top=6, force=True).predictions([0]).ids.shape == (32, 6)
+    with pytest.raises(RuntimeError):
+        teach(broken(), TEXTS, tmp_path / "broken", length=32)
+    assert teach(llama(), TEXTS, tmp_path / "broken", length=32).missing() == []
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(TrainingError, match="is in the way"):
