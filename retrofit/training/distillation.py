@@ -79,7 +79,8 @@ class LargestPredictions:
 class SumOverChunks(torch.autograd.Function):
     """Σ function(x[rows], rows) over chunks of rows of x, (tokens, …), with the gradients for x and for `parameters`.
 
-    Both are computed in the forward pass, so that of what `function` needs only that of one chunk is held.
+    Both are computed in the forward pass, so that of what `function` needs only that of one chunk is held. Gradients of parameters
+    are summed in float32 at least.
     """
 
     @staticmethod
@@ -90,7 +91,8 @@ class SumOverChunks(torch.autograd.Function):
         wanted = [(place, one) for place, one in enumerate((x, *parameters)) if learns and one.requires_grad]
         gradients: list[Tensor | None] = [None] * (1 + len(parameters))
         for place, one in wanted:
-            gradients[place] = torch.zeros_like(one) if place else torch.empty_like(one)
+            exact = torch.promote_types(one.dtype, torch.float32)
+            gradients[place] = torch.zeros_like(one, dtype=exact) if place else torch.empty_like(one)
         for start in range(0, len(x), size):
             rows = slice(start, min(start + size, len(x)))
             with torch.set_grad_enabled(bool(wanted)):
@@ -107,13 +109,14 @@ class SumOverChunks(torch.autograd.Function):
                     held.add_(0.0 if gradient is None else gradient)
                 else:
                     held[rows] = torch.zeros_like(leaf) if gradient is None else gradient
-        ctx.gradients = gradients
+        ctx.gradients, ctx.dtypes = gradients, [one.dtype for one in (x, *parameters)]
         return total
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, ()
-        return None, None, None, *(None if one is None else one.mul_(outer.to(one.dtype)) for one in gradients)
+        scaled = (None if one is None else one.mul_(outer.to(one.dtype)) for one in gradients)
+        return None, None, None, *(None if one is None else one.to(like) for one, like in zip(scaled, ctx.dtypes, strict=True))
 
 
 def sum_over_chunks(

@@ -27,7 +27,7 @@ from retrofit.training.sentence_embeddings import embeds_sentences
 from retrofit.training.trainer_setup import trains_on_cpu
 from retrofit.training.windows import numbered_windows, window_seed
 
-SHARD_BYTES = 1 << 24  # of a file, about
+SHARD_BYTES = 1 << 22  # of a file, about
 SMALL_IDS = 1 << 16  # vocabulary whose ids fit into 16 bits
 BOUNDS = {"length": 8, "top": 1, "seed": 0, "batch_size": 1}
 

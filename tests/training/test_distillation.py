@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.training import distillation
-from retrofit.training.distillation import divergence_from_teacher
+from retrofit.training.distillation import divergence_from_teacher, sum_over_chunks
 
 
 @settings(max_examples=30, deadline=None)
@@ -59,3 +59,13 @@ def test_tokens_are_computed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Tensor, "log_softmax", recorded)
     torch.testing.assert_close(gradient(), whole)
     assert max(sizes) <= 10
+
+
+def test_gradients_of_half_precision_parameters_are_summed_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many terms of one sign, of which each is less than what bfloat16 can add to the sum."""
+    monkeypatch.setattr(distillation, "CHUNK", 3)
+    weight = nn.Parameter(torch.ones(3, 8, dtype=torch.bfloat16))
+    x = torch.rand(2000, 8, dtype=torch.bfloat16)
+    sum_over_chunks(lambda some, rows: (some @ weight.t()).float().sum(), x, 3, (weight,)).backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(weight.grad.double(), x.double().sum(0).expand(3, 8), rtol=1e-2, atol=0.0)
