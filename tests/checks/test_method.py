@@ -258,6 +258,7 @@ def inverse(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
+@pytest.mark.first(14)
 @pytest.mark.parametrize("one", FAULTS, ids=lambda one: one.what)
 def test_a_fault_in_a_pass_is_reported(one: SourceFault, monkeypatch: pytest.MonkeyPatch) -> None:
     one.patch(monkeypatch)

@@ -52,6 +52,7 @@ def test_half_precision_keeps_its_dtype_and_is_measured_in_float32(dtype: torch.
     assert [check.name for check in retrofit.verify(model, reference, checks=checks).failed] == ["graph", "function"]
 
 
+@pytest.mark.long
 def test_a_layout_in_memory_is_no_change_of_the_graph() -> None:
     """T5 makes its bias contiguous for attention only where its strides ask for it, which a rewrite changes."""
     model = t5(num_layers=3)

@@ -212,6 +212,7 @@ def retrofit_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, timeout=180)
 
 
+@pytest.mark.long
 def test_inspect_with_a_pass_says_what_it_would_do_and_does_nothing(here: Path) -> None:
     before = contents(here)
     done = retrofit_command("inspect", "model.pt", "--pass", "sum")

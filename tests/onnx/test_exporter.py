@@ -172,6 +172,7 @@ def test_a_sequence_in_any_steps_gives_what_it_gives_at_once(form, batch, steps,
     assert distance(torch.cat(made, 1), whole) <= PARITY
 
 
+@pytest.mark.long
 def test_a_module_with_a_memory_has_it_as_a_state():
     _, _, (running,) = out("memory")
     assert running.inputs["past_key_values.memory.layers.0"].shape == ["batch_size", 1, 16]
@@ -190,6 +191,7 @@ def test_strided_layers_return_every_other_key():
     assert made_here["present.0.key"].shape == (2, 2, 4, 4) and made_here["present.0.real"].shape == (2, 1, 7)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["llama", "memory", pytest.param("sparse", marks=pytest.mark.long), "strided"])
 def test_greedy_decoding_gives_the_tokens_of_generate(form):
     model, _, (running,) = out(form)
@@ -236,6 +238,7 @@ def test_the_model_is_left_as_it_was():
     assert model.training and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.long
 def test_few_tokens_gather_rows_in_the_file_and_many_do_not(tmp_path):
     model = tiny_models.llama(num_hidden_layers=1, hidden_size=32, intermediate_size=64)
     retrofit.apply(model, SparseFFN(sparsity=8, multiply_by_controller=True), verify=False)

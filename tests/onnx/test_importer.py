@@ -102,6 +102,7 @@ def test_weights_are_parameters_under_the_models_own_names(source: str) -> None:
     }
 
 
+@pytest.mark.long
 def test_frequencies_are_no_parameters() -> None:
     model = from_onnx(file_of("with its cache, not fused", "causal/llama"))
     assert any("freq" in name for name, _ in model.named_buffers())
@@ -115,12 +116,14 @@ def test_tied_heads_are_tied_again() -> None:
     assert anatomy.head.parameter == anatomy.embedding.parameter
 
 
+@pytest.mark.long
 def test_an_activation_that_is_written_out_is_part_of_its_feed_forward() -> None:
     """GPT-2's approximate GELU comes as powers, casts and a tanh, between matrices with the tokens in one row."""
     model = retrofit.apply(from_onnx(file_of("exported, set 18", "causal/gpt2")), "sparse-ffn(sparsity=4)")
     assert sum(isinstance(module, SparseFeedForward) for module in model.modules()) == len(list(retrofit.inspect(model).layers))
 
 
+@pytest.mark.long
 def test_the_result_is_a_module_like_any_other() -> None:
     path = file_of("with its cache", "causal/llama")
     model = from_onnx(path)
@@ -213,6 +216,7 @@ def test_states_stay_inputs_and_outputs_on_request(name: str) -> None:
         states, done = next_step_states(expected), done + step
 
 
+@pytest.mark.long
 def test_what_is_rewritten_goes_on_from_its_states(tmp_path: Path) -> None:
     """Passes that work token by token leave the states as they are: steps compute what the whole sequence does."""
     retrofit.export_onnx(tiny_models.llama(num_hidden_layers=1), tmp_path / "m.onnx", fuse=False)

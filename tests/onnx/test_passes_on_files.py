@@ -108,6 +108,7 @@ FAST = ("encoder", "sparse-ffn(sparsity=8)")
 STEPS = 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "spec"), [pytest.param(*one, marks=[pytest.mark.long] * (one != FAST)) for one in itertools.product(FORMS, TRAINED)]
 )

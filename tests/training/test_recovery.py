@@ -228,6 +228,7 @@ def test_sites_that_a_dial_does_not_make_dense_are_mixtures() -> None:
     assert begin(Teacher.of(dense, weighted), lambda: weighted(IDS)) == []
 
 
+@pytest.mark.long
 def test_a_run_with_a_dial_resumes_where_it_stood(tmp_path: Path) -> None:
     settings = changed(align=2, anneal=6, dial="own", save_every=2)
 

@@ -97,7 +97,7 @@ def test_the_fit_is_the_same_every_time() -> None:
     assert scalars_of(one) == scalars_of(other)
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [SequenceAltUp(k=1), SequenceAltUp(k=2, method="stride-and-skip")])
 def test_where_there_is_nothing_to_fit_nothing_is_fitted(spec: SequenceAltUp) -> None:
     model, notes = strided(spec, calibrated=True)

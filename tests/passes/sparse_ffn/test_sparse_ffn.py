@@ -299,6 +299,7 @@ def test_calibration_data_are_read_at_even_distances() -> None:
     assert spread_out(Calibration(batches[:2]), 8192).batches == batches[:2]
 
 
+@pytest.mark.long
 def test_a_calibrated_model_comes_back_from_its_files(tmp_path: Any) -> None:
     model, inputs = build("causal/gpt2")
     dense = copy.deepcopy(model)

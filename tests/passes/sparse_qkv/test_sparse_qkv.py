@@ -381,6 +381,7 @@ def test_in_half_precision_and_under_autocast_it_stays_near(dtype: torch.dtype) 
         assert (found - expected).norm() < 0.1 * expected.norm()
 
 
+@pytest.mark.long
 def test_a_plan_changes_nothing_and_announces_what_apply_does() -> None:
     entry = zoo.entry("causal/llama")
     model = zoo.build(entry, num_key_value_heads=2)
