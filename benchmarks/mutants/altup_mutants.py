@@ -223,8 +223,8 @@ MUTANTS = [
     ),
     blocks(
         "a tied head weighs the blocks in inverse order",
-        "self.scale.to(x.dtype).unsqueeze(-1)",
-        "self.scale.flip(0).to(x.dtype).unsqueeze(-1)",
+        "zip(blocks, self.scale, strict=True)",
+        "zip(blocks, list(self.scale)[::-1], strict=True)",
         trials=HOP,
     ),
     blocks(

@@ -41,18 +41,18 @@ class Replicated(Wrapper):
 
 
 class BlockScale(nn.Module):
-    """Block i is multiplied by scale[i]; `before`, a forward pre-hook of a module, does so to the module's first argument."""
+    """Block i is multiplied by scale[i]; `before`, a forward pre-hook of a module, does so to the module's first argument.
+
+    A scale that is not learned is plain numbers: a buffer would round 1/3 to the dtype of the weights.
+    """
 
     def __init__(self, scale: Sequence[float], *, learnable: bool = False) -> None:
         super().__init__()
-        values = torch.tensor(scale, dtype=torch.get_default_dtype())
-        if learnable:
-            self.scale = nn.Parameter(values)
-        else:
-            self.register_buffer("scale", values)
+        self.scale = nn.Parameter(torch.tensor(scale, dtype=torch.get_default_dtype())) if learnable else tuple(scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.unflatten(-1, (len(self.scale), -1)) * self.scale.to(x.dtype).unsqueeze(-1)).flatten(-2)
+        blocks = x.chunk(len(self.scale), -1)
+        return torch.cat([block * weight for block, weight in zip(blocks, self.scale, strict=True)], -1)
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self(args[0]), *args[1:])

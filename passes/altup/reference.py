@@ -95,9 +95,9 @@ def replicated(call: SiteCall) -> Tensor:
 
 
 def block_scale(call: SiteCall) -> Tensor:
-    """Block i times scale[i]."""
-    module: Any = call.module
-    x, scale = call.args[0], module.scale
+    """Block i times scale[i], the learned one or the weight that it is combined with."""
+    x, learned = call.args[0], dict(call.module.named_parameters())
+    scale = learned.get("scale", combination(call.options))
     d = x.shape[-1] // call.options.k
     return torch.cat([x[..., i * d : (i + 1) * d] * scale[i] for i in range(call.options.k)], -1)
 

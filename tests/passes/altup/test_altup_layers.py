@@ -496,12 +496,17 @@ def test_replicated_and_combined_are_inverse() -> None:
 @pytest.mark.parametrize("learnable", [False, True])
 def test_block_scale_goes_before_a_head(learnable: bool) -> None:
     scale = BlockScale([0.5, 2.0], learnable=learnable)
-    assert len(list(scale.parameters())) == learnable and "scale" in scale.state_dict()
+    assert list(scale.state_dict()) == [name for name, _ in scale.named_parameters()] == ["scale"] * learnable
     head, x = nn.Linear(8, 3, bias=False), torch.randn(2, 8)
     expected = x[:, :4] / 2 @ head.weight[:, :4].T + 2 * x[:, 4:] @ head.weight[:, 4:].T
     head.register_forward_pre_hook(scale.before)
     torch.testing.assert_close(head(x), expected)
     torch.testing.assert_close(copy.deepcopy(head)(x), expected)
+
+
+def test_a_fixed_scale_is_exact_in_float64_whatever_the_dtype_of_the_model_was() -> None:
+    scale, x = BlockScale([1 / 3] * 3).half().double(), torch.randn(5, 6, dtype=torch.float64)
+    assert torch.equal(scale(x), x * (1 / 3))
 
 
 def test_an_extra_width_is_divided_and_projected() -> None:
