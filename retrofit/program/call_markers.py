@@ -1,7 +1,8 @@
-"""Markers: identity operations in a trace that record which tensor enters and leaves which module call.
+"""Markers: nodes in a trace that record which tensor enters and leaves which module call.
 
-While a model is traced, hooks put one on each tensor that a submodule receives or returns. Afterwards they are removed from the
-graph again, and what they marked becomes the inputs and outputs of the calls.
+While a model is traced, hooks put one on each tensor that a submodule receives or returns. Nothing reads them; they go through all
+that happens to the graph, as operations that must be kept do. Afterwards they are removed again, and what they marked becomes the
+inputs and outputs of the calls.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from retrofit.program.module_stacks import innermost_call
 from retrofit.program.program import Call, Key
 
 
 class Marker:
-    """Marks the tensors on one side of one call, each tensor once: modules compare arguments with `is`."""
+    """Marks the tensors on one side of one call."""
 
     def __init__(self, call: int, leaves: bool) -> None:
         self.call, self.leaves = call, leaves
@@ -27,7 +29,9 @@ class Marker:
     def mark(self, item: Any, key: Key) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
-        if id(item) not in self.marked:
+        if add_marker(item, self.call, self.leaves, repr(key)):
+            return item
+        if id(item) not in self.marked:  # once: modules compare arguments with `is`
             self.marked[id(item)] = torch.ops.retrofit.mark(item, self.call, self.leaves, repr(key))
         return self.marked[id(item)]
 
@@ -43,6 +47,21 @@ class Marker:
                     value[key] = self.mark(value[key], key)
             return value
         return self.mark(value, None)
+
+
+def add_marker(item: torch.Tensor, *how: Any) -> bool:
+    """The graph that is being traced has a marker of `item`, where the trace knows the node of it; returns whether it does.
+
+    The node alone, not the operation: a dispatch under fake tensors takes longer than everything else that is done for a call.
+    """
+    mode = get_proxy_mode()
+    tracked = None if mode is None else get_proxy_slot(item, mode.tracer, None)
+    if mode is None or tracked is None:  # a constant, or a tensor inside a functional transform
+        return False
+    source = tracked.proxy.node  # type: ignore[attr-defined]
+    marker = mode.tracer.create_node("call_function", torch.ops.retrofit.mark.default, (source, *how), {})
+    marker.meta["val"] = source.meta["val"]
+    return True
 
 
 @contextlib.contextmanager
@@ -76,6 +95,13 @@ def mark_calls(model: nn.Module) -> Iterator[list[Call]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def restore_users(graph: fx.Graph) -> None:
+    """Every node knows its users again: `torch.export` clears those of the result of a region under `no_grad`."""
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            operand.users.setdefault(node)
 
 
 def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:

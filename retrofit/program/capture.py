@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.errors import CaptureError, first_line
 from retrofit.program.autograd_annotations import annotate_autograd
-from retrofit.program.call_markers import mark_calls
+from retrofit.program.call_markers import mark_calls, restore_users
 from retrofit.program.dynamic_shapes import with_dynamic_shapes
 from retrofit.program.functionalize import functionalize, replace_nondifferentiable_copies
 from retrofit.program.program import Call, Program
@@ -113,6 +113,7 @@ def trace(
     with mark_calls(model) as calls, torch.no_grad(), silence_tracer(), disable_cache(model), skip_no_op_casts():
         with annotations:
             exported = torch.export.export(as_plain_module(model), (), inputs, dynamic_shapes=shapes, strict=False)
+        restore_users(exported.graph)
         if not functionalize(exported.graph):
             exported = exported.run_decompositions({})  # functionalized, no operation decomposed
         replace_nondifferentiable_copies(exported.graph)
