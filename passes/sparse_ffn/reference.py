@@ -90,10 +90,12 @@ def training_mask(call: SiteCall, logits: Tensor, k: int) -> Tensor:
     if getattr(options, "controller", "low-rank") == "gate":
         soft = relaxed(logits / options.temperature, k)
         return indicator(logits, k) + (soft - soft.detach())
-    exponential = call.draw("exponential_", shape=logits.shape)
-    if exponential.numel() >= 64 and not 0.5 < float(exponential.mean()) < 2:
+    uniform = call.draw("rand_like", shape=logits.shape)
+    if uniform.numel() >= 64 and not (
+        0.25 < float(uniform.mean()) < 0.75 and 0 <= float(uniform.min()) <= float(uniform.max()) <= 1
+    ):
         raise Deviation("its noise is not Gumbel noise")
-    noisy = logits - exponential.log()
+    noisy = logits - (-uniform.clamp_min(1e-300).log()).log()
     soft = relaxed(noisy / options.temperature, k)
     is_hard = float(call.draw("rand")) < options.hard
     return indicator(noisy, k) + (soft - soft.detach()) if is_hard else soft

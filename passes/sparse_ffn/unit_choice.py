@@ -12,6 +12,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from retrofit.passes.sparse_ffn.sorted_values import descending
+
+HIGHEST = 30.0  # what a logit counts above the k-th largest: from log N on its unit has its full 1 anyway
+FAR = 1e30  # larger than any logit
+
 
 def largest_units(logits: Tensor, k: int) -> Tensor:
     """The indices of the k largest logits of each block, largest first: (…, blocks, N) to (…, blocks, k)."""
@@ -29,24 +34,66 @@ def indicator(units: Tensor, n: int, weight: Tensor | None = None) -> Tensor:
 
 def relaxed_indicator(logits: Tensor, k: int) -> Tensor:
     """The relaxation above: (…, N), between 0 and 1, sum k."""
-    if k == 1:
-        return logits.softmax(-1)
-    descending = logits.sort(dim=-1, descending=True).values
-    rest = descending.flip(-1).logcumsumexp(-1).flip(-1)[..., :k]  # log Σ e^l over the units from the j-th on
-    share = torch.arange(k, 0, -1, device=logits.device, dtype=logits.dtype).log()  # of them k − j are still to be active
-    capped = ((descending[..., :k] + share - rest) > 0).to(logits.dtype).cumprod(-1).sum(-1, keepdim=True).long()
-    capped = capped.clamp_max(k - 1)
-    return (logits + share.expand_as(rest).gather(-1, capped) - rest.gather(-1, capped)).clamp_max(0.0).exp()
+    return logits.softmax(-1) if k == 1 else relaxed_below(logits, k, full_ones(descending(logits), k))
 
 
 def straight_through(logits: Tensor, k: int, temperature: float) -> Tensor:
     """The indicator of the k largest logits, with the gradient of the relaxation at this temperature: (…, N)."""
-    soft = relaxed_indicator(logits / temperature, k)
-    return indicator(largest_units(logits, k), logits.shape[-1]).to(soft.dtype) + (soft - soft.detach())
+    soft, hard = both_indicators(logits / temperature, k)
+    return hard + (soft - soft.detach())
 
 
 def sampled_indicator(logits: Tensor, k: int, temperature: float, hard: float) -> Tensor:
     """Of the logits with Gumbel noise: with probability `hard`, for the whole batch, the former, else the relaxation itself."""
-    noisy = logits - torch.empty_like(logits).exponential_().log()
-    mask = straight_through(noisy, k, temperature)
-    return torch.where(torch.rand((), device=mask.device) < hard, mask, relaxed_indicator(noisy / temperature, k))
+    uniform = torch.rand_like(logits).clamp_min_(torch.finfo(logits.dtype).tiny)
+    noisy = logits - uniform.log_().neg_().log_()
+    is_hard = torch.rand((), device=logits.device) < hard
+    if type(is_hard) is Tensor and is_hard.device.type == "cpu" and not torch.compiler.is_compiling():  # known without waiting
+        return straight_through(noisy, k, temperature) if is_hard else relaxed_indicator(noisy / temperature, k)
+    soft, chosen = both_indicators(noisy / temperature, k)
+    return torch.where(is_hard, chosen, soft.detach()) + (soft - soft.detach())
+
+
+def both_indicators(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The relaxation, and the indicator of the k largest: (…, N) each."""
+    if k == 1:
+        return logits.softmax(-1), indicator_of_largest(logits, 1, logits.detach().amax(-1))
+    sorted_logits = descending(logits)
+    return relaxed_below(logits, k, full_ones(sorted_logits, k)), indicator_of_largest(logits, k, sorted_logits[k - 1])
+
+
+# Below, what is true or false of a unit is 1.0 or 0.0, and what no gradient needs is overwritten: with many tokens that takes a
+# fraction of the time of masks and copies.
+
+
+def indicator_of_largest(logits: Tensor, k: int, least: Tensor) -> Tensor:
+    """1 at the k largest logits of each block, of equal ones at the first: (…, N); `least` is the k-th largest, (…)."""
+    side = (logits.detach() - least.unsqueeze(-1)).sign_()
+    above = side.relu()
+    level = side.abs_().neg_().add_(1)
+    room = k - above.sum(-1, keepdim=True)
+    return above.addcmul_(level, level.cumsum(-1).neg_().add_(room + 0.5).sign_().relu_())
+
+
+def relaxed_below(logits: Tensor, k: int, least: Tensor) -> Tensor:
+    """The relaxation where the units whose logits are at least so large, (…), have their full 1: a softmax of the others."""
+    full = (logits.detach() - least.unsqueeze(-1)).sign_().add_(1).clamp_max_(1.0)
+    rest = k - full.sum(-1, keepdim=True)
+    return torch.addcmul(full, rest, torch.add(logits, full, alpha=-FAR).softmax(-1))
+
+
+def full_ones(sorted_logits: Tensor, k: int) -> Tensor:
+    """The least logit of each block whose unit has its full 1 in the relaxation, `FAR` where none has: (N, …) to (…).
+
+    Of the sorted units the j-th, if all before it do, where its share (k − j) e^{l_j} of what is left for it and the smaller ones
+    exceeds their sum. The units from the k-th on never do.
+    """
+    weights = (sorted_logits - sorted_logits[k - 1]).clamp_max_(HIGHEST).exp_()
+    rests = [weights[k - 1 :].sum(0)]  # Σ of the weights from the j-th on: j = k − 1, k − 2, …, 0
+    for weight in reversed(weights[: k - 1].unbind()):
+        rests.append(rests[-1] + weight)
+    full, least = torch.ones_like(sorted_logits[0]), torch.full_like(sorted_logits[0], FAR)
+    for j, rest in enumerate(reversed(rests[1:])):
+        full *= torch.add(-rest, weights[j], alpha=k - j).sign_().relu_()
+        least = torch.minimum(least, torch.add(sorted_logits[j], 1 - full, alpha=FAR))
+    return least
