@@ -165,7 +165,7 @@ def try_row(name: str, template: str) -> dict[str, Any]:
     real = REAL_MODELS[name]
     dense = real.load()
     try:
-        spec = filled(template, dense)
+        spec = filled(template, dense, example_of(real))
         chosen = as_pass(spec)
     except RetrofitError as error:
         return {"verdict": "refused", "why": sentence(error)}
@@ -231,13 +231,13 @@ def example_of(real: Any) -> dict[str, Any] | None:
     return None if "input_ids" in first else first
 
 
-def filled(template: str, model: Any) -> str:
-    """The spec, with half the number of the model's layers where it says so."""
+def filled(template: str, model: Any, example: dict[str, Any] | None) -> str:
+    """The spec, with half the number of the model's layers where it says so; `example` are inputs that it is captured on."""
     if "{half}" not in template:
         return template
     import retrofit
 
-    return template.format(half=max(1, sum(len(stack.layers) for stack in retrofit.inspect(model).stacks) // 2))
+    return template.format(half=max(1, sum(len(stack.layers) for stack in retrofit.inspect(model, example).stacks) // 2))
 
 
 def sentence(error: Any) -> str:

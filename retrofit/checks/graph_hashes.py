@@ -3,8 +3,8 @@
 A module is whole where all of its parameters are kept, or moved together. Of each call of such a module the operations form a
 graph: what is computed from what, by which operation, with which real constants. Sizes are left out, for a layer may run on fewer
 tokens, and so is how often a module is called, for it may be run block by block. So is what changes no value, only how it lies in
-memory (`contiguous`), which attention decides by the strides of its mask. Two calls agree where their graphs have one
-Weisfeiler-Lehman hash: isomorphic graphs do, and others hardly ever.
+memory (`contiguous`, or whether a reshape is a view), which the strides of what comes in decide. Two calls agree where their graphs
+have one Weisfeiler-Lehman hash: isomorphic graphs do, and others hardly ever.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from retrofit.program.program import Call, Program
 from retrofit.surgery.edit import Fate
 
 IN_MEMORY = frozenset("contiguous clone alias detach lift_fresh lift_fresh_copy expand expand_as".split())
+RESHAPES = frozenset(("view", "reshape", "_unsafe_view"))  # one operation: strides decide which
 ROUNDS = 4  # of the hash: the radius of the neighbourhood of an operation
 GraphHashes = dict[str, frozenset[str]]  # module path → the hashes of its calls
 
@@ -64,7 +65,8 @@ def hash_nodes(nodes: list[fx.Node], weights: set[fx.Node]) -> str:
     for node in nodes:
         if op(node) in IN_MEMORY:
             continue
-        graph.add_node(node, label=f"{op(node)} {constants(node)}")
+        name = "reshape" if op(node) in RESHAPES else op(node)
+        graph.add_node(node, label=f"{name} {constants(node)}")
         for part in map(value_of, node.all_input_nodes):
             source: object = part
             if part not in own:  # one source a use: whether two inputs are one value is decided outside

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import llama, t5
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import retrofit
+from retrofit.checks.graph_hashes import hash_nodes
 from retrofit.checks.reference import Reference
 
 SETTLED = "in float64 (limit 1e-09)"
@@ -59,6 +60,18 @@ def test_a_layout_in_memory_is_no_change_of_the_graph() -> None:
     reference = Reference.of(model)
     retrofit.apply(model, "sequence-altup(k=1)", verify=False)
     assert retrofit.verify(model, reference, checks=["graph"]).ok
+
+
+@pytest.mark.parametrize(("other", "same"), [("reshape", True), ("view", True), ("flip", False)])
+def test_which_reshape_the_strides_ask_for_is_no_change_of_the_graph(other: str, same: bool) -> None:
+    def hashed(operation: Any) -> str:
+        graph = fx.Graph()
+        node = graph.placeholder("x")
+        for target in (torch.ops.aten.relu.default, operation, torch.ops.aten.sin.default):
+            node = graph.call_function(target, (node, [0]) if target is operation else (node,))
+        return hash_nodes([one for one in graph.nodes if one.op == "call_function"], set())
+
+    assert (hashed(torch.ops.aten.view.default) == hashed(getattr(torch.ops.aten, other).default)) == same
 
 
 class Block(nn.Module):
