@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from retrofit.cli.outputs import check_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
@@ -21,6 +22,7 @@ EXAMPLES = """\
 TEXT is to be text that no model was trained on. The first MODEL is the dense one; all others are compared with it.
 
   retrofit compare model/ model.sparse-ffn/ model.sparse-ffn.trained/ --data held_out.txt
+  retrofit compare model/ model.sparse-ffn/ --data held_out.txt --picture compared.png
 """
 
 
@@ -37,19 +39,24 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
     parser.add_argument("--length", metavar="N", type=int, default=256, help="tokens a window (default: 256)")
     parser.add_argument("--windows", metavar="N", type=int, default=32, help="windows at most, spread over the text (default: 32)")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="also draw loss against speed, as a PNG")
+    parser.add_argument("--force", action="store_true", help="replace a picture that exists")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The figures are on stdout."""
+    """The figures are on stdout, and in the picture that was asked for."""
     paths = [arguments.model, *arguments.others]
     for path in paths:
         require_path(path)
+    if arguments.picture is not None:
+        check_output(arguments.picture, arguments.force)
 
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
+    from retrofit.training.comparison_picture import draw_comparison
     from retrofit.training.model_comparison import compare_models
 
     texts = read_texts(arguments.data)
@@ -63,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         figures = compare_models(
             models, texts, tokenizer=tokenizer, length=arguments.length, most=arguments.windows, progress=progress
         )
+    if arguments.picture is not None:
+        draw_comparison(arguments.picture, figures, force=arguments.force)
     if arguments.json:
         print(json.dumps([dataclasses.asdict(one) for one in figures], indent=2))
         return 0
@@ -97,6 +106,7 @@ def rows_of(figures: list[Figures], runs: list[TrainingRun | None]) -> Iterator[
         yield ["tokens trained on", *("" if run is None else f"{run.tokens:,}" for run in runs)]
     yield ["parameters", *(f"{one.parameters:,}" for one in figures)]
     yield ["FLOPs a token", *(f"{one.flops:,}" for one in figures)]
+    yield ["memory of a forward, MiB", *(f"{one.memory / 2**20:,.0f} (×{one.memory / dense.memory:.2f})" for one in figures)]
     yield ["prefill of a window, ms", *(timing(one.prefill, dense.prefill) for one in figures)]
     if dense.decode is not None:
         yield ["a decoded token, ms", *(timing(one.decode or 0.0, dense.decode) for one in figures)]

@@ -17,6 +17,7 @@ from retrofit.pipeline.tokenization import Codec, codec_for, windows_of
 from retrofit.program.cost import flops_per_token
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.peak_memory import own_bytes, peak_bytes
 from retrofit.runtime.probes import can_generate
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import IGNORED, Collator, Example, objective_for
@@ -39,6 +40,7 @@ class Figures:
     agreement: float  # part of the tokens for which both rank the same first
     parameters: int
     flops: int  # a token, forward
+    memory: int  # bytes of the weights, and of what a forward of a window makes at its peak
     prefill: float  # seconds of a window
     decode: float | None  # seconds a token
 
@@ -79,6 +81,7 @@ def compare_models(
                 agreement,
                 sum(parameter.numel() for parameter in model.parameters()),
                 flops_per_token(inspect(model).program),
+                memory_of(model, batches[0]),
                 *times[name],
             )
         )
@@ -116,6 +119,14 @@ def counted_tokens(batches: Sequence[Example]) -> int:
 def bytes_of(windows: Tensor, codec: Codec) -> int:
     """The bytes of text that the windows' tokens, but for the first of each, spell."""
     return max(1, sum(len(codec.decode(window[1:].tolist()).encode()) for window in windows))
+
+
+@torch.no_grad()
+def memory_of(model: nn.Module, batch: Example) -> int:
+    """The bytes of the weights, and of what a forward of one window makes at its peak."""
+    window = {name: value[:1].to(device_of(model)) for name, value in batch.items() if name != "labels"}
+    with evaluation_mode(model):
+        return own_bytes(model) + peak_bytes(lambda: model(**window))
 
 
 # ── Times ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 import torch
 from torch.nn import functional as F
 from training.test_continued_pretraining import TEXTS, bert, llama
+from training.test_curves import ink
 
 import retrofit
 from retrofit.cli import main
 from retrofit.pipeline.tokenization import codec_for, windows_of
-from retrofit.training.model_comparison import compare_models
+from retrofit.training.comparison_picture import draw_comparison
+from retrofit.training.curves import COLOURS
+from retrofit.training.model_comparison import Figures, compare_models
 
 torch.set_num_threads(1)
 
@@ -42,6 +46,7 @@ def test_the_figures_are_those_of_a_plain_loop() -> None:
     assert (first.divergence, first.agreement) == (0.0, 1.0)
     assert second.parameters == sum(parameter.numel() for parameter in model.parameters()) > first.parameters
     assert first.prefill > 0 and first.decode is not None and first.flops > 0
+    assert second.memory > first.memory > 4 * first.parameters
 
 
 def test_masked_tokens_have_no_bits_a_byte_and_an_encoder_decodes_nothing() -> None:
@@ -49,6 +54,14 @@ def test_masked_tokens_have_no_bits_a_byte_and_an_encoder_decodes_nothing() -> N
     (figures,) = compare_models({"dense": dense}, TEXTS, length=32, most=3)
     assert figures.bits_per_byte is None and figures.decode is None
     assert figures.loss == pytest.approx(math.log(300), abs=1.0)
+
+
+def test_the_picture_has_a_point_for_each_model(tmp_path: Path) -> None:
+    one = Figures("dense", 2.0, None, 0.0, 1.0, 100, 100, 400, 0.1, None)
+    two = dataclasses.replace(one, name="sparse", loss=2.1, prefill=0.05)
+    for figures in ([one], [one, two]):
+        path = draw_comparison(tmp_path / f"{len(figures)}.png", figures)
+        assert [ink(path, colour) > 20 for colour in COLOURS[:2]] == [True, len(figures) == 2]
 
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,9 +79,13 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
         "--length",
         "32",
     ]
-    assert main([*words, "--windows", "2"]) == 0
+    picture = tmp_path / "compared.png"
+    assert main([*words, "--windows", "2", "--picture", str(picture)]) == 0
     printed = capsys.readouterr().out
-    assert "KL from the first" in printed and "(×1.00)" in printed
+    assert "KL from the first" in printed and "(×1.00)" in printed and "memory of a forward" in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([*words, "--windows", "2", "--picture", str(picture)]) != 0
+    assert "--force" in capsys.readouterr().err
     assert main([*words, "--windows", "2", "--json"]) == 0
     assert [one["name"] for one in json.loads(capsys.readouterr().out)] == [str(tmp_path / "dense.pt"), str(tmp_path / "sparse.pt")]
     assert main([*words[:2], str(tmp_path / "gone.pt"), *words[3:]]) == 2
