@@ -23,6 +23,7 @@ TEXT is to be text that no model was trained on. The first MODEL is the dense on
 
   retrofit compare model/ model.sparse-ffn/ model.sparse-ffn.trained/ --data held_out.txt
   retrofit compare model/ model.sparse-ffn/ --data held_out.txt --picture compared.png
+  retrofit compare model/ model.sparse-ffn/ --data held_out.txt --lm-eval my_task --lm-eval-tasks tasks/
 """
 
 
@@ -39,6 +40,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
     parser.add_argument("--length", metavar="N", type=int, default=256, help="tokens a window (default: 256)")
     parser.add_argument("--windows", metavar="N", type=int, default=32, help="windows at most, spread over the text (default: 32)")
+    parser.add_argument("--lm-eval", metavar="TASK", nargs="+", default=(), help="also try these tasks of lm-evaluation-harness")
+    parser.add_argument("--lm-eval-tasks", metavar="DIR", type=Path, help="a folder with descriptions of tasks")
+    parser.add_argument("--lm-eval-limit", metavar="N", type=int, help="examples of a task at most")
     parser.add_argument("--picture", metavar="FILE", type=Path, help="also draw loss against speed, as a PNG")
     parser.add_argument("--force", action="store_true", help="replace a picture that exists")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -58,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.storage.companions import tokenizer_place
     from retrofit.training.comparison_picture import draw_comparison
     from retrofit.training.model_comparison import compare_models
+    from retrofit.training.task_scores import require_package, task_scores
 
+    if arguments.lm_eval:
+        require_package()
     texts = read_texts(arguments.data)
     with working(arguments.debug) as progress:
         place = arguments.tokenizer or tokenizer_place(arguments.model)
@@ -70,6 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
         figures = compare_models(
             models, texts, tokenizer=tokenizer, length=arguments.length, most=arguments.windows, progress=progress
         )
+        if arguments.lm_eval:
+            folder, most = arguments.lm_eval_tasks, arguments.lm_eval_limit
+            scores = task_scores(models, arguments.lm_eval, tokenizer=tokenizer, folder=folder, most=most, progress=progress)
+            figures = [dataclasses.replace(one, scores=scores[one.name]) for one in figures]
     if arguments.picture is not None:
         draw_comparison(arguments.picture, figures, force=arguments.force)
     if arguments.json:
@@ -104,6 +115,8 @@ def rows_of(figures: list[Figures], runs: list[TrainingRun | None]) -> Iterator[
         yield ["gap closed in its run", *("" if one is None else f"{one:.0%}" for one in closed)]
     if any(runs):
         yield ["tokens trained on", *("" if run is None else f"{run.tokens:,}" for run in runs)]
+    for score in dense.scores:
+        yield [score, *(f"{one.scores[score]:.4f}" for one in figures)]
     yield ["parameters", *(f"{one.parameters:,}" for one in figures)]
     yield ["FLOPs a token", *(f"{one.flops:,}" for one in figures)]
     yield ["memory of a forward, MiB", *(f"{one.memory / 2**20:,.0f} (×{one.memory / dense.memory:.2f})" for one in figures)]

@@ -43,6 +43,7 @@ class Figures:
     memory: int  # bytes of the weights, and of what a forward of a window makes at its peak
     prefill: float  # seconds of a window
     decode: float | None  # seconds a token
+    scores: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by task and metric
 
 
 def compare_models(
