@@ -6,6 +6,10 @@ same round.
 
     python benchmarks/learning/step_cost.py --threads 1
     python benchmarks/learning/step_cost.py --threads 1 --specs "sparse-ffn(sparsity=8)" --rounds 15
+    python benchmarks/learning/step_cost.py --threads 1 --teacher --specs "sparse-ffn(sparsity=8)"
+
+With `--teacher` the steps of each rewritten model with its dense original beside it are compared with its plain ones: aligning its
+sites, distilling, and distilling while its sites are mixtures.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
+from retrofit.training.teacher import Teacher
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import side_by_side
@@ -48,18 +53,23 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--teacher", action="store_true", help="steps with a teacher, over plain ones of the same model")
     side_by_side.add_options(parser, rounds=9)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     dense = dense_model(options).to(options.device)
     ids = torch.randint(options.vocabulary, (options.batch, options.length), device=options.device)
-    steps = {"dense": training_step(dense, ids)}
-    for spec in options.specs:
-        steps[spec] = training_step(retrofit.apply(copy.deepcopy(dense), spec, verify=False), ids)
     print(f"d={options.width}, d_ff={options.units}, {options.layers} layers, {options.batch}×{options.length} tokens, ", end="")
     print(side_by_side.conditions(options))
-    side_by_side.compare(steps, options)
+    models = {spec: retrofit.apply(copy.deepcopy(dense), spec, verify=False) for spec in options.specs}
+    if not options.teacher:
+        tasks = {"dense": training_step(dense, ids), **{spec: training_step(model, ids) for spec, model in models.items()}}
+        side_by_side.compare(tasks, options)
+        return
+    for spec, model in models.items():
+        print(spec)
+        side_by_side.compare(steps_with_teacher(model, dense, ids), options)
 
 
 def dense_model(options: argparse.Namespace) -> nn.Module:
@@ -70,12 +80,45 @@ def dense_model(options: argparse.Namespace) -> nn.Module:
 
 def training_step(model: nn.Module, ids: Tensor) -> Callable[[], None]:
     """Forward, backward and an update of AdamW."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    return updating(model, lambda: model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+def steps_with_teacher(model: nn.Module, dense: nn.Module, ids: Tensor) -> dict[str, Callable[[], None]]:
+    """A plain step of the rewritten model, and those with the dense one as its teacher."""
+    teacher = Teacher.of(dense.eval().requires_grad_(False), model)
+    batch = {"input_ids": ids, "labels": ids}
+
+    def aligned() -> Tensor:
+        with teacher.sites.aligning() as errors:
+            model(input_ids=ids, use_cache=False)
+        return torch.stack(errors).mean()
+
+    def distilled(share: float = 1.0) -> Tensor:
+        with teacher.sites.mixed(share):
+            output = model(**batch, use_cache=False)
+            return 0.5 * output.loss + 0.5 * teacher.divergence(output, batch, 1.0)
+
+    return {
+        "plain": training_step(model, ids),
+        "align": updating(model, aligned, list(teacher.sites.parameters())),
+        "distil": updating(model, distilled),
+        "distil, anneal": updating(model, lambda: distilled(0.5)),
+    }
+
+
+def updating(model: nn.Module, loss: Callable[[], Tensor], parameters: list[nn.Parameter] | None = None) -> Callable[[], None]:
+    """The loss, its gradient and an update of these parameters, or of all."""
+    chosen = list(model.parameters()) if parameters is None else parameters
+    optimizer = torch.optim.AdamW(chosen, lr=1e-5)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.train()
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+        loss().backward()
         optimizer.step()
 
     return step
