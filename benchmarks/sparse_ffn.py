@@ -98,6 +98,7 @@ def make_blocks(d: int, d_ff: int, n: int, options: argparse.Namespace) -> list[
         "rank": max(1, d // n),
         "temperature": 0.1,
         "hard": 0.3,
+        "noise": "choice",
         "multiply": False,
         "scale": False,
         "active": options.active,

@@ -184,15 +184,15 @@ MUTANTS = [
         trials=on(TWO_MODELS, "sparse-ffn(sparsity=8, active=4)"),
     ),
     choice(
-        "the temperature multiplies the logits, where it should divide them",
-        "if is_hard else relaxed_indicator(noisy / temperature, k)",
-        "if is_hard else relaxed_indicator(noisy * temperature, k)",
+        "the temperature divides the noise, which it should multiply",
+        "choice, relaxed = logits.detach() + temperature * gumbel_noise(logits), logits",
+        "choice, relaxed = logits.detach() + gumbel_noise(logits) / temperature, logits",
         trials=ONE,
     ),
     choice(
-        "the straight-through gradient is that of temperature 1",
-        "soft, hard = both_indicators(logits / temperature, k)",
-        "soft, hard = both_indicators(logits, k)",
+        "the straight-through gradient is that of the noisy logits",
+        "return straight_through(choice, relaxed, k)",
+        "return straight_through(choice, relaxed + gumbel_noise(logits), k)",
         trials=ONE,
     ),
     choice(
@@ -203,20 +203,20 @@ MUTANTS = [
     ),
     choice(
         "the noise has the wrong sign: log E in place of −log E is no Gumbel noise",
-        "noisy = logits - uniform",
-        "noisy = logits + uniform",
+        "return uniform.log_().neg_().log_().neg_()",
+        "return uniform.log_().neg_().log_()",
         trials=ONE,
     ),
     choice(
         "training has no noise",
-        "noisy = logits - uniform.log_().neg_().log_()",
-        "noisy = logits",
+        "choice, relaxed = logits.detach() + temperature * gumbel_noise(logits), logits",
+        "choice, relaxed = logits.detach(), logits",
         trials=ONE,
     ),
     choice(
         "the noise is that of an exponential distribution, whose logarithm was forgotten",
-        "uniform.log_().neg_().log_()",
-        "uniform.log_().neg_()",
+        "uniform.log_().neg_().log_().neg_()",
+        "uniform.log_().neg_().neg_()",
         trials=ONE,
     ),
     choice(
@@ -226,9 +226,9 @@ MUTANTS = [
         trials=ONE,
     ),
     choice(
-        "the hard choice is that of the logits without noise",
-        "return straight_through(noisy, k, temperature) if is_hard",
-        "return straight_through(logits, k, temperature) if is_hard",
+        "the relaxation has noise too",
+        "choice, relaxed = logits.detach() + temperature * gumbel_noise(logits), logits",
+        "choice = relaxed = logits + temperature * gumbel_noise(logits)",
         trials=ONE,
     ),
     choice(

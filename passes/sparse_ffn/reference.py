@@ -85,19 +85,22 @@ def indicator(logits: Tensor, k: int) -> Tensor:
 
 
 def training_mask(call: SiteCall, logits: Tensor, k: int) -> Tensor:
-    """The relaxed indicator under Gumbel noise; with probability `hard`, for the whole batch, the indicator with its gradient."""
-    options = call.options
+    """With probability `hard`, for the whole batch, the indicator of the k largest with noise, else the relaxation."""
+    options, tau = call.options, call.options.temperature
     if getattr(options, "controller", "low-rank") == "gate":
-        soft = relaxed(logits / options.temperature, k)
+        soft = relaxed(logits / tau, k)
         return indicator(logits, k) + (soft - soft.detach())
+    is_hard = float(call.draw("rand")) < options.hard
+    if options.noise == "choice" and not is_hard and not call.draws:
+        return relaxed(logits, k)
     uniform = call.draw("rand_like", shape=logits.shape)
     if uniform.numel() >= 64 and not (
         0.25 < float(uniform.mean()) < 0.75 and 0 <= float(uniform.min()) <= float(uniform.max()) <= 1
     ):
         raise Deviation("its noise is not Gumbel noise")
-    noisy = logits - (-uniform.clamp_min(1e-300).log()).log()
-    soft = relaxed(noisy / options.temperature, k)
-    is_hard = float(call.draw("rand")) < options.hard
+    noise = -(-uniform.clamp_min(1e-300).log()).log()
+    soft = relaxed(logits, k) if options.noise == "choice" else relaxed((logits + noise) / tau, k)
+    noisy = logits + (tau if options.noise == "choice" else 1.0) * noise
     return indicator(noisy, k) + (soft - soft.detach()) if is_hard else soft
 
 

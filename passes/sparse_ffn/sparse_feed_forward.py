@@ -8,11 +8,13 @@ The paper's k (`active`) is 1; at k = N there is no controller, and y is the den
 feed-forwards, nothing is predicted: the gate is computed whole, and in each block the k units are active whose
 |act(x W_gate)_u| ‖row u of W_up‖ ‖row u of W_out‖ are the largest.
 
-In training a low-rank controller is a straight-through Gumbel-softmax (`unit_choice.py`): with Gumbel noise g and τ = 0.1, h is
-multiplied by the relaxed indicator s of the k largest of (x C1 C2 + c + g)/τ (the softmax, at k = 1), and for three batches in ten
-by their indicator, with the gradient of s. A gate is no prediction that would have to explore: it is trained without noise, on the
-units that it selects, with the gradient of s for the logarithms of the products above. Otherwise there are two paths to the same
-result: few tokens gather the rows of their active units, many use all rows and a mask.
+In training a low-rank controller explores (`unit_choice.py`): for three batches in ten h is multiplied by the indicator of the
+k largest of x C1 C2 + c + τ g, with Gumbel noise g and τ = 0.1, for the others by the relaxed indicator s of x C1 C2 + c (the
+softmax, at k = 1), and the gradient is that of s. So does the paper's published code. Its text has (x C1 C2 + c + g)/τ in both
+places (`noise="both"`), which trains worse (benchmarks/learning/controller_noise.py). A gate is no prediction that would have
+to explore: it is trained without noise, on the units that it selects, with the gradient of s for the logarithms of the products
+above, divided by τ. Otherwise there are two paths to the same result: few tokens gather the rows of their active units, many
+use all rows and a mask.
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ class SparseFeedForward(FeedForwardBlock):
         rank: int,
         temperature: float,
         hard: float,
+        noise: str,
         multiply: bool,
         scale: bool,
         active: int = 1,
@@ -73,6 +76,7 @@ class SparseFeedForward(FeedForwardBlock):
     ) -> None:
         super().__init__(site, old)
         self.sparsity, self.active, self.temperature, self.hard, self.multiply = sparsity, active, temperature, hard, multiply
+        self.noise = noise
         self.chosen, self.scales = active, scale  # `active` may differ while the layer is annealed
         self.factor = math.sqrt(sparsity / active) if scale else 1.0
         self.hidden, self.ports, self.roles = site.hidden, site.ports, tuple(into)
@@ -132,9 +136,10 @@ class SparseFeedForward(FeedForwardBlock):
     def sample_mask(self, logits: Tensor) -> Tensor:
         """What h is multiplied by in training: (…, blocks, N)."""
         if self.controller == "gate":
-            mask = straight_through(logits, self.active, self.temperature)
+            scaled = logits / self.temperature
+            mask = straight_through(scaled, scaled, self.active)
         else:
-            mask = sampled_indicator(logits, self.active, self.temperature, self.hard)
+            mask = sampled_indicator(logits, self.active, self.temperature, self.hard, self.noise)
         return mask * logits.softmax(-1) if self.multiply else mask
 
     def train(self, mode: bool = True) -> SparseFeedForward:

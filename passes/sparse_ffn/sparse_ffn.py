@@ -90,8 +90,13 @@ class SparseFFN(Pass[SparseFFNPlan]):
     layers: str = option("all", "depths whose feed-forwards become sparse, e.g. 0-5+8")
     multiply_by_controller: bool = option(False, "multiply an active unit by the probability the controller gives it")
     scale: bool = option(False, "multiply the output weights by √(N/k), for the units that are left out")
-    temperature: float = option(0.1, "τ of the Gumbel-softmax in training", minimum=1e-6)
+    temperature: float = option(0.1, "τ of training: what its noise counts, or what the logits are divided by", minimum=1e-6)
     hard: float = option(0.3, "how often training uses the k units selected, and not the softmax", minimum=0)
+    noise: str = option(
+        "choice",
+        "what has Gumbel noise in training: the choice of units alone, or the softmax too",
+        choices=("choice", "both"),
+    )
     fit_output: bool = option(True, "with calibration data, fit the output matrix to the units that are active")
 
     def __post_init__(self) -> None:
@@ -254,6 +259,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
             rank=rank,
             temperature=self.temperature,
             hard=self.hard,
+            noise=self.noise,
             multiply=self.multiply_by_controller,
             scale=self.scale,
             active=self.active,

@@ -37,29 +37,47 @@ def relaxed_indicator(logits: Tensor, k: int) -> Tensor:
     return logits.softmax(-1) if k == 1 else relaxed_below(logits, k, full_ones(descending(logits), k))
 
 
-def straight_through(logits: Tensor, k: int, temperature: float) -> Tensor:
-    """The indicator of the k largest logits, with the gradient of the relaxation at this temperature: (…, N)."""
-    soft, hard = both_indicators(logits / temperature, k)
+def straight_through(choice: Tensor, relaxed: Tensor, k: int) -> Tensor:
+    """The indicator of the k largest `choice`, with the gradient of the relaxation of `relaxed`, logits too: (…, N)."""
+    soft, hard = both_indicators(choice, relaxed, k)
     return hard + (soft - soft.detach())
 
 
-def sampled_indicator(logits: Tensor, k: int, temperature: float, hard: float) -> Tensor:
-    """Of the logits with Gumbel noise: with probability `hard`, for the whole batch, the former, else the relaxation itself."""
-    uniform = torch.rand_like(logits).clamp_min_(torch.finfo(logits.dtype).tiny)
-    noisy = logits - uniform.log_().neg_().log_()
+def sampled_indicator(logits: Tensor, k: int, temperature: float, hard: float, noise: str = "choice") -> Tensor:
+    """With probability `hard`, for the whole batch, the units of a draw with Gumbel noise g, else the relaxation alone: (…, N).
+
+    noise="choice": the k largest of l + τ g, with the gradient of the relaxation of l, which is the other mask. noise="both": the k
+    largest of (l + g)/τ, with the gradient of their relaxation, which is the other mask.
+    """
     is_hard = torch.rand((), device=logits.device) < hard
-    if type(is_hard) is Tensor and is_hard.device.type == "cpu" and not torch.compiler.is_compiling():  # known without waiting
-        return straight_through(noisy, k, temperature) if is_hard else relaxed_indicator(noisy / temperature, k)
-    soft, chosen = both_indicators(noisy / temperature, k)
+    known = type(is_hard) is Tensor and is_hard.device.type == "cpu" and not torch.compiler.is_compiling()  # without waiting
+    if noise == "choice":
+        if known and not is_hard:
+            return relaxed_indicator(logits, k)
+        choice, relaxed = logits.detach() + temperature * gumbel_noise(logits), logits
+    else:
+        choice = relaxed = (logits + gumbel_noise(logits)) / temperature
+        if known and not is_hard:
+            return relaxed_indicator(relaxed, k)
+    if known:
+        return straight_through(choice, relaxed, k)
+    soft, chosen = both_indicators(choice, relaxed, k)
     return torch.where(is_hard, chosen, soft.detach()) + (soft - soft.detach())
 
 
-def both_indicators(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The relaxation, and the indicator of the k largest: (…, N) each."""
+def gumbel_noise(logits: Tensor) -> Tensor:
+    """As many draws as there are logits: −log(−log u), u uniform."""
+    uniform = torch.rand_like(logits).clamp_min_(torch.finfo(logits.dtype).tiny)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def both_indicators(choice: Tensor, relaxed: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The relaxation of `relaxed`, and the indicator of the k largest `choice`: (…, N) each."""
     if k == 1:
-        return logits.softmax(-1), indicator_of_largest(logits, 1, logits.detach().amax(-1))
-    sorted_logits = descending(logits)
-    return relaxed_below(logits, k, full_ones(sorted_logits, k)), indicator_of_largest(logits, k, sorted_logits[k - 1])
+        return relaxed.softmax(-1), indicator_of_largest(choice, 1, choice.detach().amax(-1))
+    chosen = descending(choice)
+    full = full_ones(chosen if choice is relaxed else descending(relaxed), k)
+    return relaxed_below(relaxed, k, full), indicator_of_largest(choice, k, chosen[k - 1])
 
 
 # Below, what is true or false of a unit is 1.0 or 0.0, and what no gradient needs is overwritten: with many tokens that takes a

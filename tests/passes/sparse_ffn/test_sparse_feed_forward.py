@@ -177,36 +177,42 @@ def test_with_all_units_active_it_is_the_dense_feed_forward_without_a_controller
 # ── Training ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_training_is_the_straight_through_gumbel_softmax() -> None:
+@pytest.mark.parametrize("noise", ["choice", "both"])
+def test_training_is_a_straight_through_softmax_with_gumbel_noise(noise: str) -> None:
     """The mask and its gradient, from the noise that the same seed gives, one block at a time."""
-    block = sparse_block(Plain(8, 24, "relu", True), 8, sparsity=4, temperature=0.5).train()
+    block = sparse_block(Plain(8, 24, "relu", True), 8, sparsity=4, temperature=0.5, noise=noise).train()
     for hard in (0.0, 1.0):
         block.hard = hard
         logits = torch.randn(7, 6, 4, requires_grad=True)
         torch.manual_seed(5)
         mask = block.sample_mask(logits)
         torch.manual_seed(5)
-        noise = -(-torch.rand(7, 6, 4).log()).log()
+        torch.rand(())  # decides whether the batch is hard
+        gumbel = -(-torch.rand(7, 6, 4).log()).log()
         (ours,) = torch.autograd.grad((mask * torch.arange(4.0)).sum(), logits)
         for t in range(7):
             for b in range(6):
                 one = logits[t, b].detach().requires_grad_()
-                soft = ((one + noise[t, b]) / 0.5).softmax(0)
-                expected = F.one_hot(soft.argmax(), 4).float() if hard else soft.detach()
+                soft = (one if noise == "choice" else (one + gumbel[t, b]) / 0.5).softmax(0)
+                chosen = (one + gumbel[t, b] * (0.5 if noise == "choice" else 1.0)).argmax()
+                expected = F.one_hot(chosen, 4).float() if hard else soft.detach()
                 torch.testing.assert_close(mask[t, b].detach(), expected)
                 (theirs,) = torch.autograd.grad((soft * torch.arange(4.0)).sum(), one)
                 torch.testing.assert_close(ours[t, b], theirs)
 
 
 @pytest.mark.parametrize("hard", [0.0, 1.0])
+@pytest.mark.parametrize("noise", ["choice", "both"])
 @pytest.mark.parametrize("k", [1, 3])
-def test_where_a_draw_cannot_be_read_both_masks_are_computed_and_one_is_taken(k: int, hard: float, monkeypatch: Any) -> None:
+def test_where_a_draw_cannot_be_read_both_masks_are_computed_and_one_is_taken(
+    k: int, noise: str, hard: float, monkeypatch: Any
+) -> None:
     """In compiled code, and on a GPU, which would have to be waited for."""
     logits, masks, gradients = torch.randn(7, 6, 4, requires_grad=True), [], []
     for compiling in (False, True):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda compiling=compiling: compiling)
         torch.manual_seed(5)
-        masks.append(sampled_indicator(logits, k, 0.1, hard))
+        masks.append(sampled_indicator(logits, k, 0.1, hard, noise))
         gradients += torch.autograd.grad((masks[-1] * torch.arange(4.0)).sum(), logits)
     torch.testing.assert_close(*masks)
     torch.testing.assert_close(*gradients)
@@ -215,7 +221,7 @@ def test_where_a_draw_cannot_be_read_both_masks_are_computed_and_one_is_taken(k:
 def test_of_equal_logits_the_first_are_chosen() -> None:
     logits = torch.tensor([[0.0, 2.0, 0.0, 0.0, -1.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
     for k, chosen in ((1, [[1], [0]]), (3, [[0, 1, 2], [0, 1, 2]])):
-        assert [row.nonzero().flatten().tolist() for row in straight_through(logits, k, 0.1)] == chosen
+        assert [row.nonzero().flatten().tolist() for row in straight_through(logits, logits, k)] == chosen
 
 
 def test_a_batch_is_hard_three_times_in_ten() -> None:
@@ -228,7 +234,7 @@ def test_a_batch_is_hard_three_times_in_ten() -> None:
 
 
 def test_noise_chooses_each_unit_as_often_as_its_softmax_says() -> None:
-    block = sparse_block(Plain(8, 24, "relu", True), 8, sparsity=4, hard=1.0).train()
+    block = sparse_block(Plain(8, 24, "relu", True), 8, sparsity=4, hard=1.0, temperature=1.0).train()
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     torch.manual_seed(0)
     share = block.sample_mask(logits.expand(20000, 1, 4)).mean((0, 1))
@@ -325,7 +331,7 @@ def test_the_relaxed_indicator_and_its_reference_are_finite_where_logits_are_hug
 
 def test_noise_draws_k_units_without_replacement() -> None:
     """The frequency of each pair against the two orders in which a draw without replacement can give it."""
-    block = sparse_block(Plain(8, 24, "relu", True), 8, sparsity=4, active=2, hard=1.0).train()
+    block = sparse_block(Plain(8, 24, "relu", True), 8, sparsity=4, active=2, hard=1.0, temperature=1.0).train()
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     torch.manual_seed(0)
     masks = block.sample_mask(logits.expand(20000, 1, 4)).squeeze(1)
