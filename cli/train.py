@@ -64,7 +64,7 @@ def add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) 
     if default is False:
         parser.add_argument(flag(field), action="store_true", default=argparse.SUPPRESS, help=text)
         return
-    kind = {"int": int, "int | None": int, "float": float, "str": str}[str(field.type)]
+    kind = {"int": int, "float": float, "str": str}[str(field.type).removesuffix(" | None")]
     parser.add_argument(
         flag(field),
         type=kind,

@@ -21,7 +21,7 @@ from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.calibration import calibration_from
 from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
 from retrofit.pipeline.registry import as_pass, load_pass, pass_names
-from retrofit.pipeline.replaying import rearranged, recipe, rewrites
+from retrofit.pipeline.replaying import added, rearranged, recipe, rewrites
 from retrofit.pipeline.running import Progress, run_passes, with_current_names
 from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
@@ -153,6 +153,7 @@ def rewrite_once(
         recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)))
         edit.set_attribute(model, "retrofit_rewrites", (*with_current_names(rewrites(model) or (), edit.dense, edit), *accounts))
         edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))
+        edit.set_attribute(model, "retrofit_added", added(edit))
         say("capturing the result")
         report = result = None
         if verify or count_flops or device_of(model).type == "meta":

@@ -27,6 +27,7 @@ def replay(model: nn.Module, specs: Sequence[str]) -> None:
         accounts, _ = run_passes(model, passes, inputs, edit, lambda stage: None)
         edit.set_attribute(model, "retrofit_rewrites", accounts)
         edit.set_attribute(model, "retrofit_rearranged", rearranged(edit))
+        edit.set_attribute(model, "retrofit_added", added(edit))
         recipe_storage.store_recipe(model, specs)
     except RetrofitError:
         edit.undo()
@@ -55,6 +56,14 @@ def rearranged(edit: Edit) -> dict[str, Fate]:
     return {name: fate for name, fate in edit.account().items() if fate.kind == "rearranged"}
 
 
+def added(edit: Edit) -> frozenset[str]:
+    """The names of the parameters that this rewrite or an earlier one added: none of the dense model's is there."""
+    earlier: frozenset[str] = getattr(edit.model, "retrofit_added", frozenset())
+    named = dict(edit.model.named_parameters(remove_duplicate=False))
+    dense = {id(named[fate.name]) for name, fate in edit.account().items() if name not in earlier and fate.name in named}
+    return frozenset(name for name, parameter in named.items() if id(parameter) not in dense)
+
+
 def recipe(model: nn.Module) -> Recipe | None:
     """The passes applied to `model` so far, in order; None for a dense model."""
     specs = recipe_storage.stored_recipe(rewritten_part(model))
@@ -64,6 +73,13 @@ def recipe(model: nn.Module) -> Recipe | None:
 def rewrites(model: nn.Module) -> tuple[Rewrite, ...] | None:
     """The accounts of the passes applied to `model`, or replayed when it was loaded; None for a dense model."""
     return getattr(rewritten_part(model), "retrofit_rewrites", None)
+
+
+def added_parameters(model: nn.Module) -> list[nn.Parameter] | None:
+    """The parameters that the passes added to `model`; None where that is not known, as in a dense model."""
+    part = rewritten_part(model)
+    names = getattr(part, "retrofit_added", None)
+    return None if names is None else [parameter for name, parameter in part.named_parameters() if name in names]
 
 
 def rewritten_part(model: nn.Module) -> nn.Module:

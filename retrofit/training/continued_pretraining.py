@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from retrofit.errors import CheckpointError, TrainingError
+from retrofit.pipeline.replaying import added_parameters
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.wrapped_models import transformer_inside
@@ -95,6 +96,7 @@ def continue_pretraining(
         guide = None if teacher is None else Teacher.of(teacher, model)
         identity = hash_weights(teacher)
     stages = Stages.of(settings, model, guide)
+    new = [] if settings.lr_new is None else new_parameters(model, settings.lr_new)
     facts = {"model": hash_architecture(model), "text": hash_windows(windows), "teacher": identity}
     watch = StepMonitor(progress)
     findings: dict[str, Any] = {}
@@ -105,7 +107,16 @@ def continue_pretraining(
     ):
         trainer: PretrainingTrainer
         setup = TrainerSetup(
-            learner, Collator(objective), train, held_out, settings, folder, cpu, saving=target is not None, numbering=numbering
+            learner,
+            Collator(objective),
+            train,
+            held_out,
+            settings,
+            folder,
+            cpu,
+            saving=target is not None,
+            new=new,
+            numbering=numbering,
         )
         if guide is not None:
             trainer, findings = recover(setup, guide, stages, checkpoint, watch, progress)
@@ -134,6 +145,15 @@ def continue_pretraining(
             tokenizer.save_pretrained(target)
         finish_folder(run)
     return run
+
+
+def new_parameters(model: nn.Module, rate: float) -> list[nn.Parameter]:
+    """The parameters that the passes added to `model`; raises `TrainingError` where there is none."""
+    found = added_parameters(model)
+    if not found:
+        known = "no pass has rewritten it, or its file does not say what is new" if found is None else "its passes added none"
+        raise TrainingError(f"--lr-new {rate:g}: the model has no new parameter", why=known, remedy="leave it out")
+    return found
 
 
 def refuse_unsavable(model: nn.Module, target: Path) -> None:

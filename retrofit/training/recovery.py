@@ -84,7 +84,14 @@ def align(setup: TrainerSetup, teacher: Teacher, steps: int, progress: Callable[
     """The sites have learned to give what the dense modules give; returns the error on held-out windows by step."""
     folder = setup.folder / ALIGNMENT
     settings = dataclasses.replace(
-        setup.settings, steps=steps, lr=setup.settings.align_lr, warmup=None, anneal=0, eval_every=None, save_every=None
+        setup.settings,
+        steps=steps,
+        lr=setup.settings.align_lr,
+        lr_new=None,
+        warmup=None,
+        anneal=0,
+        eval_every=None,
+        save_every=None,
     )
     checkpoint = last_checkpoint(folder)
     model = teacher.sites.model

@@ -20,6 +20,7 @@ class Settings:
     batch_size: int = option(8, "windows a step", minimum=1)
     length: int = option(256, "tokens a window", minimum=8)
     lr: float = option(1e-4, "highest learning rate", minimum=0)
+    lr_new: float | None = option(None, "highest learning rate of the parameters that the passes added (as --lr)", minimum=0)
     warmup: int | None = option(None, "steps until the rate is reached (a twentieth of all steps)", minimum=0)
     schedule: str = option("linear", "how the rate goes down after that", choices=SCHEDULES)
     weight_decay: float = option(0.0, "AdamW's weight decay", minimum=0)

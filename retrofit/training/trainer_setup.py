@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ class TrainerSetup:
     folder: Path
     cpu: bool
     saving: bool
+    new: Sequence[nn.Parameter] = ()  # with a highest learning rate of their own
     numbering: Numbering | None = None  # where a teacher's predictions are found by the number of a window
 
     def trainer(
@@ -57,6 +58,8 @@ class TrainerSetup:
             train_dataset=self.training_data(settings),
             eval_dataset=self.held_out_data() if len(self.held_out) else None,
             callbacks=[watch],
+            new=self.new,
+            new_rate=settings.lr_new,
             **more,
         )
         trainer.remove_callback(PrinterCallback)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,23 @@ from retrofit.training.teacher import Teacher
 
 
 class PretrainingTrainer(Trainer):
-    """A trainer whose checkpoints hold the module's own state, under its own names, whatever its class and wrappers are."""
+    """A trainer whose checkpoints hold the module's own state, under its own names, whatever its class and wrappers are.
+
+    The parameters in `new` have `new_rate`, where it is given, for their highest learning rate.
+    """
+
+    def __init__(self, new: Iterable[nn.Parameter] = (), new_rate: float | None = None, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.new, self.new_rate = {id(one) for one in new}, new_rate
+
+    def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(*args)
+        for group in list(optimizer.param_groups if self.new_rate is not None else ()):
+            new = [one for one in group["params"] if id(one) in self.new]
+            if new:
+                group["params"] = [one for one in group["params"] if id(one) not in self.new]
+                optimizer.add_param_group({**group, "params": new, "lr": self.new_rate})
+        return optimizer
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         assert output_dir is not None and self.model is not None

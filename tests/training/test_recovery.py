@@ -276,7 +276,24 @@ def test_the_command_line_names_the_teacher(tmp_path: Path, capsys: pytest.Captu
     retrofit.save(dense, tmp_path / "dense.pt")
     (tmp_path / "text.txt").write_text(TEXTS[0])
     words = ["train", str(tmp_path / "model.pt"), "--data", str(tmp_path / "text.txt"), "--steps", "4", "--length", "32"]
-    assert main([*words, "--batch-size", "2", "--teacher", str(tmp_path / "dense.pt"), "--align", "2", "--anneal", "2"]) == 0
+    assert (
+        main(
+            [
+                *words,
+                "--batch-size",
+                "2",
+                "--teacher",
+                str(tmp_path / "dense.pt"),
+                "--align",
+                "2",
+                "--anneal",
+                "2",
+                "--lr-new",
+                "0.001",
+            ]
+        )
+        == 0
+    )
     assert "the dense model" in capsys.readouterr().out
     assert (tmp_path / "model.trained.run" / "curve.png").exists()
     assert main([*words, "--anneal", "5", "--teacher", str(tmp_path / "dense.pt"), "--force"]) == 2

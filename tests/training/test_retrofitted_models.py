@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
+from retrofit.errors import TrainingError
 from retrofit.passes import AltUp
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.settings import Settings
@@ -90,3 +91,21 @@ def test_it_is_trained_on_after_a_trip_to_disk(tmp_path: Path, name: str) -> Non
     assert retrofit.recipe(retrofit.load(tmp_path / f"trained.{name}")) == (AltUp(k=2),)
     again = retrofit.load(tmp_path / f"trained.{name}").state_dict()
     assert all(torch.equal(again[key], value) for key, value in loaded.state_dict().items())
+
+
+def test_what_the_passes_added_has_a_learning_rate_of_its_own(tmp_path: Path) -> None:
+    model = retrofit.apply(dense(), "sparse-ffn(sparsity=4)", verify=False)
+    model = retrofit.apply(model, "memory", verify=False)  # what the first pass added is still known
+    retrofit.save(model, tmp_path / "model.pt")
+    for one in (model, retrofit.load(tmp_path / "model.pt")):
+        before = {name: parameter.detach().clone() for name, parameter in one.named_parameters()}
+        run = continue_pretraining(one, TEXTS, settings(lr=0.0, lr_new=1e-2))
+        moved = {name for name, parameter in one.named_parameters() if not torch.equal(parameter, before[name])}
+        new = [f"model.layers.{depth}.layer.mlp.{name}" for depth in range(3) for name in ("c1", "c2", "bias")]
+        assert moved == {*new, *(f"model.layers.{depth}.memory.b" for depth in range(3))}
+        assert {rate for _, rate in run.rates} == {0.0}
+
+
+def test_a_model_without_new_parameters_has_no_learning_rate_for_them() -> None:
+    with pytest.raises(TrainingError, match="no pass has rewritten it"):
+        continue_pretraining(dense(), TEXTS, settings(lr_new=1e-2))
