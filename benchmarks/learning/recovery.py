@@ -1,35 +1,27 @@
-"""How fast a rewritten model gets its quality back, plainly and with a teacher, stage by stage, on the demo's model and text.
+"""How fast a rewritten model gets its quality back, plainly and with a teacher, stage by stage.
 
-A byte-level Llama (2.8 million parameters) is trained once, rewritten by each approximate pass with calibration, and trained on
-in several ways for the same number of tokens, the steps of `align` among them: the same windows in the same order for one seed. The
-dense model is trained on the same tokens too. Every run is kept in the JSON file as soon as it is done; the next call goes on from
-there. Prints held-out losses, mean and standard deviation over the seeds.
+A dense model is rewritten by each approximate pass with calibration, and trained on in several ways for the same number of tokens,
+the steps of `align` among them: the same windows in the same order for one seed. The dense model is trained on the same tokens too.
+`--model demo` is the demo's byte-level Llama (2.8 million parameters, 500 steps), `converged` the same one trained four times as
+long, `SmolLM2` a real one. Every run is kept in the JSON file; the next call goes on from there. Prints held-out losses, mean and
+standard deviation over the seeds.
 
-    python benchmarks/learning/recovery.py -o recovery.json --seeds 3
+    python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3
+    python benchmarks/learning/recovery.py -o recovery.json --model SmolLM2 --seeds 1 --steps 293 --lr 1e-4 --specs sparse-ffn
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import dataclasses
-import json
+import functools
 import statistics
-import time
 from collections.abc import Mapping
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
-
-import retrofit
-from retrofit.pipeline.tokenization import codec_for, windows_of
-from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.settings import Settings
-from retrofit.training.windows import hold_out
+from experiment import DenseModel, Kept, SmolLM2, mean_and_deviation, rewritten, run_settings, trained_on
 
 SPECS = ("sparse-ffn(sparsity=8)", "sparse-qkv", "shared-moe(groups=1)", "sequence-altup(k=2)")
 WAYS: dict[str, dict[str, float]] = {  # parts of all steps
@@ -40,82 +32,59 @@ WAYS: dict[str, dict[str, float]] = {  # parts of all steps
     "align, anneal, distil": {"align": 0.2, "anneal": 0.3, "distil": 0.5},
     "own dial, distil": {"anneal": 0.4, "distil": 0.5, "own_dial": 1.0},
     "distil, hidden": {"distil": 0.5, "hidden": 1.0},
+    "teacher alone": {"distil": 1.0},
 }
-ONLY_NAMED = ("own dial, distil", "distil, hidden")  # ways that are tried where --ways names them
-DENSE = "dense"
-LENGTH, BATCH, HELD_OUT, CALIBRATED, POINTS = 256, 4, 0.03, 64, 10
+ONLY_NAMED = ("own dial, distil", "distil, hidden", "teacher alone")  # ways that are tried where --ways names them
+DENSE = ""
+MODELS = {"demo": DenseModel(), "converged": DenseModel(steps=2000), "SmolLM2": SmolLM2()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Recovery with a teacher and without.")
     parser.add_argument("-o", "--output", type=Path, default=Path("recovery.json"))
+    parser.add_argument("--model", choices=list(MODELS), default="demo")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=250, help="of a run, those of align among them")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--specs", nargs="+", default=SPECS)
     parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way not in ONLY_NAMED], choices=list(WAYS))
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    texts = ["\n\n".join(topics[name] for name in sorted(topics))]
-    results: dict[str, Any] = json.loads(options.output.read_text()) if options.output.exists() else {}
-    dense = trained_once(options.output.with_suffix(".pt"), texts)
-    end = time.monotonic() + 60 * options.minutes
+    kept = Kept(options.output, options.minutes)
     for seed in range(1, options.seeds + 1):
         for spec in (DENSE, *options.specs):
             for way in ("plain",) if spec == DENSE else options.ways:
-                key = f"{spec} | {way} | seed {seed} | {options.steps} steps at {options.lr:g}"
-                if key not in results and time.monotonic() < end:
-                    results[key] = one_run(dense, spec, WAYS[way], seed, options, texts)
-                    options.output.write_text(json.dumps(results, indent=1))
-                    print(f"{key}: {results[key]['eval_losses'][-1][1]:.4f}", flush=True)
-    print(table(results, options))
+                key = key_of(spec, way, seed, options)
+                kept.measure(key, functools.partial(one_run, spec, way, seed, options))
+    print(table(kept.values, options))
 
 
-def trained_once(path: Path, texts: list[str]) -> nn.Module:
-    """The dense model, from its file where it was trained before."""
-    if not path.exists():
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 48}
-        tokens = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 1024}
-        model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=4, **sizes, **tokens))
-        settings = Settings(500, BATCH, LENGTH, lr=2e-3, schedule="cosine", eval_fraction=HELD_OUT, eval_every=500)
-        continue_pretraining(model, texts, settings)
-        retrofit.save(model, path)
-    return retrofit.load(path)
+def key_of(spec: str, way: str, seed: int, options: argparse.Namespace) -> str:
+    return f"{options.model} | {spec or 'dense'} | {way} | seed {seed} | {options.steps} steps at {options.lr:g}"
 
 
-def one_run(
-    dense: nn.Module, spec: str, way: Mapping[str, float], seed: int, options: argparse.Namespace, texts: list[str]
-) -> dict[str, Any]:
+def one_run(spec: str, way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """The numbers of one run."""
-    torch.manual_seed(seed)
-    model = copy.deepcopy(dense)
-    if spec != DENSE:
-        seen, _ = hold_out(windows_of(texts, codec_for(dense), LENGTH), HELD_OUT)
-        calibration = seen[:: max(1, len(seen) // CALIBRATED)][:CALIBRATED].long()
-        model = retrofit.apply(model, spec, calibration=calibration, verify=False)
-    align = round(way.get("align", 0.0) * options.steps)
-    settings = Settings(
-        options.steps - align,
-        BATCH,
-        LENGTH,
-        lr=options.lr,
-        eval_fraction=HELD_OUT,
-        eval_every=max(1, options.steps // POINTS),
-        seed=seed,
-    )
-    teacher = None
-    if way:
-        teacher = dense
-        anneal = round(way.get("anneal", 0.0) * options.steps)
+    start = MODELS[options.model]
+    dense = start.trained(options.output.parent)
+    model = rewritten(dense, spec, seed, tokenizer=start.tokenizer)
+    parts = WAYS[way]
+    align, anneal = (round(parts.get(stage, 0.0) * options.steps) for stage in ("align", "anneal"))
+    settings = run_settings(options.steps - align, options.lr, seed)
+    if parts:
         settings = dataclasses.replace(
-            settings, align=align, anneal=anneal, distil=way["distil"], distil_hidden=way.get("hidden", 0.0)
+            settings,
+            align=align,
+            anneal=anneal,
+            distil=parts["distil"],
+            distil_hidden=parts.get("hidden", 0.0),
+            dial="own" if "own_dial" in parts else "mixture",
         )
-        settings = dataclasses.replace(settings, dial="own" if way.get("own_dial") else "mixture")
-    run = continue_pretraining(model, texts, settings, teacher=teacher)
-    known = ("eval_losses", "alignment", "dense_loss", "start_loss", "seconds_per_step")
-    return {**{name: value for name, value in run.to_dict().items() if name in known}, "align": align}
+    run = trained_on(model, settings, dense if parts else None, start.tokenizer)
+    known = ("alignment", "dense_loss", "start_loss", "seconds_per_step", "eval_losses")
+    numbers = run.to_dict()
+    return {"align": align, **{name: numbers[name] for name in known if name in numbers}}
 
 
 def table(results: Mapping[str, Any], options: argparse.Namespace) -> str:
@@ -132,14 +101,14 @@ def table(results: Mapping[str, Any], options: argparse.Namespace) -> str:
             start = statistics.mean(run["eval_losses"][0][1] for run in started.values())
             reached = [steps_to(run, plain[seed]["eval_losses"][-1][1]) for seed, run in runs.items() if seed in plain]
             shown = ", ".join("not" if one is None else str(one) for one in reached)
-            deviation = f" ± {statistics.stdev(last):.4f}" if len(last) > 1 else ""
-            lines.append(f"| `{spec}` | {way} | {len(runs)} | {start:.4f} | {statistics.mean(last):.4f}{deviation} | {shown} |")
+            name = f"`{spec}`" if spec else "dense"
+            lines.append(f"| {name} | {way} | {len(runs)} | {start:.4f} | {mean_and_deviation(last)} | {shown} |")
     return "\n".join(lines)
 
 
 def runs_of(results: Mapping[str, Any], spec: str, way: str, options: argparse.Namespace) -> dict[int, Any]:
     """The runs of one pass and way, by seed."""
-    keys = {seed: f"{spec} | {way} | seed {seed} | {options.steps} steps at {options.lr:g}" for seed in range(1, options.seeds + 1)}
+    keys = {seed: key_of(spec, way, seed, options) for seed in range(1, options.seeds + 1)}
     return {seed: results[key] for seed, key in keys.items() if key in results}
 
 

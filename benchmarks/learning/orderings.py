@@ -1,0 +1,167 @@
+"""Whether the papers' orderings hold from a trained start: methods and their baselines, trained on side by side.
+
+Each of the groups below is one claim of a paper, best variant first. The demo's byte-level Llama (for the strides also a BERT of
+its size) is trained once, rewritten by every variant, and trained on, all on the same windows in the same order for one seed. Every
+run is kept in the JSON file; the next call goes on from there. Prints held-out losses, mean and standard deviation over the seeds,
+and for each two neighbours the mean difference, paired by seed, with its standard error.
+
+    python benchmarks/learning/orderings.py -o orderings.json --seeds 3
+    python benchmarks/learning/orderings.py -o orderings.json --groups altup lookups --seeds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from experiment import DenseModel, Kept, held_out_losses, mean_and_deviation, rewritten, run_settings, trained_on
+from torch import nn
+
+import retrofit
+
+CAUSAL, MASKED = DenseModel(), DenseModel(masked=True, steps=1500)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A model to train on: dense where there is no spec; `change` is made after the rewrite."""
+
+    name: str
+    spec: str = ""
+    change: Callable[[nn.Module], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A claim of a paper, its variants in the order that is claimed."""
+
+    claim: str
+    variants: tuple[Variant, ...]
+    dense: DenseModel = CAUSAL
+
+
+def share_norms(model: nn.Module) -> None:
+    """The norms at the same place of all layers become one, the first layer's."""
+    first, *others = (model.get_submodule(layer.name) for layer in retrofit.inspect(model).stacks[0].layers)
+    for path, module in first.named_modules():
+        parameters = list(module.parameters(recurse=False))
+        if path and parameters and all(one.dim() == 1 for one in parameters) and not list(module.children()):
+            for other in others:
+                parent, _, name = path.rpartition(".")
+                setattr(other.get_submodule(parent), name, module)
+
+
+def strides(*methods: str) -> tuple[Variant, ...]:
+    return tuple(Variant(method, f"sequence-altup(k=2, method={method})") for method in methods)
+
+
+GROUPS = {
+    "altup": Group(
+        "AltUp is better than SameUp and Sum, and these than the dense model",
+        (Variant("AltUp", "altup(k=2)"), Variant("SameUp", "altup(k=2, selection=same)"), Variant("Sum", "sum"), Variant("dense")),
+    ),
+    "blocks": Group(
+        "alternating K = 4 is better than K = 2, and that than the dense model",
+        (Variant("K = 4", "altup(k=4)"), Variant("K = 2", "altup(k=2)"), Variant("dense")),
+    ),
+    "decoder strides": Group("Sequence-AltUp is better than stride-and-skip", strides("sequence-altup", "stride-and-skip")),
+    "encoder strides": Group(
+        "Sequence-AltUp is better than stride-and-skip, and that than average pooling",
+        strides("sequence-altup", "stride-and-skip", "average-pooling"),
+        MASKED,
+    ),
+    "lookups": Group(
+        "looking up by token id is at least as good as by softmax, and that as by hashing",
+        (
+            Variant("token-id", "memory(lookup=token-id)"),
+            Variant("softmax", "memory(lookup=softmax, buckets=256)"),
+            Variant("lsh", "memory(lookup=lsh, buckets=256)"),
+        ),
+    ),
+    "norms": Group(
+        "with one mixture for all layers, norms of each layer's own are better than shared ones",
+        (
+            Variant("own norms", "shared-moe(groups=1)"),
+            Variant("shared norms", "shared-moe(groups=1)", share_norms),
+        ),
+    ),
+    "capacity": Group(
+        "a capacity and a balance loss cost nothing",
+        (
+            Variant("C = 1.2, λ = 0.01", "shared-moe(groups=0)"),
+            Variant("no capacity", "shared-moe(groups=0, capacity=none)"),
+            Variant("no balance", "shared-moe(groups=0, balance=0)"),
+            Variant("neither", "shared-moe(groups=0, capacity=none, balance=0)"),
+        ),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The papers' orderings from a trained start.")
+    parser.add_argument("-o", "--output", type=Path, default=Path("orderings.json"))
+    parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    kept = Kept(options.output, options.minutes)
+    for seed in range(1, options.seeds + 1):
+        for name in options.groups:
+            for variant in GROUPS[name].variants:
+                one = GROUPS[name], variant, seed, options
+                kept.measure(key_of(*one), functools.partial(losses, *one))
+    for name in options.groups:
+        print(f"\n{GROUPS[name].claim}\n{table(GROUPS[name], kept, options)}")
+
+
+def key_of(group: Group, variant: Variant, seed: int, options: argparse.Namespace) -> str:
+    what = (variant.spec or "dense") + ("" if variant.change is None else f", {variant.name}")
+    return f"{'BERT' if group.dense.masked else 'Llama'} | {what} | seed {seed} | {options.steps} steps at {options.lr:g}"
+
+
+def losses(group: Group, variant: Variant, seed: int, options: argparse.Namespace) -> list[float]:
+    """The held-out losses before any step and on the way."""
+    model = rewritten(group.dense.trained(options.output.parent), variant.spec, seed)
+    if variant.change is not None:
+        variant.change(model)
+    return held_out_losses(trained_on(model, run_settings(options.steps, options.lr, seed)))
+
+
+def table(group: Group, kept: Kept, options: argparse.Namespace) -> str:
+    """A row for each variant: losses at the start and the end, and how much better it ends than the next, paired by seed."""
+    found = [
+        {
+            seed: kept.values[key]
+            for seed in range(1, options.seeds + 1)
+            if (key := key_of(group, one, seed, options)) in kept.values
+        }
+        for one in group.variants
+    ]
+    lines = ["| | before any step | after all steps | better than the next by |", "| --- " * 4 + "|"]
+    for place, (variant, runs) in enumerate(zip(group.variants, found, strict=True)):
+        following = found[place + 1] if place + 1 < len(found) else {}
+        gains = [following[seed][-1] - run[-1] for seed, run in runs.items() if seed in following]
+        start, end = ([run[at] for run in runs.values()] for at in (0, -1))
+        before = f"{statistics.mean(start):.4f}" if start else "not run"
+        lines.append(f"| {variant.name} | {before} | {mean_and_deviation(end)} | {with_error(gains)} |")
+    return "\n".join(lines)
+
+
+def with_error(gains: list[float]) -> str:
+    """The mean, and its standard error where there are several."""
+    if len(gains) < 2:
+        return "".join(f"{one:+.4f}" for one in gains)
+    return f"{statistics.mean(gains):+.4f} ± {statistics.stdev(gains) / math.sqrt(len(gains)):.4f}"
+
+
+if __name__ == "__main__":
+    main()
