@@ -47,6 +47,9 @@ RANDOM = frozenset(  # operations that draw; attention with a dropout computes f
     " randint randint_like randn randn_like random randperm rrelu_with_noise uniform".split()
 )
 
+# where no dtype is named, these draw in the default one
+OF_DEFAULT = {aten.rand.default, aten.rand.generator, aten.randn.default, aten.randn.generator, aten.normal.float_float}
+
 
 @functools.cache
 def kind_of(function: OpOverload) -> Kind:
@@ -276,7 +279,7 @@ class Widened(TorchDispatchMode):
         """Random numbers as they are drawn without this context in the default dtype, in its width."""
         given = bind(function, args, kwargs)
         targets = [name for name in written_arguments(function) if isinstance(given.get(name), Tensor)]
-        if "dtype" in {one.name for one in function._schema.arguments} and given.get("dtype") in (None, self.dtype):
+        if given.get("dtype") is self.dtype or (given.get("dtype") is None and function in OF_DEFAULT):
             given["dtype"] = self.default
         wide = {name: self.wide_memory(given[name]) for name in targets}
         drawn = {name: torch.empty_like(value, dtype=self.drawn_dtype(value)) for name, value in wide.items()}

@@ -143,7 +143,14 @@ def test_random_numbers_are_those_that_are_drawn_without() -> None:
     def draw() -> list[Tensor]:
         torch.manual_seed(5)
         x = torch.full((4, 5), 0.5)
-        drawn = [torch.rand(4), torch.randn(7), torch.rand_like(x), nn.functional.dropout(x), torch.bernoulli(x)]
+        drawn = [
+            torch.rand(4),
+            torch.randn(7),
+            torch.rand_like(x),
+            nn.functional.dropout(x),
+            torch.bernoulli(x),
+            torch.normal(0.0, 1.0, (3,)),
+        ]
         return [*drawn, torch.empty(3).exponential_(), torch.empty(3).uniform_(-1, 1)]
 
     narrow = draw()
@@ -151,6 +158,21 @@ def test_random_numbers_are_those_that_are_drawn_without() -> None:
         wide = draw()
     for one, other in zip(narrow, wide, strict=True):
         assert torch.equal(one.double(), other)
+
+
+def test_whole_numbers_are_drawn_as_without() -> None:
+    def draw() -> list[Tensor]:
+        torch.manual_seed(5)
+        generator = torch.Generator().manual_seed(6)
+        ids = torch.arange(6)
+        drawn = [torch.randint(9, (4,)), torch.randint(2, 9, (4,), generator=generator), torch.randperm(5)]
+        return [*drawn, torch.randperm(5, generator=generator), torch.randint_like(ids, 9), ids[torch.randint(6, (3,))]]
+
+    narrow = draw()
+    with Widened():
+        wide = draw()
+    for one, other in zip(narrow, wide, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
 
 
 @pytest.mark.parametrize("rows", [3, 1])  # one is multiplied as a batch
