@@ -193,7 +193,7 @@ def try_row(name: str, template: str) -> dict[str, Any]:
     stages.ends("costs")
     row["onnx"] = exported(real, applied.model)
     stages.ends("onnx")
-    if calibration is not None:
+    if calibration is not None and not row["exact"]:
         plain = retrofit.apply(real.load(), chosen, example_inputs=example_of(real), verify=False)
         row["uncalibrated"] = real.measure(plain, outputs)
         stages.ends("uncalibrated")

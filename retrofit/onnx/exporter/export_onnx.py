@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
 SUFFIX = ".onnx"
-MOST_INLINE_BYTES = int(1.9 * 2**30)  # bytes of weights that fit into one file: protobuf ends at 2 GiB
+MOST_INLINE_BYTES = 2**30  # bytes of weights in one file: protobuf ends at 2 GiB, and holds several copies of them while it writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def export_onnx(
 
     An encoder-decoder becomes `encoder_{name}`, `decoder_{name}` and, with its cache, `decoder_with_past_{name}`. `cache` is
     `past` (a decoder takes and returns its keys and values), `none`, or `auto`: with, where the model has such a cache. `fuse` puts
-    ONNX Runtime's own operators in where it computes the same with them. Weights of more than 2 GB go into `{file}_data`.
+    ONNX Runtime's own operators in where it computes the same with them. Weights of more than 1 GiB go into `{file}_data`.
 
     Raises `CaptureError` where the model cannot be traced, or ONNX Runtime computes something else; `CheckpointError` where a file
     exists (unless `force`) or cannot be written; `RetrofitError` where packages are missing or ONNX
