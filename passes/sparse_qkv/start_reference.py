@@ -18,7 +18,7 @@ from retrofit.passes.sparse_qkv.reference import convolved, projected
 from retrofit.sdk import Observed, ObservedSite, Problems
 
 LEAST = 0.6  # of a fit's own square: its product with what it is fitted to (1 but for the few rows they are tried on)
-CALIBRATED = 0.1  # the same of a fit on calibration data, for which random rows count otherwise
+CALIBRATED = 0.1  # the same of a fit on calibration data, where the rows it is tried on count less or more than in the data
 SOLVED, NEARLY = 2e-3, 0.05  # of a target's square: by how much another E, or another D, may better a fit
 NO_PLAIN_MATRIX = "no module of the dense model multiplies by its matrix alone"
 
@@ -92,15 +92,25 @@ def replaced_output(site: ObservedSite, observed: Observed) -> ObservedSite:
 
 
 def agreement_problems(part: Part, observed: Observed) -> Problems:
-    """The scale of a least-squares fit Ŵ is the best one, ⟨Ŵ, W⟩ = ‖Ŵ‖²; on random rows, and less so under calibration data."""
-    x, y = (rows.double() for rows in observed.dense_probes[part.site.dense_path])
-    y = y if part.letter == "out" else y[..., part.dense]
-    found = projected(part.sparse, part.kind, observed.options.kernel, x.unsqueeze(1)).squeeze(1)[..., part.columns]
-    agreement = float((found * y).sum() / found.square().sum().clamp_min(1e-30))
+    """The scale of a least-squares fit Ŵ is the best one, ⟨Ŵ, W⟩ = ‖Ŵ‖²: on random rows, or where data count on rows of a model.
+
+    What is fitted to data may be far too long along inputs that the data do not have.
+    """
+    probes = observed.dense_probes[part.site.dense_path]
+    rows = [probes, observed.dense_products[part.site.dense_path]] if observed.is_calibrated else [probes]
     least = CALIBRATED if observed.is_calibrated else LEAST
-    if not least <= agreement <= 1 / least:
-        ratio = f"along {part.letter} the dense projection is {agreement:.2g} times as long"
+    found = [agreement(part, observed, *one) for one in rows]
+    if not any(least <= one <= 1 / least for one in found):
+        ratio = f"along {part.letter} the dense projection is {' or '.join(f'{one:.2g}' for one in found)} times as long"
         yield part.site.path, f"{ratio}: it was not fitted, or its columns lie otherwise"
+
+
+def agreement(part: Part, observed: Observed, x: Tensor, y: Tensor) -> float:
+    """⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, of which the dense projection makes y."""
+    x, y = x.double(), y.double()
+    y = y if part.letter == "out" else y[..., part.dense]
+    found = projected(part.sparse, part.kind, observed.options.kernel, x.unsqueeze(1)).detach().squeeze(1)[..., part.columns]
+    return float((found * y).sum() / found.square().sum().clamp_min(1e-30))
 
 
 def fit_problems(same: list[Part], observed: Observed) -> Problems:

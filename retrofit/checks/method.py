@@ -44,6 +44,7 @@ class DenseCalls:
 
     calls: Mapping[str, tuple[Tensor, Tensor]]
     probes: Mapping[str, tuple[Tensor, Tensor]]  # of plain projections: random rows, and their products with the weight
+    products: Mapping[str, tuple[Tensor, Tensor]]  # of these: rows that they received, and their products with the weight
     rows: Mapping[str, tuple[list[int], Tensor]]  # of these: some input features, and their rows of the matrix
     ways: frozenset[str] = frozenset()  # in which it runs, in words
 
@@ -140,12 +141,14 @@ def dense_calls(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
 @torch.no_grad()
 def dense_probes(
     model: nn.Module, calls: Mapping[str, tuple[Tensor, Tensor]]
-) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, tuple[list[int], Tensor]]]:
+) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, tuple[Tensor, Tensor]], dict[str, tuple[list[int], Tensor]]]:
     """Of every module that only multiplies by one matrix and adds a bias: random rows, and their products with the matrix.
 
-    Also some input features, and their rows of the matrix: what the module makes of a one in their place.
+    The same of rows that it received. Also some input features, and their rows of the matrix: what the module makes of a one in
+    their place.
     """
     found: dict[str, tuple[Tensor, Tensor]] = {}
+    received: dict[str, tuple[Tensor, Tensor]] = {}
     kept: dict[str, tuple[list[int], Tensor]] = {}
     for path, (x, y) in calls.items():
         module = model.get_submodule(path)
@@ -157,12 +160,14 @@ def dense_probes(
         features = list(range(width)) if width <= SMALL else [index * (width - 1) // (FEATURES - 1) for index in range(FEATURES)]
         ones = torch.zeros(len(features), width).index_put_((torch.arange(len(features)), torch.tensor(features)), torch.ones(()))
         with contextlib.suppress(Exception):  # one that takes more than this
-            made = module(torch.cat([rows, 2 * rows, ones.to(x), 0 * rows[:1]]))  # in one call: each reads the matrix
-            if isinstance(made, Tensor) and made.shape == (2 * PROBES + len(features) + 1, y.shape[-1]):
-                once, twice, column = (made[:-1] - made[-1:]).detach().split([PROBES, PROBES, len(features)])
+            parts = (rows, 2 * rows, x, ones.to(x))
+            made = module(torch.cat([*parts, 0 * rows[:1]]))  # in one call: each reads the matrix
+            if isinstance(made, Tensor) and made.shape == (sum(map(len, parts)) + 1, y.shape[-1]):
+                once, twice, product, column = (made[:-1] - made[-1:]).detach().split([*map(len, parts)])
                 if torch.allclose(twice, 2 * once, 1e-3):
-                    found[path], kept[path] = (rows, once.clone()), (features, column.clone())
-    return found, kept
+                    found[path], received[path] = (rows, once.clone()), (x, product.clone())
+                    kept[path] = features, column.clone()
+    return found, received, kept
 
 
 def dense_ways(subject: Subject) -> frozenset[str]:
@@ -195,7 +200,7 @@ class Comparison:
 
     def __init__(self, subject: Subject, before: DenseCalls | None, context: Context) -> None:
         self.subject, self.model, self.context = subject, subject.model, context
-        self.before = before or DenseCalls({}, {}, {})
+        self.before = before or DenseCalls({}, {}, {}, {})
         self.passes = passes_of(self.model, context)
         self.references: dict[str, MethodReference] = {one.name: one.reference for one in self.passes if one.reference is not None}
         self.sites = self.find_sites()
@@ -321,6 +326,7 @@ class Comparison:
             self.context.fates,
             self.before.calls,
             self.before.probes,
+            self.before.products,
             self.before.rows,
             self.context.calibrated,
             self.passes,

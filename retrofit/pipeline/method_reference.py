@@ -190,6 +190,7 @@ class Observed:
     fates: Mapping[str, Any]  # of the dense parameters; empty where there is no dense model to compare with
     dense_calls: Mapping[str, tuple[Tensor, Tensor]]  # of the dense model's modules: some rows of x, and of what it returned
     dense_probes: Mapping[str, tuple[Tensor, Tensor]]  # of its plain projections: random rows, and their products with the weight
+    dense_products: Mapping[str, tuple[Tensor, Tensor]]  # of the same: rows that they received, and their products with the weight
     dense_rows: Mapping[str, tuple[list[int], Tensor]]  # of the same: some input features, and their rows of the matrix
     is_calibrated: bool  # whether calibration data was given
     recipe: tuple[Any, ...]  # all the passes, in order
