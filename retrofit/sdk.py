@@ -45,6 +45,8 @@ from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock as FeedForward
 from retrofit.anatomy.feed_forward_blocks import RowMajor as RowMajor
 from retrofit.anatomy.feed_forward_blocks import install_feed_forward as install_feed_forward
 from retrofit.anatomy.feed_forward_blocks import linear as linear
+from retrofit.anatomy.wrapped_modules import WrappedModule as WrappedModule
+from retrofit.anatomy.wrapped_modules import WrappedModules as WrappedModules
 from retrofit.anatomy.weight_matrices import Matrix as Matrix
 from retrofit.anatomy.weight_matrices import weight_and_bias as weight_and_bias
 from retrofit.anatomy.weight_matrices import weight_out_first as weight_out_first

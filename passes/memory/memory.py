@@ -16,12 +16,11 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from retrofit.passes.memory import reference as once_more
 from retrofit.passes.memory.external_memory import FEW, ExternalMemory, LshMemory, SoftmaxMemory, TokenIdMemory
-from retrofit.passes.memory.memory_layer import GatheredFeedForward, MemoryLayer
-from retrofit.passes.memory.table_places import TablePlace, TablePlaces
+from retrofit.passes.memory.memory_layer import MemoryLayer
+from retrofit.passes.memory.table_places import TablePlaces
 from retrofit.passes.memory.token_ids import (
     TokenIdInjector,
     TokenIdReader,
@@ -41,8 +40,8 @@ from retrofit.sdk import (
     Plan,
     Site,
     Stack,
+    WrappedModule,
     collect_near_miss,
-    install_feed_forward,
     option,
     selected_depths,
 )
@@ -56,7 +55,7 @@ class StackTables:
 
     width: int  # d
     rows: int  # n
-    places: dict[str, tuple[TablePlace, ...]]  # by layer, those without a table included
+    places: dict[str, tuple[WrappedModule, ...]]  # by layer, those without a table included
     source: TokenIdSource | None  # of the token ids, where they are the lookup
     forwards_ids: bool = False  # whether the model's own code forwards the keyword from the source to the layers
 
@@ -138,10 +137,10 @@ class Memory(Pass[MemoryPlan]):
             recorded_rows=recorded if any(tables.source for tables in stacks) else {},
         )
 
-    def places(self, anatomy: Anatomy, stack: Stack, near_misses: list[NearMiss]) -> dict[str, tuple[TablePlace, ...]]:
+    def places(self, anatomy: Anatomy, stack: Stack, near_misses: list[NearMiss]) -> dict[str, tuple[WrappedModule, ...]]:
         """The places for tables in a stack, by layer; layers without any are included."""
         finder = TablePlaces(anatomy)
-        places: dict[str, tuple[TablePlace, ...]] = {layer.name: () for layer in stack.layers if layer.name}
+        places: dict[str, tuple[WrappedModule, ...]] = {layer.name: () for layer in stack.layers if layer.name}
         for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name)):
             layer = stack.layers[depth]
             for place in finder.of_layer(layer, stack, self.beside, near_misses):
@@ -195,20 +194,12 @@ class Memory(Pass[MemoryPlan]):
             if tables.source is not None:
                 self.route_token_ids(tables, tables.source, edit)
 
-    def add_table(self, place: TablePlace, tables: StackTables, edit: Edit) -> None:
+    def add_table(self, place: WrappedModule, tables: StackTables, edit: Edit) -> None:
         """The module at `place` becomes a `MemoryLayer` around it."""
         module = edit.model.get_submodule(place.path)
         like = next((one for one in (*module.parameters(), *edit.model.parameters()) if one.is_floating_point()), torch.empty(()))
         memory = self.table(tables.rows, tables.width, like)
-        site = None if place.gathered is None else place.gathered.bound_to(edit.model)
-        layer: nn.Module = module
-        if site is not None:
-            layer = GatheredFeedForward(site, edit.model.get_submodule(site.into[0].module), module)
-        wrapper = MemoryLayer(layer, memory, stream_in=place.stream_in, stream_out=place.stream_out)
-        if site is None:
-            edit.replace_module(place.path, wrapper)
-        else:
-            install_feed_forward(site, wrapper, edit)
+        place.install(edit, lambda layer: MemoryLayer(layer, memory, stream_in=place.stream_in, stream_out=place.stream_out))
         for name in memory.late_parameters():
             edit.expect_late_gradient(memory.get_parameter(name))
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from retrofit.passes.memory.external_memory import ExternalMemory
 from retrofit.passes.memory.token_ids import TOKEN_IDS, reads_token_ids
-from retrofit.sdk import FeedForward, Wrapper, argument_place, find_argument, with_item
+from retrofit.sdk import Wrapper, argument_place, find_argument, with_item
 
 
 class MemoryLayer(Wrapper):
@@ -36,16 +36,3 @@ class MemoryLayer(Wrapper):
         out = None if isinstance(output, Tensor) else self.stream_out
         y = output if out is None else output[out]
         return with_item(output, out, y + self.memory(x, ids).to(y.dtype))
-
-
-class GatheredFeedForward(nn.Module):
-    """A feed-forward whose matrices were applied by several modules, as one module of them: `up`, `hidden`, `down`."""
-
-    def __init__(self, site: FeedForward, up: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.up, self.hidden, self.down = up, site.hidden, down
-        self.place = argument_place(down, site.stream_in if site.stream_in is not None else 0)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        container, key = find_argument(self.place, list(args), kwargs)
-        return self.down(self.hidden(self.up(container[key])))  # type: ignore[no-any-return]

@@ -45,6 +45,19 @@ class RowMajor(Conv1D):
         return F.linear(x, self.weight.t(), self.bias)
 
 
+class GatheredFeedForward(nn.Module):
+    """A feed-forward whose matrices were applied by several modules, as one module of them: `up`, `hidden`, `down`."""
+
+    def __init__(self, site: FeedForward, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.hidden, self.down = up, site.hidden, down
+        self.place = argument_place(down, site.stream_in if site.stream_in is not None else 0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        container, key = find_argument(self.place, list(args), kwargs)
+        return self.down(self.hidden(self.up(container[key])))  # type: ignore[no-any-return]
+
+
 def linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     """An `nn.Linear` that holds these very parameters."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
