@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from retrofit.passes.altup.altup import AltUp as AltUp
     from retrofit.passes.memory.memory import Memory as Memory
+    from retrofit.passes.recurrence.recurrence import Recurrence as Recurrence
     from retrofit.passes.sequence_altup.sequence_altup import SequenceAltUp as SequenceAltUp
     from retrofit.passes.shared_moe.shared_moe import SharedMoE as SharedMoE
     from retrofit.passes.sparse_ffn.sparse_ffn import SparseFFN as SparseFFN
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 HOMES = {
     "AltUp": "retrofit.passes.altup.altup",
     "Memory": "retrofit.passes.memory.memory",
+    "Recurrence": "retrofit.passes.recurrence.recurrence",
     "SequenceAltUp": "retrofit.passes.sequence_altup.sequence_altup",
     "SharedMoE": "retrofit.passes.shared_moe.shared_moe",
     "SparseFFN": "retrofit.passes.sparse_ffn.sparse_ffn",

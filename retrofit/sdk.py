@@ -55,6 +55,8 @@ from retrofit.anatomy.attention_sites import REST as REST
 from retrofit.anatomy.attention_sites import AttentionSite as AttentionSite
 from retrofit.anatomy.attention_sites import SiteProjection as SiteProjection
 from retrofit.anatomy.attention_sites import weights_by_letter as weights_by_letter
+from retrofit.anatomy.layer_calls import LayerCall as LayerCall
+from retrofit.anatomy.layer_calls import LayerCalls as LayerCalls
 from retrofit.anatomy.mask_values import mask_value as mask_value
 from retrofit.anatomy.weight_products import weight_product as weight_product
 from retrofit.anatomy.outside_stacks import is_token_id as is_token_id
@@ -99,7 +101,11 @@ from retrofit.surgery.wrappers import argument_place as argument_place
 from retrofit.surgery.wrappers import batch_first as batch_first
 from retrofit.surgery.wrappers import find_argument as find_argument
 from retrofit.surgery.wrappers import map_first as map_first
+from retrofit.surgery.wrappers import tensor_argument as tensor_argument
 from retrofit.surgery.wrappers import with_item as with_item
+from retrofit.surgery.visible_tokens import query_positions as query_positions
+from retrofit.surgery.visible_tokens import unpadded_tokens as unpadded_tokens
+from retrofit.surgery.visible_tokens import visible_keys as visible_keys
 
 # Running a model: on calibration data, on inputs of other shapes, undisturbed; one of two ways by the sizes of the input.
 from retrofit.pipeline.calibration import calibration_from as calibration_from

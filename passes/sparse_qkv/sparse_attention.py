@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.passes.sparse_qkv.mask_gates import lookback_gates, visible_keys
+from retrofit.passes.sparse_qkv.mask_gates import lookback_gates
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
 from retrofit.passes.sparse_qkv.replaced_projections import BiasProjection, SparseOutput
 from retrofit.sdk import (
@@ -21,6 +21,8 @@ from retrofit.sdk import (
     cache_among,
     find_argument,
     histories_of,
+    tensor_argument,
+    visible_keys,
     with_item,
 )
 
@@ -85,17 +87,6 @@ def place_of(module: nn.Module, key: Key) -> ArgumentPlace:
     """Where `module` takes the argument `key`, which is not None."""
     assert key is not None
     return argument_place(module, key)
-
-
-def tensor_argument(place: ArgumentPlace | None, args: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor at a place of a call, None where there is none."""
-    if place is None:
-        return None
-    position, keyword = place
-    value = kwargs.get(keyword) if keyword is not None else None
-    if value is None and position is not None and position < len(args):
-        value = args[position]
-    return value if isinstance(value, Tensor) else None
 
 
 def project_with_history(

@@ -43,21 +43,25 @@ def mask_arguments(sites: list[AttentionSite], flow: Dataflow) -> dict[str, Mask
     for site in sites:
         owner = first_calls.get(site.name, program.root)
         masks = [mask for core in cores if owner.encloses(flow.call_of(core.result)) for mask in core.masks]
-        keys = [key for mask in masks if (key := mask_key(owner, mask, site, flow)) is not None]
+        streams = site.stream_in, site.source_in
+        keys = [key for mask in masks if (key := mask_key(owner, mask, streams, site.tokens_first, flow)) is not None]
         if owner is not program.root and keys:
             found[site.name] = MaskArgument(keys[0], true_hides(owner.inputs[keys[0]], flow))
     return found
 
 
-def mask_key(call: Call, mask: fx.Node, site: AttentionSite, flow: Dataflow) -> Key:
-    """The argument of a call from which `mask` is computed without any weight of the model: None where there is none."""
+def mask_key(call: Call, mask: fx.Node, streams: tuple[Key, Key], tokens_first: bool, flow: Dataflow) -> Key:
+    """The argument of a call from which `mask` is computed without any weight of the model: None where there is none.
+
+    `streams` are its input stream, which may be (length, batch, width), and in cross-attention its source: they are no masks.
+    """
     weights = [node for node in flow.program.parameters if node in flow.position]
-    stream = shape(call.inputs.get(site.stream_in))
+    stream = shape(call.inputs.get(streams[0]))
     for key, node in call.inputs.items():
         size = shape(node) or ()
-        if key in (None, site.stream_in, site.source_in) or len(size) not in (2, 4):
+        if key in (None, *streams) or len(size) not in (2, 4):
             continue
-        if len(size) == 2 and stream is not None and size[0] not in (1, stream[site.tokens_first]):
+        if len(size) == 2 and stream is not None and size[0] not in (1, stream[tokens_first]):
             continue  # it is (queries, keys), the same for every row of the batch
         is_learned = any(flow.reaches(weight, node) for weight in weights)
         if flow.reaches(node, mask) and not is_learned:

@@ -37,6 +37,17 @@ def find_argument(place: ArgumentPlace, args: list[Any], kwargs: dict[str, Any])
     )
 
 
+def tensor_argument(place: ArgumentPlace | None, args: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor at a place of a call, None where there is none."""
+    if place is None:
+        return None
+    position, keyword = place
+    value = kwargs.get(keyword) if keyword is not None else None
+    if value is None and position is not None and position < len(args):
+        value = args[position]
+    return value if isinstance(value, Tensor) else None
+
+
 def with_item(output: Any, key: int | str | None, value: Tensor) -> Any:
     """`output`, of the type it was, with `value` at `key`; `value` itself where `key` is None."""
     if key is None:

@@ -1,0 +1,224 @@
+"""The recurrence pass: beside each feed-forward a projection to r numbers, a simple recurrent unit, and a projection back.
+
+    y = FFN(x) + SRU(x W_in) W_out          x: (batch, tokens, d)
+
+Information passes on in time within one layer, and for as long as the unit keeps it. The last projection is zero at the start,
+which makes the rewritten model compute the dense function. The unit is in `simple_recurrent_unit.py`, how it runs over all tokens
+at once in `linear_scan.py`, the modules around a model's own in `recurrent_feed_forward.py`.
+
+Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.3.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from retrofit.passes.recurrence import reference as once_more
+from retrofit.passes.recurrence.recurrent_feed_forward import Layout, RecurrentFeedForward, RecurrentLayer
+from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence as RecurrentUnit
+from retrofit.sdk import (
+    Anatomy,
+    Branch,
+    DoesNotFitError,
+    Edit,
+    Layer,
+    LayerCall,
+    LayerCalls,
+    MethodReference,
+    ModuleReference,
+    NearMiss,
+    Pass,
+    Plan,
+    Site,
+    Stack,
+    WrappedModule,
+    WrappedModules,
+    collect_near_miss,
+    option,
+    refuse_state_inputs,
+    selected_depths,
+    shape,
+)
+
+NO_FEED_FORWARD = "emit='graph' makes each feed-forward a module; layers= leaves depths out"
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrentSite:
+    """One feed-forward that gets a recurrence, and the call of the layer that runs it."""
+
+    place: WrappedModule
+    layer: LayerCall
+    name: str  # its path inside the layer
+    width: int  # d
+    flat: bool  # it reads (batch · tokens, d)
+    causal: bool
+    bidirectional: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class RecurrencePlan(Plan):
+    """The feed-forwards that get a recurrence, by depth, one for each set of weights."""
+
+    recurrent: tuple[RecurrentSite, ...] = ()
+    paths: tuple[tuple[LayerCall, tuple[str, ...]], ...] = ()  # the feed-forwards inside each layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence(Pass[RecurrencePlan]):
+    """A simple recurrent unit of low rank beside each feed-forward."""
+
+    name: ClassVar[str] = "recurrence"
+    summary: ClassVar[str] = "add a low-rank recurrent unit beside every feed-forward, which passes information on in time"
+    paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §4.3"
+    rewrites: ClassVar[str] = "feed-forward"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {RecurrentFeedForward: ModuleReference(once_more.recurrent_feed_forward, ("layer",), key="stream_out", cached=True)},
+        wiring=once_more.wiring,
+        start=once_more.start,
+    )
+
+    rank: int = option(32, "r, width of the recurrent unit", minimum=1)
+    bidirectional: bool = option(False, "in stacks that are not causal, a second unit reads from the last token to the first")
+    layers: str = option("all", "depths that get a recurrence, e.g. 0-5+8")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    # What would be rewritten.
+
+    def plan(self, anatomy: Anatomy) -> RecurrencePlan:
+        finder = SiteFinder(anatomy)
+        near_misses: list[NearMiss] = []
+        for stack in anatomy.stacks:
+            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name)):
+                self.find(stack.layers[depth], stack, finder, near_misses)
+        found = list(finder.sites.values())
+        if any(site.causal for site in found):
+            refuse_state_inputs(anatomy.program, self.name)
+        if self.bidirectional and found and not any(site.bidirectional for site in found):
+            raise DoesNotFitError(
+                "recurrence: no stack can be read in both directions",
+                why="every one that would be rewritten is causal: a token may not learn of later ones",
+                remedy="bidirectional=false",
+            )
+        sizes = collections.Counter((site.width, 1 + site.bidirectional) for site in found)
+        total = sum(count * RecurrentUnit.count(width, self.rank, directions) for (width, directions), count in sizes.items())
+        return RecurrencePlan(
+            sites=tuple(Site(site.place.path, self.describe(site)) for site in found),
+            near_misses=tuple(near_misses),
+            new_parameters=total,
+            formula=self.formula(sizes, total),
+            notes=tuple(f"{site.place.path}: {one.dropout_note}" for site in found if (one := site.place.gathered) and one.dropout),
+            recurrent=tuple(found),
+            paths=tuple((call, tuple(names)) for call, names in finder.paths.values()),
+        )
+
+    def find(self, layer: Layer, stack: Stack, finder: SiteFinder, near_misses: list[NearMiss]) -> None:
+        """The sites of one layer; a near miss for each feed-forward that is none."""
+        with collect_near_miss(layer.name or layer.exit, near_misses):
+            if not layer.ffns:
+                raise unfit(layer.name or layer.exit, "it has no feed-forward", NO_FEED_FORWARD)
+            around, call = finder.modules.stream_module(layer, stack), finder.calls.of_layer(layer)
+            for branch in layer.ffns:
+                with collect_near_miss(branch.name or layer.name, near_misses):
+                    finder.add(branch, layer, stack, around, call, self.bidirectional)
+
+    def describe(self, site: RecurrentSite) -> str:
+        both = ", in both directions" if site.bidirectional else ""
+        return f"plus a recurrent unit of rank {self.rank}{both}"
+
+    def formula(self, sizes: collections.Counter[tuple[int, int]], total: int) -> str:
+        """The number of parameters, and how it comes about; `sizes` counts the sites by d and the number of directions."""
+        r, terms = self.rank, []
+        for (d, n), count in sizes.items():
+            each = f"2·{d}·{r} + 3·{r}² + 2·{r}" if n == 1 else f"3·{d}·{r} + 6·{r}² + 4·{r}"
+            terms.append(f"{count}·({each})")
+        symbols = ["2·d·r + 3·r² + 2·r a site"] * any(n == 1 for _, n in sizes)
+        symbols += ["3·d·r + 6·r² + 4·r in both directions"] * any(n == 2 for _, n in sizes)
+        return f"{', '.join(symbols)}: {' + '.join(terms)} = {total:,}"
+
+    # The rewrite.
+
+    def apply(self, plan: RecurrencePlan, edit: Edit) -> None:
+        for site in plan.recurrent:
+            self.add(site, edit)
+        for call, names in plan.paths:
+            if call.path:
+                edit.replace_module(call.path, RecurrentLayer(edit.model.get_submodule(call.path), call, names))
+
+    def add(self, site: RecurrentSite, edit: Edit) -> None:
+        """The feed-forward becomes a `RecurrentFeedForward` around it."""
+        module = edit.model.get_submodule(site.place.path)
+        like = next((one for one in (*module.parameters(), *edit.model.parameters()) if one.is_floating_point()), torch.empty(()))
+        unit = RecurrentUnit(site.width, self.rank, site.bidirectional, like)
+        layout = Layout(site.layer.tokens_first, site.flat)
+
+        def wrap(feed_forward: nn.Module) -> nn.Module:
+            places = {"stream_in": site.place.stream_in, "stream_out": site.place.stream_out}
+            return RecurrentFeedForward(feed_forward, unit, site.name, layout, site.causal, **places)
+
+        site.place.install(edit, wrap)
+        for parameter in unit.late_parameters():
+            edit.expect_late_gradient(parameter)
+
+
+class SiteFinder:
+    """The sites of one model as they are found."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.anatomy = anatomy
+        self.modules = WrappedModules(anatomy, unfit, NO_FEED_FORWARD)
+        self.calls = LayerCalls(anatomy)
+        self.sites: dict[nn.Module, RecurrentSite] = {}  # by module: one that several layers share has one recurrence
+        self.paths: dict[str, tuple[LayerCall, list[str]]] = {}  # by the path of the layer's module
+
+    def add(self, branch: Branch, layer: Layer, stack: Stack, around: WrappedModule, call: LayerCall, bidirectional: bool) -> None:
+        """The site of one feed-forward; raises `DoesNotFitError` where it can have no recurrence."""
+        place = self.modules.feed_forward(branch, layer, around, stack.width)
+        module = self.anatomy.model.get_submodule(place.path)
+        name = self.name_in_layer(module, call, place)
+        size = self.size_read(place, call)
+        if size[:-1] not in (call.size[:-1], (call.size[0] * call.size[1],)):
+            raise unfit(place.path, f"it reads {size} where its layer gets {call.size}: not every token once, in order")
+        if stack.causal and call.times > 1:
+            raise unfit(place.path, f"{call.path} is called at several depths, and the cache keeps one state for each module")
+        both = bidirectional and not stack.causal
+        site = RecurrentSite(place, call, name, size[-1], len(size) == 2, stack.causal, both)
+        if (known := self.sites.setdefault(module, site)) is not site and known.bidirectional != both:
+            raise unfit(place.path, "a causal stack shares it with one that is not")
+        _, names = self.paths.setdefault(call.path, (call, []))
+        if name not in names:
+            names.append(name)
+
+    def name_in_layer(self, module: nn.Module, call: LayerCall, place: WrappedModule) -> str:
+        """The path of the feed-forward's module inside the layer's."""
+        layer = self.anatomy.model.get_submodule(call.path)
+        names = [name for name, part in layer.named_modules(remove_duplicate=False) if part is module and name]
+        if not names:
+            raise unfit(place.path, f"it is not inside {call.path or 'a module'}, which runs its layer", NO_FEED_FORWARD)
+        return names[0]
+
+    def size_read(self, place: WrappedModule, call: LayerCall) -> tuple[int, ...]:
+        """The size of what the feed-forward reads within the layer's call."""
+        path = place.path if place.gathered is None else place.gathered.into[0].module
+        key = place.stream_in if place.gathered is None else 0
+        outer = next(one for one in self.anatomy.program.calls if one.path == call.path)
+        inner = [one for one in self.anatomy.program.calls if one.path == path and outer.encloses(one)]
+        if len(inner) > 1:
+            raise unfit(place.path, f"{call.path} calls it {len(inner)} times, each time with other tokens")
+        read = inner[0].inputs.get(key) if inner else None
+        return shape(read) or ()
+
+
+def unfit(name: str, why: str, remedy: str = "") -> DoesNotFitError:
+    return DoesNotFitError(f"recurrence: {name} can have no recurrence", why=why, remedy=remedy)
+
+
+__all__ = ["Recurrence"]

@@ -1,0 +1,131 @@
+"""A feed-forward with a recurrence beside it, and the layer around it, which passes on what the recurrence needs of the call.
+
+A layer's own code calls its feed-forward with the stream alone. `RecurrentLayer` adds the keyword `recurrence` to that call: which
+tokens are padding, as the layer's mask shows, the layer's cache, and how the stream's tokens are laid out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence
+from retrofit.sdk import (
+    ArgumentPlace,
+    LayerCall,
+    TokenHistory,
+    Wrapper,
+    argument_place,
+    batch_first,
+    cache_among,
+    call_with_keywords,
+    child_modules,
+    find_argument,
+    histories_of,
+    tensor_argument,
+    unpadded_tokens,
+    visible_keys,
+    with_item,
+)
+
+KEYWORD = "recurrence"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the tokens of what a feed-forward reads are laid out."""
+
+    tokens_first: bool = False  # (tokens, batch, d), and not (batch, tokens, d)
+    flat: bool = False  # both in one dimension
+
+
+class RecurrentFeedForward(Wrapper):
+    """`layer(x) + recurrence(x)`.
+
+    x is the argument `stream_in`; the sum replaces `stream_out` in what the feed-forward returns: an index or a key, None for the
+    value itself. With a cache the recurrence of a causal stack goes on where the call before stopped: the cache keeps its state,
+    under the name of the layer and its own in it.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        unit: Recurrence,
+        name: str,
+        layout: Layout,
+        causal: bool,
+        *,
+        stream_in: int | str,
+        stream_out: int | str | None,
+    ) -> None:
+        super().__init__(layer)
+        self.recurrence, self.name_in_layer, self.layout, self.causal = unit, name, layout, causal
+        self.stream_in, self.stream_out = argument_place(layer, stream_in), stream_out
+
+    def forward(self, *args: Any, recurrence: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        arguments, keywords = list(args), dict(kwargs)
+        container, key = find_argument(self.stream_in, arguments, keywords)
+        x, call = container[key], recurrence or {}
+        output = self.layer(*arguments, **keywords)
+        out = None if isinstance(output, Tensor) else self.stream_out
+        y = output if out is None else output[out]
+        added = self.added(x, call.get("real"), call.get("cache"), call.get("sizes"), str(call.get("layer", "")))
+        return with_item(output, out, y + added.to(y.dtype))
+
+    def added(self, x: Tensor, real: Tensor | None, cache: Cache | None, sizes: tuple[int, int] | None, layer: str) -> Tensor:
+        """What the recurrence adds, of the shape of x."""
+        stream = x.unflatten(0, sizes) if self.layout.flat and sizes is not None else x
+        stream = batch_first(stream, self.layout.tokens_first)  # (batch, T, d)
+        if cache is None or not self.causal:
+            y, _ = self.recurrence(stream, None, real)
+        else:
+            histories, name = histories_of(cache), f"{layer}.{self.name_in_layer}".strip(".")
+            before = histories[name].last()[:, 0] if name in histories else None
+            y, c = self.recurrence(stream, before, real)
+            if name not in histories:
+                histories[name] = TokenHistory(1, c)
+            histories[name].push(c)
+        return batch_first(y, self.layout.tokens_first).reshape(x.shape)
+
+
+class RecurrentLayer(Wrapper):
+    """Calls `layer` so that its feed-forwards at `paths` get the keyword `recurrence`.
+
+    Its stream is the argument `stream_in`. Where the layer is run anew for its gradient it must not read what the first run left
+    in the cache, so a layer that is checkpointed gets none.
+    """
+
+    def __init__(self, layer: nn.Module, call: LayerCall, paths: tuple[str, ...]) -> None:
+        super().__init__(layer)
+        self.name, self.paths, self.tokens_first = call.path, paths, call.tokens_first
+        self.stream_in = place_of(layer, call.stream_in)
+        self.mask = None if call.mask is None else place_of(layer, call.mask.key)
+        self.true_hides = call.mask is not None and call.mask.true_hides
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        layer = child_modules(self)["layer"]
+        container, key = find_argument(self.stream_in, list(args), kwargs)
+        first, second = container[key].shape[:2]
+        batch, tokens = (second, first) if self.tokens_first else (first, second)
+        checkpointed = bool(self.training and getattr(layer, "gradient_checkpointing", False))
+        given = {
+            "real": self.unpadded(tensor_argument(self.mask, list(args), kwargs), batch, tokens),
+            "cache": None if checkpointed else cache_among(args, kwargs),
+            "sizes": (first, second),
+            "layer": self.name,
+        }
+        return call_with_keywords(layer, self.paths, {KEYWORD: given}, args, kwargs)
+
+    def unpadded(self, mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+        """Which tokens are no padding, (batch or 1, tokens); None where nothing shows it."""
+        visible = None if mask is None else visible_keys(mask, tokens, self.true_hides)
+        return None if visible is None else unpadded_tokens(visible, tokens)
+
+
+def place_of(module: nn.Module, key: Any) -> ArgumentPlace:
+    """Where `module` takes the argument `key`, which is not None."""
+    assert key is not None
+    return argument_place(module, key)

@@ -1,0 +1,98 @@
+"""The recurrence once more, token by token: the reference that the check `method` holds the pass against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.sdk import Observed, Problems, SiteCall
+
+
+def recurrent_feed_forward(call: SiteCall) -> Tensor:
+    """layer(x) + SRU(x W_in) W_out."""
+    module: Any = call.module
+    options, unit = call.options, module.recurrence
+    x = call.argument(module.stream_in)
+    y = call.given("layer", {module.stream_in: x}, module.stream_out)
+    given = call.kwargs.get("recurrence") or {}
+    tokens_first, flat = module.layout.tokens_first, module.layout.flat
+    stream = x.reshape(*given["sizes"], x.shape[-1]) if flat else x
+    rows = stream.transpose(0, 1) if tokens_first else stream
+    earlier = sum(one.kept["tokens"] for one in call.before)
+    call.kept["tokens"] = rows.shape[1]
+    real = unpadded(call, len(rows), rows.shape[1], earlier + rows.shape[1])
+    state = call.before[-1].kept["state"] if call.before else None
+    low = projected(rows, unit.w_in[:, : options.rank])
+    h, call.kept["state"] = read(low, unit.forwards, options.rank, real, state, range(rows.shape[1]))
+    if options.bidirectional and unit.backwards is not None:
+        back, _ = read(low, unit.backwards, options.rank, real, None, reversed(range(rows.shape[1])))
+        h = torch.cat([h, back], -1)
+    added = projected(h, unit.w_out)
+    added = added.transpose(0, 1) if tokens_first else added
+    if real is not None and not flat:
+        hidden = ~real.expand(len(rows), -1)
+        call.irrelevant = hidden.T if tokens_first else hidden
+    return y + added.reshape(y.shape)
+
+
+def projected(x: Tensor, weight: Tensor) -> Tensor:
+    """Σ_i x_i W[i,o]."""
+    return sum((x[..., i : i + 1] * weight[i] for i in range(len(weight))), torch.zeros((), dtype=x.dtype))  # type: ignore[return-value]
+
+
+def read(x: Tensor, unit: Any, rank: int, real: Tensor | None, state: Tensor | None, order: Any) -> tuple[Tensor, Tensor]:
+    """h of every token, and c of the last that is read; the tokens are read in this order."""
+    w = unit.w
+    w_u, w_f, w_r = w[:, :rank], w[:, rank : 2 * rank], w[:, 2 * rank : 3 * rank]
+    b_f, b_r = unit.b[:rank], unit.b[rank:]
+    c = torch.zeros_like(x[:, 0]) if state is None else state
+    found: dict[int, Tensor] = {}
+    for t in order:
+        f = 1 / (1 + torch.exp(-(projected(x[:, t], w_f) + b_f)))
+        r = 1 / (1 + torch.exp(-(projected(x[:, t], w_r) + b_r)))
+        new = f * c + (1 - f) * projected(x[:, t], w_u)
+        c = new if real is None else torch.stack([one if bool(is_real) else old for one, old, is_real in each(new, c, real, t)])
+        found[t] = r * c + 3**0.5 * (1 - r) * x[:, t]
+    return torch.stack([found[t] for t in sorted(found)], 1), c
+
+
+def each(new: Tensor, old: Tensor, real: Tensor, t: int) -> Any:
+    """For every row its new state, its old one, and whether its token is no padding."""
+    return zip(new, old, real[:, t].expand(len(new)), strict=True)
+
+
+def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | None:
+    """Which of the last `tokens` tokens the model's input says are no padding; None where no mask of that size says."""
+    for name, value in call.inputs.items():
+        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.shape == (batch, so_far):
+            return value.bool()[:, so_far - tokens :]
+    return None
+
+
+def wiring(observed: Observed) -> Problems:
+    """Where one feed-forward of a causal stack gets the cache, all of them do: one without forgets with every step."""
+    caches = {site.path: has_cache(site.calls[0]) for site in observed.sites if site.calls and site.module.causal}
+    if any(caches.values()):
+        yield from ((path, "it receives no cache, and others do") for path, has in caches.items() if not has)
+
+
+def has_cache(call: Any) -> bool:
+    return (call.kwargs.get("recurrence") or {}).get("cache") is not None
+
+
+def start(observed: Observed) -> Problems:
+    """W_out begins at zero, W_in and W as noise under which nothing grows, the biases at zero."""
+    for site in observed.sites:
+        unit: Any = site.module.recurrence
+        rank = observed.options.rank
+        if bool(unit.w_out.any()):
+            yield site.path, "W_out does not begin at zero"
+        units = [one for one in (unit.forwards, unit.backwards) if one is not None]
+        if any(bool(one.b.any()) for one in units):
+            yield site.path, "the biases of its gates do not begin at zero"
+        for name, value, expected in (("W_in", unit.w_in, len(unit.w_in) ** -0.5), *(("W", one.w, rank**-0.5) for one in units)):
+            ratio = float(value.detach().float().std()) / expected
+            if value.numel() >= 24 and abs(ratio - 1) > max(0.05, 4 / (2 * value.numel()) ** 0.5):
+                yield site.path, f"{name} begins with {ratio:.2g} times the spread that the method gives it"

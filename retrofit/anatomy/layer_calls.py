@@ -1,0 +1,125 @@
+"""What a layer is called with besides its stream: the mask by which it learns of padding, and how its tokens are laid out.
+
+A module inside a layer that mixes tokens by itself needs both. The call is the innermost one in which all the layer's branches are
+computed: inside wrappers that give the layer fewer tokens, or a wider stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from torch import fx
+
+from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy.attention_cores import Attention, find_attentions
+from retrofit.anatomy.attention_masks import mask_key, true_hides
+from retrofit.anatomy.attention_parsing import is_batch_first
+from retrofit.anatomy.attention_sites import MaskArgument
+from retrofit.anatomy.branches import is_mixer, owner_of
+from retrofit.anatomy.outside_stacks import is_token_id
+from retrofit.anatomy.parts import Layer
+from retrofit.errors import CaptureError, DoesNotFitError
+from retrofit.program.aten_ops import SCAN, is_float, op, shape
+from retrofit.program.capture import capture, missing_masks
+from retrofit.program.dataflow import Dataflow
+from retrofit.program.program import Call, Key
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCall:
+    """How the module at `path` is called, which runs one layer."""
+
+    path: str
+    stream_in: Key  # the argument that is the stream
+    size: tuple[int, ...]  # of the stream in the captured program
+    mask: MaskArgument | None  # None where no argument shows padding
+    tokens_first: bool  # whether the stream is (length, batch, width)
+    times: int  # calls of this module in one forward
+
+
+class LayerCalls:
+    """The calls of a model's layers; captured with a mask, where the model takes one and its example inputs hold none."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.anatomy, self.flow = anatomy, anatomy.flow
+        model, examples = anatomy.model, anatomy.program.examples
+        self.masked = self.flow
+        if missing := missing_masks(model, examples):
+            with contextlib.suppress(CaptureError):
+                self.masked = Dataflow(capture(model, examples | missing))
+        self.cores = find_attentions(self.masked)
+        self.calls = {(call.path, call.index): call for call in self.masked.program.calls}
+
+    def of_layer(self, layer: Layer) -> LayerCall:
+        """The call of a layer; raises `DoesNotFitError` where no module is one, or where padding is hidden from it."""
+        call = self.innermost(layer)
+        key, node = self.stream(call, layer)
+        size = shape(node) or ()
+        if len(size) != 3:
+            raise unfit(layer, f"its stream is {size}, and not laid out (batch, length, width)")
+        masked = self.calls.get((call.path, call.index), call)
+        stream = masked.inputs.get(key, node)
+        inside = [core for core in self.cores if masked.encloses(self.masked.call_of(core.result))]
+        own = [core for core in inside if self.masked.reaches(stream, core.key)]
+        queries = [shape(core.query) or () for core in own]
+        tokens_first = bool(queries) and not is_batch_first(size, queries[0])
+        if tokens_first and not is_batch_first((size[1], size[0], size[2]), queries[0]):
+            tokens_first = False
+        times = sum(one.path == call.path for one in self.flow.program.calls)
+        return LayerCall(call.path, key, size, self.mask(layer, masked, key, own, tokens_first), tokens_first, times)
+
+    def innermost(self, layer: Layer) -> Call:
+        """The innermost call of a module in which all branches of the layer are computed, one that mixes tokens among them."""
+        if not layer.name:
+            raise unfit(layer, "no module owns it: its residual additions are in the model's own code")
+        outer = next(call for call in self.flow.program.calls if (call.path, call.index) == (layer.name, layer.call))
+        if not any(map(is_mixer, layer.branches)):
+            return outer
+        results = [self.anatomy.node(branch.output) for branch in layer.branches]
+        return next((call for call in owner_of(results, self.flow).chain if call.path and outer.encloses(call)), outer)
+
+    def stream(self, call: Call, layer: Layer) -> tuple[Key, fx.Node]:
+        """The argument of the call that is the stream: the first that the layer's branches carry on, or are computed from."""
+        base, flow = self.anatomy.node(layer.branches[0].source), self.flow
+        given = [(key, node) for key, node in call.inputs.items() if key is not None and is_float(node)]
+        above = set(flow.carried_chain(base))
+        found = [one for one in given if one[1] in above] or [one for one in given if flow.reaches(one[1], base)]
+        if not found:
+            raise unfit(layer, f"{call.path} takes no argument that is its stream")
+        return found[0]
+
+    def mask(self, layer: Layer, call: Call, stream: Key, cores: list[Attention], tokens_first: bool) -> MaskArgument | None:
+        """The argument that shows the layer which tokens are padding; raises `DoesNotFitError` where padding is shown past it."""
+        flow = self.masked
+        masks = [mask for core in cores for mask in core.masks]
+        key: Key = None
+        if masks:
+            keys = [mask_key(call, mask, (stream, None), tokens_first, flow) for mask in masks if mask in flow.depends]
+            key = next((one for one in keys if one is not None), None)
+            hidden = bool(keys)
+        else:
+            key = self.token_mask(call, tokens_first)
+            hidden = any(mask in flow.depends for core in self.cores for mask in core.masks) and not cores
+        if key is not None:
+            return MaskArgument(key, true_hides(call.inputs[key], flow))
+        if hidden:
+            raise unfit(layer, "the model takes a padding mask, and no argument of the layer shows it")
+        return None
+
+    def token_mask(self, call: Call, tokens_first: bool) -> Key:
+        """An argument with a number or a boolean for each token that depends on the inputs, and counts nothing."""
+        flow = self.masked
+        for key, node in call.inputs.items():
+            size, streams = shape(node) or (), [shape(one) or () for one in call.inputs.values()]
+            rows = [one[1::-1] if tokens_first else one[:2] for one in streams if len(one) == 3]
+            if key is None or len(size) != 2 or is_float(node) or node not in flow.depends or size not in rows:
+                continue
+            above = [one for one in flow.nodes if flow.reaches(one, node)]
+            if not any(op(one) in SCAN or one in flow.program.parameters or is_token_id(one, flow) for one in above):
+                return key
+        return None
+
+
+def unfit(layer: Layer, why: str) -> DoesNotFitError:
+    return DoesNotFitError(f"the call of layer {layer.name or layer.exit} does not say what a recurrence needs", why=why)
