@@ -37,6 +37,7 @@ SPECS = (
     "sum",
     "memory",
     "memory(lookup=softmax, buckets=16, rank=4)",
+    "recurrence",
     "shared-moe(groups=0, experts=4)",
     "shared-moe(groups={half}, experts=4)",
     "sparse-ffn(sparsity=8, active=1)",

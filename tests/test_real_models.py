@@ -17,6 +17,7 @@ import retrofit
 EXACT = (
     "sum",
     "memory(lookup=softmax, buckets=16, rank=4)",
+    "recurrence",
     "shared-moe(groups=0, experts=4)",
     "sequence-altup(k=1, layers=all)",
 )

@@ -25,6 +25,7 @@ OTHERS = {  # passes other than AltUp, with sizes that fit the tiny models
     "sparse-ffn": "sparse-ffn(sparsity=8)",
     "shared-moe": "shared-moe(experts=2, k=1)",
     "memory": "memory(lookup=token-id)",
+    "recurrence": "recurrence(rank=4)",
     "sparse-qkv": "sparse-qkv(kernel=2)",
     "sequence-altup": "sequence-altup(k=2, layers=all)",
     "sparse-loss": "sparse-loss(modules=2)",

@@ -30,6 +30,7 @@ PASSES = {  # on the models without modules, with sizes that fit them
     "sequence-altup": "sequence-altup(k=2, layers=all)",
     "shared-moe": "shared-moe(experts=2, k=1)",
     "memory": "memory(lookup=softmax, rank=2)",
+    "recurrence": "recurrence(rank=4)",
     "sparse-qkv": "sparse-qkv(kernel=2)",
     "sparse-loss": "sparse-loss(modules=2)",
 }

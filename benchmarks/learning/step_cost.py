@@ -40,6 +40,7 @@ SPECS = (
     "shared-moe(groups=0, k=2)",
     "sparse-qkv",
     "altup(k=2)",
+    "recurrence",
     "sequence-altup(k=2)",
 )
 

@@ -21,17 +21,19 @@ from torch import Tensor
 from retrofit.sdk import cond
 
 CHUNK = 32  # tokens in a chunk: the memory of an exported program is CHUNK + tokens / CHUNK² times that of c
+FEW = 2  # tokens that are computed one after the other; a tracer takes no size for one, so a program cannot ask for that alone
 LEAST = 1e-30  # of a factor that has a logarithm
 
 
 def linear_scan(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
     """c of every token: (batch, tokens, r)."""
-    return cond(f.shape[1] == 1, next_state, all_states, f, x, before)
+    return cond(f.shape[1] <= FEW, few_states, all_states, f, x, before)
 
 
-def next_state(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
-    """c of the one token there is."""
-    return f * before.unsqueeze(1) + x
+def few_states(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
+    """c of one token or two."""
+    first = f[:, :1] * before.unsqueeze(1) + x[:, :1]
+    return torch.cat([first, f[:, 1:] * first + x[:, 1:]], 1)
 
 
 def all_states(f: Tensor, x: Tensor, before: Tensor) -> Tensor:

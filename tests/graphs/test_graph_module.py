@@ -21,7 +21,14 @@ from retrofit.pipeline.replaying import rewrites
 from retrofit.rewriting import apply_reported
 
 MODELS = {"functional": Functional, "blocks": Blocks, "encoder": Encoder}
-PASSES = ("altup(k=2)", "altup(k=2, embedding=recycled)", "sum", "memory(lookup=softmax, rank=2)", "sparse-ffn(sparsity=8)")
+PASSES = (
+    "altup(k=2)",
+    "altup(k=2, embedding=recycled)",
+    "sum",
+    "memory(lookup=softmax, rank=2)",
+    "sparse-ffn(sparsity=8)",
+    "recurrence(rank=4)",
+)
 SPECS = (*PASSES, "sparse-loss(modules=4)")
 
 

@@ -29,6 +29,7 @@ PASSES = [
     "sequence-altup(k=2)",
     "sequence-altup(k=4,method=stride-and-skip,layers=all)",
     "sparse-ffn(sparsity=8)",
+    "recurrence(rank=4)",
     "shared-moe()",
     "memory(lookup=token-id)",
     "memory(lookup=softmax,buckets=8,rank=2)",
@@ -103,7 +104,13 @@ FORMS = {
     "encoder of an encoder-decoder": (lambda: tiny_models.t5(num_layers=2), "encoder_model.onnx"),
     "decoder of an encoder-decoder": (lambda: tiny_models.t5(num_layers=2), "decoder_model.onnx"),
 }
-TRAINED = ["altup(k=2)", "sparse-ffn(sparsity=8)", "memory(lookup=softmax,buckets=8,rank=2)", "shared-moe(experts=2, k=1)"]
+TRAINED = [
+    "altup(k=2)",
+    "sparse-ffn(sparsity=8)",
+    "memory(lookup=softmax,buckets=8,rank=2)",
+    "shared-moe(experts=2, k=1)",
+    "recurrence(rank=4)",
+]
 FAST = ("encoder", "sparse-ffn(sparsity=8)")
 STEPS = 4
 

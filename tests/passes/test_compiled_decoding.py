@@ -19,6 +19,7 @@ LENGTH, STEPS = 7, 6
 SPECS = {
     "altup": ("altup(k=2)",),
     "memory": ("memory(lookup=token-id)",),
+    "recurrence": ("recurrence(rank=4)",),
     "shared-moe": ("shared-moe(experts=2, k=1)",),
     "sparse-ffn": ("sparse-ffn(sparsity=8)",),
     "sparse-loss": ("sparse-loss(modules=2)",),

@@ -28,6 +28,7 @@ SPECS = {
     "sparse-ffn": "sparse-ffn(sparsity=4)",
     "shared-moe": "shared-moe(experts=3)",
     "memory": "memory",
+    "recurrence": "recurrence(rank=4)",
     "sparse-qkv": "sparse-qkv",
     "sparse-loss": "sparse-loss(modules=4)",
 }

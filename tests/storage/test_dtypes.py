@@ -19,6 +19,7 @@ SPECS = (
     "altup(k=2)",
     "sum",
     "memory(buckets=16, rank=2)",
+    "recurrence(rank=4)",
     "sequence-altup(k=2, layers=all)",
     "shared-moe(groups=0, experts=2)",
     "sparse-ffn(sparsity=8)",

@@ -28,6 +28,7 @@ LLAMA = {
     "altup": ("altup(k=2)",),
     "sum": ("sum",),
     "sequence-altup": ("sequence-altup(k=2)",),
+    "recurrence": ("recurrence(rank=4)",),
     "sparse-ffn": ("sparse-ffn(sparsity=4)",),
     "sparse-qkv": ("sparse-qkv",),
     "sparse-loss": ("sparse-loss(modules=4)",),

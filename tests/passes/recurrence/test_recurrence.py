@@ -1,0 +1,314 @@
+"""The recurrence pass on whole models, away from the start: against the dense model with hooks that add a loop over its tokens."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import tiny_models, zoo
+from support.retrofitted import moved
+from torch import Tensor, nn
+
+import retrofit
+from retrofit.errors import DoesNotFitError
+from retrofit.passes import Recurrence
+from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward, RecurrentLayer
+from retrofit.rewriting import apply_reported
+
+RANK = 4
+BUILD = {
+    "llama": tiny_models.llama,
+    "gpt2": tiny_models.gpt2,
+    "bert": tiny_models.bert,
+    "t5": tiny_models.t5,
+    "vit": tiny_models.vit,
+    "opt": lambda: zoo.build(zoo.entry("causal/opt"), num_hidden_layers=2),  # tokens and batch in one dimension
+    "bart": lambda: zoo.build(zoo.entry("seq2seq/bart"), encoder_layers=1, decoder_layers=1),
+    "xlnet": lambda: zoo.build(zoo.entry("causal/xlnet"), n_layer=1),  # tokens before the batch
+    "albert": lambda: zoo.build(zoo.entry("masked/albert")),  # one layer at every depth
+    "gptj": lambda: zoo.build(zoo.entry("causal/gptj"), n_layer=2),  # beside the attention
+}
+
+
+@functools.cache
+def dense(name: str) -> Any:
+    return BUILD[name]().eval()
+
+
+@functools.cache
+def start(name: str, bidirectional: bool = False) -> Any:
+    return retrofit.apply(copy.deepcopy(dense(name)), Recurrence(rank=RANK, bidirectional=bidirectional), verify=False)
+
+
+@functools.cache
+def trained(name: str, bidirectional: bool = False) -> Any:
+    """All parameters have moved from their start, the last projection too."""
+    return moved(copy.deepcopy(start(name, bidirectional)))
+
+
+def ids(batch: int = 2, length: int = 9, seed: int = 0) -> Tensor:
+    return torch.randint(5, 40, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def given(name: str, **how: Any) -> dict[str, Tensor]:
+    if name == "vit":
+        return {"pixel_values": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))}
+    both = {"decoder_input_ids": ids(seed=1, length=6)} if dense(name).config.is_encoder_decoder else {}
+    return {"input_ids": ids(**how), **both}
+
+
+@torch.no_grad()
+def logits(model: Any, **inputs: Any) -> Tensor:
+    return zoo.logits(model(**inputs)).clone()
+
+
+# ── The formula, and the exact start ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+def one_row(x: Tensor, recurrence: Any, real: list[bool]) -> Tensor:
+    """What the recurrence adds to one sequence, (tokens, d), token after token."""
+    low = x @ recurrence.w_in
+    directions = [(recurrence.forwards, range(len(x)))]
+    if recurrence.backwards is not None:
+        directions.append((recurrence.backwards, range(len(x) - 1, -1, -1)))
+    halves = []
+    for unit, order in directions:
+        w, w_f, w_r = unit.w.split(RANK, 1)
+        b_f, b_r = unit.b.split(RANK)
+        c, h = torch.zeros(RANK), torch.zeros(len(x), RANK)
+        for t in order:
+            f, r = sigmoid(low[t] @ w_f + b_f), sigmoid(low[t] @ w_r + b_r)
+            c = f * c + (1 - f) * (low[t] @ w) if real[t] else c
+            h[t] = r * c + 3**0.5 * (1 - r) * low[t]
+        halves.append(h)
+    return torch.cat(halves, 1) @ recurrence.w_out
+
+
+def with_hooks(name: str, model: Any, real: Tensor, flat: bool = False) -> Any:
+    """The dense parameters of `model` in a dense model, whose feed-forwards get their recurrence by hooks."""
+    plain = copy.deepcopy(dense(name))
+    sites = {path: one for path, one in model.named_modules() if isinstance(one, RecurrentFeedForward)}
+    values = model.state_dict()
+    for path, parameter in plain.state_dict().items():
+        inside = [key for key in values if key.replace(".layer.", ".") == path or without_wrappers(model, key) == path]
+        parameter.copy_(values[inside[0]])
+
+    def hook(site: RecurrentFeedForward) -> Any:
+        def add(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+            x = args[0].view(*real.shape, -1) if flat else args[0]
+            rows = [one_row(row, site.recurrence, mask.tolist()) for row, mask in zip(x, real, strict=True)]
+            return output + torch.stack(rows).view(output.shape)
+
+        return add
+
+    for path, site in sites.items():
+        plain.get_submodule(without_wrappers(model, path)).register_forward_hook(hook(site))
+    return plain
+
+
+def without_wrappers(model: nn.Module, path: str) -> str:
+    """The path in the dense model of what is at `path` in the rewritten one."""
+    module, steps = model, []
+    for step in path.split("."):
+        if not (isinstance(module, (RecurrentFeedForward, RecurrentLayer)) and step == "layer"):
+            steps.append(step)
+        module = getattr(module, step)
+    return ".".join(steps)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gptj"])
+@torch.no_grad()
+def test_it_is_the_dense_model_whose_feed_forwards_have_a_loop_added(name: str) -> None:
+    model, mask = trained(name), torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    expected = with_hooks(name, model, mask.bool())
+    real = mask.bool()
+    found = logits(model, input_ids=ids(), attention_mask=mask)
+    torch.testing.assert_close(found[real], logits(expected, input_ids=ids(), attention_mask=mask)[real], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.first(6)
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "opt", "xlnet", "albert", "bart", "vit", "llama", "gptj"])
+def test_step_0_is_the_dense_function_and_the_parameters_are_the_formulas(name: str) -> None:
+    model, inputs = copy.deepcopy(dense(name)), given(name)
+    examples = None if name in ("llama", "gpt2", "bert", "t5", "vit") else inputs
+    applied = apply_reported(model, f"recurrence(rank={RANK})", example_inputs=examples, verify=False, count_flops=False)
+    assert torch.equal(logits(model, **inputs), logits(dense(name), **inputs))
+    added = sum(one.numel() for one in model.parameters()) - sum(one.numel() for one in dense(name).parameters())
+    (rewrite,) = applied.rewrites
+    width = next(one.recurrence.w_in.shape[0] for one in model.modules() if isinstance(one, RecurrentFeedForward))
+    assert rewrite.new_parameters == added == len(rewrite.sites) * (2 * width * RANK + 3 * RANK**2 + 2 * RANK)
+    assert rewrite.exact and not rewrite.skipped
+
+
+# ── Decoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@torch.no_grad()
+def test_a_state_in_the_cache_goes_on_in_steps_and_in_chunks(name: str) -> None:
+    model, tokens = trained(name), ids(2, 12)
+    whole = logits(model, input_ids=tokens, use_cache=False)
+    for lengths in ((1,) * 12, (5, 1, 3, 1, 2)):
+        cache, parts = transformers.DynamicCache(config=model.config), []
+        for part in tokens.split(lengths, 1):
+            parts.append(logits(model, input_ids=part, past_key_values=cache))
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"do_sample": False}, {"do_sample": False, "cache_implementation": "static"}])
+def test_a_padded_sequence_is_continued_as_if_it_were_alone(how: dict[str, Any]) -> None:
+    model, tokens, mask = trained("llama"), ids(2, 6, seed=4), torch.ones(2, 6, dtype=torch.long)
+    mask[1, :3] = 0
+    how = {"max_new_tokens": 7, "min_new_tokens": 7, "pad_token_id": 0, **how}
+    both = model.generate(tokens, attention_mask=mask, **how)
+    alone = model.generate(tokens[1:, 3:], **how)
+    assert torch.equal(both[1, 6:], alone[0, 3:])
+
+
+def test_tokens_that_were_guessed_wrong_leave_no_trace() -> None:
+    model, prompt = trained("llama"), ids(1, 12)
+    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **how), model.generate(prompt, **how))
+
+
+@torch.no_grad()
+def test_beams_take_their_states_with_them() -> None:
+    model, tokens = trained("llama"), ids(2, 8)
+    cache = transformers.DynamicCache(config=model.config)
+    logits(model, input_ids=tokens[:, :7], past_key_values=cache)
+    rows = torch.tensor([1, 1])
+    cache.reorder_cache(rows)
+    stepped = logits(model, input_ids=tokens[:, 7:], past_key_values=cache)
+    whole = logits(model, input_ids=torch.cat([tokens[rows, :7], tokens[:, 7:]], 1), use_cache=False)
+    torch.testing.assert_close(stepped[:, 0], whole[:, -1], rtol=1e-4, atol=1e-4)
+
+
+# ── Encoders ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+@torch.no_grad()
+def test_in_both_directions_padding_on_either_side_is_nothing(name: str) -> None:
+    model, tokens, inputs = trained(name, bidirectional=True), ids(1, 6), {}
+    if name == "t5":
+        inputs = {"decoder_input_ids": ids(1, 5, seed=3)}
+    alone = logits(model, input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs)
+    mask = torch.tensor([[1] * 6 + [0] * 3])
+    padded = torch.cat([tokens, ids(1, 3, seed=8)], 1)
+    found = logits(model, input_ids=padded, attention_mask=mask, **inputs)
+    torch.testing.assert_close(found[:, : alone.shape[1]], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@torch.no_grad()
+def test_which_tokens_a_recurrence_reads(bidirectional: bool) -> None:
+    site = next(one for one in trained("bert", bidirectional).modules() if isinstance(one, RecurrentFeedForward))
+    x = torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(0))
+    changed = x.clone()
+    changed[:, 3] += 1
+    added = [site.added(one, None, None, None, "") for one in (x, changed)]
+    differs = (added[0] - added[1]).abs().amax(-1)[0] > 1e-6
+    assert differs.tolist() == [bidirectional] * 3 + [True] * 4
+
+
+def test_decoders_stay_causal_where_encoders_read_both_ways() -> None:
+    units = [one for one in start("t5", bidirectional=True).modules() if isinstance(one, RecurrentFeedForward)]
+    assert [one.recurrence.backwards is not None for one in units] == [True, False]
+
+
+# ── Training, saving, refusing ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def gradients(model: Any, tokens: Tensor) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    return [one.grad.clone() for one in model.parameters()]
+
+
+def test_checkpointed_and_compiled_steps_have_the_same_gradients() -> None:
+    model, tokens = copy.deepcopy(trained("llama")).train(), ids(2, 11)
+    expected = gradients(model, tokens)
+    model.gradient_checkpointing_enable()
+    for one, other in zip(gradients(model, tokens), expected, strict=True):
+        assert torch.equal(one, other)
+    model.gradient_checkpointing_disable()
+    torch.compiler.reset()
+    model.zero_grad(set_to_none=True)
+    torch.compile(model, fullgraph=True, backend="aot_eager")(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    for parameter, other in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, other, rtol=1e-4, atol=1e-6)
+
+
+def test_units_compute_in_float32_whatever_the_model_is_in() -> None:
+    """In bfloat16 a state that keeps 255 of 256 parts would not move; the cache holds it in float32 too."""
+    model = copy.deepcopy(trained("gpt2")).to(torch.bfloat16)
+    seen: list[torch.dtype] = []
+    for module in model.modules():
+        if isinstance(module, RecurrentFeedForward):
+            module.recurrence.forwards.register_forward_hook(lambda _, args, made: seen.extend((args[0].dtype, made[1].dtype)))
+    cache = transformers.DynamicCache(config=model.config)
+    assert logits(model, input_ids=ids(), past_key_values=cache).dtype == torch.bfloat16
+    assert set(seen) == {torch.float32}
+    assert {one.values.dtype for one in cache.histories.values()} == {torch.float32}
+
+
+@torch.no_grad()
+def test_it_is_saved_and_loaded_as_a_model_of_transformers(tmp_path: Path) -> None:
+    model = trained("t5", bidirectional=True)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(again, **given("t5")), logits(model, **given("t5")))
+    assert retrofit.recipe(again) == (Recurrence(rank=RANK, bidirectional=True),)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "why"),
+    [
+        ("llama", "recurrence(bidirectional=true)", "a token may not learn of later ones"),
+        ("mamba", "recurrence", "it has no feed-forward"),
+        ("nemotron_h", "recurrence", "no argument of the layer shows it"),
+    ],
+)
+def test_what_cannot_have_one_is_refused_with_the_reason(name: str, spec: str, why: str) -> None:
+    model = dense("llama") if name == "llama" else zoo.build(zoo.entry(f"causal/{name}"))
+    with pytest.raises(DoesNotFitError) as caught:
+        retrofit.plan_of(copy.deepcopy(model), spec)
+    assert why in str(caught.value)
+
+
+class Repeated(nn.Module):
+    """A causal model of no library whose one layer is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(40, 8), Block(), nn.Linear(8, 40)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.block(self.block(self.embedding(input_ids))))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.unsqueeze(1) for one in self.qkv(x).chunk(3, -1))
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+def test_a_causal_layer_at_several_depths_is_refused_as_the_cache_has_one_state_for_it() -> None:
+    with pytest.raises(DoesNotFitError, match="called at several depths"):
+        retrofit.plan_of(Repeated(), "recurrence", example_inputs={"input_ids": ids()})
