@@ -184,6 +184,10 @@ class SiteFinder:
         place = self.modules.feed_forward(branch, layer, around, stack.width)
         module = self.anatomy.model.get_submodule(place.path)
         name = self.name_in_layer(module, call, place)
+        steps = place.path.split(".")
+        above = [".".join(steps[:count]) for count in range(1, len(steps) + 1)]
+        if any(isinstance(self.anatomy.model.get_submodule(path), RecurrentFeedForward) for path in above):
+            raise unfit(place.path, "it has a recurrence already", "another rank needs a model that was not rewritten so")
         size = self.size_read(place, call)
         if size[:-1] not in (call.size[:-1], (call.size[0] * call.size[1],)):
             raise unfit(place.path, f"it reads {size} where its layer gets {call.size}: not every token once, in order")

@@ -15,7 +15,7 @@ from retrofit.anatomy.feed_forward_sites import FeedForward
 from retrofit.anatomy.parts import Branch, Layer, Stack
 from retrofit.errors import DoesNotFitError
 from retrofit.program.aten_ops import is_float, shape
-from retrofit.program.program import Key
+from retrofit.program.program import Call, Key
 from retrofit.surgery.edit import Edit
 
 Refusal = Callable[[str, str, str], DoesNotFitError]  # of the name of a place, why, the way out
@@ -85,6 +85,7 @@ class WrappedModules:
         call = next((one for one in self.calls.values() if one.path == branch.name and outer.encloses(one)), None)
         if call is None:
             raise self.refuse(branch.name, "its module is not called inside the layer", self.no_feed_forward)
+        call = self.own_call(call, outer)
         outputs = [self.anatomy.node(other.output) for other in layer.branches if other is not branch]
         if any(call.encloses(self.flow.call_of(output)) for output in outputs):
             return self.gathered(branch)
@@ -99,7 +100,16 @@ class WrappedModules:
         if not read or not leaves:
             raise self.refuse(branch.name, f"its module does not take and return tensors {width} wide", self.no_feed_forward)
         latest = max(read, key=lambda key: read[key])  # the stream itself may be an argument too
-        return WrappedModule(branch.name, latest, leaves[0])
+        return WrappedModule(call.path, latest, leaves[0])
+
+    def own_call(self, call: Call, outer: Call) -> Call:
+        """The call, or the innermost around it, of a module that no other layer calls: one that layers share has one wrapper."""
+        for one in call.chain:
+            if one is outer:
+                break
+            if all(outer.encloses(other) for other in self.calls.values() if other.path == one.path):
+                return one
+        return call
 
     def gathered(self, branch: Branch) -> WrappedModule:
         """The place of an FFN whose modules, called by the layer's own code, become one module."""

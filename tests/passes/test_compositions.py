@@ -37,6 +37,7 @@ OTHERWISE = {  # other forms of the same passes
     "sequence-altup": ("sequence-altup(k=2, method=stride-and-skip)",),
     "sparse-ffn": ("sparse-ffn(sparsity=1)",),
     "shared-moe": ("shared-moe(experts=3, groups=0)", "shared-moe(experts=2, share_attention=true)"),
+    "recurrence": ("recurrence(rank=3, layers=0)",),
     "memory": ("memory(beside=ffns)", "memory(lookup=softmax, rank=2)", "memory(lookup=lsh, beside=ffns)"),
 }
 
@@ -46,7 +47,9 @@ REFUSED = {
     ("sequence-altup", "sequence-altup"): "strided already",
     ("sparse-ffn", "sparse-ffn"): "another pass has replaced it already",
     ("sparse-ffn", "shared-moe"): "another pass has replaced it already",
-    ("sparse-qkv", "sequence-altup"): "numbers the tokens it is handed",
+    ("recurrence", "recurrence"): "it has a recurrence already",
+    ("recurrence", "sequence-altup"): "its own code numbers the tokens",
+    ("sparse-qkv", "sequence-altup"): "numbers the tokens it receives",
     ("sparse-qkv", "sparse-qkv"): "is made by",
     ("sparse-loss", "altup"): "the wide stream cannot pass",
     ("sparse-loss", "sparse-loss"): "applied in the code of",
