@@ -40,7 +40,6 @@ from retrofit.anatomy.parts import Stack as Stack
 from retrofit.anatomy.feed_forward_sites import FeedForward as FeedForward
 from retrofit.anatomy.feed_forward_sites import Port as Port
 from retrofit.anatomy.feed_forward_parsing import feed_forwards as feed_forwards
-from retrofit.anatomy.feed_forward_parsing import parse_feed_forward as parse_feed_forward
 from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock as FeedForwardBlock
 from retrofit.anatomy.feed_forward_blocks import RowMajor as RowMajor
 from retrofit.anatomy.feed_forward_blocks import install_feed_forward as install_feed_forward
@@ -60,7 +59,6 @@ from retrofit.anatomy.layer_calls import LayerCalls as LayerCalls
 from retrofit.anatomy.mask_values import mask_value as mask_value
 from retrofit.anatomy.weight_products import weight_product as weight_product
 from retrofit.anatomy.outside_stacks import is_token_id as is_token_id
-from retrofit.anatomy.branches import owner_of as owner_of
 
 # The program behind it: a graph of ATen operations, the module calls they were made in, their data flow.
 from retrofit.program.aten_ops import CAST as CAST
@@ -74,7 +72,6 @@ from retrofit.program.aten_ops import POINTWISE as POINTWISE
 from retrofit.program.aten_ops import SCAN as SCAN
 from retrofit.program.aten_ops import SELECTION as SELECTION
 from retrofit.program.aten_ops import carried_operands as carried_operands
-from retrofit.program.aten_ops import is_float as is_float
 from retrofit.program.aten_ops import is_heavy as is_heavy
 from retrofit.program.aten_ops import op as op
 from retrofit.program.aten_ops import shape as shape
