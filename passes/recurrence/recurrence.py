@@ -161,8 +161,8 @@ class Recurrence(Pass[RecurrencePlan]):
         layout = Layout(site.layer.tokens_first, site.flat)
 
         def wrap(feed_forward: nn.Module) -> nn.Module:
-            places = {"stream_in": site.place.stream_in, "stream_out": site.place.stream_out}
-            return RecurrentFeedForward(feed_forward, unit, site.name, layout, site.causal, **places)
+            into, out = site.place.stream_in, site.place.stream_out
+            return RecurrentFeedForward(feed_forward, unit, site.name, layout, site.causal, stream_in=into, stream_out=out)
 
         site.place.install(edit, wrap)
         for parameter in unit.late_parameters():
