@@ -115,7 +115,7 @@ def decoding(model: Any, ids: Tensor, tokens: int) -> Callable[[], None]:
     def decode() -> None:
         for _ in range(tokens):
             model(input_ids=ids[:, :1], past_key_values=full)
-        full.crop(ids.shape[1])
+        full.crop(-tokens)
 
     return decode
 
