@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from retrofit.errors import SpecError
+
+DEPTHS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
 def selected_depths(text: str, count: int, owner: str) -> set[int]:
@@ -11,14 +15,17 @@ def selected_depths(text: str, count: int, owner: str) -> set[int]:
         return set(range(count))
     chosen: set[int] = set()
     for part in text.split("+"):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
+        named = DEPTHS.fullmatch(part)
+        if named is None:
             raise SpecError(f"{owner}: cannot read layers={text}", remedy="name depths and ranges joined by +, e.g. 0-5+8")
-        chosen.update(range(int(first), int(last or first) + 1))
-    if max(chosen, default=-1) >= count:
-        raise SpecError(
-            f"{owner}: layers={text} names depth {max(chosen)}",
-            why=f"the stack has depths 0 to {count - 1}",
-            remedy="name depths that it has",
-        )
+        first, last = int(named[1]), int(named[2] or named[1])
+        if max(first, last) >= count:  # before any depth is listed: a range may be longer than memory
+            raise SpecError(
+                f"{owner}: layers={text} names depth {max(first, last)}",
+                why=f"the stack has depths 0 to {count - 1}",
+                remedy="name depths that it has",
+            )
+        if last < first:
+            raise SpecError(f"{owner}: layers={text} names no depth with {part}", remedy=f"write it {last}-{first}")
+        chosen.update(range(first, last + 1))
     return chosen

@@ -1,0 +1,48 @@
+"""The option `layers`: what it names, and texts that name no layer of the stack."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retrofit.errors import SpecError
+from retrofit.pipeline.layer_selection import selected_depths
+
+
+@given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)).map(sorted), min_size=1, max_size=4))
+def test_ranges_name_their_depths(ranges: list[list[int]]) -> None:
+    text = "+".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    expected = {depth for depth in range(12) if any(first <= depth <= last for first, last in ranges)}
+    assert selected_depths(text, 12, "altup") == expected
+
+
+def test_all_names_all() -> None:
+    assert selected_depths("all", 3, "altup") == {0, 1, 2}
+
+
+@pytest.mark.parametrize("text", ["0-30000000", "1+30000000", "30000000-0"])
+def test_a_range_is_checked_before_it_is_listed(text: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(SpecError, match="names depth 30000000") as error:
+            selected_depths(text, 12, "altup")
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert error.value.why == "the stack has depths 0 to 11"
+    assert most < 1 << 20
+
+
+@pytest.mark.parametrize("text", ["", "-", "1-", "-1", "a", "1,2", "²", "1--2", "1-2-3", "0-" + "9" * 5000])
+def test_what_names_no_depths_is_refused(text: str) -> None:
+    with pytest.raises(SpecError, match="cannot read layers="):
+        selected_depths(text, 12, "altup")
+
+
+def test_a_range_that_ends_before_it_begins_is_refused() -> None:
+    with pytest.raises(SpecError, match="names no depth with 5-3") as error:
+        selected_depths("0+5-3", 12, "altup")
+    assert error.value.remedy == "write it 3-5"
