@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from retrofit.anatomy.wording import format_change
 from retrofit.cli.failures import UsageError
-from retrofit.cli.outputs import check_output, default_output
+from retrofit.cli.outputs import check_model_output, default_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
@@ -56,15 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     if arguments.calibrate is not None:
         require_calibration(arguments.calibrate, passes)
-    output = check_output(arguments.output or default_output(arguments.model, [one.name for one in passes]), arguments.force)
+    output = check_model_output(arguments.output or default_output(arguments.model, [one.name for one in passes]), arguments.force)
 
     import torch
     from transformers import PreTrainedModel
 
     from retrofit.rewriting import apply_reported
-    from retrofit.storage.checkpoint import is_file_name, load, save
+    from retrofit.storage.checkpoint import load, save
     from retrofit.storage.companions import has_companions, save_with_companions
     from retrofit.storage.embedding_comparison import EmbeddingComparison
+    from retrofit.storage.file_names import is_file_name
 
     with working(arguments.debug) as progress:
         progress(f"reading {arguments.model}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import final_name
+from retrofit.storage.file_names import is_file_name, require_writable_kind
 
 
 def default_output(model: Path, words: Sequence[str]) -> Path:
@@ -21,8 +22,15 @@ def default_output(model: Path, words: Sequence[str]) -> Path:
 
 
 def check_output(output: Path, force: bool) -> Path:
-    """`output`, where a result may be written there; raises `CheckpointError` before any work where it may not."""
-    final_name(output, force=force, directory=output.is_dir())
+    """`output`, where a file may be written there; raises `CheckpointError` before any work where it may not."""
+    final_name(output, force=force, directory=False)
+    return output
+
+
+def check_model_output(output: Path, force: bool) -> Path:
+    """`output`, where a model may be written there; raises `CheckpointError` before any work where it may not."""
+    require_writable_kind(output)
+    final_name(output, force=force, directory=not is_file_name(output))
     return output
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.cli.failures import exit_code
-from retrofit.cli.outputs import check_output, default_output, name_in_errors
+from retrofit.cli.outputs import check_model_output, default_output, name_in_errors
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.training.settings import Settings, flag
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     given = vars(arguments)
     settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings) if field.name in given})
     require_path(arguments.model)
-    output = check_output(arguments.output or default_output(arguments.model, ["trained"]), arguments.force)
+    output = check_model_output(arguments.output or default_output(arguments.model, ["trained"]), arguments.force)
 
     from retrofit.training.runs import refuse_to_overwrite
 

@@ -21,14 +21,10 @@ from retrofit.pipeline.recipe_storage import as_ordinary_model
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory, whole_file
 from retrofit.storage.directories import load_directory
-from retrofit.storage.exported_program import SUFFIX, load_exported, save_exported
+from retrofit.storage.exported_program import load_exported, save_exported
+from retrofit.storage.file_names import EXPORTED, FILES, ONNX, OTHER_FORMATS, require_writable_kind
 from retrofit.storage.gguf_file import load_gguf
 from retrofit.storage.pt_file import checkpoint_contents, read_checkpoint, rebuild_model
-
-FILES = (".pt", ".pth")
-ONNX = ".onnx"
-OTHER_FORMATS = (".safetensors", ".ckpt", ".bin", ".npz", ".h5")
-NOT_WRITTEN = (*OTHER_FORMATS, gguf_header.SUFFIX)
 
 
 def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
@@ -40,8 +36,9 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
     could not be built again from what the file says.
     """
     path = Path(path)
+    require_writable_kind(path)
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
-    if path.suffix == SUFFIX:
+    if path.suffix == EXPORTED:
         return save_exported(model, path, force=force)
     if path.suffix == ONNX:
         export_onnx(model, path, force=force)
@@ -51,8 +48,6 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
         with whole_file(path, force=force) as file:
             torch.save(payload, file)
         return path
-    if path.suffix in NOT_WRITTEN:
-        raise CheckpointError(f"{path}: models are not saved as {path.suffix}", remedy="name a .pt file or a directory")
     if not hasattr(model, "save_pretrained"):
         raise CheckpointError(
             f"{type(model).__name__} cannot be saved as a directory",
@@ -94,7 +89,7 @@ def load(
             raise CheckpointError(f"{path} is a GGUF file and says itself how it is built", remedy="leave out config and build")
         with name_file_in_errors(path):
             return load_gguf(path, dtype)
-    if path.suffix == SUFFIX:
+    if path.suffix == EXPORTED:
         loaded = load_exported(path)
         return loaded if dtype is None else loaded.to(dtype)
     if path.suffix == ONNX:
@@ -107,11 +102,6 @@ def load(
     content = read_checkpoint(path, allow_pickle=allow_pickle)
     with name_file_in_errors(path):
         return rebuild_model(content, path, config=config, build=build, dtype=dtype, imports=allow_pickle)
-
-
-def is_file_name(path: Path) -> bool:
-    """Whether `save` writes a file there, or refuses to, and not a directory."""
-    return path.suffix in (*FILES, *NOT_WRITTEN, SUFFIX, ONNX)
 
 
 def as_dtype(given: torch.dtype | str | None) -> torch.dtype | None:

@@ -24,7 +24,6 @@ from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import evaluation_mode
 
-SUFFIX = ".pt2"
 RECIPE = "retrofit.json"  # the extra file with the recipe
 
 

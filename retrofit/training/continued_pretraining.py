@@ -17,8 +17,8 @@ from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.storage import architecture
-from retrofit.storage.checkpoint import NOT_WRITTEN, ONNX, is_file_name, save
-from retrofit.storage.exported_program import SUFFIX
+from retrofit.storage.checkpoint import save
+from retrofit.storage.file_names import EXPORTED, ONNX, is_file_name, require_writable_kind
 from retrofit.training.fingerprints import hash_architecture, hash_weights, hash_windows
 from retrofit.training.kept_predictions import KeptPredictions
 from retrofit.training.kept_teacher import KeptTeacher
@@ -158,15 +158,14 @@ def new_parameters(model: nn.Module, rate: float) -> list[nn.Parameter]:
 
 def refuse_unsavable(model: nn.Module, target: Path) -> None:
     """Raises `CheckpointError`, before any step, where the trained model could not be saved at `target`."""
-    if target.suffix in NOT_WRITTEN:
-        raise CheckpointError(f"{target}: models are not saved as {target.suffix}", remedy="name a .pt file or a directory")
+    require_writable_kind(target)
     if embeds_sentences(model):
         if is_file_name(target):
             raise CheckpointError(
                 f"{target}: a sentence-transformers model is several modules in a directory", remedy="name a directory"
             )
         return
-    if target.suffix not in (SUFFIX, ONNX):
+    if target.suffix not in (EXPORTED, ONNX):
         architecture.describe_architecture(model)
 
 

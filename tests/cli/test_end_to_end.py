@@ -291,6 +291,18 @@ def test_an_output_is_replaced_only_with_force(
     same_function(output, gpt2())
 
 
+@pytest.mark.parametrize("output", ["x.pt2", pytest.param("x.onnx", marks=pytest.mark.long)])
+def test_a_directory_becomes_the_file_that_its_output_is_named_as(output: str, here: Path, untouched: None) -> None:
+    assert main([*APPLY, "gpt2", "-o", output]) == 0
+    assert Path(output).is_file()
+    assert sum(parameter.numel() for parameter in retrofit.load(output).parameters()) >= 300 * 32
+
+
+@pytest.mark.parametrize("output", ["x.safetensors", "x.gguf", "x.ONNX"])
+def test_a_kind_of_output_that_is_not_written_is_refused_before_any_work(output: str, refused: Callable[..., str]) -> None:
+    assert output in refused(*APPLY, "gpt2", "-o", output)
+
+
 def test_calibration_text_reaches_the_passes_as_ids(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
 
