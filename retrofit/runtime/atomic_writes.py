@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from retrofit.errors import CheckpointError, RetrofitError
+from retrofit.runtime.deferred_signals import deferred_signals
 
 
 @contextlib.contextmanager
@@ -28,7 +29,8 @@ def whole_file(path: Path, *, force: bool = False) -> Iterator[BinaryIO]:
             os.replace(draft, path)
             flush_directory(path.parent)
         finally:
-            draft.unlink(missing_ok=True)
+            with deferred_signals():
+                draft.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -47,10 +49,11 @@ def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
             draft.rename(path)
             flush_directory(path.parent)
         finally:
-            if previous.exists() and not path.exists():
-                previous.rename(path)
-            shutil.rmtree(draft, ignore_errors=True)
-            shutil.rmtree(previous, ignore_errors=True)
+            with deferred_signals():
+                if previous.exists() and not path.exists():
+                    previous.rename(path)
+                shutil.rmtree(draft, ignore_errors=True)
+                shutil.rmtree(previous, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -72,7 +75,8 @@ def whole_files(folder: Path, names: Sequence[str], *, force: bool = False) -> I
                 os.replace(file, folder / file.name)
             flush_directory(folder)
         finally:
-            shutil.rmtree(draft, ignore_errors=True)
+            with deferred_signals():
+                shutil.rmtree(draft, ignore_errors=True)
 
 
 def final_name(path: Path, *, force: bool, directory: bool) -> Path:

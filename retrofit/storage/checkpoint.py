@@ -20,6 +20,7 @@ from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.pipeline.recipe_storage import as_ordinary_model
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory, whole_file
+from retrofit.runtime.deferred_signals import unbroken
 from retrofit.storage.directories import load_directory
 from retrofit.storage.exported_program import load_exported, save_exported
 from retrofit.storage.file_names import EXPORTED, FILES, ONNX, OTHER_FORMATS, require_writable_kind
@@ -45,8 +46,8 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
         return path
     if path.suffix in FILES:
         payload = checkpoint_contents(model)
-        with whole_file(path, force=force) as file:
-            torch.save(payload, file)
+        with whole_file(path, force=force) as file, unbroken(file) as sink:
+            torch.save(payload, sink)
         return path
     if not hasattr(model, "save_pretrained"):
         raise CheckpointError(

@@ -21,6 +21,7 @@ from retrofit.program.capture import as_plain_module
 from retrofit.program.dynamic_shapes import with_dynamic_shapes
 from retrofit.program.tracing_contexts import disable_cache, silence_tracer
 from retrofit.runtime.atomic_writes import whole_file
+from retrofit.runtime.deferred_signals import unbroken
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import evaluation_mode
 
@@ -46,8 +47,8 @@ def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_
         raise CheckpointError(
             f"{type(model).__name__} cannot be exported", why=first_line(error), remedy="save it as a .pt file"
         ) from error
-    with whole_file(path, force=force) as file:
-        torch.export.save(exported, file, extra_files={RECIPE: json.dumps(list(recipe_storage.stored_recipe(model)))})
+    with whole_file(path, force=force) as file, unbroken(file) as sink:
+        torch.export.save(exported, sink, extra_files={RECIPE: json.dumps(list(recipe_storage.stored_recipe(model)))})
     return path
 
 

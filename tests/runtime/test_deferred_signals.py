@@ -1,0 +1,188 @@
+"""Signals and full disks while a file is written: the right exception, a whole file or none, nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from retrofit.errors import CheckpointError
+from retrofit.runtime.atomic_writes import whole_directory, whole_file
+from retrofit.runtime.deferred_signals import deferred_signals, unbroken
+from retrofit.storage.exported_program import save_exported
+
+STATE = {"a": torch.arange(5000.0), "b": torch.ones(7)}
+
+
+@pytest.fixture(autouse=True)
+def heeded() -> Iterator[None]:
+    """SIGINT may be inherited as ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+class Failing(io.BytesIO):
+    """A file whose n-th write calls a function."""
+
+    def __init__(self, at: int, act: Callable[[], None]) -> None:
+        super().__init__()
+        self.left, self.act = at, act
+
+    def write(self, data: Any) -> int:
+        self.left -= 1
+        if self.left == 0:
+            self.act()
+        return super().write(data)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def fill_up() -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_signal_waits_and_is_heeded_afterwards() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with deferred_signals() as waiting:
+            assert not waiting()
+            interrupt()
+            interrupt()
+            assert waiting()
+            done.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["all of it"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_during_the_clean_up_of_an_interrupt_is_dropped() -> None:
+    """So that work that SIGTERM ended does not say that Ctrl-C did."""
+
+    class Terminated(KeyboardInterrupt):
+        pass
+
+    def work() -> None:
+        try:
+            raise Terminated
+        finally:
+            with deferred_signals():
+                interrupt()
+
+    with pytest.raises(Terminated):
+        work()
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with deferred_signals() as waiting:
+        interrupt()
+        assert not waiting()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 15, 30])
+def test_what_goes_wrong_while_torch_writes_is_what_is_raised(at: int) -> None:
+    with pytest.raises(KeyboardInterrupt), unbroken(Failing(at, interrupt)) as sink:
+        torch.save(STATE, sink)
+    with pytest.raises(OSError, match="No space left"), unbroken(Failing(at, fill_up)) as sink:
+        torch.save(STATE, sink)
+    with unbroken(plain := Failing(0, fill_up)) as sink:
+        torch.save(STATE, sink)
+    assert torch.equal(torch.load(io.BytesIO(plain.getvalue()), weights_only=True)["a"], STATE["a"])
+
+
+@pytest.mark.parametrize("act", [interrupt, fill_up])
+def test_an_exported_program_too(act: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.fdopen
+
+    def failing(descriptor: int, mode: str) -> Any:
+        file = opened(descriptor, mode)
+        return Watched(file, act) if mode == "w+b" else file
+
+    class Watched:
+        def __init__(self, file: Any, act: Callable[[], None]) -> None:
+            self.file, self.left = file, 4
+
+        def __enter__(self) -> Watched:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.close()
+
+        def write(self, data: Any) -> int:
+            self.left -= 1
+            if self.left == 0:
+                act()
+            return int(self.file.write(data))
+
+    monkeypatch.setattr("os.fdopen", failing)
+    expected = KeyboardInterrupt if act is interrupt else CheckpointError
+    with pytest.raises(expected) as error:
+        save_exported(nn.Linear(3, 3), tmp_path / "a.pt2", example_inputs={"input": torch.ones(2, 3)})
+    assert act is interrupt or "No space left" in str(error.value)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("what", ["file", "directory"])
+def test_a_second_interrupt_leaves_nothing_either(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C again while what is half-written is removed."""
+    unlink = os.unlink
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        interrupt()
+        unlink(*arguments, **options)
+
+    def work() -> None:
+        if what == "file":
+            with whole_file(tmp_path / "a.pt") as file:
+                file.write(b"half")
+                interrupt()
+        else:
+            with whole_directory(tmp_path / "a") as draft:
+                for number in range(5):
+                    (draft / str(number)).touch()
+                interrupt()
+
+    monkeypatch.setattr("os.unlink", slow)
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
+def test_a_disk_that_is_full_at_any_moment_is_an_error_that_says_so(tmp_path: Path) -> None:
+    """In a process of its own, because torch may abort it."""
+    code = f"""
+        import resource, torch
+        from pathlib import Path
+        from retrofit.cli import main, passes
+        from retrofit.storage.checkpoint import save
+        from transformers import GPT2Config, GPT2LMHeadModel
+        model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=50, n_positions=16))
+        passes.run = lambda arguments: save(model, Path({str(tmp_path / "a.pt")!r}))
+        for limit in (1, 300, 4000, 18_000, 28_000):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            print(main(["passes"]))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2"] * 5
+    assert done.stderr.count("a.pt cannot be written") == done.stderr.count("File too large") == 5
+    assert os.listdir(tmp_path) == []
