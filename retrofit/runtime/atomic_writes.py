@@ -1,4 +1,7 @@
-"""Outputs that are whole or not there: written under a hidden name, renamed when complete, removed when anything fails."""
+"""Outputs that are whole or not there: written under a hidden name, renamed when complete, removed when anything fails.
+
+What exists is replaced only with `force`, also where it came to exist while the output was written.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def whole_file(path: Path, *, force: bool = False) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(draft, path)
+            place_file(draft, path, force=force)
             flush_directory(path.parent)
         finally:
             with deferred_signals():
@@ -44,9 +47,9 @@ def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
             yield draft
             for file in draft.rglob("*"):
                 flush_directory(file) if file.is_dir() else flush_file(file)
-            if path.exists():
+            if force and path.exists():
                 path.rename(previous)
-            draft.rename(path)
+            place_directory(draft, path)
             flush_directory(path.parent)
         finally:
             with deferred_signals():
@@ -60,7 +63,7 @@ def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
 def whole_files(folder: Path, names: Sequence[str], *, force: bool = False) -> Iterator[Path]:
     """A directory to write into, of which every file has its name in `folder` once the block ends, and none if it raises.
 
-    Raises at once where one of `names` exists; a file whose name was not foreseen replaces what had it.
+    Raises at once where one of `names` exists, and before any has its name where another file that was written does.
     """
     for name in names:
         final_name(folder / name, force=force, directory=False)
@@ -71,12 +74,53 @@ def whole_files(folder: Path, names: Sequence[str], *, force: bool = False) -> I
             yield draft
             for file in draft.iterdir():
                 flush_file(file)
-            for file in sorted(draft.iterdir(), key=lambda file: (file.name in names, file.name)):
-                os.replace(file, folder / file.name)
+            with deferred_signals():
+                place_files(sorted(draft.iterdir(), key=lambda file: (file.name in names, file.name)), folder, force=force)
             flush_directory(folder)
         finally:
             with deferred_signals():
                 shutil.rmtree(draft, ignore_errors=True)
+
+
+def place_files(drafts: Sequence[Path], folder: Path, *, force: bool) -> None:
+    """Each file has its name in `folder`; without `force` all have, or none."""
+    for draft in drafts:
+        final_name(folder / draft.name, force=force, directory=False)
+    placed: list[Path] = []
+    try:
+        for draft in drafts:
+            place_file(draft, folder / draft.name, force=force)
+            placed.append(folder / draft.name)
+    except Exception:
+        for file in () if force else placed:
+            file.unlink(missing_ok=True)
+        raise
+
+
+def place_file(draft: Path, path: Path, *, force: bool) -> None:
+    """The file has its name; raises `CheckpointError` where another has it and may not be replaced."""
+    if not force:
+        try:
+            os.link(draft, path)  # unlike a rename, it never replaces
+        except FileExistsError:
+            raise exists_already(path) from None
+        except OSError:  # a file system without links
+            if os.path.lexists(path):
+                raise exists_already(path) from None
+        else:
+            draft.unlink()
+            return
+    os.replace(draft, path)
+
+
+def place_directory(draft: Path, path: Path) -> None:
+    """The directory has its name; raises `CheckpointError` where something has it already, be it not an empty directory."""
+    try:
+        draft.rename(path)
+    except OSError:
+        if os.path.lexists(path):
+            raise exists_already(path) from None
+        raise
 
 
 def final_name(path: Path, *, force: bool, directory: bool) -> Path:
@@ -86,10 +130,14 @@ def final_name(path: Path, *, force: bool, directory: bool) -> Path:
             kinds = ("a directory", "a file") if path.is_dir() else ("a file", "a directory")
             raise CheckpointError(f"{path} is {kinds[0]}; {kinds[1]} was to be written there", remedy="choose another name")
         if not force:
-            raise CheckpointError(f"{path} exists already", remedy="choose another name, or force=True (--force) to replace it")
+            raise exists_already(path)
     elif not path.resolve().parent.is_dir():
         raise CheckpointError(f"{path} cannot be written", why=f"there is no directory {path.parent}", remedy="create it first")
     return path.resolve()
+
+
+def exists_already(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} exists already", remedy="choose another name, or force=True (--force) to replace it")
 
 
 def draft_of(path: Path) -> Path:

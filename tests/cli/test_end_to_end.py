@@ -38,7 +38,7 @@ import os, time
 def stall(*arguments, **options):
     print("writing", flush=True)
     time.sleep(60)
-os.replace = os.rename = stall
+os.replace = os.rename = os.link = stall
 """
 IDS = torch.arange(18).reshape(2, 9)
 
@@ -411,7 +411,7 @@ def test_a_full_disk_leaves_everything_as_it_was(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        for name in ("replace", "rename"):
+        for name in ("replace", "rename", "link"):
             patched.setattr(os, name, full)
         assert output in refused(*APPLY, model, "-o", output)
     with monkeypatch.context() as patched:
