@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.runtime.deferred_signals import deferred_signals
+from retrofit.runtime.model_folders import carry_over, require_replaceable
 
 
 @contextlib.contextmanager
@@ -38,9 +39,13 @@ def whole_file(path: Path, *, force: bool = False) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
-    """A directory to write into; once the block ends it has taken the place of what was at `path`, and if it raises it is gone."""
+    """A directory to write a model into; once the block ends it is at `path`, and if it raises it is gone.
+
+    With `force` it replaces another model, and what its directory held besides stays. Nothing else is replaced.
+    """
     path = final_name(path, force=force, directory=True)
     draft, previous = draft_of(path), draft_of(path)
+    placed = False
     with explained(path):
         try:
             draft.mkdir()
@@ -48,15 +53,15 @@ def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
             for file in draft.rglob("*"):
                 flush_directory(file) if file.is_dir() else flush_file(file)
             if force and path.exists():
+                final_name(path, force=True, directory=True)
                 path.rename(previous)
             place_directory(draft, path)
+            placed = True
             flush_directory(path.parent)
         finally:
             with deferred_signals():
-                if previous.exists() and not path.exists():
-                    previous.rename(path)
                 shutil.rmtree(draft, ignore_errors=True)
-                shutil.rmtree(previous, ignore_errors=True)
+                put_away(previous, path, replaced=placed)
 
 
 @contextlib.contextmanager
@@ -123,12 +128,26 @@ def place_directory(draft: Path, path: Path) -> None:
         raise
 
 
+def put_away(previous: Path, path: Path, *, replaced: bool) -> None:
+    """A directory that was renamed to make room is back where nothing replaced it, else gone but for what is not a model's."""
+    if not previous.exists():
+        return
+    try:
+        carry_over(previous, path) if replaced else previous.rename(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"not all that {path} held before is there", why=str(error), remedy=f"it is in {previous}: move it yourself"
+        ) from error
+
+
 def final_name(path: Path, *, force: bool, directory: bool) -> Path:
     """`path` with its links followed; raises where something exists there that may not be replaced, or nothing can be written."""
     if path.exists():
         if path.is_dir() != directory:
             kinds = ("a directory", "a file") if path.is_dir() else ("a file", "a directory")
             raise CheckpointError(f"{path} is {kinds[0]}; {kinds[1]} was to be written there", remedy="choose another name")
+        if directory:
+            require_replaceable(path)
         if not force:
             raise exists_already(path)
     elif not path.resolve().parent.is_dir():

@@ -303,6 +303,21 @@ def test_a_kind_of_output_that_is_not_written_is_refused_before_any_work(output:
     assert output in refused(*APPLY, "gpt2", "-o", output)
 
 
+def test_force_replaces_models_only_and_keeps_what_else_is_there(
+    here: Path, refused: Callable[..., str], untouched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("thesis").mkdir()
+    Path("thesis/chapter.tex").write_text("years of work")
+    assert "not the directory of a model" in refused(*APPLY, "gpt2", "-o", "thesis", "--force")
+    monkeypatch.chdir("llama")
+    assert "current directory" in refused(*APPLY, "../gpt2", "-o", ".", "--force")
+    monkeypatch.chdir("..")
+    Path("llama/notes.txt").write_text("years of work")
+    assert main([*APPLY, "gpt2", "-o", "llama", "--force"]) == 0
+    assert Path("llama/notes.txt").read_text() == "years of work"
+    same_function("llama", gpt2())
+
+
 def test_calibration_text_reaches_the_passes_as_ids(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
 

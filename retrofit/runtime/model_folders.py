@@ -1,0 +1,72 @@
+"""What belongs to the model in a directory, and what does not: a new model replaces the former and leaves the latter."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+from pathlib import Path
+from typing import Any
+
+from retrofit.errors import CheckpointError
+
+OWN = (  # what transformers, sentence-transformers and tokenizers write
+    *("config.json", "generation_config.json", "adapter_config.json", "training_args.bin"),
+    *("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json"),
+    *("adapter_model.*", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.json", "chat_template.jinja"),
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+SHOWN = 3  # names in an error
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether the directory holds a model that transformers or sentence-transformers wrote."""
+    config, modules = read_json(path / "config.json"), read_json(path / "modules.json")
+    described = isinstance(config, dict) and ("model_type" in config or "architectures" in config)
+    return described or (isinstance(modules, list) and all(isinstance(one, dict) and "path" in one for one in modules))
+
+
+def require_replaceable(path: Path) -> None:
+    """Raises `CheckpointError` where a model may not replace what the directory holds: it is no model, or the current directory."""
+    with contextlib.suppress(OSError):  # there is no current directory any more
+        if Path.cwd().resolve().is_relative_to(path.resolve()):
+            raise CheckpointError(
+                f"{path} cannot be replaced", why="it is the current directory, or holds it", remedy="choose another name"
+            )
+    names = sorted(entry.name for entry in path.iterdir())
+    if names and not is_model_folder(path):
+        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        raise CheckpointError(
+            f"{path} exists and is not the directory of a model",
+            why=f"it holds {', '.join(names[:SHOWN])}{more}, and no config.json of a model; only a model is replaced by another",
+            remedy="choose another name",
+        )
+
+
+def carry_over(old: Path, new: Path) -> None:
+    """What `old` holds that is not its model's, and that `new` has no other of, is in `new`; `old` is gone."""
+    for entry in sorted(old.iterdir()):
+        place, folder = new / entry.name, entry.is_dir() and not entry.is_symlink()
+        if folder and place.is_dir():
+            carry_over(entry, place)
+        elif not folder and (place.exists() or place.is_symlink() or is_own(entry.name)):
+            entry.unlink()
+        else:
+            entry.rename(place)  # raises for a directory where `new` has a file
+    old.rmdir()
+
+
+def is_own(name: str) -> bool:
+    """Whether a file of this name is a model's."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in OWN)
+
+
+def read_json(file: Path) -> Any:
+    """What the file holds; None where it is not there, or not JSON."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
