@@ -11,7 +11,7 @@ import dataclasses
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from retrofit.passes import sparse_loss_reference as once_more
 from retrofit.passes.multiplicative import Multiplicative
@@ -94,6 +94,15 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     assert product is not None
     call = program.owner.get(node, program.root)
     inside = [one for one, owner in program.owner.items() if call.encloses(owner) and one in flow.depends]
+    operand = next((part for part in node.all_input_nodes if reads(part, head.parameter, anatomy)), None)
+    if operand is None or not is_stored(operand, anatomy):
+        parts = sorted(anatomy.flow.parameters_of([part for part in node.all_input_nodes if part not in flow.depends]))
+        raise DoesNotFitError(
+            f"sparse-loss: the weight of the head {call.path or 'in the code of the model'} is computed in every forward",
+            why=f"from {' and '.join(parts)}; a weight that is stored is replaced, and this may be a sparse head already",
+            remedy="apply sparse-loss once, to a model whose head is a module such as nn.Linear",
+            in_any_form=True,
+        )
     parameter_adds = [one for one in inside if op(one) == "add" and any(part in program.parameters for part in one.all_input_nodes)]
     other_work = [one for one in inside if one not in (node, *parameter_adds) and op(one) not in LAYOUT | CAST]
     read = {name for one in inside for part in one.all_input_nodes if (name := program.parameters.get(part)) is not None}
@@ -116,6 +125,20 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
         width=product.in_features,
         vocabulary=product.out_features,
     )
+
+
+def reads(node: fx.Node, parameter: str, anatomy: Anatomy) -> bool:
+    """Whether a value that depends on no input is the parameter, or computed from it."""
+    if node in anatomy.flow.depends:
+        return False
+    return anatomy.program.parameters.get(node) == parameter or parameter in anatomy.flow.parameters_of([node])
+
+
+def is_stored(node: fx.Node, anatomy: Anatomy) -> bool:
+    """Whether a value is a parameter, in whatever layout and dtype."""
+    while node not in anatomy.program.parameters and op(node) in LAYOUT | CAST and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node in anatomy.program.parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

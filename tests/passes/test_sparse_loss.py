@@ -161,6 +161,24 @@ def test_altup_with_a_wide_table_after_it_is_refused_with_the_remedy() -> None:
     retrofit.apply(model, "sparse-loss(modules=8)", "altup(k=2, embedding=recycled)")
 
 
+def test_a_head_that_is_sparse_already_is_refused_and_left_alone() -> None:
+    model = zoo.build(zoo.entry("causal/llama"))
+    retrofit.apply(model, SparseLoss(modules=8), verify=False)
+    before, state = retrofit.recipe(model), {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(DoesNotFitError, match="computed in every forward") as error:
+        retrofit.apply(model, SparseLoss(modules=8), verify=False)
+    assert "lm_head.product.d and lm_head.product.e" in error.value.why
+    assert retrofit.recipe(model) == before
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_head_whose_weight_is_computed_is_refused() -> None:
+    model = zoo.build(zoo.entry("causal/llama"))
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    with pytest.raises(DoesNotFitError, match="computed in every forward"):
+        retrofit.apply(model, SparseLoss(modules=8), verify=False)
+
+
 def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(SpecError, match="modules"):
         SparseLoss(modules=0)
