@@ -179,6 +179,27 @@ def test_sum_before_and_after(order: tuple[str, str]) -> None:
     assert [one.name for one in retrofit.recipe(model)] == list(order)
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "altup(extra=8)",
+        "altup(extra=8, selection=same)",
+        "altup(coefficients=dynamic)",
+        "altup(coefficients=dynamic, selection=same)",
+    ],
+)
+def test_what_has_no_gradient_at_the_start_is_announced(spec: str) -> None:
+    """With an odd number of layers the last works on the block that the stream stays in: its P acts on the others only."""
+    model = tiny_models.llama(num_hidden_layers=3)
+    before = {name for name, _ in model.named_parameters()}
+    (rewrite,) = apply_reported(model, spec, verify=False, count_flops=False).rewrites
+    ids = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, labels=ids).loss.backward()
+    idle = {name for name, one in model.named_parameters() if one.grad is None or not one.grad.abs().max()}
+    assert idle and not idle & before
+    assert idle <= set(rewrite.second_step)
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize("identity", ["causal/llama", "seq2seq/t5", "seq2seq/bart"])
 def test_sum_adds_one_table_and_learns_at_once(identity: str) -> None:
