@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -151,7 +150,8 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
                 else "; ".join(f"its {name} is {getattr(before, name)}, not {getattr(facts, name)}" for name in shown or names)
             )
             raise TrainingError(f"{folder} holds other predictions", why=why, remedy="name another -o, or start over with --force")
-        shutil.rmtree(folder)
+        for file in (*folder.glob(SHARDS), folder / RECORD):  # the record last: by it the folder is known
+            file.unlink()
         before = None
     if before is None:
         folder.mkdir(parents=True, exist_ok=True)

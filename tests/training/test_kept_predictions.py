@@ -225,7 +225,9 @@ def test_other_predictions_are_not_overwritten_unasked(tmp_path: Path) -> None:
         teach(llama(), TEXTS, tmp_path / "logits", length=32, top=6)
     with pytest.raises(TrainingError, match=r"(?s)holds other predictions.*its weights is"):
         teach(llama(1), TEXTS, tmp_path / "logits", length=32, top=5)
+    (tmp_path / "logits" / "notes.txt").write_text("years of work")
     assert teach(llama(), TEXTS, tmp_path / "logits", length=32, top=6, force=True).predictions([0]).ids.shape == (32, 6)
+    assert (tmp_path / "logits" / "notes.txt").read_text() == "years of work"
     with pytest.raises(RuntimeError):
         teach(broken(), TEXTS, tmp_path / "broken", length=32)
     assert teach(llama(), TEXTS, tmp_path / "broken", length=32).missing() == []
