@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,10 +29,10 @@ from retrofit.storage.gguf_file import load_gguf
 from retrofit.storage.pt_file import checkpoint_contents, read_checkpoint, rebuild_model
 
 
-def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
+def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: Any = None) -> Path:
     """The model is at `path`, a `.pt`, `.pt2` or `.onnx` file or else a directory, with its recipe; it appears whole or not at all.
 
-    An `.onnx` file is for inference, as `export_onnx` writes it.
+    An `.onnx` file is for inference, as `export_onnx` writes it. A directory holds the `tokenizer` too, where one is given.
 
     Raises `CheckpointError` where something is there already (unless `force`), where nothing can be written, and for a model that
     could not be built again from what the file says.
@@ -57,6 +58,8 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
         )
     with whole_directory(path, force=force) as directory, as_ordinary_model(model):
         model.save_pretrained(str(directory))  # type: ignore[operator]
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(directory))
     return path
 
 

@@ -140,9 +140,7 @@ def continue_pretraining(
         **findings,
     )
     if target is not None:
-        save(model, target, force=force)
-        if tokenizer is not None and target.is_dir() and not pipeline:
-            tokenizer.save_pretrained(target)
+        save(model, target, force=force, tokenizer=None if pipeline else tokenizer)
         finish_folder(run)
     return run
 

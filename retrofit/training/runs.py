@@ -37,7 +37,7 @@ class TrainingRun:
     losses: Points  # (step, mean training loss since the entry before)
     eval_losses: Points  # (step, held-out loss)
     rates: Points  # (step, learning rate)
-    seconds_per_step: float  # median, evaluation and saving left out
+    seconds_per_step: float  # median, evaluation and saving left out; 0 where all steps had been made by a run that was resumed
     dense_loss: float | None = None  # held-out loss of the teacher
     start_loss: float | None = None  # held-out loss of the rewritten model before any stage
     alignment: Points = ()  # (step of that stage, mean squared error of the sites on held-out windows)
@@ -51,7 +51,7 @@ class TrainingRun:
         """The finished run that wrote `output`; raises `TrainingError` where there is none."""
         folder = folder_of(Path(output))
         record = read_record(folder)
-        if record is None or "eval_losses" not in record:
+        if record is None or not is_finished(record):
             raise TrainingError(f"{folder} holds no finished run", remedy="train the model first")
         values: dict[str, Any] = {field.name: record.get(field.name) for field in dataclasses.fields(TrainingRun)}
         for name in ("losses", "eval_losses", "rates", "alignment"):
@@ -97,7 +97,8 @@ class TrainingRun:
             rows.append(("rewritten", f"{self.start_loss:.4f} before any step, {self.dense_loss:.4f} the dense model"))
             if (closed := self.gap_closed) is not None:
                 rows.append(("gap closed", f"{closed:.0%}"))
-        rows.append(("speed", f"{self.seconds_per_step:.3f} s a step, {tokens / self.seconds_per_step:,.0f} tokens a second"))
+        if self.seconds_per_step:
+            rows.append(("speed", f"{self.seconds_per_step:.3f} s a step, {tokens / self.seconds_per_step:,.0f} tokens a second"))
         if self.output is not None and self.folder is not None:
             rows += [("model", str(self.output)), ("curve", str(self.folder / CURVE)), ("numbers", str(self.folder / RECORD))]
         return "\n".join(f"{name:<14} {value}" for name, value in rows)
@@ -189,7 +190,7 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
                 remedy=f"give the same {name}, or start over with --force",
             )
     done = 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
-    if done >= settings.steps:
+    if done > settings.steps or (done == settings.steps and is_finished(record) and output.exists()):
         raise TrainingError(f"the run to resume has done {done} steps already", remedy="give more with --steps")
     write_record(folder, {**record, "settings": dataclasses.asdict(settings)})
     return folder, checkpoint
@@ -220,6 +221,11 @@ def as_csv(run: TrainingRun) -> str:
     for step in sorted({*losses, *held_out}):
         writer.writerow([step, losses.get(step, ""), held_out.get(step, ""), rates.get(step, "")])
     return text.getvalue()
+
+
+def is_finished(record: Mapping[str, Any] | None) -> bool:
+    """Whether the record is that of a run whose model was written."""
+    return record is not None and "eval_losses" in record
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:

@@ -50,4 +50,5 @@ class StepMonitor(TrainerCallback):
 
     @property
     def seconds_per_step(self) -> float:
-        return statistics.median(self.seconds)
+        """The median; 0 where there was none."""
+        return statistics.median(self.seconds) if self.seconds else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import math
 import warnings
@@ -32,6 +33,7 @@ import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, TrainingError
 from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.storage.checkpoint import save
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
 from retrofit.training.settings import Settings
@@ -155,6 +157,41 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, name
     assert resumed.losses == expected.losses
     assert same_weights(second, whole)
     assert same_weights(retrofit.load(tmp_path / "part.pt"), whole)
+
+
+@pytest.mark.parametrize("last", ["save", "finish_folder"])
+def test_a_run_that_is_killed_while_its_model_is_written_can_be_finished(
+    last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, written = tmp_path / "model.pt", last == "finish_folder"
+    whole = llama()
+    expected = continue_pretraining(whole, TEXTS, SMALL)
+
+    def killed(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"retrofit.training.continued_pretraining.{last}", killed)
+        with pytest.raises(KeyboardInterrupt):
+            continue_pretraining(llama(), TEXTS, SMALL, output=output)
+    assert output.exists() == written
+    run = continue_pretraining(llama(), TEXTS, SMALL, output=output, resume=True, force=written)
+    assert same_weights(retrofit.load(output), whole)
+    assert (run.losses, run.eval_losses) == (expected.losses, expected.eval_losses)
+    assert TrainingRun.read(output) == run and "speed" not in str(run)
+    with pytest.raises(TrainingError, match="has done 8 steps already"):
+        continue_pretraining(llama(), TEXTS, SMALL, output=output, resume=True, force=True)
+
+
+def test_a_directory_appears_with_its_tokenizer_or_not_at_all(tmp_path: Path) -> None:
+    class Tokenizer:
+        def save_pretrained(self, folder: str) -> None:
+            assert (Path(folder) / "config.json").is_file()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(llama(), tmp_path / "model", tokenizer=Tokenizer())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_finished_run_can_be_given_more_steps(tmp_path: Path) -> None:
