@@ -19,14 +19,12 @@ from retrofit.training.hidden_states import HiddenStates
 from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.outputs import without_labels
 from retrofit.training.own_dials import begin, read_place, use
-from retrofit.training.runs import ALIGNMENT, last_checkpoint
+from retrofit.training.runs import ALIGNMENT, FINDINGS, last_checkpoint
 from retrofit.training.stages import Stages
 from retrofit.training.step_monitor import StepMonitor
 from retrofit.training.teacher import Teacher, sharing_weights
 from retrofit.training.trainer_setup import TrainerSetup
 from retrofit.training.trainers import AligningTrainer, DistillingTrainer
-
-FINDINGS = "findings.json"  # of the stages before the last
 
 
 def recover(

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.errors import TrainingError
-from retrofit.runtime.atomic_writes import whole_file
+from retrofit.runtime.atomic_writes import draft_of, whole_file
+from retrofit.runtime.deferred_signals import deferred_signals
 from retrofit.training.curves import Points, draw_curves
 from retrofit.training.settings import CHANGEABLE_ON_RESUME, Settings, flag
 
 RECORD, NUMBERS, CURVE = "run.json", "numbers.csv", "curve.png"
+FINDINGS = "findings.json"  # of the stages before the last
 ALIGNMENT = "align"  # the folder of that stage's checkpoints
+REPLACED = "replaced"  # the folder of the run that this one replaces, until it is finished
 FORMAT = "retrofit training run"
 FILES = (".pt", ".pth", ".pt2")
 
@@ -50,8 +53,8 @@ class TrainingRun:
     def read(output: str | Path) -> TrainingRun:
         """The finished run that wrote `output`; raises `TrainingError` where there is none."""
         folder = folder_of(Path(output))
-        record = read_record(folder)
-        if record is None or not is_finished(record):
+        record = next((one for one in map(read_record, (folder, folder / REPLACED)) if is_finished(one)), None)
+        if record is None:
             raise TrainingError(f"{folder} holds no finished run", remedy="train the model first")
         values: dict[str, Any] = {field.name: record.get(field.name) for field in dataclasses.fields(TrainingRun)}
         for name in ("losses", "eval_losses", "rates", "alignment"):
@@ -143,7 +146,10 @@ def has_checkpoint(folder: Path) -> bool:
 def run_folder(
     output: Path | None, facts: Mapping[str, Any], settings: Settings, *, resume: bool
 ) -> Iterator[tuple[Path, Path | None]]:
-    """The folder of a run and the checkpoint it starts from; a run that fails before its first checkpoint leaves no folder."""
+    """The folder of a run and the checkpoint it starts from.
+
+    A run that fails before its first checkpoint leaves no folder, or that of the run it was to replace.
+    """
     if output is None:
         if resume:
             raise TrainingError("there is no run to resume", why="no output was named", remedy="name the output of that run")
@@ -155,18 +161,62 @@ def run_folder(
         yield folder, checkpoint
     except BaseException:
         if not has_checkpoint(folder):
-            shutil.rmtree(folder, ignore_errors=True)
+            with deferred_signals():
+                give_up(folder)
         raise
 
 
 def start_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> Path:
-    """The folder of a new run, which records its settings and the `facts` that it depends on and nothing else."""
+    """The folder of a new run, which records its settings and the `facts` that it depends on, and keeps the run it replaces."""
     folder = folder_of(output)
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    write_record(folder, {"format": FORMAT, "settings": dataclasses.asdict(settings), "facts": dict(facts)})
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = draft_of(folder)
+    draft.mkdir()
+    try:
+        write_record(draft, {"format": FORMAT, "settings": dataclasses.asdict(settings), "facts": dict(facts)})
+        with deferred_signals():
+            if (folder / REPLACED).is_dir():  # what is started over was to replace a run itself
+                (folder / REPLACED).rename(draft / REPLACED)
+                clear(folder, draft)
+            elif folder.exists():
+                folder.rename(draft / REPLACED)
+            draft.rename(folder)
+    except BaseException:
+        with deferred_signals():
+            if (draft / REPLACED).exists():
+                (draft / REPLACED).rename(folder / REPLACED if folder.exists() else folder)
+            clear(draft, folder)
+        raise
     return folder
+
+
+def give_up(folder: Path) -> None:
+    """The folder of a run that came to nothing is gone, and that of the run it was to replace is back."""
+    if not (folder / REPLACED).is_dir():
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    earlier = draft_of(folder)
+    (folder / REPLACED).rename(earlier)
+    clear(folder, earlier)
+    earlier.rename(folder)
+
+
+def clear(folder: Path, other: Path) -> None:
+    """The folder is gone; what no run wrote is in the other one."""
+    for entry in sorted(folder.iterdir()):
+        if is_own(entry.name):
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+            continue
+        place = other / entry.name
+        while place.exists() or place.is_symlink():
+            place = place.with_name(f"{place.name}~")
+        entry.rename(place)
+    folder.rmdir()
+
+
+def is_own(name: str) -> bool:
+    """Whether a run writes something of this name into its folder."""
+    return name in (RECORD, NUMBERS, CURVE, FINDINGS, ALIGNMENT, REPLACED) or name.startswith("checkpoint-")
 
 
 def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> tuple[Path, Path | None]:
@@ -197,7 +247,7 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
 
 
 def finish_folder(run: TrainingRun) -> None:
-    """The folder of a finished run holds its numbers and its curve."""
+    """The folder of a finished run holds its numbers and its curve, and no longer the run that it replaced."""
     assert run.folder is not None and run.output is not None
     write_record(run.folder, {**(read_record(run.folder) or {}), **run.to_dict()})
     with whole_file(run.folder / NUMBERS, force=True) as file:
@@ -211,6 +261,9 @@ def finish_folder(run: TrainingRun) -> None:
         levels={what: loss for what, loss in levels.items() if loss is not None},
         marks={"from here on all is rewritten": step} if (step := run.stages.get("anneal")) else None,
     )
+    if (run.folder / REPLACED).is_dir():
+        with deferred_signals():
+            clear(run.folder / REPLACED, run.folder)
 
 
 def as_csv(run: TrainingRun) -> str:

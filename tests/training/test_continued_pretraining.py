@@ -194,6 +194,36 @@ def test_a_directory_appears_with_its_tokenizer_or_not_at_all(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_that_replaces_another_and_fails_leaves_it(tmp_path: Path) -> None:
+    output, folder = tmp_path / "model.pt", tmp_path / "model.run"
+    first = continue_pretraining(llama(), TEXTS, changed(save_every=3), output=output)
+    (folder / "notes.txt").write_text("years of work")
+    before = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def again(unplugged: int, **more: Any) -> None:
+        settings = changed(save_every=3, seed=1)
+        with pytest.raises(Unplugged):
+            continue_pretraining(llama(), TEXTS, settings, output=output, progress=unplug_at(unplugged), **more)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "model.run"]
+        assert TrainingRun.read(output) == first
+
+    again(2, force=True)  # before its first checkpoint
+    assert {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    again(5, force=True)  # after: it can be resumed, and the run it would replace is kept
+    checkpoint = last_checkpoint(folder)
+    assert checkpoint is not None and checkpoint.name == "checkpoint-3"
+    again(4, force=True, resume=True)
+    (folder / "more.txt").write_text("of this run")
+    again(2, force=True)  # a third, started over
+    assert (folder / "more.txt").read_text() == "of this run"
+    (folder / "more.txt").unlink()
+    assert {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    continue_pretraining(llama(), TEXTS, changed(save_every=3, seed=1), output=output, force=True)
+    assert (folder / "notes.txt").read_text() == "years of work"
+    names = ["checkpoint-8", "curve.png", "notes.txt", "numbers.csv", "run.json"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
 def test_a_finished_run_can_be_given_more_steps(tmp_path: Path) -> None:
     settings = changed(schedule="constant", warmup=0)
     whole = llama()
