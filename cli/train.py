@@ -51,7 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="the dense model that MODEL was made from, to learn from, or its predictions for TEXT, as retrofit teach writes them",
     )
     parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: next to MODEL)")
-    parser.add_argument("--force", action="store_true", help="replace an output that exists, and its run")
+    parser.add_argument("--force", action="store_true", help="replace an output that exists, and its run once this one is finished")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of the run that writes this output")
     for field in dataclasses.fields(Settings):
         add_setting(parser, field)
