@@ -5,13 +5,14 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retrofit.errors import SpecError
 from retrofit.pipeline.layer_selection import selected_depths
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)).map(sorted), min_size=1, max_size=4))
 def test_ranges_name_their_depths(ranges: list[list[int]]) -> None:
     text = "+".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
