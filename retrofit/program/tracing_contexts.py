@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export", "torch._export")  # logs
+
 
 @contextlib.contextmanager
 def disable_cache(model: nn.Module) -> Iterator[None]:
@@ -68,7 +70,7 @@ def compile_on_call() -> Iterator[None]:
 @contextlib.contextmanager
 def silence_tracer() -> Iterator[None]:
     """Within this context the tracer prints no warnings, and no graphs when it fails."""
-    logs = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
+    logs = [logging.getLogger(name) for name in NOISY]
     before = [log.level for log in logs]
     for log in logs:
         log.setLevel(logging.CRITICAL)

@@ -94,7 +94,7 @@ def load(
         with name_file_in_errors(path):
             return load_gguf(path, dtype)
     if path.suffix == EXPORTED:
-        loaded = load_exported(path)
+        loaded = load_exported(path, allow_pickle=allow_pickle)
         return loaded if dtype is None else loaded.to(dtype)
     if path.suffix == ONNX:
         imported = from_onnx(path)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export.pt2_archive._package import load_pt2
 
 from retrofit.errors import CheckpointError, first_line
 from retrofit.graphs.from_exported import from_exported
@@ -24,6 +25,7 @@ from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.deferred_signals import unbroken
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.storage.exported_code import refuse_code
 
 RECIPE = "retrofit.json"  # the extra file with the recipe
 
@@ -52,25 +54,56 @@ def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_
     return path
 
 
-def load_exported(path: Path) -> fx.GraphModule:
-    """The exported program at `path` as a graph module in evaluation mode; raises `CheckpointError` where it is none."""
-    extra = {RECIPE: ""}
+def load_exported(path: Path, *, allow_pickle: bool = False) -> fx.GraphModule:
+    """The exported program at `path` as a graph module in evaluation mode.
+
+    Raises `CheckpointError` where it is none, or runs code when it is read and is not admitted by `allow_pickle`.
+    """
     try:
         with silence_tracer():
-            exported = torch.export.load(path, extra_files=extra)
+            exported, recipe = read_trusted(path) if allow_pickle else read_data(path)
         model = from_exported(exported)
+        model.__dict__["retrofit_examples"] = example_tensors(exported)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as an exported program",
             why=first_line(error),
-            remedy="give a file that torch.export.save wrote",
+            remedy="give a whole file that torch.export.save wrote, of torch 2.8 or later",
         ) from error
-    args, kwargs = exported.example_inputs or ((), {})
-    names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
-    given = [*args, *kwargs.values()]
-    examples = {name: value for name, value in zip(names, given, strict=False) if isinstance(value, Tensor)}
-    model.__dict__["retrofit_examples"] = examples
-    recipe = json.loads(extra[RECIPE] or "[]")
     if recipe:
         recipe_storage.store_recipe(model, recipe)
     return model.eval()
+
+
+def example_tensors(exported: torch.export.ExportedProgram) -> dict[str, Tensor]:
+    """The tensors among the program's example inputs, by name."""
+    args, kwargs = exported.example_inputs or ((), {})
+    names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
+    given = [*args, *kwargs.values()]
+    return {name: value for name, value in zip(names, given, strict=False) if isinstance(value, Tensor)}
+
+
+def read_data(path: Path) -> tuple[torch.export.ExportedProgram, list[str]]:
+    """The program and the recipe in a file that runs no code when it is read; raises where it could."""
+    refuse_code(path)
+    content = load_pt2(str(path))  # torch.export.load would go on with an older format where this fails
+    exported = content.exported_programs["model"]
+    exported._guards_code = []  # source code that checks the inputs
+    return exported, parse_recipe(content.extra_files.get(RECIPE, ""))
+
+
+def read_trusted(path: Path) -> tuple[torch.export.ExportedProgram, list[str]]:
+    """The program and the recipe in a file of any format that torch reads, which may run code."""
+    extra = {RECIPE: ""}
+    exported = torch.export.load(path, extra_files=extra)
+    return exported, parse_recipe(extra[RECIPE])
+
+
+def parse_recipe(text: str) -> list[str]:
+    """The recipe in the extra file; none where there is no such file."""
+    recipe = json.loads(text or "[]")
+    if not (isinstance(recipe, list) and all(isinstance(spec, str) for spec in recipe)):
+        raise ValueError(f"its recipe is {text[:80]}")
+    return recipe
