@@ -92,7 +92,7 @@ def pretrained_tokenizer(path: Path, folder: Path, **where: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **where)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **where)
     except Exception as error:  # whatever the tokenizer's own code raises
         raise TrainingError(
             f"the tokenizer in {path} cannot be read",

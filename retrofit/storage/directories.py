@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from retrofit.errors import CheckpointError, first_line
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
-from retrofit.storage.filling import config_class, from_state, require_match
+from retrofit.storage.filling import ONLY_DATA, config_class, from_state, require_match
 from retrofit.storage.pipeline_directories import transformer_folder
 
 
@@ -23,7 +23,7 @@ def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: tor
     """The transformers model that config.json describes, with these weights, under its own or its published names."""
     directory = config if config.is_dir() else config.parent
     kind = directory_class(directory)
-    return from_state(kind, config_class(kind).from_pretrained(directory, local_files_only=True), state, dtype, path)
+    return from_state(kind, config_class(kind).from_pretrained(directory, **ONLY_DATA), state, dtype, path)
 
 
 def load_directory(path: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -31,7 +31,7 @@ def load_directory(path: Path, dtype: torch.dtype | None) -> nn.Module:
     path = transformer_folder(path)
     kind: type[Any] = directory_class(path)
     with quiet(progress_bars=True):
-        model, found = kind.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True, local_files_only=True)
+        model, found = kind.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True, **ONLY_DATA)
     require_match(found["missing_keys"], (), found["mismatched_keys"])
     return model
 

@@ -15,6 +15,7 @@ from retrofit.pipeline import recipe_storage, replaying
 from retrofit.runtime.quiet import quiet
 from retrofit.surgery import transformers_bookkeeping
 
+ONLY_DATA: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # nothing is downloaded, no code asked for or run
 
 def fill_model(model: nn.Module, recipe: Iterable[str], state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> nn.Module:
     """The model, rewritten by the recipe, with exactly these weights: the tensors themselves, tied where the model's were."""
@@ -81,6 +82,7 @@ def from_state(
             dtype=dtype or config.dtype or "auto",
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            **ONLY_DATA,
         )
     require_match(found["missing_keys"], found["unexpected_keys"], found["mismatched_keys"])
     model.config.name_or_path = str(path)

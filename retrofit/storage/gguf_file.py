@@ -17,7 +17,7 @@ from retrofit.errors import CheckpointError, RetrofitError, first_line
 from retrofit.runtime.gguf_header import AGAIN, Header, read_header
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
-from retrofit.storage.filling import require_match
+from retrofit.storage.filling import ONLY_DATA, require_match
 from retrofit.surgery.transformers_quantization import forget_quantization
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # ggml's types that are not packed, by name
@@ -92,7 +92,7 @@ def own_dtype(header: Header) -> torch.dtype:
 
 def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrainedModel:
     """The model of the first class, language models first, each of whose weights the file holds."""
-    place: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    place: dict[str, Any] = {"gguf_file": path.name, **ONLY_DATA}
     try:
         config = AutoConfig.from_pretrained(path.parent, **place)
     except Exception as error:  # whatever the reader's code raises

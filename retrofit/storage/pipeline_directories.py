@@ -55,7 +55,7 @@ def load_pipeline(path: Path) -> Any:
             remedy="pip install sentence-transformers, or give the folder of its transformer alone",
         ) from error
     with quiet(progress_bars=True):
-        return SentenceTransformer(str(path), device="cpu", local_files_only=True).eval()
+        return SentenceTransformer(str(path), device="cpu", local_files_only=True, trust_remote_code=False).eval()
 
 
 def other_modules(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,17 @@ def test_the_order_is_a_function_of_the_seed_and_goes_through_all_windows_in_tur
         for place in range(len(data))
     ]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_a_tokenizer_with_code_of_its_own_neither_runs_nor_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    word_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "own.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\nraise ValueError\n")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    copied = tmp_path / "modules"  # where transformers copies code before it runs it
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(copied))
+    monkeypatch.setattr("builtins.input", lambda prompt="": "y")
+    with pytest.raises(TrainingError, match="--tokenizer"):
+        read_tokenizer(tmp_path)
+    assert not copied.exists()
