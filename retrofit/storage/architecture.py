@@ -131,12 +131,12 @@ def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], ty
     return kind, config_kind
 
 
-def transformers_class(name: str) -> Any:
-    """The transformers model class of that name: the library's, or else one that somebody derived and imported."""
-    derived = subclasses(PreTrainedModel)
-    return (
-        getattr(transformers, name, None) if hasattr(transformers, name) else next((c for c in derived if c.__name__ == name), None)
-    )
+def transformers_class(name: str) -> type[PreTrainedModel] | None:
+    """The transformers model class of that name: the library's, or else one that somebody derived and imported; None for others."""
+    kind = getattr(transformers, name, None)
+    if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+        return kind
+    return next((derived for derived in subclasses(PreTrainedModel) if derived.__name__ == name), None)
 
 
 def resolve(name: str, *, imports: bool) -> Any:

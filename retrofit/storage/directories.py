@@ -54,7 +54,7 @@ def directory_class(path: Path) -> type[PreTrainedModel]:
     if not architectures:
         raise CheckpointError(f'{file} does not say which model it is: "architectures" is missing', remedy="add the class's name")
     kind = transformers_class(architectures[0])
-    if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
+    if kind is not None:
         return kind
     known = named.get("model_type") in transformers.CONFIG_MAPPING
     raise CheckpointError(

@@ -15,7 +15,11 @@ from retrofit.pipeline import recipe_storage, replaying
 from retrofit.runtime.quiet import quiet
 from retrofit.surgery import transformers_bookkeeping
 
-ONLY_DATA: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # nothing is downloaded, no code asked for or run
+ONLY_DATA: dict[str, Any] = {
+    "local_files_only": True,
+    "trust_remote_code": False,
+}  # nothing is downloaded, no code asked for or run
+
 
 def fill_model(model: nn.Module, recipe: Iterable[str], state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> nn.Module:
     """The model, rewritten by the recipe, with exactly these weights: the tensors themselves, tied where the model's were."""

@@ -299,7 +299,7 @@ def test_a_class_that_is_not_imported_is_not_imported(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["os:system", "subprocess:Popen", "torch.nn:functional", f"{__name__}:Sizes", "Nonesuch", "os.path:"]
+    "name", ["os:system", "subprocess:Popen", "torch.nn:functional", f"{__name__}:Sizes", "Nonesuch", "Trainer", "os.path:"]
 )
 def test_only_models_are_built(name, tmp_path):
     content = {"format": "retrofit/1", "architecture": name, "config": {}, "recipe": [], "state_dict": {"w": torch.ones(1)}}

@@ -377,6 +377,24 @@ def test_a_dense_model_does_not_notice(tmp_path):
 # What cannot be done says so
 
 
+def test_the_class_that_a_recipe_names_is_called_only_where_it_is_a_model(tmp_path, monkeypatch):
+    called = []
+
+    class Bystander:
+        def __init__(self, *given):
+            called.append(given)
+
+    monkeypatch.setattr(transformers, "Trainer", Bystander)
+    model, _ = remembered("llama")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["architecture"] = "Trainer"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="Trainer, which transformers does not have"):
+        load(tmp_path)
+    assert called == []
+
+
 def test_dense_weights_under_a_recipe_are_refused(tmp_path):
     model, _ = remembered("llama")
     impostor = type(model)(model.config)  # a dense model whose config speaks of a recipe
