@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from retrofit.errors import CheckpointError, first_line
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
-from retrofit.storage.filling import ONLY_DATA, config_class, from_state, require_match
+from retrofit.storage.filling import ONLY_DATA, config_class, from_state, require_all_used, require_match
 from retrofit.storage.pipeline_directories import transformer_folder
 
 
@@ -33,6 +33,7 @@ def load_directory(path: Path, dtype: torch.dtype | None) -> nn.Module:
     with quiet(progress_bars=True):
         model, found = kind.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True, **ONLY_DATA)
     require_match(found["missing_keys"], (), found["mismatched_keys"])
+    require_all_used(model, found["unexpected_keys"])
     return model
 
 

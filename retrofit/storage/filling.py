@@ -18,7 +18,7 @@ from retrofit.surgery import transformers_bookkeeping
 ONLY_DATA: dict[str, Any] = {
     "local_files_only": True,
     "trust_remote_code": False,
-}  # nothing is downloaded, no code asked for or run
+}  # nothing is downloaded, no code runs
 
 
 def fill_model(model: nn.Module, recipe: Iterable[str], state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> nn.Module:
@@ -111,3 +111,34 @@ def require_match(missing: Iterable[str], unexpected: Iterable[str], mismatched:
         raise CheckpointError(
             "the weights do not fit the model", why="; ".join(problems[:5]) + more, remedy="give the config they were saved with"
         )
+
+
+def require_all_used(model: PreTrainedModel, unexpected: Iterable[str]) -> None:
+    """No weight is left over for one more element of a list in the model, or for a parameter that one of its modules lacks.
+
+    Else `CheckpointError`: config.json describes a smaller model. Left out, as transformers leaves it out, is what the model has no
+    part of, as another task's head, and what the architecture declares not to need.
+    """
+    prefix = f"{model.base_model_prefix}."
+    dropped = sorted(name for name in unexpected if lacks(model, name) or lacks(model, name.removeprefix(prefix)))
+    if dropped:
+        more = f" and {len(dropped) - 5} more" if dropped[5:] else ""
+        raise CheckpointError(
+            "the weights are those of a larger model than config.json describes",
+            why=f"these would be lost: {', '.join(dropped[:5])}{more}",
+            remedy="correct config.json (the number of layers, say), or remove these weights from the file",
+        )
+
+
+def lacks(model: nn.Module, name: str) -> bool:
+    """Whether the parameter is of one more element of a list in the model, or one that a module could have and has not."""
+    *path, leaf = name.split(".")
+    module: nn.Module | None = model
+    for part in path:
+        assert module is not None
+        if part not in module._modules:
+            return part.isdigit()
+        module = module._modules[part]
+        if module is None:
+            return False
+    return module is not None and leaf in module._parameters and module._parameters[leaf] is None

@@ -17,7 +17,7 @@ from retrofit.errors import CheckpointError, RetrofitError, first_line
 from retrofit.runtime.gguf_header import AGAIN, Header, read_header
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
-from retrofit.storage.filling import ONLY_DATA, require_match
+from retrofit.storage.filling import ONLY_DATA, require_all_used, require_match
 from retrofit.surgery.transformers_quantization import forget_quantization
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # ggml's types that are not packed, by name
@@ -104,6 +104,7 @@ def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrain
                 path.parent, config=config, dtype=dtype, output_loading_info=True, **unpacked(), **place
             )
             require_match(found["missing_keys"], (), found["mismatched_keys"])
+            require_all_used(model, found["unexpected_keys"])
             return model
         except RetrofitError as error:
             missing = missing or CheckpointError(f"{path}: {error.what}", why=error.why, remedy=AGAIN)

@@ -441,6 +441,37 @@ def test_directories_that_hold_no_model(text, match, tmp_path):
     refused(tmp_path, match)
 
 
+@pytest.mark.parametrize("layers", [1, 0])
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "LlamaModel"])
+def test_layers_that_the_config_does_not_name_are_not_dropped(layers, kind, tmp_path):
+    save(standin.tiny("llama")[0], tmp_path / "model")
+    edit_config(tmp_path / "model", num_hidden_layers=layers, architectures=[kind])
+    error = refused(tmp_path / "model", "a larger model than config.json describes")
+    assert f"model.layers.{layers}.input_layernorm.weight" in error.why
+    assert "more" in error.why
+
+
+def test_biases_that_the_config_does_not_name_are_not_dropped(tmp_path):
+    config = standin.tiny("llama")[0].config
+    config.attention_bias = True
+    save(transformers.LlamaForCausalLM(config), tmp_path / "model")
+    edit_config(tmp_path / "model", attention_bias=False)
+    assert "q_proj.bias" in refused(tmp_path / "model", "a larger model").why
+
+
+def test_another_head_in_the_file_is_left_out(tmp_path):
+    model, _ = standin.tiny("llama")
+    save(model, tmp_path / "model")
+    edit_config(tmp_path / "model", architectures=["LlamaModel"])
+    loaded = load(tmp_path / "model")
+    assert torch.equal(loaded.norm.weight, model.model.norm.weight)
+
+
+def edit_config(directory, **changes):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
 def test_a_damaged_directory(tmp_path):
     model, _ = remembered("llama")
     weights = save(model, tmp_path / "model") / "model.safetensors"
