@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import fx, nn
 
 from retrofit.anatomy.inspection import read_anatomy
+from retrofit.checks.finite_weights import require_finite
 from retrofit.checks.reference import Reference
 from retrofit.checks.report import Report
 from retrofit.checks.verify import check_rewrite
@@ -141,6 +142,7 @@ def rewrite_once(
     if verify:
         say("measuring the dense model")
         reference = Reference.of(model, inputs, dense)
+    require_finite(model, reference)
     edit = Edit(model, None if calibration is None else calibration_from(model, calibration))
     earlier = recipe_storage.stored_recipe(model)
     if example_inputs is not None:

@@ -26,12 +26,13 @@ class Fingerprint:
     trainable: bool
     storage: int  # names of one tensor have one storage
     scale: float = 1.0
+    finite: bool = True  # no element is NaN or infinite, where all were read
 
     @staticmethod
     def of(value: torch.Tensor, storage: int = 0, scale: float = 1.0) -> Fingerprint:
         """The fingerprint of `value`, which is `scale` times a parameter."""
-        crc = checksum(value, scale) if abs(math.frexp(scale)[0]) == 0.5 else None  # a power of two
-        return Fingerprint(tuple(value.shape), value.dtype, crc, sample(value), value.requires_grad, storage, scale)
+        crc, finite = read(value, scale) if abs(math.frexp(scale)[0]) == 0.5 else (None, True)  # a power of two
+        return Fingerprint(tuple(value.shape), value.dtype, crc, sample(value), value.requires_grad, storage, scale, finite)
 
     @property
     def elements(self) -> int:
@@ -61,14 +62,28 @@ def checksum(value: torch.Tensor, scale: float = 1.0) -> int:
     It is the CRC-32 of sums: of the bytes as words of eight in rows of a fixed width, each row's and each column's sum, modulo 2⁶⁴.
     A change that keeps all of these touches at least two rows and two columns. Sums are read as fast as memory is; a CRC is not.
     """
-    total = 0
+    return read(value, scale)[0]
+
+
+def read(value: torch.Tensor, scale: float = 1.0) -> tuple[int, bool]:
+    """The `checksum` of `value / scale`, and whether every element is finite, from one reading."""
+    total, finite = 0, True
     for chunk in chunks(value):
+        finite = finite and is_finite(chunk)
         content = (chunk if scale == 1.0 else chunk / scale).view(torch.uint8)
         whole = len(content) // ROW_BYTES * ROW_BYTES
         table = aligned(content[:whole]).view(torch.int64).view(-1, ROW_BYTES // 8)  # (rows, words)
         for part in (table.sum(0), table.sum(1), content[whole:]) if whole else (content,):
             total = zlib.crc32(part.numpy().data, total)
-    return total
+    return total, finite
+
+
+def is_finite(chunk: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite: the extremes are not."""
+    if not chunk.is_floating_point() or not chunk.numel():
+        return True
+    least, most = (chunk.float() if chunk.itemsize < 2 else chunk).aminmax()  # eight bits are for storage
+    return bool(least.isfinite() & most.isfinite())
 
 
 def aligned(content: torch.Tensor) -> torch.Tensor:
