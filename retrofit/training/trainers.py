@@ -19,6 +19,7 @@ from retrofit.training.outputs import without_labels
 from retrofit.training.own_dials import write_place
 from retrofit.training.settings import Settings
 from retrofit.training.teacher import Teacher
+from retrofit.training.whole_checkpoints import require_whole_checkpoint
 
 
 class PretrainingTrainer(Trainer):
@@ -44,6 +45,12 @@ class PretrainingTrainer(Trainer):
         assert output_dir is not None and self.model is not None
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         torch.save(self.model.state_dict(), Path(output_dir) / WEIGHTS_NAME)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
+        if isinstance(resume_from_checkpoint, str):
+            assert self.model is not None
+            require_whole_checkpoint(Path(resume_from_checkpoint), self.model)
+        return super().train(resume_from_checkpoint, *rest, **named)
 
 
 class AligningTrainer(PretrainingTrainer):

@@ -6,6 +6,8 @@ import csv
 import errno
 import json
 import math
+import os
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -255,6 +257,83 @@ def test_another_run_is_not_resumed(tmp_path: Path, change: dict[str, Any], mess
     texts, model = change.pop("texts", TEXTS), change.pop("model", llama)()
     with pytest.raises(TrainingError, match=message):
         continue_pretraining(model, texts, changed(**change), output=tmp_path / "model.pt", resume=True)
+
+
+def without_weight(file: Path) -> None:
+    saved = torch.load(file)
+    torch.save({name: tensor for name, tensor in saved.items() if name != "model.layers.1.mlp.up_proj.weight"}, file)
+
+
+def narrow() -> dict[str, Any]:
+    return llama(hidden_size=8).state_dict()
+
+
+def cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:99])
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "no optimizer": ("optimizer.pt", Path.unlink, "optimizer.pt is missing"),
+    "no scheduler": ("scheduler.pt", Path.unlink, "scheduler.pt is missing"),
+    "no random state": ("rng_state.pth", Path.unlink, "rng_state.pth is missing"),
+    "no weights": ("pytorch_model.bin", Path.unlink, "pytorch_model.bin is missing"),
+    "a weight missing": ("pytorch_model.bin", without_weight, "lacks model.layers.1.mlp.up_proj.weight"),
+    "weights of another shape": (
+        "pytorch_model.bin",
+        lambda file: torch.save(llama(hidden_size=8).state_dict(), file),
+        "the model's",
+    ),
+    "an optimizer without state": ("optimizer.pt", lambda file: torch.save({"state": {}}, file), "optimizer.pt holds no state"),
+    "a scheduler without state": ("scheduler.pt", lambda file: torch.save({}, file), "scheduler.pt holds no state"),
+    "an optimizer cut short": (
+        "optimizer.pt",
+        cut_short,
+        "optimizer.pt cannot be read",
+    ),
+    "random state cut short": (
+        "rng_state.pth",
+        cut_short,
+        "rng_state.pth is cut short",
+    ),
+    "a pickle": ("optimizer.pt", lambda file: torch.save(Trap(file.with_name("sprung")), file), "optimizer.pt cannot be read"),
+    "a state of noise": ("trainer_state.json", lambda file: file.write_text("{"), "trainer_state.json cannot be read"),
+}
+
+
+class Trap:
+    """A pickle that makes a directory when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.fixture(scope="module")
+def unplugged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that stopped after its first checkpoint."""
+    folder = tmp_path_factory.mktemp("unplugged")
+    with pytest.raises(Unplugged):
+        continue_pretraining(llama(), TEXTS, SMALL, output=folder / "model.pt", progress=unplug_at(6))
+    return folder
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_run_does_not_go_on_from_half_a_checkpoint(unplugged: Path, tmp_path: Path, damage: str) -> None:
+    shutil.copytree(unplugged, tmp_path, dirs_exist_ok=True)
+    checkpoint = last_checkpoint(tmp_path / "model.run")
+    assert checkpoint is not None
+    name, spoil, message = DAMAGES[damage]
+    spoil(checkpoint / name)
+    model = llama()
+    with pytest.raises(TrainingError, match="is not a whole checkpoint") as error:
+        continue_pretraining(model, TEXTS, SMALL, output=tmp_path / "model.pt", resume=True)
+    assert message in error.value.why
+    assert str(checkpoint) in error.value.what
+    assert not (checkpoint / "sprung").exists()
+    assert checkpoint.is_dir()
+    assert same_weights(model, llama())
 
 
 def test_every_model_sees_the_same_windows_in_the_same_order() -> None:
