@@ -18,6 +18,7 @@ from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
 from retrofit.rewriting import BECOMES_GRAPH, GRAPH_WAY_OUT, Progress, parse_passes, prepare_model
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.skeletons import without_weights
 from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.runtime.wrapped_models import transformer_inside
@@ -104,6 +105,7 @@ class RecipePlan:
         }
 
 
+@one_at_a_time
 def plan_of(
     model: nn.Module, *passes: AnyPass | str, example_inputs: Any = None, emit: str = "module", progress: Progress | None = None
 ) -> RecipePlan:

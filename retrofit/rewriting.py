@@ -28,6 +28,7 @@ from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import device_of, named_inputs
+from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import run
 from retrofit.runtime.state_preservation import preserve_state
 from retrofit.runtime.wrapped_models import transformer_inside
@@ -78,6 +79,7 @@ def apply(
     return applied.model  # type: ignore[return-value]
 
 
+@one_at_a_time
 def apply_reported(
     model: nn.Module,
     *passes: AnyPass | str,

@@ -21,9 +21,11 @@ from retrofit.program.capture import capture
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.wrapped_models import transformer_inside
 
 
+@one_at_a_time
 def inspect(model: nn.Module, example_inputs: Any = None) -> Anatomy:
     """The anatomy of `model`: its stacks, layers, branches, embedding and head; raises `NoTransformerError` where it has none."""
     model = transformer_inside(model, example_inputs)

@@ -23,12 +23,14 @@ from retrofit.pipeline.replaying import recipe, rewrites
 from retrofit.program.program import Program
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.released_memory import release_freed_memory
 from retrofit.runtime.state_preservation import preserve_state
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery.edit import Fate
 
 
+@one_at_a_time
 def verify(
     model: nn.Module,
     reference: nn.Module | Reference | None = None,
@@ -67,6 +69,7 @@ def verify(
     return run_checks(context, reference, checks)
 
 
+@one_at_a_time
 def verify_onnx(path: str | Path, model: nn.Module, example_inputs: Any = None) -> Report:
     """The report of the check `onnx` on an ONNX file: whether it computes what `model`, or a part of it, does."""
     require_weights(model)

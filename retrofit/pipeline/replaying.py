@@ -14,10 +14,12 @@ from retrofit.pipeline.protocol import Recipe, Rewrite
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.running import run_passes
 from retrofit.runtime.example_inputs import device_of, named_inputs
+from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.wrapped_models import transformers_models
 from retrofit.surgery.edit import Edit, Fate
 
 
+@one_at_a_time
 def replay(model: nn.Module, specs: Sequence[str]) -> None:
     """`model`, a dense model whose weights are not loaded yet, gets the structure that the recipe leads to."""
     edit = Edit(model)

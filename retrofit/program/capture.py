@@ -27,6 +27,7 @@ from retrofit.program.reading import read_program
 from retrofit.program.replayed_values import record_tensor_values, replay_tensor_values
 from retrofit.program.tracing_contexts import compile_on_call, disable_cache, disable_stack_traces, silence_tracer, skip_no_op_casts
 from retrofit.runtime.modes import preserve_modes
+from retrofit.runtime.one_at_a_time import one_at_a_time
 
 LIBRARY = torch.library.Library("retrofit", "DEF")
 LIBRARY.define("mark(Tensor x, int call, bool leaves, str key) -> Tensor")
@@ -34,6 +35,7 @@ LIBRARY.impl("mark", lambda x, call, leaves, key: x.clone(), "CompositeExplicitA
 fx.node.has_side_effect(torch.ops.retrofit.mark.default)  # kept in the graph even where no output depends on it
 
 
+@one_at_a_time
 def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: bool = False, training: bool = False) -> Program:
     """The program that `model` runs on inputs like `example_inputs` (arguments by name), in evaluation mode if not in `training`.
 

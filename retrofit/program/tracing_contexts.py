@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from retrofit.runtime.one_at_a_time import PROCESS
+
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export", "torch._export")  # logs
 
 
@@ -69,18 +71,19 @@ def compile_on_call() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence_tracer() -> Iterator[None]:
-    """Within this context the tracer prints no warnings, and no graphs when it fails."""
-    logs = [logging.getLogger(name) for name in NOISY]
-    before = [log.level for log in logs]
-    for log in logs:
-        log.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for log, level in zip(logs, before, strict=True):
-            log.setLevel(level)
+    """Within this context the tracer prints no warnings, and no graphs when it fails; other threads wait to enter it."""
+    with PROCESS:
+        logs = [logging.getLogger(name) for name in NOISY]
+        before = [log.level for log in logs]
+        for log in logs:
+            log.setLevel(logging.CRITICAL)
+        try:
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            for log, level in zip(logs, before, strict=True):
+                log.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from retrofit.pipeline.recipe_storage import as_ordinary_model
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory, whole_file
 from retrofit.runtime.deferred_signals import unbroken
+from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.storage.directories import load_directory
 from retrofit.storage.exported_program import load_exported, save_exported
 from retrofit.storage.file_names import EXPORTED, FILES, ONNX, OTHER_FORMATS, require_writable_kind
@@ -29,6 +30,7 @@ from retrofit.storage.gguf_file import load_gguf
 from retrofit.storage.pt_file import checkpoint_contents, read_checkpoint, rebuild_model
 
 
+@one_at_a_time
 def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: Any = None) -> Path:
     """The model is at `path`, a `.pt`, `.pt2` or `.onnx` file or else a directory, with its recipe; it appears whole or not at all.
 
@@ -63,6 +65,7 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
     return path
 
 
+@one_at_a_time
 def load(
     path: str | Path,
     *,

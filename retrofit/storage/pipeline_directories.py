@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.errors import CheckpointError, first_line
+from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.quiet import quiet
 
 MODULES, CONFIG = "modules.json", "config.json"
@@ -40,6 +41,7 @@ def is_pipeline(path: Path) -> bool:
     return (path / MODULES).is_file()
 
 
+@one_at_a_time
 def load_pipeline(path: Path) -> Any:
     """The whole sentence-transformers model in a directory, its transformer rewritten as its recipe says, in eval mode.
 

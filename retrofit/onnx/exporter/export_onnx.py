@@ -33,6 +33,7 @@ from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.atomic_writes import whole_files
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.state_preservation import preserve_state
 from retrofit.runtime.wrapped_models import transformer_inside
 
@@ -86,6 +87,7 @@ class ExportResult:
         return "\n".join(lines + ([f"without its cache: {self.why_no_cache}"] if self.why_no_cache else []))
 
 
+@one_at_a_time
 def export_onnx(
     model: nn.Module,
     path: str | Path,

@@ -1,0 +1,29 @@
+"""What changes the whole process for a while runs in one thread at a time.
+
+Capturing a model replaces methods of tensors and modules, the streams that are printed to and filters of warnings; loading replaces
+initializers and the default dtype; checks seed the generators of random numbers. Two threads that did so at once would see, and put
+back, each other's.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+PROCESS = threading.RLock()  # held by the thread that changes the process
+
+
+def one_at_a_time(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function, which waits until no other thread runs one of those that are declared so."""
+
+    @functools.wraps(function)
+    def waiting(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with PROCESS:
+            return function(*args, **kwargs)
+
+    return waiting
