@@ -63,10 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     from retrofit.rewriting import apply_reported
     from retrofit.storage.checkpoint import load, save
-    from retrofit.storage.companions import has_companions, save_with_companions
+    from retrofit.storage.companions import companion_files, has_companions, save_with_companions
     from retrofit.storage.embedding_comparison import EmbeddingComparison
     from retrofit.storage.file_names import is_file_name
 
+    source = arguments.config or arguments.model
+    if source.is_dir() and not is_file_name(output):
+        companion_files(source)  # raises before any work
     with working(arguments.debug) as progress:
         progress(f"reading {arguments.model}")
         model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
@@ -76,7 +79,6 @@ def run(arguments: argparse.Namespace) -> int:
         applied = apply_reported(model, *passes, calibration=calibration, verify=not arguments.no_verify, progress=progress)
         model = applied.model
         progress(f"writing {output}")
-        source = arguments.config or arguments.model
         if isinstance(model, PreTrainedModel) and has_companions(source) and not is_file_name(output):
             save_with_companions(model, source, output, force=arguments.force)
         else:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from retrofit.errors import CheckpointError
 from retrofit.pipeline.tokenization import read_tokenizer
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory
@@ -28,7 +31,8 @@ def tokenizer_place(source: Path) -> Path:
 def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, force: bool) -> Path:
     """The model is in the directory `output`, and with it what else `source` holds, a directory's files byte for byte.
 
-    Left out are hidden files, and the weights of the dense model in whatever format; other modules keep theirs.
+    Left out are hidden files, and the weights of the dense model in whatever format; other modules keep theirs. Raises
+    `CheckpointError` where a link leads out of the directory.
     """
     with whole_directory(output, force=force) as draft:
         if not source.is_dir():
@@ -37,37 +41,59 @@ def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, 
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
             return output
-        folder = transformer_folder(source)
-        place = draft / folder.relative_to(source)
+        files = companion_files(source)
+        place = draft / transformer_folder(source).relative_to(source)
         place.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(place)
-        if (source / MODULES).is_file():
-            copy_modules(source, folder, draft)
-        else:
-            copy_files(source, draft)
+        for file in files:
+            copy = draft / file.relative_to(source)
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
     return output
 
 
-def copy_modules(source: Path, folder: Path, draft: Path) -> None:
-    """Everything of a pipeline but the weights of the transformer in `folder` is in `draft`."""
-    others = [one for one in module_folders(source) if one not in (source, folder) and one.is_dir()]
-    for other in others:
-        shutil.copytree(other, draft / other.relative_to(source), dirs_exist_ok=True)
-    copied = {draft / one.relative_to(source) for one in others}
-    for inner in (source, *(one for one in sorted(source.rglob("*")) if one.is_dir())):
-        place = draft / inner.relative_to(source)
-        if not any(part.startswith(".") for part in inner.relative_to(source).parts) and copied.isdisjoint((place, *place.parents)):
-            copy_files(inner, place)
+def companion_files(source: Path) -> list[Path]:
+    """The files of a directory that are kept with a rewritten model; none of them is a link that leads out of the directory.
+
+    Raises `CheckpointError` for such a link, and for one to another directory.
+    """
+    files = list(kept_files(source))
+    if (source / MODULES).is_file():
+        folder = transformer_folder(source)
+        others = {one for one in module_folders(source) if one not in (source, folder)}
+        for place, folders, names in os.walk(source):
+            inner = Path(place)
+            if not others.isdisjoint((inner, *inner.parents)):
+                files += [inner / name for name in sorted(names)]  # a module of the pipeline, whole
+            else:
+                folders[:] = sorted(name for name in folders if not name.startswith("."))
+                files += kept_files(inner) if inner != source else ()
+            for link in (inner / name for name in folders if (inner / name).is_symlink()):
+                raise foreign_link(link)
+    for file in files:
+        if not is_within(file, source):
+            raise foreign_link(file)
+    return files
 
 
-def copy_files(source: Path, draft: Path) -> None:
-    """The files of one directory that are neither hidden nor weights are in `draft`, but for those that it has already."""
-    for file in source.iterdir():
-        if (
-            file.is_file()
-            and not file.name.startswith(".")
-            and not file.name.endswith(WEIGHTS)
-            and not (draft / file.name).exists()
-        ):
-            draft.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, draft / file.name)
+def kept_files(folder: Path) -> Iterator[Path]:
+    """The files right in a directory that are neither hidden nor weights."""
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
+            yield file
+
+
+def is_within(file: Path, source: Path) -> bool:
+    """Whether the file lies in the directory, its links followed, or with its revision in a cache of the Hugging Face hub."""
+    real, target = source.resolve(), file.resolve()
+    blobs = real.parent.parent / "blobs"  # models--name/snapshots/revision links to models--name/blobs
+    return target.is_relative_to(real) or (real.parent.name == "snapshots" and target.parent == blobs)
+
+
+def foreign_link(link: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{link} is a link out of the model's directory",
+        why=f"what it leads to, {link.resolve()}, would be copied to the result",
+        remedy="put a copy of it there if it belongs to the model, else remove it",
+    )

@@ -74,6 +74,13 @@ def module_folders(path: Path) -> list[Path]:
         direct = [path / entry["path"] for entry in named]
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{path / MODULES} is not a list of modules", why=first_line(error)) from error
+    for folder in direct:
+        if not folder.resolve().is_relative_to(path.resolve()):
+            raise CheckpointError(
+                f"{path / MODULES} names a module outside the directory",
+                why=str(folder),
+                remedy="put the module into the directory",
+            )
     below = [file.parent for folder in direct if folder != path for file in sorted(folder.glob(f"*/{CONFIG}"))]
     return list(dict.fromkeys([*direct, *below]))
 
