@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +63,18 @@ def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
     """What the file holds; raises `CheckpointError` where it is not whole, or is code and not admitted by `allow_pickle`."""
     try:
-        mapped = zipfile.is_zipfile(path)  # torch's container before 1.6 cannot be mapped
-        return torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=mapped)
+        if can_be_mapped(path):
+            mapped = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=True)
+            if fills_records(mapped, path):
+                return mapped
+        return torch.load(path, map_location="cpu", weights_only=not allow_pickle)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read", why=error.strerror or str(error), remedy="give a file that can be read"
         ) from error
     except Exception as error:
         foreign = re.search(r"GLOBAL ([\w.]+)|Unsupported class ([\w.]+)|Trying to \w+ (\S+)", str(error))
-        if foreign and not allow_pickle:
+        if foreign and isinstance(error, pickle.UnpicklingError) and not allow_pickle:
             raise CheckpointError(
                 f"{path} holds a pickled Python object ({next(filter(None, foreign.groups()))}), not only weights",
                 why="reading such a file runs whatever code it names",
@@ -81,6 +85,40 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
             why=f"it is cut short, damaged, or of another kind ({type(error).__name__})",
             remedy="copy or download it again, or give a file that retrofit.save or torch.save wrote",
         ) from error
+
+
+def can_be_mapped(path: Path) -> bool:
+    """Whether tensors lie in the file as they are: torch's container before 1.6 is no archive, one made anew may be packed."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+        file.seek(0)
+        return not packed and file.read(2) == b"PK"
+
+
+def fills_records(content: Any, path: Path) -> bool:
+    """Whether each tensor's storage is as long as its record: mapping a shorter one, torch goes on into the next without a word."""
+    held = [tensor.untyped_storage() for tensor in tensors_in(content)]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
+    with zipfile.ZipFile(path) as archive:
+        records = [entry for entry in archive.infolist() if "/data/" in entry.filename and entry.file_size]
+    in_order = sorted(records, key=lambda entry: entry.header_offset)
+    return [size for _, size in sorted(storages.items())] == [entry.file_size for entry in in_order]
+
+
+def tensors_in(content: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a file's content, in containers and modules however deep."""
+    if isinstance(content, torch.Tensor):
+        yield content
+    elif isinstance(content, nn.Module):
+        yield from (*content.parameters(), *content.buffers())
+    elif isinstance(content, Mapping):
+        for value in content.values():
+            yield from tensors_in(value)
+    elif isinstance(content, (list, tuple)):
+        for value in content:
+            yield from tensors_in(value)
 
 
 def rebuild_model(

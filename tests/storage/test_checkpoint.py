@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -371,6 +372,25 @@ def test_a_pickled_model_loads_for_those_who_trust_it(tmp_path):
 
 
 # Files that are not what they should be
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_an_archive_that_was_packed_anew_is_read_as_it_was(packing, tmp_path):
+    model = Plain({"width": 64}).eval()
+    nn.init.zeros_(model.norm.weight)  # packs well: the packed bytes would be too few
+    with zipfile.ZipFile(save(model, tmp_path / "model.pt")) as old, zipfile.ZipFile(tmp_path / "new.pt", "w", packing) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    loaded = load(tmp_path / "new.pt").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_damaged_archive_is_not_called_a_pickle(tmp_path):
+    path = save(Plain({"width": 64}), tmp_path / "model.pt")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "new.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name)[:-8] if "/data/" in name else old.read(name))
+    assert "--allow-pickle" not in refused(tmp_path / "new.pt", "cannot be read as a checkpoint").remedy
 
 
 @pytest.fixture(scope="module")
