@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from retrofit.anatomy.wording import format_change
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output
-from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
+from retrofit.cli.parser import Subparsers, add_model_arguments, require_path, seed
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
 from retrofit.cli.tables import print_table
@@ -44,7 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--calibrate", metavar="FILE", type=Path, help="text to which starts that are not exact are fitted")
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer for --calibrate lies, if not in MODEL")
     parser.add_argument("--no-verify", action="store_true", help="skip the checks of the rewritten model")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="seed of whatever starts at random (default: 0)")
+    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="seed of whatever starts at random (default: 0)")
     parser.set_defaults(run=run)
 
 

@@ -79,6 +79,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def seed(text: str) -> int:
+    """A seed of torch's generators."""
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from error
+    if not -(2**63) <= number < 2**64:
+        raise argparse.ArgumentTypeError(f"{text} is not between -2^63 and 2^64 - 1")
+    return number
+
+
 def require_path(path: Path) -> Path:
     """`path`, where something is there; raises `CheckpointError` where nothing is."""
     if not path.exists():

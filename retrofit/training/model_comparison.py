@@ -22,7 +22,8 @@ from retrofit.runtime.probes import can_generate
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import IGNORED, Collator, Example, objective_for
 from retrofit.training.outputs import token_logits, without_labels
-from retrofit.training.windows import ordered_windows
+from retrofit.training.settings import check_values
+from retrofit.training.windows import ordered_windows, require_windows
 
 ROUNDS = 5  # of timed calls; the models take turns in each
 DECODED = 16  # tokens that are decoded for a time
@@ -60,9 +61,11 @@ def compare_models(
     All models see the same windows, hidden tokens included. Times are the medians of rounds in which the models take turns.
     Raises `TrainingError` where the first model computes no loss or the text is too short.
     """
+    check_values(length=length, windows=most)
     dense = next(iter(models.values()))
     codec = codec_for(dense, tokenizer)
     windows = windows_of(texts, codec, length)
+    require_windows(windows)
     windows = windows[torch.linspace(0, len(windows) - 1, min(most, len(windows))).round().long()]
     collator = Collator(objective_for(add_loss(dense), codec, windows[0].long()))
     data = ordered_windows(windows, seed=0)

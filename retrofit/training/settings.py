@@ -9,6 +9,9 @@ from typing import Any
 from retrofit.errors import TrainingError
 from retrofit.pipeline.options import option
 
+MOST = 2**31 - 1  # what any count may be
+MOST_SEED = 2**32 - 1  # what numpy takes
+LEAST = {"length": 8, "top": 1, "seed": 0, "batch_size": 1, "windows": 1}
 SCHEDULES = ("linear", "cosine", "constant")
 
 
@@ -60,6 +63,8 @@ class Settings:
                 raise TrainingError(f"{flag(field)} {value} is not a finite number", remedy=field.metadata["doc"])
             if value is not None and minimum is not None and value < minimum:
                 raise TrainingError(f"{flag(field)} {value} is below {minimum}", remedy=f"give at least {minimum}")
+            if isinstance(value, int):
+                check_most(field.name, value)
             if choices and value not in choices:
                 raise TrainingError(f"{flag(field)} {value} is not known", remedy=f"choose one of {', '.join(choices)}")
         if self.distil > 1:
@@ -89,6 +94,21 @@ class Settings:
 
 
 CHANGEABLE_ON_RESUME = ("steps", "eval_every", "save_every", "device", "warmup")  # between a run and its resumption
+
+
+def check_values(**values: float) -> None:
+    """Raises `TrainingError` where the value of an option that commands share is out of its bounds."""
+    for name, value in values.items():
+        least = LEAST.get(name, 1e-3)
+        if not least <= value < math.inf:
+            raise TrainingError(f"--{name.replace('_', '-')} {value} is below {least}", remedy=f"give at least {least}")
+        check_most(name, value)
+
+
+def check_most(name: str, value: float) -> None:
+    most = MOST_SEED if name == "seed" else MOST
+    if value > most:
+        raise TrainingError(f"--{name.replace('_', '-')} {value} is above {most}", remedy=f"give at most {most}")
 
 
 def flag(field: dataclasses.Field[Any]) -> str:

@@ -23,12 +23,12 @@ from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import IGNORED, Collator, Objective, objective_for
 from retrofit.training.outputs import list_of, token_logits, without_labels
 from retrofit.training.sentence_embeddings import embeds_sentences
+from retrofit.training.settings import check_values
 from retrofit.training.trainer_setup import trains_on_cpu
-from retrofit.training.windows import numbered_windows, window_seed
+from retrofit.training.windows import numbered_windows, require_windows, window_seed
 
 SHARD_BYTES = 1 << 22  # of a file, about
 SMALL_IDS = 1 << 16  # vocabulary whose ids fit into 16 bits
-BOUNDS = {"length": 8, "top": 1, "seed": 0, "batch_size": 1}
 
 
 def teach(
@@ -63,10 +63,7 @@ def teach(
         )
     codec = codec_for(dense, tokenizer)
     windows = windows_of(texts, codec, length)
-    if not len(windows):
-        raise TrainingError(
-            f"the text fills no window of {length} tokens", remedy="give more text, or shorter windows with --length"
-        )
+    require_windows(windows)
     learner = add_loss(dense)
     objective = objective_for(learner, codec, windows[0].long())
     facts = facts_of(dense, codec, tokenizer, objective, windows, seed=seed, temperature=temperature)
@@ -183,13 +180,6 @@ def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: F
     stacked = {name: torch.stack(values) for name, values in parts.items()}
     stacked["loss"] += loss - stacked["loss"].mean()  # the model's own loss may have terms of its own
     return stacked
-
-
-def check_values(**values: float) -> None:
-    for name, value in values.items():
-        least = BOUNDS.get(name, 1e-3)
-        if not least <= value < float("inf"):
-            raise TrainingError(f"--{name.replace('_', '-')} {value} is below {least}", remedy=f"give at least {least}")
 
 
 def remaining(began: float, done: float, total: int) -> str:

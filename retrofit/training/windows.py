@@ -32,6 +32,40 @@ def is_held_out(windows: torch.Tensor, fraction: float) -> torch.Tensor:
     return held_out
 
 
+def require_windows(windows: torch.Tensor) -> None:
+    """Raises `TrainingError` where the text fills no window."""
+    if not len(windows):
+        raise TrainingError(
+            f"the text fills no window of {windows.shape[1]} tokens", remedy="give more text, or shorter windows with --length"
+        )
+
+
+class ShuffledRounds:
+    """The first `count` numbers of 0…size−1 in a random order, again in another one, and so on; one round is held at a time."""
+
+    def __init__(self, size: int, count: int, seed: int) -> None:
+        self.size, self.count, self.seed = size, count, seed
+        self.begin()
+
+    def begin(self) -> None:
+        """The round held is the first."""
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.number, self.permutation = 0, torch.randperm(self.size, generator=self.generator)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, position: int) -> torch.Tensor:
+        if not 0 <= position < self.count:
+            raise IndexError(position)
+        wanted, place = divmod(position, self.size)
+        if wanted < self.number:
+            self.begin()
+        while self.number < wanted:
+            self.number, self.permutation = self.number + 1, torch.randperm(self.size, generator=self.generator)
+        return self.permutation[place]
+
+
 class WindowDataset(Dataset[dict[str, Any]]):
     """A fixed sequence of windows, each with a seed of its own: runs with the same seed see the same sequence.
 
@@ -39,7 +73,9 @@ class WindowDataset(Dataset[dict[str, Any]]):
     number comes with it.
     """
 
-    def __init__(self, windows: torch.Tensor, order: torch.Tensor, seed: int, numbers: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, windows: torch.Tensor, order: torch.Tensor | ShuffledRounds, seed: int, numbers: torch.Tensor | None = None
+    ) -> None:
         self.windows, self.order, self.seed, self.numbers = windows, order, seed, numbers
 
     def __len__(self) -> int:
@@ -60,10 +96,7 @@ def window_seed(seed: int, place: int) -> int:
 
 def shuffled_windows(windows: torch.Tensor, count: int, seed: int) -> WindowDataset:
     """`count` windows: all of them in a random order, then all of them in another one, and so on."""
-    generator = torch.Generator().manual_seed(seed)
-    rounds = -(-count // len(windows))
-    order = torch.cat([torch.randperm(len(windows), generator=generator) for _ in range(rounds)])[:count]
-    return WindowDataset(windows, order, 2 * seed)
+    return WindowDataset(windows, ShuffledRounds(len(windows), count, seed), 2 * seed)
 
 
 def ordered_windows(windows: torch.Tensor, seed: int) -> WindowDataset:
@@ -71,6 +104,8 @@ def ordered_windows(windows: torch.Tensor, seed: int) -> WindowDataset:
     return WindowDataset(windows, torch.arange(len(windows)), 2 * seed + 1)
 
 
-def numbered_windows(windows: torch.Tensor, numbers: torch.Tensor, seed: int, order: torch.Tensor | None = None) -> WindowDataset:
+def numbered_windows(
+    windows: torch.Tensor, numbers: torch.Tensor, seed: int, order: torch.Tensor | ShuffledRounds | None = None
+) -> WindowDataset:
     """Windows by their numbers in the text, once each or in an order: what is hidden in one is the same whenever it is drawn."""
     return WindowDataset(windows, torch.arange(len(windows)) if order is None else order, seed, numbers)

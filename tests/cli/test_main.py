@@ -107,6 +107,7 @@ def test_no_command_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
         (["apply", "--pass", "altup"], "required: MODEL"),
         (["apply", "--pass", "altup", "--kk", "2", "model.pt"], "did you mean --k?"),
         (["apply", "--pass", "altup", "--seed", "x", "model.pt"], "invalid int value: 'x'"),
+        (["apply", "--pass", "altup", "--seed", str(2**64), "model.pt"], "is not between -2^63 and 2^64 - 1"),
         (["inspect", "--jsn", "model.pt"], "did you mean --json?"),
         (["inspect", "a.pt", "b.pt"], "unexpected argument 'b.pt'"),
         (["verify", "--agains=dense.pt", "model.pt"], "did you mean --against?"),

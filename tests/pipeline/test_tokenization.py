@@ -190,3 +190,20 @@ def test_a_tokenizer_with_code_of_its_own_neither_runs_nor_asks(tmp_path: Path, 
     with pytest.raises(TrainingError, match="--tokenizer"):
         read_tokenizer(tmp_path)
     assert not copied.exists()
+
+
+@given(size=st.integers(1, 9), count=st.integers(0, 40), seed=st.integers(0, 2**32 - 1), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_place_of_the_order_is_that_of_all_rounds_drawn_at_once(size: int, count: int, seed: int, data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.cat([torch.randperm(size, generator=generator) for _ in range(count // size + 1)])[:count].tolist()
+    found = shuffled_windows(torch.zeros(size, 1), count, seed).order
+    assert len(found) == count
+    for place in data.draw(st.lists(st.integers(0, count - 1), max_size=6)) if count else ():
+        assert int(found[place]) == order[place]
+
+
+def test_a_long_run_is_ordered_in_no_more_memory_than_a_short_one() -> None:
+    data = shuffled_windows(torch.zeros(3, 1), 2**62, seed=0)
+    assert len(data) == 2**62
+    assert data[5]["ids"].shape == (1,)

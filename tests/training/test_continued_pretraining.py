@@ -487,6 +487,8 @@ def test_the_trainer_is_asked_for_nothing_that_is_going_away(tmp_path: Path) -> 
     ("fields", "message"),
     [
         ({"steps": 0}, "--steps 0 is below 1"),
+        ({"steps": 10**15}, "--steps 1000000000000000 is above 2147483647"),
+        ({"seed": 2**32}, "--seed 4294967296 is above 4294967295"),
         ({"lr": float("nan")}, "--lr nan is not a finite number"),
         ({"schedule": "wavy"}, "--schedule wavy is not known"),
         ({"eval_fraction": 1.0}, "leaves no text to train on"),

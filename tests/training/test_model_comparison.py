@@ -16,6 +16,7 @@ from training.test_curves import ink
 
 import retrofit
 from retrofit.cli import main
+from retrofit.errors import TrainingError
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.training.comparison_picture import draw_comparison
 from retrofit.training.curves import COLOURS
@@ -90,3 +91,18 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
     assert [one["name"] for one in json.loads(capsys.readouterr().out)] == [str(tmp_path / "dense.pt"), str(tmp_path / "sparse.pt")]
     assert main([*words[:2], str(tmp_path / "gone.pt"), *words[3:]]) == 2
     assert "gone.pt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"length": 64}, "the text fills no window of 64 tokens"),
+        ({"length": 0}, "--length 0 is below 8"),
+        ({"most": 0}, "--windows 0 is below 1"),
+    ],
+    ids=["text", "length", "windows"],
+)
+def test_a_text_too_short_to_compare_on_is_refused(how: dict[str, int], message: str) -> None:
+    model = llama()
+    with pytest.raises(TrainingError, match=message):
+        compare_models({"one": model, "other": model}, ["short"], **{"length": 8, **how})
