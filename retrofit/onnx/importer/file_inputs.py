@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from retrofit.errors import CaptureError
 from retrofit.onnx.importer.naming import argument_name
 from retrofit.onnx.importer.values import DTYPES
 from retrofit.onnx.importer.weights import Weights
@@ -36,6 +38,26 @@ def only_selects_a_branch(value: onnx_ir.Value) -> bool:
     """Whether all that an input does is to select the branch of an `If`."""
     users = value.consumers()
     return bool(users) and not value.is_graph_output() and all(node.op_type == "If" and node.inputs[0] is value for node in users)
+
+
+def refuse_odd_inputs(inputs: Sequence[onnx_ir.Value], path: Path) -> None:
+    """Raises `CaptureError` for an input that is no tensor of numbers, and for two that would be one argument."""
+    by_name: dict[str, str] = {}
+    for one in inputs:
+        name = argument_name(str(one.name))
+        if one.dtype not in DTYPES:
+            raise CaptureError(
+                f"{path}: the input {one.name} is no tensor of numbers",
+                why=f"its type is {getattr(one.dtype, 'name', 'not given')}",
+                remedy="export the model without it",
+            )
+        if name in by_name:
+            raise CaptureError(
+                f"{path} has two inputs for one argument",
+                why=f"{by_name[name]} and {one.name} are both called {name}",
+                remedy="export it with other names",
+            )
+        by_name[name] = str(one.name)
 
 
 def file_examples(inputs: Sequence[onnx_ir.Value], weights: Weights, batch: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:

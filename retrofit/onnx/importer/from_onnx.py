@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from torch import fx
 
-from retrofit.errors import RetrofitError
+from retrofit.errors import CheckpointError, RetrofitError, first_line
 from retrofit.onnx.importer.graph_builder import GraphBuilder
 from retrofit.onnx.importer.model_file import load_model, release_tensors
 
@@ -26,6 +26,15 @@ def from_onnx(path: str | Path, cache: States = "none") -> fx.GraphModule:
         raise RetrofitError(f"there is no cache={cache!r}", remedy="choose none or past")
     path = Path(path)
     model = load_model(path)
-    module = GraphBuilder(model, path, keep_states=cache == "past").graph_module()
+    try:
+        module = GraphBuilder(model, path, keep_states=cache == "past").graph_module()
+    except RetrofitError:
+        raise
+    except Exception as error:  # the file says something of itself that is not so
+        raise CheckpointError(
+            f"{path} cannot be read as a model",
+            why=first_line(error),
+            remedy="check the file with onnx.checker, or export the model again",
+        ) from error
     release_tensors(model.graph)
     return module

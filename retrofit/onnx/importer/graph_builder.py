@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.errors import CaptureError
+from retrofit.errors import CaptureError, RetrofitError, first_line
 from retrofit.graphs.graph_parts import Graph
 from retrofit.onnx.importer.conditionals import SizeConditional, select_general_branches
 from retrofit.onnx.importer.dequantization import (
@@ -28,7 +28,14 @@ from retrofit.onnx.importer.dequantization import (
     is_block_product,
     is_quantized_table,
 )
-from retrofit.onnx.importer.file_inputs import PRESENT_PREFIX, file_examples, is_state_input, only_selects_a_branch, state_key
+from retrofit.onnx.importer.file_inputs import (
+    PRESENT_PREFIX,
+    file_examples,
+    is_state_input,
+    only_selects_a_branch,
+    refuse_odd_inputs,
+    state_key,
+)
 from retrofit.onnx.importer.model_file import attribute_values, node_label, operator_label, to_torch
 from retrofit.onnx.importer.naming import argument_name, identifier
 from retrofit.onnx.importer.operators import (  # noqa: F401 # each registers its operators
@@ -145,6 +152,7 @@ class GraphBuilder:
         graph = self.model.graph
         inputs = [value for value in graph.inputs if value not in self.weights]
         kept = [value for value in inputs if (self.keep_states or not is_state_input(value)) and not only_selects_a_branch(value)]
+        refuse_odd_inputs(kept, self.path)
         for value in kept:
             self.values[value] = self.scope.graph.placeholder(argument_name(str(value.name)))
         if not kept:
@@ -190,7 +198,16 @@ class GraphBuilder:
         for node in graph:
             if all(not value.name or value in self.values or value in self.weights for value in node.outputs):
                 continue  # read together with an earlier one, or a constant
-            results = self.conditional(node) if node.op_type == "If" else self.call(node)
+            try:
+                results = self.conditional(node) if node.op_type == "If" else self.call(node)
+            except RetrofitError:
+                raise
+            except Exception as error:  # whatever a node leads to that is not as its operator takes it
+                raise CaptureError(
+                    f"{self.path}: the node {node_label(node)}, {operator_label(node)}, cannot be read",
+                    why=first_line(error),
+                    remedy="check the file with onnx.checker, or export the model again",
+                ) from error
             for value, result in zip(node.outputs, results, strict=False):
                 if value.name:
                     self.values[value] = result

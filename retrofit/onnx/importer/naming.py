@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 from typing import TYPE_CHECKING
 
@@ -41,4 +42,4 @@ def identifier(text: str) -> str:
 def argument_name(name: str) -> str:
     """The name of an input or output as that of an argument."""
     name = identifier(name)
-    return f"input_{name}" if name[0].isdigit() else name
+    return f"input_{name}" if name[0].isdigit() or name == "self" or keyword.iskeyword(name) else name
