@@ -31,6 +31,7 @@ from retrofit.runtime.example_inputs import device_of, named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import run
 from retrofit.runtime.state_preservation import preserve_state
+from retrofit.runtime.usable_models import require_module, require_uncompiled, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
@@ -93,6 +94,10 @@ def apply_reported(
     """`apply`, with an account of what was done, what it costs and how the checks came out."""
     say = progress or (lambda stage: None)
     chosen = parse_passes(passes)
+    require_module(model)
+    require_uncompiled(model)
+    if verify:
+        require_values(model, "verified", "load its weights first, or rewrite it unverified: verify=False")
     if calibration is not None and not any(one.calibrates for one in chosen):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         why = f"data is used by {fitted}"

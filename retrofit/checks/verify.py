@@ -26,8 +26,11 @@ from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.released_memory import release_freed_memory
 from retrofit.runtime.state_preservation import preserve_state
+from retrofit.runtime.usable_models import require_module, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery.edit import Fate
+
+LOAD_FIRST = "load its weights first"
 
 
 @one_at_a_time
@@ -44,13 +47,14 @@ def verify(
     as it was. Raises `RetrofitError` for a model on the meta device, for one whose inputs cannot be derived and for a check that
     does not exist. The check `onnx` runs only where `checks` names it.
     """
+    require_module(model)
     model = transformer_inside(model, example_inputs)
-    require_weights(model)
+    require_values(model, "verified", LOAD_FIRST)
     require_known(checks)
     dense = None
     if isinstance(reference, nn.Module):
         reference = transformer_inside(reference, example_inputs)
-        require_weights(reference)
+        require_values(reference, "verified", LOAD_FIRST)
         dense, reference = reference, Reference.of(reference, named_inputs(model, example_inputs))
     accounts = rewrites(model)
     exact = all(one.exact for one in (accounts if accounts is not None else recipe(model) or ()))
@@ -72,7 +76,8 @@ def verify(
 @one_at_a_time
 def verify_onnx(path: str | Path, model: nn.Module, example_inputs: Any = None) -> Report:
     """The report of the check `onnx` on an ONNX file: whether it computes what `model`, or a part of it, does."""
-    require_weights(model)
+    require_module(model)
+    require_values(model, "verified", LOAD_FIRST)
     subject = Subject(model, (named_inputs(model, example_inputs),))
     return Report((timed("onnx", model, lambda: onnx.check_file(Path(path), subject)),))
 
@@ -93,7 +98,7 @@ def check_rewrite(
     `calibration` is what its passes were fitted on, `dense_parameters` are those of the dense model by its names.
     A `program` captured since the rewriting spares a capture.
     """
-    require_weights(model)
+    require_values(model, "verified", LOAD_FIRST)
     require_known(checks)
     exact = all(one.exact for one in rewrites)
     subject = compared_subject(model, reference, program)
@@ -105,17 +110,6 @@ def check_rewrite(
 def compared_subject(model: nn.Module, reference: Reference, program: Program | None = None) -> Subject:
     """The model with the inputs that the dense model was measured on."""
     return Subject(model, tuple(named_inputs(model, inputs) for inputs in reference.shapes), program, is_large=reference.is_large)
-
-
-def require_weights(model: nn.Module) -> None:
-    """Raises `RetrofitError` for a model without weights to run with."""
-    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if empty is not None:
-        raise RetrofitError(
-            f"{type(model).__name__} cannot be verified",
-            why=f"{empty} has no values: it is on the meta device",
-            remedy="load its weights first",
-        )
 
 
 def require_known(checks: Collection[str]) -> None:

@@ -16,6 +16,8 @@ GROUP = "retrofit.passes"
 
 def parse_spec(text: str) -> AnyPass:
     """The pass that `text` names, `altup` or `altup(k=2, init=hop)`."""
+    if not isinstance(text, str):
+        raise SpecError(f"{text!r} is no pass", remedy="give a pass, or its spec: altup(k=2)")
     match = re.fullmatch(r"\s*([A-Za-z][\w-]*)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
     if match is None:
         raise SpecError(f"cannot read the pass {text!r}", remedy="write it as name(option=value, …), e.g. altup(k=2)")

@@ -25,6 +25,7 @@ from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.deferred_signals import unbroken
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.usable_models import require_values
 from retrofit.storage.exported_code import refuse_code
 
 RECIPE = "retrofit.json"  # the extra file with the recipe
@@ -32,6 +33,7 @@ RECIPE = "retrofit.json"  # the extra file with the recipe
 
 def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_inputs: Any = None) -> Path:
     """The model is at `path` as an exported program of any batch and length its code allows, with its recipe."""
+    require_values(model, "exported", "load its weights first")
     inputs = (
         replayed_inputs(model, recipe_storage.stored_inputs(model))
         if example_inputs is None

@@ -35,6 +35,7 @@ from retrofit.runtime.atomic_writes import whole_files
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.state_preservation import preserve_state
+from retrofit.runtime.usable_models import require_module, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def export_onnx(
     path = Path(path)
     if path.suffix != SUFFIX:
         raise RetrofitError(f"{path} is no name of an ONNX file", remedy=f"call it {path.name}{SUFFIX}")
+    require_module(model)
+    require_values(model, "exported", "load its weights first")
     model = transformer_inside(getattr(model, "_orig_mod", model), example_inputs)  # the former is torch.compile's wrapper
     with preserve_state(model):
         progress("looking for the cache")

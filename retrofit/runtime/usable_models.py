@@ -1,0 +1,46 @@
+"""What can be captured and rewritten at all: a module that runs its own code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.errors import RetrofitError
+
+
+def require_module(model: Any) -> None:
+    """`model` is a module whose code is Python, else `RetrofitError`."""
+    if not isinstance(model, nn.Module):
+        raise RetrofitError(
+            f"{str(model)[:80]!r} is no model",
+            why=f"it is {'a class' if isinstance(model, type) else f'a {type(model).__name__}'} and not a torch.nn.Module",
+            remedy="give the model itself; one on disk is read with retrofit.load(path)",
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise RetrofitError(
+            f"{type(model).__name__} is compiled by TorchScript",
+            why="its code is no longer Python, which a capture runs",
+            remedy="give the module it was made from",
+        )
+
+
+def require_uncompiled(model: nn.Module) -> None:
+    """No module in `model` runs code that torch.compile made of it, else `RetrofitError`; `model` itself may be its wrapper."""
+    for path, module in model.named_modules():
+        if module._compiled_call_impl is not None or (path and "_orig_mod" in module._modules):
+            raise RetrofitError(
+                f"{path or type(model).__name__} is compiled",
+                why="it would go on running the code that torch.compile made of the dense model",
+                remedy="rewrite the model first and compile the result",
+            )
+
+
+def require_values(model: nn.Module, what: str, remedy: str) -> None:
+    """Every parameter has values, else `RetrofitError` that says what cannot be done."""
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise RetrofitError(
+            f"{type(model).__name__} cannot be {what}", why=f"{empty} has no values: it is on the meta device", remedy=remedy
+        )

@@ -1,0 +1,82 @@
+"""Models that cannot be rewritten, verified or exported as they are: refused in words, whatever is asked of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.own_models import Own
+from torch import nn
+
+import retrofit
+from retrofit.errors import RetrofitError
+
+ASKED: dict[str, Callable[[Any], Any]] = {
+    "apply": lambda model: retrofit.apply(model, "sum"),
+    "apply unverified": lambda model: retrofit.apply(model, "sum", verify=False),
+    "plan": lambda model: retrofit.plan_of(model, "sum"),
+    "inspect": retrofit.inspect,
+    "verify": retrofit.verify,
+    "export": lambda model: retrofit.export_onnx(model, "model.onnx"),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("model", ["model/", None, Own, [Own()]], ids=["text", "none", "class", "list"])
+def test_what_is_no_module(asked: str, model: Any) -> None:
+    with pytest.raises(RetrofitError, match=r"is no model") as error:
+        ASKED[asked](model)
+    assert "retrofit.load" in error.value.remedy
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_torchscript(asked: str) -> None:
+    with pytest.warns(DeprecationWarning, match=r"torch\.jit"):
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(RetrofitError, match="is compiled by TorchScript"):
+        ASKED[asked](scripted)
+
+
+@pytest.mark.parametrize("asked", ["apply", "apply unverified", "plan"])
+def test_compiled_in_place_or_in_a_layer(asked: str) -> None:
+    whole, layer = Own(), Own()
+    whole.compile(backend="eager")
+    layer.b[1] = torch.compile(layer.b[1], backend="eager")
+    for model, named in ((whole, "Own is compiled"), (layer, r"^b\.1 is compiled")):
+        with pytest.raises(RetrofitError, match=named) as error:
+            ASKED[asked](model)
+        assert "compile the result" in error.value.remedy
+
+
+@pytest.mark.parametrize("asked", ["apply", "verify", "export"])
+def test_without_values(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole, half = Own().to("meta"), Own()
+    half.b[1].q.to("meta")
+    for model, name in ((whole, "a.weight"), (half, "b.1.q.weight")):
+        with pytest.raises(RetrofitError, match=r"cannot be (verified|exported)") as error:
+            ASKED[asked](model)
+        assert f"{name} has no values" in error.value.why
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_without_values_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(RetrofitError, match="cannot be exported"):
+        retrofit.save(Own().to("meta"), tmp_path / "model.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_model_is_rewritten_unverified() -> None:
+    model = Own(width=8, depth=2).to("meta")
+    rewritten = retrofit.apply(copy.deepcopy(model), "sum", verify=False)
+    assert sum(one.numel() for one in rewritten.parameters()) > sum(one.numel() for one in model.parameters())
+
+
+@pytest.mark.parametrize("given", [None, 3, ["sum"]])
+def test_what_is_no_pass(given: Any) -> None:
+    with pytest.raises(RetrofitError, match="is no pass"):
+        retrofit.apply(Own(), given)
