@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import IO
 
+from retrofit.cli.printable import printable
 from retrofit.cli.terminal import console_for
 from retrofit.errors import RetrofitError, VerificationError
 
@@ -51,7 +52,9 @@ def explain(error: BaseException) -> str:
     """What went wrong, why, and the way out."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    return f"error: {as_retrofit_error(error)}"
+    said = as_retrofit_error(error)
+    shown = RetrofitError(printable(said.what), why=printable(said.why, lines=True), remedy=printable(said.remedy))
+    return f"error: {shown}"
 
 
 def as_retrofit_error(error: BaseException) -> RetrofitError:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
+from retrofit.cli.printable import printable
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
 from retrofit.cli.tables import print_table
@@ -76,7 +77,7 @@ def print_anatomy(arguments: argparse.Namespace) -> int:
     if arguments.svg is not None:
         with whole_file(arguments.svg, force=arguments.force) as file:
             file.write(drawing.encode())
-    print(json.dumps(anatomy.to_dict(), indent=2) if arguments.json else anatomy)
+    print(json.dumps(anatomy.to_dict(), indent=2) if arguments.json else printable(str(anatomy), lines=True))
     return 0
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
+from retrofit.cli.printable import printable
 from retrofit.cli.terminal import console_for
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Progress:
 
     def __call__(self, stage: str) -> None:
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], description=stage, visible=True)
+            self.bar.update(self.bar.task_ids[0], description=printable(stage), visible=True)
 
     def __enter__(self) -> Progress:
         if self.stream.isatty():

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import IO
 
+from retrofit.cli.printable import printable
 from retrofit.cli.terminal import console_for
 
 Row = Sequence[str]
@@ -20,7 +21,7 @@ def print_table(rows: Iterable[Row], headings: Row = (), stream: IO[str] | None 
     from rich.text import Text
 
     stream = sys.stdout if stream is None else stream
-    lines = [list(row) for row in rows]
+    lines = [[printable(cell) for cell in row] for row in rows]
     last = max(map(len, [headings, *lines]), default=0) - 1
     table = Table(box=None, show_header=bool(headings), pad_edge=False, padding=(0, 2, 0, 0))
     for index in range(last + 1):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from retrofit.cli.failures import exit_code
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
+from retrofit.cli.printable import printable
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
 
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=progress,
             )
     except KeyboardInterrupt as interruption:
-        print(f"retrofit: interrupted: the same command goes on from what is in {output}", file=sys.stderr)
+        print(printable(f"retrofit: interrupted: the same command goes on from what is in {output}"), file=sys.stderr)
         return exit_code(interruption)
     facts = kept.facts
     print_table(

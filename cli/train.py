@@ -11,6 +11,7 @@ from typing import Any
 from retrofit.cli.failures import exit_code
 from retrofit.cli.outputs import check_model_output, default_output, name_in_errors
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
+from retrofit.cli.printable import printable
 from retrofit.cli.progress import working
 from retrofit.training.settings import Settings, flag
 
@@ -116,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
     except KeyboardInterrupt as interruption:
         return interrupted(output, interruption)
-    print(result)
+    print(printable(str(result), lines=True))
     return 0
 
 
@@ -155,5 +156,5 @@ def interrupted(output: Path, interruption: KeyboardInterrupt) -> int:
 
     checkpoint = last_checkpoint(folder_of(output))
     left = "nothing was written" if checkpoint is None else f"{checkpoint} is whole, the same command with --resume goes on from it"
-    print(f"retrofit: interrupted: {left}", file=sys.stderr)
+    print(printable(f"retrofit: interrupted: {left}"), file=sys.stderr)
     return exit_code(interruption)

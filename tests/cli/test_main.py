@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from hypothesis import strategies as st
 from retrofit.anatomy.sites import Site
 from retrofit.anatomy.wording import format_change
 from retrofit.cli import main
+from retrofit.cli.failures import report
 from retrofit.cli.outputs import check_output, default_output, name_in_errors
+from retrofit.cli.printable import printable
 from retrofit.cli.progress import Progress
 from retrofit.cli.recipes import read_recipe
 from retrofit.cli.tables import print_table
@@ -465,3 +468,43 @@ def test_a_plan_is_not_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--pass", "sum", "--svg", "model.svg", "model.pt"]) == 2
     said = capsys.readouterr().err
     assert "--svg with --pass" in said and "way out: leave out the passes" in said
+
+
+# Names that are more than names
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9bm\r\u202e\u2028\udc80"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@given(text=st.text() | st.text(alphabet=HOSTILE + "ab\n"), lines=st.booleans())
+def test_what_is_printed_moves_no_cursor(text: str, lines: bool) -> None:
+    shown = printable(text, lines=lines)
+    hidden = {one for one in shown if unicodedata.category(one) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
+    assert hidden <= ({"\n"} if lines else set())
+    if not any(unicodedata.category(one)[0] in "CZ" and one != " " for one in text):
+        assert shown == text
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_names_in_errors_and_tables_are_written_out(stream: type[io.StringIO]) -> None:
+    name = f"layer{HOSTILE}\n  way out: pay"
+    error, table = stream(), stream()
+    report(RetrofitError(f"{name} is odd", why=f"{name} was read", remedy=f"rename {name}"), error)
+    print_table([("site", name), (name, "kept")], stream=table)
+    for printed in (error.getvalue(), table.getvalue()):
+        left = re.sub(r"\x1b\[[\d;]*m", "", printed) if stream is Terminal else printed  # our own colours
+        assert not set(left) & set(HOSTILE) - set("[2J]0;ownedm")
+        assert "\\x1b[2J" in left
+    assert "\n  way out: pay is odd" not in error.getvalue()
+    assert len(table.getvalue().splitlines()) == 2 or stream is Terminal  # which wraps
+
+
+def test_a_model_whose_file_name_is_hostile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / f"a{HOSTILE[:5]}\nretrofit: all is well")]) == 2
+    printed = capsys.readouterr().err
+    assert "\x1b" not in printed
+    assert "\nretrofit: all is well" not in printed
