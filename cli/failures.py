@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import IO
 
 from retrofit.cli.printable import printable
 from retrofit.cli.terminal import console_for
-from retrofit.errors import RetrofitError, VerificationError
+from retrofit.errors import RetrofitError, VerificationError, first_line
 
 REMEDIES = {
     errno.ENOSPC: "free some space, or name another place with -o",
@@ -24,6 +25,7 @@ REMEDIES = {
     errno.EROFS: "name another place with -o",
     errno.ENOENT: "check the path",
 }
+NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA out of memory")  # in errors of torch
 
 
 class UsageError(RetrofitError):
@@ -67,8 +69,8 @@ def as_retrofit_error(error: BaseException) -> RetrofitError:
             why=os.strerror(error.errno).lower(),
             remedy=REMEDIES.get(error.errno, "--debug shows where it happened"),
         )
-    if isinstance(error, MemoryError):
-        return RetrofitError("out of memory", why=str(error), remedy="use a machine with more memory, or a smaller model")
+    if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
+        return RetrofitError("out of memory", why=first_line(error), remedy="use a machine with more memory, or a smaller model")
     return RetrofitError(
         f"{type(error).__name__}: {error}", why="this failure was not foreseen", remedy="--debug shows where it happened"
     )

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -136,6 +137,15 @@ def test_a_model_that_is_not_there(command: list[str], tmp_path: Path, capsys: p
 # Failures
 
 
+def out_of_memory() -> RuntimeError:
+    """What torch raises for more than there is."""
+    try:
+        torch.empty(2**60, dtype=torch.uint8)
+    except RuntimeError as error:
+        return error
+    raise AssertionError("there was room")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
@@ -149,6 +159,7 @@ def test_a_model_that_is_not_there(command: list[str], tmp_path: Path, capsys: p
         (OSError(errno.ENOSPC, "", "/there/model.pt"), 2, ["/there/model.pt", "no space left on device", "free some space"]),
         (PermissionError(errno.EACCES, "", "/there/model.pt"), 2, ["/there/model.pt", "permission denied"]),
         (MemoryError(), 2, ["out of memory"]),
+        (out_of_memory(), 2, ["out of memory", "DefaultCPUAllocator"]),
         (ValueError("odd"), 2, ["ValueError: odd", "--debug"]),
         (KeyboardInterrupt(), 130, ["interrupted"]),
     ],
