@@ -27,7 +27,7 @@ from typing import Any
 from side_by_side import interleaved
 
 LIMIT = 3600  # seconds for one row
-MEMORY = 8 << 30  # bytes that one row may allocate
+MEMORY = 14 << 30  # bytes that one row may allocate
 ROUNDS = 5  # of forwards that are timed in turn
 PROCESSES = multiprocessing.get_context("fork")  # what is imported once serves every row
 TOKENS = (4, 20)  # decoded from a prompt: the difference is what a token costs
