@@ -18,5 +18,5 @@ def test_every_case_names_a_test() -> None:
         assert named or "same" in row.split("|")[-1], row
         for place, test in named:
             file = file if place == "…" else place
-            tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+            tree = ast.parse((TESTS.parent / file).read_text(encoding="utf-8"))
             assert not test or test in {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}, (file, test)
