@@ -120,7 +120,7 @@ def test_a_failed_rewrite_leaves_a_loaded_model_as_it_was(packed: Path, monkeypa
         raise VerificationError("no")
 
     monkeypatch.setattr("retrofit.rewriting.check_rewrite", failing)
-    monkeypatch.setattr("retrofit.rewriting.Reference.of", lambda *args, **kwargs: object())
+    monkeypatch.setattr("retrofit.rewriting.Reference.of", lambda *args, **kwargs: {"parameters": None})
     with pytest.raises(VerificationError):
         retrofit.apply(model, "sum")
     assert model.config.quantization_config is config and model.hf_quantizer is quantizer and model.is_quantized

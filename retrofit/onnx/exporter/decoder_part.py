@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -103,11 +104,8 @@ class Decoder(ExportPart):
 
     def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
         states, others = split_states(inputs)
-        others[self.ids] = others.pop("input_ids")
         mask = others.get("attention_mask")
-        if mask is not None and self.masks_new_tokens_only:
-            others["attention_mask"] = mask[:, mask.shape[1] - others[self.ids].shape[1] :]
-        output = self.model(**others, **{self.cache: build_cache(self.template, states), "use_cache": True})
+        output = self.output(others, build_cache(self.template, states))
         present = states_of(getattr(output, self.cache))
         if mask is not None:
             real = mask[:, -1] != 0
@@ -115,6 +113,23 @@ class Decoder(ExportPart):
                 of_rows = real.reshape(-1, *(1 for _ in present[name].shape[1:]))
                 present[name] = torch.where(of_rows, present[name], states[name])
         return (logits_of(output), *(present[name] for name in self.states))
+
+    def output(self, others: Tensors, cache: Any) -> Any:
+        """What the model returns for a step on its cache."""
+        given = {self.ids if name == "input_ids" else name: value for name, value in others.items()}
+        if "attention_mask" in given and self.masks_new_tokens_only:
+            mask = given["attention_mask"]
+            given["attention_mask"] = mask[:, mask.shape[1] - given[self.ids].shape[1] :]
+        return self.model(**given, **{self.cache: cache, "use_cache": True})
+
+    def logits_on_own_cache(self, tokens: Tensor, ends: Iterable[int]) -> Tensor:
+        """The logits of the tokens in steps on the model's own cache, which is never taken apart."""
+        cache, logits = build_cache(self.template, {}), []
+        for start, end in itertools.pairwise((0, *ends)):
+            output = self.output(self.step(tokens[:, :end], start), cache)
+            cache = getattr(output, self.cache)
+            logits.append(logits_of(output))
+        return torch.cat(logits, 1)
 
 
 def cache_name(model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
