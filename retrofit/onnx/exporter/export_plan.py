@@ -108,7 +108,9 @@ def compare_decoder(part: Decoder, arithmetic: Arithmetic) -> Comparison:
     comparison = arithmetic.compare(ways)
     if not comparison.agrees and "attention_mask" in part.extras:
         part.masks_new_tokens_only = True
-        comparison = arithmetic.compare(ways)
+        other = arithmetic.compare(ways)
+        part.masks_new_tokens_only = other.agrees
+        comparison = other if other.agrees else comparison
     if not comparison.agrees and comparison.gap <= arithmetic.explained:
         return arithmetic.compare(own_ways, in_doubt=True)
     return comparison
