@@ -166,3 +166,13 @@ def test_other_operations_do_not_fit_a_record() -> None:
         torch.rand(3, 4).argmax(-1)
     with pytest.raises(OtherChoicesError), Choices(recorded.made):
         torch.rand(2, 4).argmax(-1)
+
+
+def test_a_large_models_rounding_is_measured_whoever_asks_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrofit.runtime.agreement.SETTLED", 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).eval()
+    x = torch.randn(4, 64)
+    known = Arithmetic(model, {"input": x}, lambda: model(x).detach())
+    with torch.no_grad():
+        assert 0 < Arithmetic(model, {"input": x}).rounding == known.rounding < 1e-5
