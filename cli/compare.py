@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
@@ -54,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     paths = [arguments.model, *arguments.others]
     for path in paths:
         require_path(path)
+        if paths.count(path) > 1:
+            raise UsageError(f"{path} is given twice", why="each model has one column", remedy="give it once")
     if arguments.picture is not None:
         check_output(arguments.picture, arguments.force)
 

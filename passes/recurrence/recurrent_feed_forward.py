@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache
 
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence
 from retrofit.sdk import (
-    ArgumentPlace,
     LayerCall,
     TokenHistory,
     Wrapper,
@@ -101,8 +100,8 @@ class RecurrentLayer(Wrapper):
     def __init__(self, layer: nn.Module, call: LayerCall, paths: tuple[str, ...]) -> None:
         super().__init__(layer)
         self.name, self.paths, self.tokens_first = call.path, paths, call.tokens_first
-        self.stream_in = place_of(layer, call.stream_in)
-        self.mask = None if call.mask is None else place_of(layer, call.mask.key)
+        self.stream_in = argument_place(layer, call.stream_in)
+        self.mask = None if call.mask is None else argument_place(layer, call.mask.key)
         self.true_hides = call.mask is not None and call.mask.true_hides
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,9 +122,3 @@ class RecurrentLayer(Wrapper):
         """Which tokens are no padding, (batch or 1, tokens); None where nothing shows it."""
         visible = None if mask is None else visible_keys(mask, tokens, self.true_hides)
         return None if visible is None else unpadded_tokens(visible, tokens)
-
-
-def place_of(module: nn.Module, key: Any) -> ArgumentPlace:
-    """Where `module` takes the argument `key`, which is not None."""
-    assert key is not None
-    return argument_place(module, key)

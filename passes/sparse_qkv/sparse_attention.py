@@ -11,9 +11,7 @@ from retrofit.passes.sparse_qkv.mask_gates import lookback_gates
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
 from retrofit.passes.sparse_qkv.replaced_projections import BiasProjection, SparseOutput
 from retrofit.sdk import (
-    ArgumentPlace,
     AttentionSite,
-    Key,
     TokenHistory,
     Wrapper,
     argument_place,
@@ -43,9 +41,9 @@ class SparseAttention(Wrapper):
         self.sparse = sparse
         self.output: SparseOutput | None = None
         self.out_key = site.out_key
-        self.stream_in = place_of(layer, site.stream_in)
-        self.source_in = None if site.source_in is None else place_of(layer, site.source_in)
-        self.mask = None if site.mask is None else place_of(layer, site.mask.key)
+        self.stream_in = argument_place(layer, site.stream_in)
+        self.source_in = None if site.source_in is None else argument_place(layer, site.source_in)
+        self.mask = None if site.mask is None else argument_place(layer, site.mask.key)
         self.true_hides = site.mask is not None and site.mask.true_hides
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,12 +79,6 @@ class SparseAttention(Wrapper):
         if source is not None and visible is not None and visible.shape[-1] == source.shape[0 if self.tokens_first else 1]:
             kept = visible.any(1).unsqueeze(-1).to(source.dtype)  # (batch or 1, keys, 1)
             container[key] = source * (kept.transpose(0, 1) if self.tokens_first else kept)
-
-
-def place_of(module: nn.Module, key: Key) -> ArgumentPlace:
-    """Where `module` takes the argument `key`, which is not None."""
-    assert key is not None
-    return argument_place(module, key)
 
 
 def project_with_history(

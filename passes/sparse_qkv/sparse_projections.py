@@ -11,8 +11,17 @@ from retrofit.passes.sparse_qkv.attention_plan import AttentionPlan, separate_st
 from retrofit.passes.sparse_qkv.least_squares_fit import fit, fit_to_data, joined
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
 from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection, IdentityProjection, SparseOutput, StreamSlice
-from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention, place_of
-from retrofit.sdk import AttentionSite, Edit, Matrix, SiteProjection, weight_and_bias, weight_out_first, weights_by_letter
+from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention
+from retrofit.sdk import (
+    AttentionSite,
+    Edit,
+    Matrix,
+    SiteProjection,
+    argument_place,
+    weight_and_bias,
+    weight_out_first,
+    weights_by_letter,
+)
 
 Moments = Mapping[str, tuple[Tensor, Tensor]]
 
@@ -80,7 +89,7 @@ class SparseProjections:
         outer_output = None if keep_output or site.out is None else self.install_output(edit, site.out)
         for reader in site.readers if self.shared is not None else ():  # one may contain the output layer
             module = model.get_submodule(reader.path)
-            edit.replace_module(reader.path, StreamSlice(module, place_of(module, reader.key), column))
+            edit.replace_module(reader.path, StreamSlice(module, argument_place(module, reader.key), column))
         if self.shared is not None or outer_output is not None:
             wrapper = SparseAttention(model.get_submodule(site.name), site, self.shared)
             wrapper.output = outer_output if outer_output is None else outer_output.train(wrapper.layer.training)

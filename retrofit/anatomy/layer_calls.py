@@ -122,4 +122,4 @@ class LayerCalls:
 
 
 def unfit(layer: Layer, why: str) -> DoesNotFitError:
-    return DoesNotFitError(f"the call of layer {layer.name or layer.exit} does not say what a recurrence needs", why=why)
+    return DoesNotFitError(f"the call of layer {layer.name or layer.exit} does not show its stream and its padding", why=why)

@@ -13,8 +13,12 @@ from retrofit.errors import DoesNotFitError
 ArgumentPlace = tuple[int | None, str | None]  # one argument of a call: its position, its keyword
 
 
-def argument_place(module: nn.Module, key: int | str) -> ArgumentPlace:
-    """Where `module` takes the argument `key`, be it a position or a keyword: both, as far as the signature of its forward says."""
+def argument_place(module: nn.Module, key: int | str | None) -> ArgumentPlace:
+    """Where `module` takes the argument `key`, a position or a keyword: both, as far as the signature of its forward says.
+
+    None, which a capture has for what is no argument, is not allowed.
+    """
+    assert key is not None
     single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.forward).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind in single]

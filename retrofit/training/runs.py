@@ -16,6 +16,7 @@ from typing import Any
 from retrofit.errors import TrainingError
 from retrofit.runtime.atomic_writes import draft_of, whole_file
 from retrofit.runtime.deferred_signals import deferred_signals
+from retrofit.storage.file_names import EXPORTED, FILES
 from retrofit.training.curves import Points, draw_curves
 from retrofit.training.settings import CHANGEABLE_ON_RESUME, Settings, flag
 
@@ -24,7 +25,7 @@ FINDINGS = "findings.json"  # of the stages before the last
 ALIGNMENT = "align"  # the folder of that stage's checkpoints
 REPLACED = "replaced"  # the folder of the run that this one replaces, until it is finished
 FORMAT = "retrofit training run"
-FILES = (".pt", ".pth", ".pt2")
+MODEL_FILES = (*FILES, EXPORTED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ class TrainingRun:
 
 def folder_of(output: Path) -> Path:
     """Where the run that writes `output` keeps its numbers and checkpoints: `model.run` next to `model.pt`."""
-    return output.with_suffix(".run") if output.suffix in FILES else output.with_name(f"{output.name}.run")
+    return output.with_suffix(".run") if output.suffix in MODEL_FILES else output.with_name(f"{output.name}.run")
 
 
 def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
@@ -252,7 +253,7 @@ def finish_folder(run: TrainingRun) -> None:
     write_record(run.folder, {**(read_record(run.folder) or {}), **run.to_dict()})
     with whole_file(run.folder / NUMBERS, force=True) as file:
         file.write(as_csv(run).encode())
-    name = run.output.stem if run.output.suffix in FILES else run.output.name
+    name = run.output.stem if run.output.suffix in MODEL_FILES else run.output.name
     levels = {"dense model": run.dense_loss, "rewritten, before any step": run.start_loss}
     draw_curves(
         run.folder / CURVE,

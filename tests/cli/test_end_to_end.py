@@ -402,6 +402,11 @@ def test_an_option_out_of_range_is_named(arguments: list[str], says: list[str], 
     assert all(part in said for part in says)
 
 
+def test_a_model_compared_with_itself_is_refused_before_it_is_read(refused: Callable[..., str], untouched: None) -> None:
+    said = refused("compare", "model.pt", "other.pt", "./model.pt", "--data", "text.txt")
+    assert "model.pt is given twice" in said and "give it once" in said
+
+
 def test_what_is_no_transformer_is_left_alone(refused: Callable[..., str]) -> None:
     said = refused(*APPLY, "--allow-pickle", "linear.pt")
     assert "why:" in said
