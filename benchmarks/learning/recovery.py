@@ -4,9 +4,10 @@ A dense model is rewritten by each approximate pass with calibration, and traine
 the steps of `align` among them: the same windows in the same order for one seed. The dense model is trained on the same tokens too.
 `--model demo` is the demo's byte-level Llama (2.8 million parameters, 500 steps), `converged` the same one trained four times as
 long, `SmolLM2` a real one. Every run is kept in the JSON file; the next call goes on from there. Prints held-out losses, mean and
-standard deviation over the seeds.
+standard deviation over the seeds, and draws them.
 
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3
+    python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3 --pictures docs/pictures
     python benchmarks/learning/recovery.py -o recovery.json --model SmolLM2 --seeds 1 --steps 293 --lr 1e-4 --specs sparse-ffn
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from experiment import DenseModel, Kept, SmolLM2, mean_and_deviation, rewritten, run_settings, trained_on
+from seed_curves import draw_seed_curves
 
 SPECS = ("sparse-ffn(sparsity=8)", "sparse-qkv", "shared-moe(groups=1)", "sequence-altup(k=2)")
 WAYS: dict[str, dict[str, float]] = {  # parts of all steps
@@ -49,15 +51,18 @@ def main() -> None:
     parser.add_argument("--specs", nargs="+", default=SPECS)
     parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way not in ONLY_NAMED], choices=list(WAYS))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
+    parser.add_argument("--pictures", metavar="FOLDER", type=Path, help="run nothing; also draw the curves of each pass there")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    kept = Kept(options.output, options.minutes)
+    kept = Kept(options.output, 0.0 if options.pictures else options.minutes)
     for seed in range(1, options.seeds + 1):
         for spec in (DENSE, *options.specs):
             for way in ("plain",) if spec == DENSE else options.ways:
                 key = key_of(spec, way, seed, options)
                 kept.measure(key, functools.partial(one_run, spec, way, seed, options))
     print(table(kept.values, options))
+    for spec in options.specs if options.pictures else ():
+        draw(spec, kept.values, options)
 
 
 def key_of(spec: str, way: str, seed: int, options: argparse.Namespace) -> str:
@@ -104,6 +109,27 @@ def table(results: Mapping[str, Any], options: argparse.Namespace) -> str:
             name = f"`{spec}`" if spec else "dense"
             lines.append(f"| {name} | {way} | {len(runs)} | {start:.4f} | {mean_and_deviation(last)} | {shown} |")
     return "\n".join(lines)
+
+
+def draw(spec: str, results: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """The curves of one pass, a line for each way; the step counts those of align."""
+    ways = {way: list(runs_of(results, spec, way, options).values()) for way in options.ways}
+    curves = {way: [curve_of(run) for run in runs] for way, runs in ways.items() if runs}
+    trained = [run["eval_losses"] for run in runs_of(results, DENSE, "plain", options).values()]
+    if not curves or not trained:
+        return
+    levels = {
+        "dense": statistics.mean(losses[0][1] for losses in trained),
+        "dense, trained on as long": statistics.mean(losses[-1][1] for losses in trained),
+    }
+    options.pictures.mkdir(parents=True, exist_ok=True)
+    path = options.pictures / f"recovery_{options.model}_{spec.partition('(')[0]}.svg"
+    draw_seed_curves(path, curves, spec, levels)
+    print(path)
+
+
+def curve_of(run: Mapping[str, Any]) -> list[tuple[int, float]]:
+    return [(step + run["align"], loss) for step, loss in run["eval_losses"]]
 
 
 def runs_of(results: Mapping[str, Any], spec: str, way: str, options: argparse.Namespace) -> dict[int, Any]:
