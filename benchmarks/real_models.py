@@ -254,6 +254,8 @@ def costs(real: Any, dense: Any, model: Any) -> dict[str, Any]:
     """
     import torch
 
+    from retrofit.runtime.peak_memory import own_bytes
+
     batch = {key: value for key, value in real.held_out()[0].items() if key != "labels"}
     sides = {"dense": dense.eval(), "rewritten": model.eval()}
     with torch.no_grad():
@@ -285,12 +287,8 @@ def ratios(seconds: dict[str, list[float]]) -> list[float]:
     return [statistics.median(found), min(found), max(found)]
 
 
-def own_bytes(model: Any) -> int:
-    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
-
-
 def peak_bytes(action: Any) -> int:
-    """The most memory that the tensors made by the action took at one time."""
+    """The most memory that the action took at one time, what operations need while they run included."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
