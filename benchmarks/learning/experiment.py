@@ -133,7 +133,7 @@ class Kept:
 def last_of(value: Any) -> float:
     """The last number of nested lists and tables."""
     inside = list(value.values()) if isinstance(value, dict) else value
-    return last_of(inside[-1]) if isinstance(inside, list) else float(value)
+    return last_of(inside[-1]) if isinstance(inside, (list, tuple)) else float(value)
 
 
 def mean_and_deviation(values: Sequence[float]) -> str:

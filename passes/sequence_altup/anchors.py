@@ -3,7 +3,8 @@
 The position of a token is the number of real tokens before it in its row, so that padding on either side moves nothing. The anchor
 of a token is the last token at or before it whose position is a multiple of k. Where nothing says which tokens are padding there is
 none: anchors are the columns 0, k, 2k, … of every row (`EvenAnchors`). Otherwise they are counted row by row (`CountedAnchors`), in
-the fixed number of ⌈T/k⌉ that tracing needs; the slots that a row does not need are hidden.
+the fixed number of ⌈T/k⌉ that tracing needs; the slots that a row does not need are hidden. While a layer is annealed, some of the
+tokens between are anchors too (`is_computed`), the same in every layer, and their number is counted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from retrofit.sdk import DoesNotFitError
 
+GOLDEN_RATIO = 0.6180339887498949  # whose multiples are spread evenly over the unit interval
 Indices = slice | Tensor  # along one dimension: a slice for all rows, or (rows, n), a list of indices for each row
 
 
@@ -64,6 +66,12 @@ def hide_keys(mask: Tensor, dim: int, visible: Tensor, batch: int | None, zero_i
     if mask.is_floating_point() and (mask.dim() > 2 or zero_is_real):
         return mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
     return mask.masked_fill(~visible, int(zero_is_real))
+
+
+def is_computed(position: Tensor, k: int, dense_share: float) -> Tensor:
+    """Which positions are multiples of k, or in the evenly spread `dense_share` of the others, which a larger one contains."""
+    anchors = position % k == 0
+    return anchors | (position * GOLDEN_RATIO % 1.0 < dense_share) if dense_share else anchors
 
 
 # ── Anchors ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -118,19 +126,27 @@ class CountedAnchors:
 
     Every row has `count` slots. Where a row has fewer anchors, its first one fills the other slots, and `valid` is false there. The
     filled slots come last, so that a causal layer cannot see them, or with `filled_first` first, so that a recurrent layer ends on
-    an anchor.
+    an anchor. With a `dense_share` so much of the tokens between are anchors as well.
     """
 
     def __init__(
-        self, real: Tensor, k: int, before: Tensor | int = 0, count: int | None = None, *, filled_first: bool = False
+        self,
+        real: Tensor,
+        k: int,
+        before: Tensor | int = 0,
+        count: int | None = None,
+        *,
+        filled_first: bool = False,
+        dense_share: float = 0.0,
     ) -> None:
         length = real.shape[1]
         self.k, self.real = k, real
-        self.count = (length + k - 1) // k if count is None else count
-        position = real.cumsum(1) - 1 + before
-        self.anchors = real & (position % k == 0)  # (rows, T)
+        self.anchors = real & is_computed(real.cumsum(1) - 1 + before, k, dense_share)  # (rows, T)
         number = self.anchors.cumsum(1)  # of anchors up to each token
         own = self.anchors.sum(1, keepdim=True)  # of anchors in each row
+        self.count = (length + k - 1) // k if count is None else count
+        if dense_share:
+            self.count = int(own.max())
         start = self.count - own if filled_first else torch.zeros_like(own)
         self.slot = number - 1 + start  # of each token's anchor, below `start` for tokens before the first
         self.early = number == 0

@@ -38,6 +38,7 @@ from retrofit.passes.sequence_altup.layer_requirements import (
 )
 from retrofit.passes.sequence_altup.scalar_fit import DenseModel, fit_scalars
 from retrofit.passes.sequence_altup.strided_layers import METHODS, OutputKey, StridedLayer
+from retrofit.passes.sequence_altup.token_dial import ComputedTokens
 from retrofit.passes.sequence_altup.token_dims import TokenDims
 from retrofit.sdk import (
     NO_STREAM,
@@ -51,6 +52,7 @@ from retrofit.sdk import (
     NearMiss,
     Pass,
     Plan,
+    Recovery,
     Site,
     Stack,
     accepts,
@@ -96,6 +98,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         wiring=once_more.wiring,
         start=once_more.start,
     )
+    recovery: ClassVar[Recovery] = Recovery(dial=ComputedTokens())
     remedy: ClassVar[str] = "name layers that are modules of their own with layers=, or use another pass"
 
     k: int = option(4, "the stride: one token in k is computed", minimum=1)

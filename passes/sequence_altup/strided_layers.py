@@ -43,7 +43,12 @@ class StridedLayer(Wrapper):
     The stream, (batch, T, d), or (T, batch, d) where `tokens_first`, enters by the argument `stream_in` and leaves by `stream_out`.
     `token_dims` says how other arguments follow the tokens; `returned` which of them the layer returns, by their key in its output;
     `unread` which it only passes on. `mask_argument` is that by which it receives its mask. `name` is the layer's in a cache.
+
+    While it is annealed, `dense_share` is how much of the tokens between the anchors it computes as well: with all of them, and
+    scalars of 1, 0 and 1, it is the dense layer.
     """
+
+    dense_share: float = 0.0
 
     def __init__(
         self,
@@ -73,8 +78,7 @@ class StridedLayer(Wrapper):
         cache = cache_among(args, kwargs)
         if cache is not None:
             return self.decode(call, cache)
-        real = call.real(0, 0)
-        anchors = EvenAnchors(0, call.x.shape[1], self.k) if real is None else CountedAnchors(real, self.k)
+        anchors = self.anchors(call)
         x = self.layer_input(call.x, anchors)
         strided_args, strided_kwargs = call.strided(self.turn(x), anchors, None, 0)
         output = self.layer(*strided_args, **strided_kwargs)
@@ -83,9 +87,24 @@ class StridedLayer(Wrapper):
         y = self.update(call.x, corrections, anchors, None)
         return with_item(call.restore_arguments(output, self.returned), key, self.turn(y))
 
+    def anchors(self, call: LayerCall) -> Anchors:
+        """Which tokens of a whole sequence are computed."""
+        real = call.real(0, 0)
+        if real is None and not self.dense_share:
+            return EvenAnchors(0, call.x.shape[1], self.k)
+        if real is None:
+            real = torch.ones(1, call.x.shape[1], dtype=torch.bool, device=call.x.device)
+        return CountedAnchors(real, self.k, dense_share=self.dense_share)
+
     @torch.compiler.disable
     def decode(self, call: LayerCall, cache: Cache) -> Any:
         """The call with a cache: the layer runs where there are anchors among the new tokens."""
+        if self.dense_share:
+            raise DoesNotFitError(
+                "a strided layer that is being annealed was called with a cache",
+                why="which tokens it computes changes with every step",
+                remedy="call the model with use_cache=False until the annealing is over",
+            )
         x, stored = call.x, find_anchor_layer(cache, self.name) or GrowingAnchorLayer(self.name, self.k, self.mask_argument)
         offset = stored.offset(x.shape[1])
         real = call.real(stored.tokens, offset)
@@ -216,11 +235,19 @@ class SequenceAltUpLayer(StridedLayer):
         for name, value in (("a1", 1.0), ("a2", 0.0), ("b", 1.0)):
             setattr(self, name, nn.Parameter(torch.full((1,), value, device=device, dtype=dtype)))
 
+    def scalars(self) -> tuple[Tensor, Tensor, Tensor]:
+        """a1, a2 and b; while the layer is annealed, so far from 1, 0 and 1 as it is from the dense one."""
+        if not self.dense_share:
+            return self.a1, self.a2, self.b
+        share = self.dense_share
+        return self.a1 + share * (1 - self.a1), self.a2 - share * self.a2, self.b + share * (1 - self.b)
+
     def correction(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self.b * y + (self.a2 - self.b * (self.a1 + self.a2)) * x).to(x.dtype)
+        a1, a2, b = self.scalars()
+        return (b * y + (a2 - b * (a1 + a2)) * x).to(x.dtype)
 
     def update(self, x: Tensor, corrections: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
-        return (self.a1 * x + anchors.spread(corrections, earlier)).to(x.dtype)
+        return (self.scalars()[0] * x + anchors.spread(corrections, earlier)).to(x.dtype)
 
 
 class StrideAndSkipLayer(StridedLayer):

@@ -198,6 +198,24 @@ def test_a_dial_of_active_units_begins_at_the_dense_function_and_ends_at_the_met
     assert all(torch.equal(block.c1, before) for block, before in zip(blocks, controller, strict=True))
 
 
+def test_a_dial_of_computed_tokens_begins_at_the_dense_function_and_ends_at_the_method() -> None:
+    model, dense = pair("sequence-altup(k=3, layers=all)")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith((".a1", ".a2", ".b")):
+                parameter.add_(0.1)
+    teacher = Teacher.of(dense, model)
+    rewritten, expected = model(IDS, use_cache=False).logits, dense(IDS).logits
+    assert begin(teacher, lambda: model(IDS, use_cache=False)) == [site.name for site in teacher.sites.sites]
+    assert len(teacher.sites.sites) == len(dense.model.layers)  # type: ignore[union-attr, arg-type]
+    far = []
+    for share in (0.0, 0.3, 1.0):
+        with teacher.sites.mixed(share):
+            far.append(float((model(IDS, use_cache=False).logits - expected).abs().max().detach()))
+    assert far[0] < 1e-5 < far[1] < far[2]
+    assert torch.equal(model(IDS, use_cache=False).logits, rewritten)
+
+
 def by_masks(model: nn.Module, dense: nn.Module) -> torch.Tensor:
     """The logits of the dense model with a mask on its hidden units: the two of each block whose controller logits are largest."""
     dense = copy.deepcopy(dense)

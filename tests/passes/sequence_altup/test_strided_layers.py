@@ -12,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import DynamicCache
 
 from retrofit.errors import DoesNotFitError
 from retrofit.passes.sequence_altup.layer_call import LayerCall
 from retrofit.passes.sequence_altup.strided_layers import AveragePoolingLayer, SequenceAltUpLayer, StrideAndSkipLayer
+from retrofit.passes.sequence_altup.token_dial import ComputedTokens
 from retrofit.passes.sequence_altup.token_dims import TokenDims, infer_token_dims
 
 D = 4
@@ -53,26 +55,33 @@ def causal(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()[None, None]
 
 
-def alone(layer: Any, x: Tensor, positions: Tensor, causally: bool) -> Tensor:
-    """Alg. 2, one token after the other, for one sequence without padding: (T, d)."""
-    k, length = layer.k, len(x)
-    kept = list(range(0, length, k))
-    seen = torch.stack([x[i : i + k].mean(0) if isinstance(layer, AveragePoolingLayer) else x[i] for i in kept])
+def alone(layer: Any, x: Tensor, positions: Tensor, causally: bool, share: float = 0.0) -> Tensor:
+    """Alg. 2, one token after the other, for one sequence without padding, a share of the others computed as well: (T, d)."""
+    length = len(x)
+    kept = [i for i in range(length) if i % layer.k == 0 or i * (5**0.5 - 1) / 2 % 1 < share]
+    own = [max(anchor for anchor in kept if anchor <= i) for i in range(length)]
+    windows = [[i for i in range(length) if own[i] == anchor] for anchor in kept]
+    seen = torch.stack([x[one].mean(0) if isinstance(layer, AveragePoolingLayer) else x[one[0]] for one in windows])
+    a1, a2, b = ((1 - share) * value + share * dense for value, dense in zip(scalars(layer), (1, 0, 1), strict=True))
     mask = causal(len(kept)) if causally else None
     full = torch.ones(1, 1, len(kept), len(kept), dtype=torch.bool) if mask is None else mask
     made = layer.layer(seen[None], full, positions[kept][None])[0][0]
     rows = []
     for i in range(length):
+        computed = made[kept.index(own[i])]
         if isinstance(layer, AveragePoolingLayer):
-            rows.append(made[i // k])
+            rows.append(computed)
         elif isinstance(layer, StrideAndSkipLayer):
-            rows.append(made[i // k] if i % k == 0 else x[i])
+            rows.append(computed if i in kept else x[i])
         else:
-            anchor = i // k * k
-            predicted = layer.a1 * x[i] + layer.a2 * x[anchor]
-            at_anchor = layer.a1 * x[anchor] + layer.a2 * x[anchor]
-            rows.append(predicted + layer.b * (made[i // k] - at_anchor))
+            predicted = a1 * x[i] + a2 * x[own[i]]
+            at_anchor = a1 * x[own[i]] + a2 * x[own[i]]
+            rows.append(predicted + b * (computed - at_anchor))
     return torch.stack(rows)
+
+
+def scalars(layer: Any) -> tuple[Any, Any, Any]:
+    return (layer.a1, layer.a2, layer.b) if isinstance(layer, SequenceAltUpLayer) else (1, 0, 1)
 
 
 KINDS = [SequenceAltUpLayer, StrideAndSkipLayer, AveragePoolingLayer]
@@ -96,11 +105,13 @@ def test_without_padding_it_is_algorithm_2(length: int, k: int, kind: Any, seed:
     k=st.integers(1, 6),
     kind=st.sampled_from(KINDS),
     added=st.booleans(),
+    share=st.just(0.0) | st.floats(0.0, 1.0),
     seed=st.integers(0, 99),
 )
 @settings(deadline=None, max_examples=80)
-def test_padding_on_either_side_changes_nothing(lengths: Any, k: int, kind: Any, added: bool, seed: int) -> None:
+def test_padding_on_either_side_changes_nothing(lengths: Any, k: int, kind: Any, added: bool, share: float, seed: int) -> None:
     layer, causally = wrapped(kind, k, seed), kind is not AveragePoolingLayer
+    layer.dense_share = share
     width = max(sum(one) for one in lengths)
     x = torch.randn(len(lengths), width, D, dtype=torch.double)
     real = torch.zeros(len(lengths), width, dtype=torch.bool)
@@ -113,8 +124,34 @@ def test_padding_on_either_side_changes_nothing(lengths: Any, k: int, kind: Any,
     y, _ = layer(x, mask, positions=positions)
     assert bool(y[real].isfinite().all())
     for row in range(len(lengths)):
-        expected = alone(layer, x[row, real[row]], positions[row, real[row]], causally)
+        expected = alone(layer, x[row, real[row]], positions[row, real[row]], causally, share)
         torch.testing.assert_close(y[row, real[row]], expected)
+
+
+@given(length=st.integers(1, 13), k=st.integers(1, 6), kind=st.sampled_from(KINDS), share=st.floats(0.0, 1.0))
+@settings(deadline=None, max_examples=40)
+def test_its_dial_goes_from_the_dense_layer_to_algorithm_2(length: int, k: int, kind: Any, share: float) -> None:
+    layer, dial = wrapped(kind, k), ComputedTokens()
+    x, positions = torch.randn(2, length, D, dtype=torch.double), torch.arange(length).expand(2, -1)
+    causally = kind is not AveragePoolingLayer
+    mask = None if causally else torch.ones(2, 1, length, length, dtype=torch.bool)
+    installed = layer(x, mask, positions=positions)[0]
+    assert dial.fits(layer) and not dial.fits(layer.layer)
+    dial.turn(layer, 0.0)
+    torch.testing.assert_close(layer(x, mask, positions=positions)[0], layer.layer(x, mask, positions=positions)[0])
+    dial.turn(layer, share)
+    expected = torch.stack([alone(layer, row, positions[0], causally, 1.0 - share) for row in x])
+    torch.testing.assert_close(layer(x, mask, positions=positions)[0], expected)
+    dial.turn(layer, 1.0)
+    assert torch.equal(layer(x, mask, positions=positions)[0], installed)
+
+
+def test_while_it_is_annealed_it_takes_no_cache() -> None:
+    layer = wrapped(SequenceAltUpLayer, 2)
+    ComputedTokens().turn(layer, 0.5)
+    with pytest.raises(DoesNotFitError, match="annealed") as error:
+        layer(torch.randn(1, 4, D, dtype=torch.double), cache=DynamicCache())
+    assert "use_cache=False" in error.value.remedy
 
 
 def test_gradients_reach_everything_through_padding() -> None:
