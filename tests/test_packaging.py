@@ -16,6 +16,8 @@ import networkx
 import pytest
 from packaging.requirements import Requirement
 
+from retrofit.storage import transformers_hook
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -62,6 +64,8 @@ def test_an_unpacked_wheel_runs(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
 def test_entry_points_lead_somewhere() -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="retrofit")
     assert callable(script.load())
+    (hook,) = importlib.metadata.entry_points(group="torch.backends", name="retrofit")
+    assert hook.load() is transformers_hook.install
     for entry in importlib.metadata.entry_points(group="retrofit.passes"):
         assert entry.load().name == entry.name
 
