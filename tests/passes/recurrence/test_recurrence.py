@@ -271,6 +271,7 @@ def test_it_is_saved_and_loaded_as_a_model_of_transformers(tmp_path: Path) -> No
     assert retrofit.recipe(again) == (Recurrence(rank=RANK, bidirectional=True),)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "spec", "why"),
     [
