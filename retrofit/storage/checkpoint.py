@@ -27,6 +27,7 @@ from retrofit.storage.directories import load_directory
 from retrofit.storage.exported_program import load_exported, save_exported
 from retrofit.storage.file_names import EXPORTED, FILES, ONNX, OTHER_FORMATS, require_writable_kind
 from retrofit.storage.gguf_file import load_gguf
+from retrofit.storage.model_card import write_card
 from retrofit.storage.pt_file import checkpoint_contents, read_checkpoint, rebuild_model
 
 
@@ -62,6 +63,7 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
         model.save_pretrained(str(directory))  # type: ignore[operator]
         if tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
+        write_card(model, Path(directory), path.name)
     return path
 
 

@@ -13,6 +13,7 @@ from retrofit.errors import CheckpointError
 from retrofit.pipeline.tokenization import read_tokenizer
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory
+from retrofit.storage.model_card import write_card
 from retrofit.storage.pipeline_directories import MODULES, module_folders, transformer_folder
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".xml", "_data")
@@ -31,8 +32,8 @@ def tokenizer_place(source: Path) -> Path:
 def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, force: bool) -> Path:
     """The model is in the directory `output`, and with it what else `source` holds, a directory's files byte for byte.
 
-    Left out are hidden files, and the weights of the dense model in whatever format; other modules keep theirs. Raises
-    `CheckpointError` where a link leads out of the directory.
+    Left out are hidden files, and the weights of the dense model in whatever format; other modules keep theirs. README.md says what
+    the model is now before what it said (`model_card`). Raises `CheckpointError` where a link leads out of the directory.
     """
     with whole_directory(output, force=force) as draft:
         if not source.is_dir():
@@ -40,6 +41,7 @@ def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, 
             tokenizer = read_tokenizer(source)
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
+            write_card(model, draft, output.name)
             return output
         files = companion_files(source)
         place = draft / transformer_folder(source).relative_to(source)
@@ -50,6 +52,7 @@ def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, 
             if not copy.exists():
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copy)
+        write_card(model, draft, output.name)
     return output
 
 

@@ -1,0 +1,57 @@
+"""The card of a retrofitted model: what the README.md of its directory says of the passes, in front of what it said before."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from torch import nn
+
+from retrofit.pipeline.replaying import recipe, rewritten_part
+
+CARD = "README.md"
+BEGIN, END = "<!-- retrofit: begin -->", "<!-- retrofit: end -->"
+FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # the metadata that a card on the Hugging Face hub begins with
+OURS = re.compile(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
+
+
+def write_card(model: nn.Module, folder: Path, name: str) -> None:
+    """README.md in `folder` says which passes `model`, to be saved as `name`, went through; a dense model's is left alone.
+
+    What a card said before comes after that, its metadata before it; what was said of an earlier recipe is gone.
+    """
+    said = description(model, name)
+    if said is None:
+        return
+    file = folder / CARD
+    before = file.read_text(encoding="utf-8", errors="surrogateescape") if file.is_file() else ""
+    found = FRONT.match(before)
+    front = found[0] if found else "" if before else "---\nlibrary_name: transformers\ntags:\n- retrofit\n---\n"
+    rest = OURS.sub("", before[found.end() if found else 0 :]).lstrip("\n")
+    of_dense = f"\n\nOf the dense model:\n{END}\n\n{rest}" if rest else f"\n{END}\n"
+    file.write_text(f"{front}{BEGIN}\n{said}{of_dense}", encoding="utf-8", errors="surrogateescape")
+
+
+def description(model: nn.Module, name: str) -> str | None:
+    """What is said of a retrofitted model, as Markdown; None of a dense one."""
+    passes, part = recipe(model), rewritten_part(model)
+    if not passes:
+        return None
+    count = sum(parameter.numel() for parameter in part.parameters())
+    rows = [f"| `{one.spec()}` | {one.summary} | {one.paper} | {'the same' if one.exact else 'another'} |" for one in passes]
+    return "\n".join(
+        [
+            f"# {name}",
+            "",
+            f"A dense `{type(part).__name__}` that retrofit rewrote. It has {count:,} parameters now.",
+            "",
+            "| pass | what it does | from | its function before any training |",
+            "| --- | --- | --- | --- |",
+            *rows,
+            "",
+            "`from_pretrained` loads it where retrofit is installed; nothing has to be imported. The recipe is in `config.json`,",
+            "as `quantization_config`, though nothing is quantized. Where retrofit is not installed transformers warns of an",
+            "unknown quantization type, and what it loads then is **not this model**: weights of modules that the dense class",
+            "does not have are left out.",
+        ]
+    )
