@@ -5,6 +5,7 @@ cache, as they do in a model. The forms take turns in one process; the ratio of 
 
     python benchmarks/sparse_ffn.py                 # one token, at the paper's sizes
     python benchmarks/sparse_ffn.py --crossover     # gathered against dense products and mask, for 1, 2, 4, … tokens
+    python benchmarks/sparse_ffn.py --products      # a token's products with some rows, read in place against copied
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 from retrofit.anatomy.feed_forward_blocks import RowMajor, linear
 from retrofit.anatomy.feed_forward_sites import FeedForward, Port
 from retrofit.anatomy.weight_matrices import Matrix
+from retrofit.passes.sparse_ffn import indexed_rows
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 
 SIZES = ((1024, 4096, 64), (4096, 16384, 128), (9216, 36864, 256))  # d, d_ff, N
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=parse_size, nargs="+", default=SIZES, metavar="d,d_ff,N")
     parser.add_argument("--active", type=int, default=1, help="k units of N")
     parser.add_argument("--crossover", action="store_true", help="the two inference paths against each other")
+    parser.add_argument("--products", action="store_true", help="the two ways to multiply a token with some rows")
     parser.add_argument("--counts", type=int, nargs="+", default=(1, 4, 16, 64, 256), help="numbers of tokens for --crossover")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
@@ -43,7 +46,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{options.device}, {options.dtype}, {options.threads} thread(s), {options.clock} time, torch {torch.__version__}\n")
-    for size in options.sizes:
+    if options.products:
+        products(options)
+    for size in () if options.products else options.sizes:
         (crossover if options.crossover else single)(*size, options)
 
 
@@ -70,6 +75,25 @@ def crossover(d: int, d_ff: int, n: int, options: argparse.Namespace) -> None:
         times = least([turns(blocks, tokens, way, options) for way in ways], options)
         print(f"{tokens:>8} " + " ".join(f"{1e6 * seconds:>11.0f}" for seconds in times), flush=True)
     print()
+
+
+@torch.inference_mode()
+def products(options: argparse.Namespace) -> None:
+    """x · rows[i] for one token and a row in eight: the rows read in place, and copied first."""
+    print(f"{'d':>6} {'rows':>6} {'MB':>6} {'in place':>9} {'copied':>9}  µs")
+    for d, count in itertools.product((256, 576, 1024, 2048, 4096), (64, 256, 1024)):
+        matrices = [torch.randn(8 * count, d) for _ in range(max(2, int(BYTES / (32 * count * d))))]
+        x, chosen = torch.randn(1, d), torch.randint(8, (options.tokens, 1, count)) + torch.arange(0, 8 * count, 8)
+        ways = [products_with_limit(limit, x, chosen, matrices) for limit in (0, 1 << 40)]
+        times = least(ways, options)
+        print(f"{d:>6} {count:>6} {4e-6 * d * count:>6.1f} " + " ".join(f"{1e6 * one:>9.0f}" for one in times), flush=True)
+
+
+def products_with_limit(limit: int, x: Tensor, chosen: Tensor, matrices: list[Tensor]) -> Iterator[Tensor]:
+    """Products of one token with some rows of one matrix after another; rows of up to `limit` bytes are copied."""
+    for rows, indices in zip(itertools.cycle(matrices), itertools.cycle(chosen), strict=False):
+        indexed_rows.SMALL = limit
+        yield indexed_rows.indexed_products(x, indices, rows)
 
 
 class Dense:

@@ -1,7 +1,8 @@
 """Products with rows of a matrix given by index: z[t, b] = x[t] · rows[i[t, b]] and y[t] = Σ_b h[t, b] rows[i[t, b]].
 
-Where no gradient is needed, nothing is copied. On a CPU the sum of rows is a bag of embeddings, and the products are what the
-backward pass of such a bag computes for its weights. On CUDA, where torch would read the rows one after the other, two Triton
+Where no gradient is needed, rows are read in place. On a CPU the sum of rows is a bag of embeddings, and the products are what the
+backward pass of such a bag computes for its weights; the products of a single token are faster on a copy of its rows, while that is
+small (`benchmarks/sparse_ffn.py --products`). On CUDA, where torch would read the rows one after the other, two Triton
 kernels read tiles of them (`triton_kernels.py`). With the few tokens of a decoder, y would keep few of the processors busy there,
 so the sum over b is split into parts, which are added at the end.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+SMALL = 3 << 20  # bytes of the rows of one token that a CPU copies faster than it reads them one by one
 PIECE = 1024  # columns of a row that a CPU thread sums at a time where there is one token
 TILE_ROWS, TILE_COLUMNS = 16, 256  # of the indexed rows that a Triton program reads at a time
 SUM = 0  # the mode of a bag that is the sum of its rows
@@ -27,6 +29,8 @@ def indexed_products(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
     if not is_recorded(x, rows):
         if x.is_cuda and HAS_TRITON:
             return tiled_products(x, indices, rows)
+        if x.device.type == "cpu" and len(x) == 1 and indices.shape[1] * rows[0].nbytes <= SMALL:
+            return F.linear(x.to(rows.dtype), rows.index_select(0, indices[0])).to(x.dtype)
         if x.device.type == "cpu":
             return products_by_bag(x, indices, rows)
     copies = rows.index_select(0, indices.flatten()).view(*indices.shape, -1)

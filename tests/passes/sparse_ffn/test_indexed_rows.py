@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -44,10 +44,16 @@ def sums(h: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
     return y
 
 
-@given(tokens=st.integers(1, 4), blocks=st.integers(1, 40), width=st.integers(1, 70))
-def test_torch_operations_compute_the_formulas(tokens: int, blocks: int, width: int) -> None:
+@given(
+    tokens=st.integers(1, 4), blocks=st.integers(1, 40), width=st.integers(1, 70), copied=st.sampled_from([0, indexed_rows.SMALL])
+)
+@settings(deadline=None)
+def test_torch_operations_compute_the_formulas(tokens: int, blocks: int, width: int, copied: int) -> None:
     x, h, rows, indices = random_operands(tokens, blocks, width)
-    torch.testing.assert_close(indexed_rows.indexed_products(x, indices, rows), products(x, indices, rows), atol=1e-4, rtol=1e-4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexed_rows, "SMALL", copied)
+        z = indexed_rows.indexed_products(x, indices, rows)
+    torch.testing.assert_close(z, products(x, indices, rows), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(indexed_rows.indexed_sums(h, indices, rows), sums(h, indices, rows).float(), atol=1e-4, rtol=1e-4)
 
 
