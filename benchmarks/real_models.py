@@ -3,12 +3,14 @@
     PYTHONPATH=tests python benchmarks/real_models.py --results real.json -o docs/real_models.md   # make real
     PYTHONPATH=tests python benchmarks/real_models.py --results real.json --model SmolLM2 --only sparse   # some rows
     PYTHONPATH=tests python benchmarks/real_models.py --results real.json --again   # those that were not verified
+    PYTHONPATH=tests python benchmarks/real_models.py --results real.json --timings   # times and memory of verified rows, anew
     PYTHONPATH=tests python benchmarks/real_models.py --results real.json --pages -o docs/real_models.md   # the page alone
 
 Each row is a process of its own, bounded in time and memory, and is kept in the results as soon as it is done: a run that was
 stopped goes on where it was. The models are those of `tests/support/real_models.py`. A pass that uses calibration data is also
-tried without; the figures are those of held-out inputs. Times are processor time, dense and rewritten in turn in one process, so
-that other work on the machine does not decide them: run it with OMP_NUM_THREADS=1.
+tried without; the figures are those of held-out inputs. Times are processor time, dense and rewritten in turn in one process, with
+OMP_NUM_THREADS=1. Other work on the machine still brings ratios nearer to 1: `--timings` takes them again on an idle one, of models
+rewritten without calibration, which makes no difference to them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import resource
 import statistics
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from side_by_side import interleaved
 LIMIT = 3600  # seconds for one row
 MEMORY = 14 << 30  # bytes that one row may allocate
 ROUNDS = 5  # of forwards that are timed in turn
+Action = Callable[[str, str], dict[str, Any]]  # on a model, with a spec
 PROCESSES = multiprocessing.get_context("fork")  # what is imported once serves every row
 TOKENS = (4, 20)  # decoded from a prompt: the difference is what a token costs
 SPECS = (
@@ -57,8 +61,16 @@ def main() -> None:
         import_everything()
     for name, spec in rows:
         began = time.monotonic()
-        found = {**run_row(name, spec), "seconds": round(time.monotonic() - began)}
-        results = {**read_results(options.results), f"{name}: {spec}": found}  # another run may have added some
+        action = time_row if options.timings else try_row
+        found = {**run_row(name, spec, action), "seconds": round(time.monotonic() - began)}
+        results = read_results(options.results)  # another run may have added some
+        known = results.get(f"{name}: {spec}", {})
+        if options.timings and "speed" not in found:
+            print(f"{name}: {spec}: not timed, {found.get('why')}", flush=True)
+            continue
+        if options.timings:
+            found = {**known, **found, "seconds": known["seconds"]}
+        results[f"{name}: {spec}"] = found
         options.results.parent.mkdir(parents=True, exist_ok=True)
         replaced = options.results.with_suffix(".new")
         replaced.write_text(json.dumps(results, indent=1))
@@ -82,6 +94,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="rows whose spec holds this text")
     parser.add_argument("--skip", help="leave out rows whose spec holds this text")
     parser.add_argument("--again", action="store_true", help="rows that were not verified are tried again")
+    parser.add_argument("--timings", action="store_true", help="times and memory of verified rows are measured again, nothing else")
     parser.add_argument("--anew", action="store_true", help="all rows are tried again")
     return parser.parse_args()
 
@@ -114,7 +127,11 @@ def planned_rows(options: argparse.Namespace, results: dict[str, dict[str, Any]]
         for spec in SPECS:
             known = results.get(f"{name}: {spec}")
             wanted = options.only in spec and not (options.skip and options.skip in spec)
-            if wanted and (known is None or options.anew or (options.again and not is_complete(known))):
+            if options.timings:
+                wanted = wanted and known is not None and known["verdict"] == "verified"
+            elif known is not None and not options.anew:
+                wanted = wanted and options.again and not is_complete(known)
+            if wanted:
                 rows.append((name, spec))
     return rows
 
@@ -123,10 +140,10 @@ def is_complete(row: dict[str, Any]) -> bool:
     return row["verdict"] == "verified" and row["onnx"][0] == "passed"
 
 
-def run_row(name: str, spec: str) -> dict[str, Any]:
-    """What `try_row` returns in a process of its own, which takes neither more memory nor more time than it may."""
+def run_row(name: str, spec: str, action: Action) -> dict[str, Any]:
+    """What the action returns in a process of its own, which takes neither more memory nor more time than it may."""
     receiving, sending = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=send_row, args=(name, spec, sending))
+    process = PROCESSES.Process(target=send_row, args=(name, spec, action, sending))
     process.start()
     sending.close()
     try:
@@ -140,10 +157,10 @@ def run_row(name: str, spec: str) -> dict[str, Any]:
         process.join()
 
 
-def send_row(name: str, spec: str, sending: Any) -> None:
+def send_row(name: str, spec: str, action: Action, sending: Any) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     try:
-        sending.send(try_row(name, spec))
+        sending.send(action(name, spec))
     except Exception as error:
         lines = traceback.format_exc()
         sending.send({"verdict": "failed", "why": f"{type(error).__name__}: {error}".splitlines()[0], "trace": lines[-4000:]})
@@ -199,6 +216,20 @@ def try_row(name: str, template: str) -> dict[str, Any]:
         row["uncalibrated"] = real.measure(plain, outputs)
         stages.ends("uncalibrated")
     return {**row, "stages": stages.seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def time_row(name: str, template: str) -> dict[str, Any]:
+    """The times and the memory of one pass on one model."""
+    import torch
+    from support.real_models import REAL_MODELS
+
+    import retrofit
+
+    torch.manual_seed(0)
+    real = REAL_MODELS[name]
+    dense, example = real.load(), example_of(real)
+    model = retrofit.apply(real.load(), filled(template, dense, example), example_inputs=example, verify=False)
+    return costs(real, dense, model)
 
 
 def exported(real: Any, model: Any) -> list[str]:
