@@ -1,0 +1,156 @@
+"""Attention in the buckets of locality-sensitive hashes, as a module called as torch's `scaled_dot_product_attention` is.
+
+    y_r = Σ_j softmax_j(s_j) v_j,   l_r = log Σ_j exp(s_j)       s_j = scale · q·k_j + mask_j, over the keys of round r
+    y   = Σ_r softmax_r(l_r) y_r
+
+Round r has the keys that the query sees in it and in no round before, so that y is a softmax over all it sees, each key once. What
+it sees is in `key_orders.py`. In causal attention round 0 holds the last `chunk` keys by position; the others are rounds of hashes.
+A query that sees no key has its own value. Up to `chunk` keys the attention is torch's own.
+
+With `shared`, keys are queries: s_j = q·k_j / |k_j| + mask_j, and a query's own key has s = −1e5, which counts where it sees nothing
+else.
+
+Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from retrofit.passes.lsh_attention.hashing import hash_buckets, random_rotations
+from retrofit.passes.lsh_attention.key_buckets import buckets_of_keys
+from retrofit.passes.lsh_attention.key_orders import order_by_bucket, order_by_position
+from retrofit.passes.lsh_attention.seen_keys import HIDDEN, Operands, by_comparison, by_order
+from retrofit.sdk import cond, query_positions
+
+FEW = 4  # queries that compare their buckets with those of all keys, as in decoding
+OWN = -1e5  # the score of a query's own key where keys are queries
+
+
+class BucketedAttention(nn.Module):
+    """Attention in which a query sees the keys of its buckets. The cache keeps the buckets of its keys under `name`."""
+
+    def __init__(self, name: str, heads: int, causal: bool, shared: bool, chunk: int, rotations: Tensor) -> None:
+        """`rotations` are those of all rounds, (rounds, d, buckets / 2)."""
+        super().__init__()
+        self.name, self.heads, self.causal, self.shared, self.chunk = name, heads, causal, shared, chunk
+        self.rotations: Tensor
+        self.register_buffer("rotations", rotations)
+
+    @property
+    def buckets(self) -> int:
+        return 2 * self.rotations.shape[-1]
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """The result for the arguments of `scaled_dot_product_attention`: (batch, heads, n_q, d_v).
+
+        Some models give the query heads that share a key as so many queries of one token.
+        """
+
+        def dense(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
+            given = mask[0] if mask else None
+            return F.scaled_dot_product_attention(
+                query, key, value, given, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+
+        def all_keys(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
+            operands = self.operands(query, key, value, mask, dropout_p, is_causal, scale)
+            return as_given(by_comparison(operands, None, self.chunk), query)
+
+        def bucketed(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
+            operands = self.operands(query, key, value, mask, dropout_p, is_causal, scale)
+            return as_given(self.bucketed(operands, key, cache), query)
+
+        few = all_keys if self.shared else dense
+        n_k, mask = key.shape[-2], () if attn_mask is None else (attn_mask,)
+        if isinstance(n_k, int):
+            return (few if n_k <= self.chunk else bucketed)(query, key, value, *mask)
+        return cond(n_k <= self.chunk, few, bucketed, query, key, value, *mask)
+
+    def operands(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        given: tuple[Tensor, ...],
+        dropout: float,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Operands:
+        """What the attention computes with: the same arguments, with a row for each head of each sequence."""
+        q = query.reshape(query.shape[0] * self.heads, -1, query.shape[-1])
+        n_q, n_k = q.shape[1], key.shape[2]
+        mask = given[0].reshape((1,) * (4 - given[0].dim()) + given[0].shape) if given else None
+        if mask is not None and mask.shape[1] not in (1, self.heads):  # as the queries are
+            mask = mask.reshape(mask.shape[0], self.heads, -1, n_k)
+        if mask is not None:
+            positions = query_positions(visible_to_some_head(mask).expand(-1, n_q, -1), n_q)
+        else:
+            positions = torch.arange(n_q, device=q.device) + (0 if is_causal else n_k - n_q)
+        return Operands(
+            q=q,
+            k=(F.normalize(key, dim=-1) if self.shared else key).flatten(0, 1),
+            v=value.flatten(0, 1),
+            mask=mask,
+            positions=positions,
+            heads=self.heads,
+            group=self.heads // key.shape[1],
+            causal=self.causal or is_causal,
+            own=OWN if self.shared else None,
+            scale=1.0 if self.shared else query.shape[-1] ** -0.5 if scale is None else scale,
+            dropout=dropout,
+        )
+
+    def bucketed(self, operands: Operands, key: Tensor, cache: Cache | None) -> Tensor:
+        """The result, (rows, n_q, d_v), for more keys than one chunk."""
+        n_q, n_k = operands.q.shape[1], key.shape[2]
+        query_buckets = hash_buckets(operands.q, self.rotations)  # (rounds, rows, n_q)
+        found = buckets_of_keys(key, n_q, self.rotations, cache, self.name)
+        found = found.repeat_interleave(operands.group, 2) if operands.group > 1 else found  # (rounds, batch, heads, n_k)
+        if operands.mask is not None:
+            visible = visible_keys_of(operands.mask).any(2)  # to any query
+            found = torch.where(visible, found, self.buckets)
+        key_buckets = found.flatten(1, 2)
+        if self.causal and isinstance(n_q, int) and n_q <= FEW:
+            return by_comparison(operands, (query_buckets, key_buckets), self.chunk)
+        orders = [
+            order_by_bucket(query, keys, operands.positions, self.buckets + 1, self.chunk, self.causal)
+            for query, keys in zip(query_buckets, key_buckets, strict=True)
+        ]
+        if self.causal:
+            orders.insert(0, order_by_position(operands.positions, n_k, self.chunk))
+        return by_order(operands, orders, self.chunk)
+
+    def extra_repr(self) -> str:
+        rounds, width, _ = self.rotations.shape
+        return f"d={width}, rounds={rounds}, buckets={self.buckets}, chunk={self.chunk}, causal={self.causal}, shared={self.shared}"
+
+
+def visible_keys_of(mask: Tensor) -> Tensor:
+    """Which keys a mask of 4 dimensions shows, of its own shape."""
+    return mask if mask.dtype == torch.bool else mask > HIDDEN
+
+
+def visible_to_some_head(mask: Tensor) -> Tensor:
+    """The same for all heads: (batch or 1, n_q or 1, n_k)."""
+    return visible_keys_of(mask).any(1)
+
+
+def as_given(y: Tensor, query: Tensor) -> Tensor:
+    """The result (rows, n_q, d_v) laid out as the queries were given."""
+    return y.reshape(*query.shape[:-1], y.shape[-1])

@@ -1,0 +1,103 @@
+"""An order of the keys for each round of hashes, and which stretch of it each query sees.
+
+Keys are sorted by bucket, those of one bucket by position. A query stands in this order behind the last key of its bucket that is
+not after it. What it sees is a stretch of ranks:
+
+    causal        the last `chunk` keys of its bucket up to its own position: the same whatever comes later, so that a token
+                  changes nothing before it and decoding finds what a prefill found
+    otherwise     the chunk of keys in which it stands and the one before, of whatever bucket (Reformer); of the first, the next
+
+Keys that no query may see, which are padding, have a bucket of their own behind all others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyOrder:
+    """The keys in an order, and the ranks [first, last) that each query sees; rows are heads of sequences, or one for all."""
+
+    keys: Tensor  # (rows, n_k), the key at each rank
+    ranks: Tensor  # (rows, n_k), of each key
+    query_ranks: Tensor  # (rows, n_q), of each query among the queries
+    chunks: Tensor  # (rows, n_q), the chunk of keys in which each query stands
+    first: Tensor  # (rows, n_q)
+    last: Tensor  # (rows, n_q)
+
+    def rows(self, part: slice) -> KeyOrder:
+        """The order of some of the rows."""
+        if self.keys.shape[0] == 1:
+            return self
+        return KeyOrder(*(getattr(self, field.name)[part] for field in dataclasses.fields(self)))
+
+
+def order_by_bucket(query: Tensor, key: Tensor, positions: Tensor, buckets: int, chunk: int, causal: bool) -> KeyOrder:
+    """The order of one round: the buckets of the queries (rows, n_q), which are at `positions` (n_q), and of the keys (rows, n_k).
+
+    `buckets` is the number of buckets, that of padding among them.
+    """
+    n_q, n_k = query.shape[-1], key.shape[-1]
+    place = torch.arange(n_k, device=key.device)
+    codes = torch.cat([(key * n_k + place) * 2, (query * n_k + positions) * 2 + 1], -1)  # a key before the query at its position
+    joint = codes.argsort(-1)
+    slots = torch.zeros_like(joint).scatter(-1, joint, torch.arange(n_k + n_q, device=key.device).expand_as(joint))
+    so_far = (joint < n_k).long().cumsum(-1)  # keys up to each slot
+    ranks = so_far.gather(-1, slots[..., :n_k]) - 1
+    before = so_far.gather(-1, slots[..., n_k:])  # the keys before each query
+    keys = torch.zeros_like(ranks).scatter(-1, ranks, place.expand_as(ranks))
+    counts = torch.zeros(*key.shape[:-1], buckets, dtype=torch.long, device=key.device).scatter_add(-1, key, torch.ones_like(key))
+    start = (counts.cumsum(-1) - counts).gather(-1, query)  # of the bucket of each query
+    query_ranks = slots[..., n_k:] - before
+    return seen(keys, ranks, query_ranks, before, start, chunk, causal)
+
+
+def order_by_position(positions: Tensor, n_k: int, chunk: int) -> KeyOrder:
+    """The keys as they come, of which each query sees the last `chunk` up to its own position: one order for all rows."""
+    place = torch.arange(n_k, device=positions.device).unsqueeze(0)
+    before = positions.unsqueeze(0) + 1
+    query_ranks = torch.arange(positions.shape[0], device=positions.device).unsqueeze(0)
+    return seen(place, place, query_ranks, before, torch.zeros_like(before), chunk, causal=True)
+
+
+def seen(keys: Tensor, ranks: Tensor, query_ranks: Tensor, before: Tensor, start: Tensor, chunk: int, causal: bool) -> KeyOrder:
+    """The order with what each query sees: it stands behind `before` keys, and its bucket begins at `start`."""
+    chunks = (before - 1).clamp(min=0) // chunk
+    if causal:
+        return KeyOrder(keys, ranks, query_ranks, chunks, torch.maximum(before - chunk, start), before)
+    first = (chunks - 1).clamp(min=0) * chunk
+    return KeyOrder(keys, ranks, query_ranks, chunks, first, (first + 2 * chunk).clamp(max=keys.shape[-1]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Queries in tiles of `chunk`, all of a tile in the same chunk of keys, so that two chunks of keys hold all that they see."""
+
+    queries: Tensor  # (rows, tiles · chunk), the query at each place, 0 where there is none
+    places: Tensor  # (rows, n_q), of each query
+    ranks: Tensor  # (rows, tiles, 2 · chunk), of the keys of each tile
+    keys: Tensor  # the same, these keys
+
+
+def tiles_of(order: KeyOrder, chunk: int) -> Tiles:
+    """The queries of an order in tiles. A chunk of keys with few queries has a tile of its own, so there are at most n_q/C + n_k/C."""
+    rows, n_q = order.chunks.shape
+    n_k = order.keys.shape[-1]
+    device, chunks = order.keys.device, n_k // chunk + 1
+    tiles = n_q // chunk + chunks
+    counts = torch.zeros(rows, chunks, dtype=torch.long, device=device).scatter_add(-1, order.chunks, torch.ones_like(order.chunks))
+    needed = (counts + chunk - 1) // chunk
+    within = order.query_ranks - (counts.cumsum(-1) - counts).gather(-1, order.chunks)  # among the queries of its chunk of keys
+    tile = (needed.cumsum(-1) - needed).gather(-1, order.chunks) + within // chunk
+    places = tile * chunk + within % chunk
+    every = torch.arange(n_q, device=device).expand_as(places)
+    queries = torch.zeros(rows, tiles * chunk, dtype=torch.long, device=device).scatter(-1, places, every)
+    chunk_of = torch.zeros(rows, tiles, dtype=torch.long, device=device).scatter(-1, tile, order.chunks)
+    first = (chunk_of - 1).clamp(min=0) * chunk
+    ranks = first.unsqueeze(-1) + torch.arange(2 * chunk, device=device)
+    keys = order.keys.gather(-1, ranks.flatten(1).clamp(max=n_k - 1)).view_as(ranks)
+    return Tiles(queries, places, ranks, keys)

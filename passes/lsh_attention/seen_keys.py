@@ -1,0 +1,189 @@
+"""Attention over the keys that each query sees: in an order of the keys, tile by tile; or by comparing it with all keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from retrofit.passes.lsh_attention.key_orders import KeyOrder, tiles_of
+
+AT_ONCE = 1 << 22  # scores that are computed at once, of whole rows
+HIDDEN = -1e4  # an additive mask below this hides
+UNSEEN = -1e30  # the score of a key that is not seen
+NONE_SEEN = -1e29  # a logarithm of a sum below this is one of unseen keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What an attention computes with. Rows are the heads of all sequences; q holds those from `first` on."""
+
+    q: Tensor  # (rows, n_q, d)
+    k: Tensor  # (all rows / group, n_k, d)
+    v: Tensor  # (all rows / group, n_k, d_v)
+    mask: Tensor | None  # (batch or 1, heads or 1, n_q or 1, n_k), a bias or what is visible
+    positions: Tensor  # (n_q), of the queries among the keys
+    heads: int
+    group: int  # heads that share a key
+    causal: bool
+    own: float | None  # the score of a query's own key; None: as of any other
+    scale: float
+    dropout: float = 0.0
+    first: int = 0
+
+    def part(self, rows: slice) -> Operands:
+        """Those of some rows."""
+        return dataclasses.replace(self, q=self.q[rows], first=rows.start)
+
+    @property
+    def rows(self) -> Tensor:
+        """The numbers of the rows."""
+        return torch.arange(self.q.shape[0], device=self.q.device) + self.first
+
+    def at_keys(self, x: Tensor, index: Tensor) -> Tensor:
+        """x of the keys at `index` (rows, m): (rows, m, width)."""
+        rows = (self.rows // self.group).unsqueeze(-1) * x.shape[1]
+        return x.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*index.shape, x.shape[-1])
+
+    def at_queries(self, index: Tensor) -> Tensor:
+        """q of the queries at `index` (rows, m): (rows, m, d)."""
+        rows = torch.arange(self.q.shape[0], device=self.q.device).unsqueeze(-1) * self.q.shape[1]
+        return self.q.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*index.shape, self.q.shape[-1])
+
+    def scores(self, products: Tensor, visible: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Scores in float32 or wider, of q·k (rows, …, queries, keys), for the queries (rows, …, queries, 1) and keys (rows, …, 1, keys).
+
+        Those of keys that are not `visible`, or that the mask hides, are `UNSEEN`.
+        """
+        s = products.to(torch.promote_types(products.dtype, torch.float32)) * self.scale
+        own = self.positions[queries]
+        if self.causal:
+            visible = visible & (keys <= own)
+        if self.mask is not None:
+            row = self.rows.view(-1, *(1,) * (keys.dim() - 1))
+            batch, heads, n_q, _ = self.mask.shape
+            value = self.mask[row // self.heads % batch, row % self.heads % heads, queries % n_q, keys]
+            if value.dtype == torch.bool:
+                visible = visible & value
+            else:
+                s, visible = s + value, visible & (value > HIDDEN)
+        if self.own is not None:
+            s = torch.where(keys == own, self.own, s)
+        return torch.where(visible, s, UNSEEN)
+
+    def own_values(self, y: Tensor, total: Tensor) -> Tensor:
+        """y, (rows, n_q, d_v), of queries that see some key; their own value of the others, where `total` (rows, n_q) says so."""
+        own = self.at_keys(self.v, self.positions.expand(self.q.shape[0], -1))
+        return torch.where(total.unsqueeze(-1) > NONE_SEEN, y, own.to(y.dtype))
+
+
+def weighed(s: Tensor, v: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
+    """Σ softmax(s) v and the logarithm of Σ exp(s): s (…, queries, keys), v (…, keys, d_v)."""
+    top = s.detach().amax(-1, keepdim=True)
+    p = (s - top).exp()
+    total = p.sum(-1, keepdim=True)
+    p = F.dropout(p, dropout) if dropout else p
+    return (p.to(v.dtype) @ v).to(s.dtype) / total, (top + total.log()).squeeze(-1)
+
+
+# In orders of the keys.
+
+
+def by_order(operands: Operands, orders: Sequence[KeyOrder], chunk: int) -> Tensor:
+    """The result, (rows, n_q, d_v), of rounds that are orders of the keys. A key counts in the first round in which it is seen."""
+    found = []
+    for part in parts_of(operands, chunk):
+        some, ordered = operands.part(part), [order.rows(part) for order in orders]
+        rounds = [one_round(some, order, ordered[:number], chunk) for number, order in enumerate(ordered)]
+        found.append(combine(some, rounds))
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def parts_of(operands: Operands, chunk: int) -> Iterator[slice]:
+    """The rows, as many at a time as are computed at once; all where a program is traced."""
+    rows, n_q, _ = operands.q.shape
+    step = rows
+    if not torch.compiler.is_compiling():
+        step = max(1, AT_ONCE // (2 * chunk * (n_q + operands.k.shape[1])))
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
+
+
+def one_round(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], chunk: int) -> tuple[Tensor, Tensor]:
+    """The result (rows, n_q, d_v) of one round, without what is seen in rounds `before`, and the logarithm of its sum (rows, n_q)."""
+    rows = operands.q.shape[0]
+    tiles = tiles_of(order, chunk)
+    queries, keys = tiles.queries.expand(rows, -1), tiles.keys.expand(rows, -1, -1)
+    shape = rows, tiles.keys.shape[1], chunk  # rows, tiles, queries of a tile
+    visible = in_stretch(order, tiles.queries, tiles.ranks)
+    for other in before:
+        ranks = other.ranks.expand(keys.shape[0], -1).gather(-1, keys.flatten(1)).view_as(keys)
+        visible = visible & ~in_stretch(other, queries, ranks)
+    q = operands.at_queries(queries).view(*shape, -1)
+    k, v = (operands.at_keys(x, keys.flatten(1)).view(*keys.shape, -1) for x in (operands.k, operands.v))
+    s = operands.scores(q @ k.mT, visible, queries.view(*shape, 1), keys.unsqueeze(-2))
+    y, total = weighed(s, v, operands.dropout)
+    places = tiles.places.expand(rows, -1)
+    index = places.unsqueeze(-1).expand(-1, -1, y.shape[-1])
+    return y.flatten(1, 2).gather(1, index), total.flatten(1).gather(1, places)
+
+
+def in_stretch(order: KeyOrder, queries: Tensor, ranks: Tensor) -> Tensor:
+    """Whether each of the queries (rows, tiles · C) sees the keys at these ranks (rows, tiles, keys): (rows, tiles, C, keys)."""
+    rows, tiles, _ = ranks.shape
+    first, last = (one.expand(rows, -1).gather(-1, queries).view(rows, tiles, -1, 1) for one in (order.first, order.last))
+    ranks = ranks.unsqueeze(-2)
+    return (ranks >= first) & (ranks < last)
+
+
+def combine(operands: Operands, rounds: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The results of all rounds, each weighed by its share of the sum."""
+    results, totals = (torch.stack(parts) for parts in zip(*rounds, strict=True))
+    weights = totals.softmax(0)
+    y = (results * weights.unsqueeze(-1)).sum(0).to(operands.v.dtype)
+    return operands.own_values(y, totals.amax(0))
+
+
+# By comparison with all keys.
+
+
+def by_comparison(operands: Operands, buckets: tuple[Tensor, Tensor] | None, chunk: int) -> Tensor:
+    """The result, (rows, n_q, d_v), of few queries, or where each sees all keys: `buckets` is None then.
+
+    Else these are the buckets of queries and keys, (rounds, rows, n_q) and (rounds, rows, n_k), of causal attention.
+    """
+    rows, n_q, _ = operands.q.shape
+    n_k = operands.k.shape[1]
+    place = torch.arange(n_k, device=operands.q.device)
+    queries = torch.arange(n_q, device=place.device).view(1, -1, 1)
+    most = n_k if buckets is None else (len(buckets[0]) + 1) * chunk
+    if buckets is None:
+        visible = torch.ones((), dtype=torch.bool, device=place.device)
+    else:
+        visible = seen_by_comparison(*buckets, operands.positions, chunk)
+    if most < n_k // 2:
+        found, keys = torch.where(visible, place, -1).topk(most, sorted=False)  # (rows, n_q, most)
+        k, v = (operands.at_keys(x, keys.flatten(1)).view(*keys.shape, -1) for x in (operands.k, operands.v))
+        s = operands.scores((operands.q.unsqueeze(-2) @ k.mT).squeeze(-2), found >= 0, queries, keys)
+        y, total = weighed(s.unsqueeze(-2), v, operands.dropout)
+        y, total = y.squeeze(-2), total.squeeze(-1)
+    else:
+        k, v = (operands.at_keys(x, place.expand(rows, -1)) for x in (operands.k, operands.v))
+        s = operands.scores(operands.q @ k.mT, visible, queries, place.view(1, 1, -1))
+        y, total = weighed(s, v, operands.dropout)
+    return operands.own_values(y.to(operands.v.dtype), total)
+
+
+def seen_by_comparison(query: Tensor, key: Tensor, positions: Tensor, chunk: int) -> Tensor:
+    """Which keys each query sees in some round of causal attention, (rows, n_q, n_k)."""
+    place, own = torch.arange(key.shape[-1], device=key.device), positions.unsqueeze(-1)
+    earlier = place <= own
+    seen = earlier & (place > own - chunk)
+    for q, k in zip(query, key, strict=True):
+        same = (q.unsqueeze(-1) == k.unsqueeze(-2)) & earlier
+        so_many = same.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)  # of the bucket, from each key on
+        seen = seen | (same & (so_many <= chunk))
+    return seen
