@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from retrofit.passes.altup.altup import AltUp as AltUp
+    from retrofit.passes.lsh_attention.lsh_attention import LSHAttention as LSHAttention
     from retrofit.passes.memory.memory import Memory as Memory
     from retrofit.passes.recurrence.recurrence import Recurrence as Recurrence
     from retrofit.passes.sequence_altup.sequence_altup import SequenceAltUp as SequenceAltUp
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 HOMES = {
     "AltUp": "retrofit.passes.altup.altup",
+    "LSHAttention": "retrofit.passes.lsh_attention.lsh_attention",
     "Memory": "retrofit.passes.memory.memory",
     "Recurrence": "retrofit.passes.recurrence.recurrence",
     "SequenceAltUp": "retrofit.passes.sequence_altup.sequence_altup",

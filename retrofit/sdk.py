@@ -49,6 +49,8 @@ from retrofit.anatomy.wrapped_modules import WrappedModules as WrappedModules
 from retrofit.anatomy.weight_matrices import Matrix as Matrix
 from retrofit.anatomy.weight_matrices import weight_and_bias as weight_and_bias
 from retrofit.anatomy.weight_matrices import weight_out_first as weight_out_first
+from retrofit.anatomy.attention_cores import Attention as Attention
+from retrofit.anatomy.attention_cores import find_attentions as find_attentions
 from retrofit.anatomy.attention_parsing import find_attention_sites as find_attention_sites
 from retrofit.anatomy.attention_sites import REST as REST
 from retrofit.anatomy.attention_sites import AttentionSite as AttentionSite

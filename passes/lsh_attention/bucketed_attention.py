@@ -7,8 +7,8 @@ Round r has the keys that the query sees in it and in no round before, so that y
 it sees is in `key_orders.py`. In causal attention round 0 holds the last `chunk` keys by position; the others are rounds of hashes.
 A query that sees no key has its own value. Up to `chunk` keys the attention is torch's own.
 
-With `shared`, keys are queries: s_j = q·k_j / |k_j| + mask_j, and a query's own key has s = −1e5, which counts where it sees nothing
-else.
+With `shared`, keys are queries: s_j = q·k_j / |k_j| + mask_j, and a query's own key has s = −1e5, which counts where it sees
+nothing else.
 
 Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from retrofit.passes.lsh_attention.hashing import hash_buckets, random_rotations
+from retrofit.passes.lsh_attention.hashing import hash_buckets
 from retrofit.passes.lsh_attention.key_buckets import buckets_of_keys
 from retrofit.passes.lsh_attention.key_orders import order_by_bucket, order_by_position
 from retrofit.passes.lsh_attention.seen_keys import HIDDEN, Operands, by_comparison, by_order

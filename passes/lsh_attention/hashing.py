@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def random_rotations(width: int, rounds: int, buckets: int, seed: int, like: Tensor) -> Tensor:
-    """R of all rounds, (rounds, d, buckets / 2), the same for the same seed on every device; without values where `like` has none."""
+    """R of all rounds, (rounds, d, buckets / 2), the same for the same seed on every device; no values where `like` has none."""
     if like.is_meta:
         return torch.empty(rounds, width, buckets // 2, device="meta", dtype=like.dtype)
     drawn = torch.randn(rounds, width, buckets // 2, generator=torch.Generator().manual_seed(seed))
@@ -21,7 +21,7 @@ def random_rotations(width: int, rounds: int, buckets: int, seed: int, like: Ten
 
 
 def hash_buckets(x: Tensor, rotations: Tensor) -> Tensor:
-    """The bucket of each vector in each round: x (…, tokens, d) and R (rounds, d, b / 2) to (rounds, …, tokens), without a gradient."""
+    """The bucket of each vector in each round: x (…, tokens, d) and R (rounds, d, b / 2) to (rounds, …, tokens). No gradient."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, rotations.dtype), torch.float32)
     x = x.detach().to(dtype)
     rounds = []

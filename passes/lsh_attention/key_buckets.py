@@ -6,6 +6,8 @@ length, or one that drops keys, has its keys hashed as they are.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -40,7 +42,8 @@ def buckets_of_keys(key: Tensor, tokens: int, rotations: Tensor, cache: Cache | 
     """
     if cache is None or torch.compiler.is_compiling():
         return hash_buckets(key, rotations)
-    histories, heads, n_k = histories_of(cache), key.shape[1], key.shape[2]
+    histories: dict[str, Any] = histories_of(cache)
+    heads, n_k = key.shape[1], key.shape[2]
     known = histories.get(name)
     if known is not None and known.values.shape[1] == key.shape[0] and known.values.shape[-1] + tokens == n_k:
         new = in_heads(hash_buckets(key[:, :, n_k - tokens :], rotations), known.values.shape[2])

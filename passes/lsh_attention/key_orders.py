@@ -84,7 +84,7 @@ class Tiles:
 
 
 def tiles_of(order: KeyOrder, chunk: int) -> Tiles:
-    """The queries of an order in tiles. A chunk of keys with few queries has a tile of its own, so there are at most n_q/C + n_k/C."""
+    """The queries of an order in tiles: a chunk of keys with few queries has one too, so there are at most n_q/C + n_k/C."""
     rows, n_q = order.chunks.shape
     n_k = order.keys.shape[-1]
     device, chunks = order.keys.device, n_k // chunk + 1

@@ -54,7 +54,7 @@ class Operands:
         return self.q.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*index.shape, self.q.shape[-1])
 
     def scores(self, products: Tensor, visible: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """Scores in float32 or wider, of q·k (rows, …, queries, keys), for the queries (rows, …, queries, 1) and keys (rows, …, 1, keys).
+        """Scores in float32 or wider, of q·k (rows, …, queries, keys), `queries` (rows, …, queries, 1), `keys` (rows, …, 1, keys).
 
         Those of keys that are not `visible`, or that the mask hides, are `UNSEEN`.
         """
@@ -82,11 +82,10 @@ class Operands:
 
 def weighed(s: Tensor, v: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
     """Σ softmax(s) v and the logarithm of Σ exp(s): s (…, queries, keys), v (…, keys, d_v)."""
-    top = s.detach().amax(-1, keepdim=True)
-    p = (s - top).exp()
-    total = p.sum(-1, keepdim=True)
+    p = s.softmax(-1)
+    total = s.amax(-1) - p.amax(-1).log()
     p = F.dropout(p, dropout) if dropout else p
-    return (p.to(v.dtype) @ v).to(s.dtype) / total, (top + total.log()).squeeze(-1)
+    return (p.to(v.dtype) @ v).to(s.dtype), total
 
 
 # In orders of the keys.
@@ -113,7 +112,7 @@ def parts_of(operands: Operands, chunk: int) -> Iterator[slice]:
 
 
 def one_round(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], chunk: int) -> tuple[Tensor, Tensor]:
-    """The result (rows, n_q, d_v) of one round, without what is seen in rounds `before`, and the logarithm of its sum (rows, n_q)."""
+    """The result of one round, (rows, n_q, d_v), without what rounds `before` show, and the logarithm of its sum, (rows, n_q)."""
     rows = operands.q.shape[0]
     tiles = tiles_of(order, chunk)
     queries, keys = tiles.queries.expand(rows, -1), tiles.keys.expand(rows, -1, -1)

@@ -1,4 +1,4 @@
-"""Attention in buckets: against a loop over queries and keys, against the Reformer of transformers, and against torch where exact."""
+"""Attention in buckets: against a loop over queries and keys, against transformers' Reformer, against torch where it is exact."""
 
 from __future__ import annotations
 

@@ -1,0 +1,244 @@
+"""The pass lsh-attention: self-attention within buckets of locality-sensitive hashes, in several rounds.
+
+What a query sees is in `key_orders.py`, the attention over it in `bucketed_attention.py` and `seen_keys.py`, the hashes in
+`hashing.py`, and how the module gets at the attention in a model's own code in `intercepted_attention.py`.
+
+Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+
+from retrofit.passes.lsh_attention import reference as once_more
+from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention
+from retrofit.passes.lsh_attention.hashing import random_rotations
+from retrofit.passes.lsh_attention.intercepted_attention import InterceptedAttention
+from retrofit.sdk import (
+    Anatomy,
+    Attention,
+    AttentionSite,
+    Branch,
+    Call,
+    DoesNotFitError,
+    Edit,
+    MethodReference,
+    ModuleReference,
+    NearMiss,
+    Pass,
+    Plan,
+    Site,
+    SpecError,
+    Stack,
+    collect_near_miss,
+    find_attention_sites,
+    find_attentions,
+    op,
+    option,
+    selected_depths,
+    shape,
+)
+
+SHARES = ("none", "queries")
+FUSED = "scaled_dot_product_attention"
+NO_MODULE = "emit='graph' makes each attention a module; layers= leaves depths out"
+SHARE_NONE = "share=none hashes queries and keys, each made as it was"
+WRITTEN_OUT = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketedSite:
+    """The module in whose code one self-attention is computed, and its sizes."""
+
+    path: str
+    heads: int
+    width: int  # of a head
+    causal: bool
+    calls: int  # in one forward
+    tokens: int  # in the captured program
+    query_module: str = ""  # what makes the queries, where these become the keys too
+    key_module: str = ""  # what made the keys
+
+
+@dataclasses.dataclass(frozen=True)
+class LSHAttentionPlan(Plan):
+    """The attentions that are rewritten, one a module."""
+
+    attentions: tuple[BucketedSite, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class LSHAttention(Pass[LSHAttentionPlan]):
+    """Self-attention within buckets of locality-sensitive hashes."""
+
+    name: ClassVar[str] = "lsh-attention"
+    summary: ClassVar[str] = "let every token attend within buckets of locality-sensitive hashes, so that length costs no square"
+    paper: ClassVar[str] = "Reformer: The Efficient Transformer, §2; Sparse is Enough in Scaling Transformers, §4"
+    rewrites: ClassVar[str] = "self-attention"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {BucketedAttention: ModuleReference(once_more.bucketed_attention, cached=True)}, start=once_more.start
+    )
+
+    rounds: int = option(4, "rounds of hashes", minimum=1)
+    buckets: int = option(32, "buckets of a round, an even number; about as many as a long sequence has chunks", minimum=2)
+    share: str = option(
+        "none", "which vectors are hashed: queries and keys, or queries alone, which are the keys too", choices=SHARES
+    )
+    chunk: int = option(128, "C, tokens that attend at once; sequences up to one chunk run the dense attention", minimum=2)
+    seed: int = option(0, "of the random rotations", minimum=0)
+    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8")
+    stacks: str = option("all", "which stacks are rewritten", choices=("all", "encoder", "decoder"))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.buckets % 2:
+            raise SpecError(
+                f"{self.name}: option buckets={self.buckets} is not even",
+                why="a rotated vector and its opposite are a bucket each",
+                remedy=f"buckets={self.buckets + 1}",
+            )
+
+    @property
+    def exact(self) -> bool:
+        return False  # of sequences longer than a chunk; the plan says so of its example
+
+    # What would be rewritten.
+
+    def plan(self, anatomy: Anatomy) -> LSHAttentionPlan:
+        chosen = [
+            (stack, depth)
+            for stack in anatomy.stacks
+            if self.stacks in ("all", stack.kind)
+            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name))
+        ]
+        projections = find_attention_sites(anatomy, chosen)[0] if self.share == "queries" else None
+        finder, near_misses = SiteFinder(anatomy, projections), list[NearMiss]()
+        for stack, depth in chosen:
+            layer = stack.layers[depth]
+            for branch in layer.attentions:
+                with collect_near_miss(branch.name or layer.name or branch.output, near_misses):
+                    finder.add(branch, stack)
+        found = tuple(finder.sites.values())
+        longest = max((site.tokens for site in found), default=0)
+        return LSHAttentionPlan(
+            sites=tuple(Site(site.path, self.describe(site)) for site in found),
+            near_misses=tuple(near_misses),
+            formula="no parameters",
+            exact=longest <= self.chunk and self.share == "none",
+            notes=(self.reach(longest),) if found else (),
+            attentions=found,
+        )
+
+    def describe(self, site: BucketedSite) -> str:
+        rounds = f"{self.rounds} round{'s' if self.rounds > 1 else ''}"
+        local = f" and the last {self.chunk} tokens" if site.causal else ""
+        shared = ", queries being keys" if site.key_module else ""
+        return f"attends to chunks of {self.chunk} in {rounds} of {self.buckets} buckets{local}{shared}"
+
+    def reach(self, longest: int) -> str:
+        """Of which sequences the result computes the dense function."""
+        if self.share == "queries":
+            return "another function than the dense one: queries are the keys too"
+        if longest <= self.chunk:
+            return (
+                f"the dense function for sequences of up to {self.chunk} tokens, as the example inputs are; another for longer ones"
+            )
+        return f"another function than the dense one: the example inputs are {longest} tokens long, a chunk is {self.chunk}"
+
+    # The rewrite.
+
+    def apply(self, plan: LSHAttentionPlan, edit: Edit) -> None:
+        for number, site in enumerate(plan.attentions):
+            module = edit.model.get_submodule(site.path)
+            floats = (one for one in (*module.parameters(), *edit.model.parameters()) if one.is_floating_point())
+            like = next(floats, torch.empty(()))
+            rotations = random_rotations(site.width, self.rounds, self.buckets, self.seed + number, like)
+            shared = bool(site.key_module)
+            attention = BucketedAttention(site.path, site.heads, site.causal, shared, self.chunk, rotations)
+            if shared:
+                for parameter in edit.model.get_submodule(site.key_module).parameters():
+                    edit.drop_parameter(parameter, "queries are the keys too")
+                edit.replace_module(site.key_module, edit.model.get_submodule(site.query_module))
+            edit.replace_module(site.path, InterceptedAttention(module, attention, keeps_buckets=site.calls == 1))
+
+
+class SiteFinder:
+    """The sites of one model as they are found."""
+
+    def __init__(self, anatomy: Anatomy, projections: list[AttentionSite] | None) -> None:
+        """`projections` are those of all attentions where queries become keys."""
+        self.anatomy, self.flow, self.projections = anatomy, anatomy.flow, projections
+        self.cores = find_attentions(self.flow)
+        self.sites: dict[str, BucketedSite] = {}  # by path: a module that several layers share is rewritten once
+
+    def add(self, branch: Branch, stack: Stack) -> None:
+        """The site of one attention; raises `DoesNotFitError` where it cannot be rewritten."""
+        core = self.core(branch)
+        call = self.flow.call_of(core.result)
+        self.check_module(call, branch)
+        query, key = shape(core.query) or (), shape(core.key) or ()
+        source = shape(self.anatomy.node(branch.source)) or ()
+        name = branch.name or call.path
+        if len(query) != 4 or len(key) != 4 or query[1] % key[1]:
+            raise unfit(name, f"its queries are {query} and its keys {key}, and not (batch, heads, length, width)")
+        if query[2] != key[2] or query[2] not in source[:-1]:
+            raise unfit(
+                name, f"a query of {query[2]} attends to {key[2]} keys, and the stream is {source}: not to every token once"
+            )
+        times = sum(one.path == call.path for one in self.anatomy.program.calls)
+        made_by = self.made_by(call.path) if self.projections is not None else ()
+        site = BucketedSite(call.path, query[1], query[3], stack.causal, times, query[2], *made_by)
+        known = self.sites.setdefault(call.path, site)
+        if known.causal != site.causal:
+            raise unfit(name, "a causal stack shares it with one that is not")
+
+    def made_by(self, path: str) -> tuple[str, str]:
+        """The modules that make the queries and the keys of an attention; raises `DoesNotFitError` where one cannot make both."""
+        found = [one for one in self.projections or () if f"{path}.".startswith(f"{one.name}.")]
+        modules = {letter: one for site in found for one in site.projections for letter in one.letters}
+        query, key = modules.get("q"), modules.get("k")
+        if query is None or key is None or query.letters != ("q",) or key.letters != ("k",):
+            raise unfit(path, "no module makes its queries alone, and another its keys", SHARE_NONE)
+        if query.width != key.width:
+            raise unfit(path, f"its queries have {query.width} columns and its keys {key.width}", SHARE_NONE)
+        return query.matrix.module, key.matrix.module
+
+    def core(self, branch: Branch) -> Attention:
+        """The one attention in a branch, fused."""
+        name = branch.name or branch.output
+        if branch.role == "cross-attention":
+            raise unfit(name, "it reads another stream, and queries and keys of two streams are not sorted together")
+        inside = set(self.flow.between(self.anatomy.node(branch.source), self.anatomy.node(branch.output)))
+        cores = [core for core in self.cores if core.result in inside]
+        for core in cores:
+            self.check_above(self.flow.call_of(core.result).path)
+        if len(cores) != 1:
+            raise unfit(name, f"the branch holds {len(cores)} attentions, not one")
+        if op(cores[0].result) != FUSED:
+            raise unfit(name, f"its scores are written out, and no call of {FUSED} is there to be replaced", WRITTEN_OUT)
+        return cores[0]
+
+    def check_module(self, call: Call, branch: Branch) -> None:
+        """Raises `DoesNotFitError` unless one module computes this attention and no other."""
+        if not call.path:
+            raise unfit(branch.name or branch.output, "it is computed in the model's own code, and no module owns it", NO_MODULE)
+        inside = [core for core in self.cores if call.encloses(self.flow.call_of(core.result))]
+        if len(inside) != 1:
+            raise unfit(call.path, f"its module computes {len(inside)} attentions")
+
+    def check_above(self, path: str) -> None:
+        """Raises `DoesNotFitError` where the module at a path attends in buckets, or is inside one that does."""
+        steps = path.split(".")
+        above = (self.anatomy.model.get_submodule(".".join(steps[:count])) for count in range(1, len(steps) + 1))
+        if any(isinstance(one, InterceptedAttention) for one in above):
+            raise unfit(path, "it attends in buckets already", "other options need a model that was not rewritten so")
+
+
+def unfit(name: str, why: str, remedy: str = "") -> DoesNotFitError:
+    return DoesNotFitError(f"lsh-attention: {name} cannot attend in buckets", why=why, remedy=remedy)
+
+
+__all__ = ["LSHAttention"]

@@ -1,0 +1,120 @@
+"""Attention in buckets once more, query by query: the reference that the check `method` holds the pass against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.sdk import Deviation, Observed, Problems, SiteCall
+
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+HIDDEN = -1e4  # an additive mask below this hides
+OWN = -1e5  # the score of a query's own key where queries are keys
+
+
+def bucketed_attention(call: SiteCall) -> Tensor:
+    """For each query the softmax over the keys it sees: Σ_j softmax_j(scale · q·k_j + mask_j) v_j."""
+    module: Any = call.module
+    options = call.options
+    query, key, value, mask, _, is_causal = (call.argument((place, name), None) for place, name in enumerate(ARGUMENTS))
+    q = query.reshape(len(query), module.heads, -1, query.shape[-1])
+    visible, bias = visibility(mask, bool(is_causal), q, key.shape[2])
+    first = first_position(mask, bool(is_causal), visible, q.shape[2], key.shape[2])
+    scale = q.shape[-1] ** -0.5 if call.kwargs.get("scale") is None else call.kwargs["scale"]
+    rows = []
+    for b in range(len(q)):
+        for h in range(module.heads):
+            k, v = (one[b, h // (module.heads // one.shape[1])] for one in (key, value))
+            real = visible[b, h].any(0).tolist()
+            for i in range(q.shape[2]):
+                seen = seen_keys(q[b, h, i], k, real, first + i, module, options)
+                if module.causal and len(seen) != len(k):
+                    seen = [j for j in seen if j <= first + i]
+                kept = [j for j in seen if bool(visible[b, h, i, j])]
+                scores = [
+                    score(q[b, h, i], k[j], scale, options.share == "queries", j == first + i) + bias[b, h, i, j] for j in kept
+                ]
+                rows.append(weighed(scores, [v[j] for j in kept]) if kept else v[min(first + i, len(v) - 1)])
+    call.irrelevant = (~visible.any(-1)).reshape(query.shape[:-1])
+    return torch.stack(rows).reshape(*query.shape[:-1], value.shape[-1])
+
+
+def visibility(mask: Tensor | None, is_causal: bool, q: Tensor, n_k: int) -> tuple[Tensor, Tensor]:
+    """Which keys the mask shows to each query, and what it adds: (batch, heads, n_q, n_k) each."""
+    size = (*q.shape[:3], n_k)
+    visible, bias = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.float64)
+    if mask is not None:
+        given = mask if mask.dim() < 4 or mask.shape[1] in (1, size[1]) else mask.reshape(size[0], size[1], -1, n_k)
+        visible = (given if given.dtype == torch.bool else given > HIDDEN).expand(size)
+        bias = bias if given.dtype == torch.bool else given.expand(size)
+    return visible.tril() if is_causal else visible, bias
+
+
+def first_position(mask: Tensor | None, is_causal: bool, visible: Tensor, n_q: int, n_k: int) -> int:
+    """The place of the first query among the keys: the queries are the last tokens that any of them sees."""
+    if mask is None:
+        return 0 if is_causal else n_k - n_q
+    if n_q == n_k:
+        return 0
+    return max(j for j in range(n_k) if bool(visible[..., j].any())) - (n_q - 1)
+
+
+def seen_keys(q: Tensor, k: Tensor, real: list[bool], place: int, module: Any, options: Any) -> list[int]:
+    """The keys that a query sees by its place and its buckets."""
+    if len(k) <= options.chunk:
+        return list(range(len(k)))
+    found = set(range(max(0, place - options.chunk + 1), place + 1)) if module.causal else set()
+    if len(module.rotations) != options.rounds or 2 * module.rotations.shape[-1] != options.buckets:
+        raise Deviation(f"its rotations are {tuple(module.rotations.shape)}")
+    for rotation in module.rotations:
+        own, others = (
+            bucket(q, rotation),
+            [bucket(one, rotation) if kept else options.buckets for one, kept in zip(k, real, strict=True)],
+        )
+        if module.causal:
+            found |= set([j for j in range(place + 1) if others[j] == own][-options.chunk :])
+            continue
+        order = sorted(range(len(k)), key=lambda j: (others[j], j))
+        before = sum((others[j], j) <= (own, place) for j in order)
+        first = max((before - 1) // options.chunk - 1, 0) * options.chunk
+        found |= set(order[first : first + 2 * options.chunk])
+    return sorted(found)
+
+
+def bucket(x: Tensor, rotation: Tensor) -> int:
+    """argmax [x R; −x R]."""
+    y = [float((x * column).sum()) for column in rotation.T]
+    both = [*y, *(-one for one in y)]
+    return both.index(max(both))
+
+
+def score(q: Tensor, k: Tensor, scale: float, shared: bool, is_own: bool) -> Tensor:
+    """scale · q·k; where queries are keys q·k/|k|, or that of a query's own key."""
+    if shared:
+        return torch.tensor(OWN, dtype=q.dtype) if is_own else (q * k).sum() / k.square().sum().sqrt()
+    return scale * (q * k).sum()
+
+
+def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Σ softmax(s)_j v_j."""
+    top = max(float(one) for one in scores)
+    weights = [(one - top).exp() for one in scores]
+    total = torch.stack(weights).sum()
+    return sum((weight / total * value for weight, value in zip(weights, values, strict=True)), torch.zeros_like(values[0]))
+
+
+def start(observed: Observed) -> Problems:
+    """The rotations are standard normal numbers, others for each attention and each round."""
+    seen: set[tuple[float, ...]] = set()
+    for site in observed.sites:
+        rotations: Any = site.module.rotations.detach().double()
+        for rotation in rotations:
+            values = tuple(rotation.flatten().tolist())
+            if values in seen:
+                yield site.path, "two rounds or attentions have the same rotation"
+            seen.add(values)
+        spread, count = float(rotations.square().mean().sqrt()), rotations.numel()
+        if abs(spread - 1) > max(0.05, 4 / (2 * count) ** 0.5):
+            yield site.path, f"its rotations have a spread of {spread:.2g}, and not 1"
