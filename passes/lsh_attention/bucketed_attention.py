@@ -15,6 +15,8 @@ Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Tra
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -119,6 +121,8 @@ class BucketedAttention(nn.Module):
     def bucketed(self, operands: Operands, key: Tensor, cache: Cache | None) -> Tensor:
         """The result, (rows, n_q, d_v), for more keys than one chunk."""
         n_q, n_k = operands.q.shape[1], key.shape[2]
+        if self.causal:  # what a query sees is not behind it
+            operands = dataclasses.replace(operands, causal=False)
         query_buckets = hash_buckets(operands.q, self.rotations)  # (rounds, rows, n_q)
         found = buckets_of_keys(key, n_q, self.rotations, cache, self.name)
         found = found.repeat_interleave(operands.group, 2) if operands.group > 1 else found  # (rounds, batch, heads, n_k)

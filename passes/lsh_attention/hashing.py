@@ -27,5 +27,6 @@ def hash_buckets(x: Tensor, rotations: Tensor) -> Tensor:
     rounds = []
     for rotation in rotations.detach().to(dtype):
         y = x @ rotation
-        rounds.append(torch.cat([y, -y], -1).argmax(-1))
+        largest = y.abs().argmax(-1, keepdim=True)
+        rounds.append((largest + rotation.shape[-1] * (y.gather(-1, largest) < 0)).squeeze(-1))
     return torch.stack(rounds)

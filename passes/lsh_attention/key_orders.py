@@ -82,15 +82,20 @@ class Tiles:
     ranks: Tensor  # (rows, tiles, 2 · chunk), of the keys of each tile
     keys: Tensor  # the same, these keys
 
+    def part(self, tiles: slice, chunk: int) -> Tiles:
+        """Some of the tiles; the places stay those among all."""
+        queries = self.queries[:, tiles.start * chunk : tiles.stop * chunk]
+        return Tiles(queries, self.places, self.ranks[:, tiles], self.keys[:, tiles])
+
 
 def tiles_of(order: KeyOrder, chunk: int) -> Tiles:
     """The queries of an order in tiles: a chunk of keys with few queries has one too, so there are at most n_q/C + n_k/C."""
     rows, n_q = order.chunks.shape
     n_k = order.keys.shape[-1]
     device, chunks = order.keys.device, n_k // chunk + 1
-    tiles = n_q // chunk + chunks
     counts = torch.zeros(rows, chunks, dtype=torch.long, device=device).scatter_add(-1, order.chunks, torch.ones_like(order.chunks))
     needed = (counts + chunk - 1) // chunk
+    tiles = n_q // chunk + chunks if torch.compiler.is_compiling() else int(needed.sum(-1).max())
     within = order.query_ranks - (counts.cumsum(-1) - counts).gather(-1, order.chunks)  # among the queries of its chunk of keys
     tile = (needed.cumsum(-1) - needed).gather(-1, order.chunks) + within // chunk
     places = tile * chunk + within % chunk

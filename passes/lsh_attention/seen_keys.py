@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.passes.lsh_attention.key_orders import KeyOrder, tiles_of
+from retrofit.passes.lsh_attention.key_orders import KeyOrder, Tiles, tiles_of
 
-AT_ONCE = 1 << 22  # scores that are computed at once, of whole rows
+AT_ONCE = 1 << 20  # scores that are computed at once: those of some tiles stay in a processor's cache
 HIDDEN = -1e4  # an additive mask below this hides
 UNSEEN = -1e30  # the score of a key that is not seen
 NONE_SEEN = -1e29  # a logarithm of a sum below this is one of unseen keys
@@ -28,7 +28,7 @@ class Operands:
     positions: Tensor  # (n_q), of the queries among the keys
     heads: int
     group: int  # heads that share a key
-    causal: bool
+    causal: bool  # whether keys behind a query are to be left out of those it sees
     own: float | None  # the score of a query's own key; None: as of any other
     scale: float
     dropout: float = 0.0
@@ -49,16 +49,17 @@ class Operands:
         return x.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*index.shape, x.shape[-1])
 
     def at_queries(self, index: Tensor) -> Tensor:
-        """q of the queries at `index` (rows, m): (rows, m, d)."""
+        """scale · q of the queries at `index` (rows, m): (rows, m, d)."""
         rows = torch.arange(self.q.shape[0], device=self.q.device).unsqueeze(-1) * self.q.shape[1]
-        return self.q.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*index.shape, self.q.shape[-1])
+        q = self.q.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*index.shape, self.q.shape[-1])
+        return q * self.scale
 
     def scores(self, products: Tensor, visible: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """Scores in float32 or wider, of q·k (rows, …, queries, keys), `queries` (rows, …, queries, 1), `keys` (rows, …, 1, keys).
+        """Scores in float32 or wider: products (rows, …, queries, keys), `queries` (rows, …, queries, 1), `keys` (rows, …, 1, keys).
 
         Those of keys that are not `visible`, or that the mask hides, are `UNSEEN`.
         """
-        s = products.to(torch.promote_types(products.dtype, torch.float32)) * self.scale
+        s = products.to(torch.promote_types(products.dtype, torch.float32))
         own = self.positions[queries]
         if self.causal:
             visible = visible & (keys <= own)
@@ -104,10 +105,13 @@ def by_order(operands: Operands, orders: Sequence[KeyOrder], chunk: int) -> Tens
 def parts_of(operands: Operands, chunk: int) -> Iterator[slice]:
     """The rows, as many at a time as are computed at once; all where a program is traced."""
     rows, n_q, _ = operands.q.shape
-    step = rows
-    if not torch.compiler.is_compiling():
-        step = max(1, AT_ONCE // (2 * chunk * (n_q + operands.k.shape[1])))
-    for start in range(0, rows, step):
+    return slices(rows, 2 * chunk * (n_q + operands.k.shape[1]))
+
+
+def slices(count: int, scores: int) -> Iterator[slice]:
+    """So many things, as many at a time as are computed at once where each has so many scores; all where a program is traced."""
+    step = count if torch.compiler.is_compiling() else max(1, AT_ONCE // scores)
+    for start in range(0, count, step):
         yield slice(start, start + step)
 
 
@@ -115,26 +119,45 @@ def one_round(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], c
     """The result of one round, (rows, n_q, d_v), without what rounds `before` show, and the logarithm of its sum, (rows, n_q)."""
     rows = operands.q.shape[0]
     tiles = tiles_of(order, chunk)
+    parts = (tiles.part(part, chunk) for part in slices(tiles.keys.shape[1], 2 * chunk * chunk * rows))
+    found = [some_tiles(operands, order, before, part, chunk) for part in parts]
+    y, total = (torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
+    places = tiles.places.expand(rows, -1)
+    index = places + torch.arange(rows, device=places.device).unsqueeze(-1) * y.shape[1]
+    return y.flatten(0, 1).index_select(0, index.flatten()).view(*places.shape, -1), total.gather(1, places)
+
+
+def some_tiles(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles, chunk: int) -> tuple[Tensor, Tensor]:
+    """The result (rows, tiles · chunk, d_v) of the queries of some tiles, and the logarithm of its sum (rows, tiles · chunk)."""
+    rows = operands.q.shape[0]
     queries, keys = tiles.queries.expand(rows, -1), tiles.keys.expand(rows, -1, -1)
     shape = rows, tiles.keys.shape[1], chunk  # rows, tiles, queries of a tile
-    visible = in_stretch(order, tiles.queries, tiles.ranks)
+    visible = in_window(order, tiles)
     for other in before:
-        ranks = other.ranks.expand(keys.shape[0], -1).gather(-1, keys.flatten(1)).view_as(keys)
+        ranks = other.ranks.expand(rows, -1).gather(-1, keys.flatten(1)).view_as(keys)
         visible = visible & ~in_stretch(other, queries, ranks)
     q = operands.at_queries(queries).view(*shape, -1)
     k, v = (operands.at_keys(x, keys.flatten(1)).view(*keys.shape, -1) for x in (operands.k, operands.v))
     s = operands.scores(q @ k.mT, visible, queries.view(*shape, 1), keys.unsqueeze(-2))
     y, total = weighed(s, v, operands.dropout)
-    places = tiles.places.expand(rows, -1)
-    index = places.unsqueeze(-1).expand(-1, -1, y.shape[-1])
-    return y.flatten(1, 2).gather(1, index), total.flatten(1).gather(1, places)
+    return y.flatten(1, 2), total.flatten(1)
+
+
+def in_window(order: KeyOrder, tiles: Tiles) -> Tensor:
+    """Whether each query of the tiles sees their keys, which have consecutive ranks: (rows, tiles, C, keys)."""
+    rows, count, size = tiles.ranks.shape
+    place = torch.arange(size + 1, device=tiles.ranks.device)
+    table = place[:-1] >= place.unsqueeze(-1)  # of each place in a window, whether a key is at it or behind it
+    ends = (one.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1] for one in (order.first, order.last))
+    behind, beyond = (table.index_select(0, end.clamp(0, size).flatten()).view(*end.shape, size) for end in ends)
+    return behind & ~beyond
 
 
 def in_stretch(order: KeyOrder, queries: Tensor, ranks: Tensor) -> Tensor:
     """Whether each of the queries (rows, tiles · C) sees the keys at these ranks (rows, tiles, keys): (rows, tiles, C, keys)."""
     rows, tiles, _ = ranks.shape
-    first, last = (one.expand(rows, -1).gather(-1, queries).view(rows, tiles, -1, 1) for one in (order.first, order.last))
-    ranks = ranks.unsqueeze(-2)
+    ends = (one.expand(rows, -1).gather(-1, queries).int().view(rows, tiles, -1, 1) for one in (order.first, order.last))
+    (first, last), ranks = ends, ranks.int().unsqueeze(-2)
     return (ranks >= first) & (ranks < last)
 
 
@@ -166,12 +189,12 @@ def by_comparison(operands: Operands, buckets: tuple[Tensor, Tensor] | None, chu
     if most < n_k // 2:
         found, keys = torch.where(visible, place, -1).topk(most, sorted=False)  # (rows, n_q, most)
         k, v = (operands.at_keys(x, keys.flatten(1)).view(*keys.shape, -1) for x in (operands.k, operands.v))
-        s = operands.scores((operands.q.unsqueeze(-2) @ k.mT).squeeze(-2), found >= 0, queries, keys)
+        s = operands.scores(((operands.q * operands.scale).unsqueeze(-2) @ k.mT).squeeze(-2), found >= 0, queries, keys)
         y, total = weighed(s.unsqueeze(-2), v, operands.dropout)
         y, total = y.squeeze(-2), total.squeeze(-1)
     else:
         k, v = (operands.at_keys(x, place.expand(rows, -1)) for x in (operands.k, operands.v))
-        s = operands.scores(operands.q @ k.mT, visible, queries, place.view(1, 1, -1))
+        s = operands.scores((operands.q * operands.scale) @ k.mT, visible, queries, place.view(1, 1, -1))
         y, total = weighed(s, v, operands.dropout)
     return operands.own_values(y.to(operands.v.dtype), total)
 
