@@ -28,7 +28,10 @@ from retrofit.errors import RetrofitError, VerificationError
 
 SEEDS, LAYERS = 20, 4
 SCALES = (1.0, 3.0)
-PASSES = ("altup", "sum", "sequence-altup", "sparse-ffn", "shared-moe", "memory", "recurrence", "sparse-qkv", "sparse-loss")
+PASSES = (
+    *("altup", "sum", "sequence-altup", "sparse-ffn", "shared-moe", "memory", "recurrence", "sparse-qkv", "sparse-loss"),
+    "lsh-attention",
+)
 
 
 def sizes(seed: int) -> dict[str, int]:
@@ -160,6 +163,7 @@ def spec_of(one: str, seed: int) -> str:
         "shared-moe": ("groups=0, experts=4", "experts=2, k=1", "experts=4, k=2", "groups=2, experts=4"),
         "memory": ("lookup=token-id", "lookup=softmax, rank=2", "lookup=lsh, rank=2", "lookup=token-id, rank=2"),
         "recurrence": ("", "rank=4", "rank=3, layers=0"),
+        "lsh-attention": ("", "rounds=2, buckets=4, chunk=4", "rounds=1, buckets=2, chunk=5, layers=0"),
         "sparse-qkv": ("", "variant=mult", "variant=conv", "modules=2"),
         "sparse-loss": ("modules=2", "modules=4"),
     }

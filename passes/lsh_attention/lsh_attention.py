@@ -9,6 +9,7 @@ Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Tra
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import ClassVar
 
 import torch
@@ -45,6 +46,7 @@ from retrofit.sdk import (
 SHARES = ("none", "queries")
 FUSED = "scaled_dot_product_attention"
 NO_MODULE = "emit='graph' makes each attention a module; layers= leaves depths out"
+NOT_INTERCEPTED = "multi_head_attention_forward"
 SHARE_NONE = "share=none hashes queries and keys, each made as it was"
 WRITTEN_OUT = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
 
@@ -82,12 +84,12 @@ class LSHAttention(Pass[LSHAttentionPlan]):
         {BucketedAttention: ModuleReference(once_more.bucketed_attention, cached=True)}, start=once_more.start
     )
 
-    rounds: int = option(4, "rounds of hashes", minimum=1)
-    buckets: int = option(32, "buckets of a round, an even number; about as many as a long sequence has chunks", minimum=2)
+    rounds: int = option(2, "rounds of hashes", minimum=1)
+    buckets: int = option(64, "buckets of a round, an even number; about as many as a long sequence has chunks", minimum=2)
     share: str = option(
         "none", "which vectors are hashed: queries and keys, or queries alone, which are the keys too", choices=SHARES
     )
-    chunk: int = option(128, "C, tokens that attend at once; sequences up to one chunk run the dense attention", minimum=2)
+    chunk: int = option(64, "C, tokens that attend at once; sequences up to one chunk run the dense attention", minimum=2)
     seed: int = option(0, "of the random rotations", minimum=0)
     layers: str = option("all", "depths that are rewritten, e.g. 0-5+8")
     stacks: str = option("all", "which stacks are rewritten", choices=("all", "encoder", "decoder"))
@@ -225,6 +227,10 @@ class SiteFinder:
         """Raises `DoesNotFitError` unless one module computes this attention and no other."""
         if not call.path:
             raise unfit(branch.name or branch.output, "it is computed in the model's own code, and no module owns it", NO_MODULE)
+        module = self.anatomy.model.get_submodule(call.path)
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and NOT_INTERCEPTED in code.co_names:
+            raise unfit(call.path, f"its code calls torch's {NOT_INTERCEPTED}, and no call inside that can be replaced", NO_MODULE)
         inside = [core for core in self.cores if call.encloses(self.flow.call_of(core.result))]
         if len(inside) != 1:
             raise unfit(call.path, f"its module computes {len(inside)} attentions")

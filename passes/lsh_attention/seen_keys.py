@@ -55,7 +55,7 @@ class Operands:
         return q * self.scale
 
     def scores(self, products: Tensor, visible: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """Scores in float32 or wider: products (rows, …, queries, keys), `queries` (rows, …, queries, 1), `keys` (rows, …, 1, keys).
+        """Scores in float32 or wider: products (rows, …, queries, keys), queries (rows, …, queries, 1), keys (rows, …, 1, keys).
 
         Those of keys that are not `visible`, or that the mask hides, are `UNSEEN`.
         """

@@ -20,6 +20,7 @@ SPECS = {
     "altup": ("altup(k=2)",),
     "memory": ("memory(lookup=token-id)",),
     "recurrence": ("recurrence(rank=4)",),
+    "lsh-attention": ("lsh-attention(rounds=2, buckets=4, chunk=4)",),
     "shared-moe": ("shared-moe(experts=2, k=1)",),
     "sparse-ffn": ("sparse-ffn(sparsity=8)",),
     "sparse-loss": ("sparse-loss(modules=2)",),

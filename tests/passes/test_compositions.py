@@ -29,6 +29,7 @@ SPECS = {
     "shared-moe": "shared-moe(experts=3)",
     "memory": "memory",
     "recurrence": "recurrence(rank=4)",
+    "lsh-attention": "lsh-attention",
     "sparse-qkv": "sparse-qkv",
     "sparse-loss": "sparse-loss(modules=4)",
 }
@@ -49,6 +50,7 @@ REFUSED = {
     ("sparse-ffn", "shared-moe"): "another pass has replaced it already",
     ("recurrence", "recurrence"): "it has a recurrence already",
     ("recurrence", "sequence-altup"): "its own code numbers the tokens",
+    ("lsh-attention", "lsh-attention"): "it attends in buckets already",
     ("sparse-qkv", "sequence-altup"): "numbers the tokens it receives",
     ("sparse-qkv", "sparse-qkv"): "is made by",
     ("sparse-loss", "altup"): "the wide stream cannot pass",

@@ -29,6 +29,7 @@ LLAMA = {
     "sum": ("sum",),
     "sequence-altup": ("sequence-altup(k=2)",),
     "recurrence": ("recurrence(rank=4)",),
+    "lsh-attention": ("lsh-attention(rounds=2, buckets=4, chunk=4)",),
     "sparse-ffn": ("sparse-ffn(sparsity=4)",),
     "sparse-qkv": ("sparse-qkv",),
     "sparse-loss": ("sparse-loss(modules=4)",),

@@ -215,9 +215,27 @@ def test_a_model_of_no_library_attends_in_buckets(emit: str) -> None:
     torch.testing.assert_close(model(long[:, :11]), found[:, :11])
 
 
+class Torchs(nn.Module):
+    """torch's own attention module, in an `Own` model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
+
+
+def with_torchs() -> nn.Module:
+    model = Own(fused)
+    model.block = Torchs()
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "options", "why"),
     [
+        (with_torchs, {}, "no call inside that can be replaced"),
         (lambda: Own(written_out), {}, "its scores are written out"),
         (lambda: BUILD["llama"](attn_implementation="eager"), {}, "its scores are written out"),
         (BUILD["llama"], {"share": "queries"}, "its queries have 16 columns and its keys 8"),

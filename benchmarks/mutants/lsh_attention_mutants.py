@@ -1,0 +1,167 @@
+"""Faults of lsh-attention: hashes, orders and stretches of keys, tiles, rounds and their sum, masks, the cache."""
+
+from __future__ import annotations
+
+import functools
+
+from mutant import Mutant, on
+
+SPEC = "lsh-attention(rounds=2, buckets=4, chunk=4)"
+MODELS, DECODERS = "gpt2 llama bert", "gpt2 llama"
+DEFAULT, DECODING, ENCODING = on(MODELS, SPEC), on(DECODERS, SPEC), on("bert", SPEC)
+SHARED = on("bert", "lsh-attention(rounds=2, buckets=4, chunk=4, share=queries)")
+
+hashes = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/hashing.py")
+orders = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/key_orders.py")
+attention = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/seen_keys.py")
+module = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/bucketed_attention.py")
+kept = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/key_buckets.py")
+whole = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/lsh_attention.py")
+
+MUTANTS = [
+    hashes(
+        "a vector and its opposite have one bucket",
+        "(y.gather(-1, largest) < 0)",
+        "(y.gather(-1, largest) < -torch.inf)",
+        trials=DEFAULT,
+    ),
+    hashes(
+        "every round hashes by the first rotation",
+        "y = x @ rotation\n",
+        "y = x @ rotations[0].detach().to(dtype)\n",
+        trials=DEFAULT,
+    ),
+    orders(
+        "a query stands before the key at its own position",
+        "(query * n_k + positions) * 2 + 1",
+        "(query * n_k + positions) * 2 - 1",
+        trials=DEFAULT,
+    ),
+    orders(
+        "the last keys before a query may be of another bucket",
+        "torch.maximum(before - chunk, start)",
+        "(before - chunk).clamp(min=0)",
+        trials=DECODING,
+    ),
+    orders(
+        "a query sees one key too few of its bucket",
+        "torch.maximum(before - chunk, start)",
+        "torch.maximum(before - chunk + 1, start)",
+        trials=DECODING,
+    ),
+    orders(
+        "without causality a query sees its own chunk only",
+        "first = (chunks - 1).clamp(min=0) * chunk\n    return KeyOrder(",
+        "first = chunks * chunk\n    return KeyOrder(",
+        trials=ENCODING,
+    ),
+    orders(
+        "where a tile is full the next query overwrites its first",
+        "tile = (needed.cumsum(-1) - needed).gather(-1, order.chunks) + within // chunk",
+        "tile = (needed.cumsum(-1) - needed).gather(-1, order.chunks)",
+        trials=DEFAULT,
+    ),
+    attention(
+        "a key counts in every round in which it is seen",
+        "visible = visible & ~in_stretch(other, queries, ranks)",
+        "visible = visible & in_window(order, tiles)",
+        trials=DEFAULT,
+    ),
+    attention(
+        "the rounds weigh the same",
+        "weights = totals.softmax(0)",
+        "weights = torch.ones_like(totals) / len(totals)",
+        trials=DEFAULT,
+    ),
+    attention(
+        "the sum of a round is that of its largest score",
+        "total = s.amax(-1) - p.amax(-1).log()",
+        "total = s.amax(-1)",
+        trials=DEFAULT,
+    ),
+    attention(
+        "scores are not scaled",
+        "return q * self.scale",
+        "return q",
+        trials=DEFAULT,
+    ),
+    attention(
+        "the mask of the first query is that of all",
+        "self.mask[row // self.heads % batch, row % self.heads % heads, queries % n_q, keys]",
+        "self.mask[row // self.heads % batch, row % self.heads % heads, queries * 0, keys]",
+        trials=DECODING,
+    ),
+    attention(
+        "few queries see all keys of their bucket, however many",
+        "seen = seen | (same & (so_many <= chunk))",
+        "seen = seen | same",
+        trials=DECODING,
+    ),
+    attention(
+        "few queries see no keys but the last",
+        "seen = seen | (same & (so_many <= chunk))",
+        "seen = seen | (same & (so_many < 0))",
+        trials=DECODING,
+    ),
+    attention(
+        "heads that share a key read those of the first",
+        "rows = (self.rows // self.group).unsqueeze(-1) * x.shape[1]",
+        "rows = (self.rows // self.group // 2 * 2).unsqueeze(-1) * x.shape[1]",
+        trials=on("llama", SPEC),
+    ),
+    module(
+        "padding is in the buckets of what it hashes to",
+        "found = torch.where(visible, found, self.buckets)",
+        "found = torch.where(visible, found, found)",
+        trials=DEFAULT,
+    ),
+    module(
+        "the last tokens are not seen where they hash to other buckets",
+        "orders.insert(0, order_by_position(operands.positions, n_k, self.chunk))",
+        "pass",
+        trials=DECODING,
+    ),
+    module(
+        "queries after others in a cache are at the first positions",
+        "(0 if is_causal else n_k - n_q)",
+        "0",
+        trials=DECODING,
+    ),
+    module(
+        "keys that are queries keep their length",
+        "k=(F.normalize(key, dim=-1) if self.shared else key).flatten(0, 1)",
+        "k=key.flatten(0, 1)",
+        trials=SHARED,
+    ),
+    module(
+        "where queries are keys a token attends to itself",
+        "own=OWN if self.shared else None",
+        "own=None",
+        trials=SHARED,
+    ),
+    kept(
+        "beams do not take the buckets of their keys with them",
+        "self.values = self.values.index_select(1, rows.to(self.values.device))",
+        "pass",
+        trials=DECODING,
+    ),
+    kept(
+        "tokens that are taken back leave their buckets",
+        "self.values = self.values[..., : max(0, self.values.shape[-1] - count)]",
+        "pass",
+        trials=DECODING,
+        test="tests/passes/lsh_attention/test_lsh_attention.py::test_tokens_that_were_guessed_wrong_leave_no_trace",
+    ),
+    whole(
+        "all attentions have the same rotations",
+        "self.seed + number",
+        "self.seed",
+        trials=DEFAULT,
+    ),
+    whole(
+        "an encoder is taken for causal",
+        "query[1], query[3], stack.causal, times",
+        "query[1], query[3], True, times",
+        trials=ENCODING,
+    ),
+]
