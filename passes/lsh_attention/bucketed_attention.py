@@ -4,8 +4,9 @@
     y   = Σ_r softmax_r(l_r) y_r
 
 Round r has the keys that the query sees in it and in no round before, so that y is a softmax over all it sees, each key once. What
-it sees is in `key_orders.py`. In causal attention round 0 holds the last `chunk` keys by position; the others are rounds of hashes.
-A query that sees no key has its own value. Up to `chunk` keys the attention is torch's own.
+it sees in a round of hashes is in `key_orders.py`. Causal attention has two more rounds: before them the last `chunk` keys by
+position, behind them the first key that the query may see, to which models give much weight whatever it holds. A query that sees no
+key has its own value. Up to `chunk` keys the attention is torch's own.
 
 With `shared`, keys are queries: s_j = q·k_j / |k_j| + mask_j, and a query's own key has s = −1e5, which counts where it sees
 nothing else.
@@ -110,6 +111,7 @@ class BucketedAttention(nn.Module):
             v=value.flatten(0, 1),
             mask=mask,
             positions=positions,
+            first_keys=first_visible(mask, q.device) if self.causal else None,
             heads=self.heads,
             group=self.heads // key.shape[1],
             causal=self.causal or is_causal,
@@ -148,6 +150,13 @@ class BucketedAttention(nn.Module):
 def visible_keys_of(mask: Tensor) -> Tensor:
     """Which keys a mask of 4 dimensions shows, of its own shape."""
     return mask if mask.dtype == torch.bool else mask > HIDDEN
+
+
+def first_visible(mask: Tensor | None, device: torch.device) -> Tensor:
+    """The first key that each query may see by a mask of 4 dimensions, without its last."""
+    if mask is None:
+        return torch.zeros(1, 1, 1, dtype=torch.long, device=device)
+    return visible_keys_of(mask).to(torch.uint8).argmax(-1)
 
 
 def visible_to_some_head(mask: Tensor) -> Tensor:

@@ -30,7 +30,9 @@ def bucketed_attention(call: SiteCall) -> Tensor:
             real = visible[b, h].any(0).tolist()
             for i in range(q.shape[2]):
                 seen = seen_keys(q[b, h, i], k, real, first + i, module, options)
-                if module.causal and len(seen) != len(k):
+                allowed = visible[b, h, i].nonzero().flatten().tolist()
+                seen = sorted({*seen, *allowed[:1]}) if module.causal else seen
+                if module.causal and len(k) > options.chunk:
                     seen = [j for j in seen if j <= first + i]
                 kept = [j for j in seen if bool(visible[b, h, i, j])]
                 scores = [

@@ -26,6 +26,7 @@ class Operands:
     v: Tensor  # (all rows / group, n_k, d_v)
     mask: Tensor | None  # (batch or 1, heads or 1, n_q or 1, n_k), a bias or what is visible
     positions: Tensor  # (n_q), of the queries among the keys
+    first_keys: Tensor | None  # (batch or 1, heads or 1, n_q or 1), the first that each query may see; None: it is not seen as such
     heads: int
     group: int  # heads that share a key
     causal: bool  # whether keys behind a query are to be left out of those it sees
@@ -75,6 +76,14 @@ class Operands:
             s = torch.where(keys == own, self.own, s)
         return torch.where(visible, s, UNSEEN)
 
+    def first_of_rows(self) -> Tensor | None:
+        """The first key that each query may see, (rows, n_q); None where it is not seen as such."""
+        if self.first_keys is None:
+            return None
+        batch, heads, _ = self.first_keys.shape
+        rows = self.rows
+        return self.first_keys[rows // self.heads % batch, rows % self.heads % heads].expand(-1, self.q.shape[1])
+
     def own_values(self, y: Tensor, total: Tensor) -> Tensor:
         """y, (rows, n_q, d_v), of queries that see some key; their own value of the others, where `total` (rows, n_q) says so."""
         own = self.at_keys(self.v, self.positions.expand(self.q.shape[0], -1))
@@ -98,6 +107,8 @@ def by_order(operands: Operands, orders: Sequence[KeyOrder], chunk: int) -> Tens
     for part in parts_of(operands, chunk):
         some, ordered = operands.part(part), [order.rows(part) for order in orders]
         rounds = [one_round(some, order, ordered[:number], chunk) for number, order in enumerate(ordered)]
+        if (first := some.first_of_rows()) is not None:
+            rounds.append(first_key_round(some, first, ordered))
         found.append(combine(some, rounds))
     return torch.cat(found) if len(found) > 1 else found[0]
 
@@ -143,6 +154,21 @@ def some_tiles(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], 
     return y.flatten(1, 2), total.flatten(1)
 
 
+def first_key_round(operands: Operands, first: Tensor, orders: Sequence[KeyOrder]) -> tuple[Tensor, Tensor]:
+    """The round in which each query sees the first key it may see, `first` (rows, n_q), where no other round shows it."""
+    rows = operands.q.shape[0]
+    visible = torch.ones_like(first, dtype=torch.bool)
+    for order in orders:
+        rank = order.ranks.expand(rows, -1).gather(-1, first)
+        visible = visible & ~((rank >= order.first) & (rank < order.last))
+    k, v = (operands.at_keys(x, first) for x in (operands.k, operands.v))
+    products = (operands.q * operands.scale * k).sum(-1, keepdim=True)
+    queries = torch.arange(first.shape[1], device=first.device).view(1, -1, 1)
+    s = operands.scores(products, visible.unsqueeze(-1), queries, first.unsqueeze(-1))
+    y, total = weighed(s.unsqueeze(-2), v.unsqueeze(-2), operands.dropout)
+    return y.squeeze(-2), total.squeeze(-1)
+
+
 def in_window(order: KeyOrder, tiles: Tiles) -> Tensor:
     """Whether each query of the tiles sees their keys, which have consecutive ranks: (rows, tiles, C, keys)."""
     rows, count, size = tiles.ranks.shape
@@ -181,11 +207,13 @@ def by_comparison(operands: Operands, buckets: tuple[Tensor, Tensor] | None, chu
     n_k = operands.k.shape[1]
     place = torch.arange(n_k, device=operands.q.device)
     queries = torch.arange(n_q, device=place.device).view(1, -1, 1)
-    most = n_k if buckets is None else (len(buckets[0]) + 1) * chunk
+    most = n_k if buckets is None else (len(buckets[0]) + 1) * chunk + 1
     if buckets is None:
         visible = torch.ones((), dtype=torch.bool, device=place.device)
     else:
         visible = seen_by_comparison(*buckets, operands.positions, chunk)
+        if (first := operands.first_of_rows()) is not None:
+            visible = visible | (place == first.unsqueeze(-1))
     if most < n_k // 2:
         found, keys = torch.where(visible, place, -1).topk(most, sorted=False)  # (rows, n_q, most)
         k, v = (operands.at_keys(x, keys.flatten(1)).view(*keys.shape, -1) for x in (operands.k, operands.v))

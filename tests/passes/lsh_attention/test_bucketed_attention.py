@@ -77,6 +77,8 @@ def in_loop(module: BucketedAttention, q: Tensor, k: Tensor, v: Tensor, visible:
                 s = (q[b, h] @ (keys / keys.norm(dim=-1, keepdim=True)).T).fill_diagonal_(OWN)
             s = s if bias is None else s + bias[h]
             for i, seen in enumerate(all_seen):
+                if module.causal and bool(visible[b, i].any()):
+                    seen.add(int(visible[b, i].nonzero()[0]))
                 kept = [j for j in sorted(seen) if visible[b, i, j] and (j <= i or not module.causal)]
                 y[b, h, i] = s[i, kept].softmax(0) @ values[kept] if kept else values[i]
     return y
@@ -242,6 +244,7 @@ def test_rounds_are_those_of_reformer(rounds: int, is_decoder: bool, padded: boo
         v=v.flatten(0, 1),
         mask=mask.bool().view(2, 1, 1, -1),
         positions=torch.arange(tokens),
+        first_keys=None,
         heads=2,
         group=1,
         causal=is_decoder,
