@@ -18,6 +18,8 @@ def bucketed_attention(call: SiteCall) -> Tensor:
     """For each query the softmax over the keys it sees: Σ_j softmax_j(scale · q·k_j + mask_j) v_j."""
     module: Any = call.module
     options = call.options
+    # torch's own attention counts as an operation that draws numbers; without dropout, as in recorded calls, it draws none
+    call.draws = [one for one in call.draws if not one.operation.startswith("_scaled_dot_product")]
     query, key, value, mask, _, is_causal = (call.argument((place, name), None) for place, name in enumerate(ARGUMENTS))
     q = query.reshape(len(query), module.heads, -1, query.shape[-1])
     visible, bias = visibility(mask, bool(is_causal), q, key.shape[2])
