@@ -228,8 +228,7 @@ class SiteFinder:
         if not call.path:
             raise unfit(branch.name or branch.output, "it is computed in the model's own code, and no module owns it", NO_MODULE)
         module = self.anatomy.model.get_submodule(call.path)
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        if code is not None and NOT_INTERCEPTED in code.co_names:
+        if any(NOT_INTERCEPTED in names_in_code(one) for one in module.modules()):
             raise unfit(call.path, f"its code calls torch's {NOT_INTERCEPTED}, and no call inside that can be replaced", NO_MODULE)
         inside = [core for core in self.cores if call.encloses(self.flow.call_of(core.result))]
         if len(inside) != 1:
@@ -241,6 +240,12 @@ class SiteFinder:
         above = (self.anatomy.model.get_submodule(".".join(steps[:count])) for count in range(1, len(steps) + 1))
         if any(isinstance(one, InterceptedAttention) for one in above):
             raise unfit(path, "it attends in buckets already", "other options need a model that was not rewritten so")
+
+
+def names_in_code(module: torch.nn.Module) -> tuple[str, ...]:
+    """The names that the code of a module's forward reads."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code.co_names if code is not None else ()
 
 
 def unfit(name: str, why: str, remedy: str = "") -> DoesNotFitError:

@@ -226,16 +226,23 @@ class Torchs(nn.Module):
         return self.inner(x, x, x, need_weights=False)[0]  # type: ignore[no-any-return]
 
 
-def with_torchs() -> nn.Module:
+@torch.no_grad()
+def test_torchs_own_module_whose_call_cannot_be_intercepted_becomes_a_graph() -> None:
+    torch.manual_seed(0)
     model = Own(fused)
     model.block = Torchs()
-    return model
+    for parameter in model.parameters():
+        parameter.mul_(3)
+    short, long = ids(length=4), ids(length=23)
+    before = [model(one) for one in (short, long)]
+    model = retrofit.apply(model, LSHAttention(**FORM), example_inputs={"input_ids": long}, verify=False)
+    torch.testing.assert_close(model(short), before[0])
+    assert (model(long) - before[1]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
     ("build", "options", "why"),
     [
-        (with_torchs, {}, "no call inside that can be replaced"),
         (lambda: Own(written_out), {}, "its scores are written out"),
         (lambda: BUILD["llama"](attn_implementation="eager"), {}, "its scores are written out"),
         (BUILD["llama"], {"share": "queries"}, "its queries have 16 columns and its keys 8"),
