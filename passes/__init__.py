@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from retrofit.passes.lsh_attention.lsh_attention import LSHAttention as LSHAttention
     from retrofit.passes.memory.memory import Memory as Memory
     from retrofit.passes.recurrence.recurrence import Recurrence as Recurrence
+    from retrofit.passes.reversible.reversible import Reversible as Reversible
     from retrofit.passes.sequence_altup.sequence_altup import SequenceAltUp as SequenceAltUp
     from retrofit.passes.shared_moe.shared_moe import SharedMoE as SharedMoE
     from retrofit.passes.sparse_ffn.sparse_ffn import SparseFFN as SparseFFN
@@ -22,6 +23,7 @@ HOMES = {
     "LSHAttention": "retrofit.passes.lsh_attention.lsh_attention",
     "Memory": "retrofit.passes.memory.memory",
     "Recurrence": "retrofit.passes.recurrence.recurrence",
+    "Reversible": "retrofit.passes.reversible.reversible",
     "SequenceAltUp": "retrofit.passes.sequence_altup.sequence_altup",
     "SharedMoE": "retrofit.passes.shared_moe.shared_moe",
     "SparseFFN": "retrofit.passes.sparse_ffn.sparse_ffn",

@@ -284,7 +284,7 @@ class Comparison:
         """Training, gradients, seed, and the words for it."""
         evaluating = (False, False, 0, "in evaluation mode")
         if way.words:
-            return [evaluating, (True, True, 3, "in training mode")] if way.trains else [evaluating]
+            return [evaluating, (True, True, 3, "in training mode")] if way.trains and site.reference.trainings else [evaluating]
         same = [one for one in self.sites if one.reference is site.reference]
         count = -(-site.reference.trainings // len(same))  # each of them has its own random numbers
         first = 1 + count * next(number for number, one in enumerate(same) if one is site)

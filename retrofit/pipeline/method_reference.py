@@ -145,7 +145,7 @@ class ModuleReference:
     `given` are its children that were there before, `functions` those that compute an element-wise part of the dense model: the
     formula calls these too. `key` is the attribute that says where in what the module returns the output is, "" where that is the
     value itself or its first item. `tokens`: from so many tokens on it computes in another way. `trainings`: how many times it is
-    trained on other random numbers.
+    trained on other random numbers; 0: not by itself, but with others, in `MethodReference.wiring`.
     """
 
     compute: Callable[[SiteCall], Tensor]

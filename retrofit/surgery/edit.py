@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from retrofit.errors import DoesNotFitError
 from retrofit.runtime.notes import Note, Worst
 from retrofit.runtime.released_memory import page_out
 from retrofit.surgery.fused_code import SWITCHES, switched_on
@@ -155,8 +156,17 @@ class Edit:
         self.journal.append(restore)
 
     def replace_module(self, path: str, module: nn.Module) -> None:
-        """The submodule at `path`, under every name it is registered by, is `module`; no code of torch goes past it."""
+        """The submodule at `path`, under every name it is registered by, is `module`; no code of torch goes past it.
+
+        Raises `DoesNotFitError` where it would go around a wrapper that must stay outermost.
+        """
         old = self.model.get_submodule(path)
+        if getattr(old, "stays_outermost", False) and any(part is old for part in module.modules()):
+            raise DoesNotFitError(
+                f"{type(old).__name__} at {path} cannot be inside {type(module).__name__}",
+                why="what it wraps has to be the whole layer, whatever other passes add to it",
+                remedy="apply the pass that put it there last",
+            )
         module.train(old.training)
         if not any(part is old for part in module.modules()):
             take_over_hooks(old, module)

@@ -70,7 +70,9 @@ def map_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Wrapper(nn.Module):
-    """Wraps the module `layer` and forwards its public attributes."""
+    """Wraps the module `layer` and forwards its public attributes, but for `stays_outermost`: whether nothing may wrap it again."""
+
+    stays_outermost = False
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

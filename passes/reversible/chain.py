@@ -1,0 +1,212 @@
+"""Reversible steps one after the other: each computes its input again from its output, in the order of the backward pass.
+
+    X_1     = F_0(X_0)
+    X_{k+1} = Y + s ((Y − 2 X_k) >> n) + s (X_{k−1} >> n),   Y = F_k(X_k)          in fixed point; s = ±1 for each row, n = `bits`
+
+That is x_{k+1} = F(x_k) + γ (F(x_k) − 2 x_k + x_{k−1}) with γ = ±2⁻ⁿ: bidirectional integration approximation. The shift of X_{k−1}
+loses its n lowest bits, which are kept, n bits a number. With them X_{k−1} follows from X_{k+1} and X_k exactly:
+
+    X_{k−1} = (s (X_{k+1} − Y) − ((Y − 2 X_k) >> n)) << n  +  its n lowest bits
+
+So of all steps only the last two X are stored. A chain is known to the tensor that its last step returned, by the node of autograd
+that made it; nothing is kept in a module. The gradient is that of the formula without the rounding to fixed point.
+
+On Exact Bit-level Reversible Transformers Without Changing Architectures (ICML 2025).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from retrofit.passes.reversible.fixed_point import low_bits, not_a_number_where, to_fixed, to_float, unpacked
+from retrofit.passes.reversible.repeated_call import RepeatedCall, Returned, holds_a_full_cache
+from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument
+
+NEARBY = 2  # nodes of autograd between a step and the next that leave its tensor as it is: those of hooks
+
+# ── The formula, forwards and backwards ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def following(y: Tensor, current: Tensor, previous: Tensor, signs: Tensor, bits: int) -> Tensor:
+    """X_{k+1}."""
+    return y + signs * (((y - 2 * current) >> bits) + (previous >> bits))
+
+
+def preceding(after: Tensor, y: Tensor, current: Tensor, signs: Tensor, bits: int, low: Tensor) -> Tensor:
+    """X_{k−1}."""
+    return ((signs * (after - y) - ((y - 2 * current) >> bits)) << bits) + low
+
+
+@dataclasses.dataclass
+class Move:
+    """What is kept of one step: how its layer was called, s, and the bits that were lost; the first step has lost none."""
+
+    call: RepeatedCall
+    signs: Tensor | None = None  # (rows, 1, …) of int64
+    low: Tensor | None = None  # packed
+
+
+class Chain:
+    """The steps so far, and the two newest X: what the last step returned, and what it was given."""
+
+    def __init__(self, bits: int, dtype: torch.dtype) -> None:
+        self.bits, self.dtype = bits, dtype
+        self.moves: list[Move] = []
+        self.newest: tuple[Tensor, Tensor] | None = None
+        self.start: Tensor | None = None  # the sum of X_0
+
+    def forward(self, call: RepeatedCall, x: Tensor) -> Returned:
+        """One step more, from the stream x; what the layer returns, with the new stream in place of its own."""
+        if self.newest is None:
+            current, move = to_fixed(x), Move(call)
+            self.start = current.sum()
+        else:
+            current, previous = self.newest
+            signs = torch.randint(2, (x.shape[0], *[1] * (x.dim() - 1)), device=x.device) * 2 - 1
+            move = Move(call, signs, low_bits(previous, self.bits))
+        returned = call.first(to_float(current, self.dtype))
+        y = returned.tensors[0]
+        after = to_fixed(y)
+        if move.signs is not None:
+            after = following(after, current, previous, move.signs, self.bits)
+        self.newest = after, current
+        self.moves.append(move)
+        returned.tensors[0] = not_a_number_where(y, to_float(after, y.dtype))
+        return returned
+
+    def back(self, with_graph: bool = True) -> tuple[Move, Tensor, Returned, list[Tensor]]:
+        """The last step is undone: its move, its input and what its layer returned, with a graph between them."""
+        if self.newest is None:
+            raise used_up()
+        after, current = self.newest
+        move = self.moves.pop()
+        x = to_float(current, self.dtype).requires_grad_(with_graph)
+        returned, given = move.call.again(x, with_graph)
+        if move.signs is None or move.low is None:
+            self.newest = None
+            if not torch.equal(current.sum(), self.start):  # type: ignore[arg-type]
+                raise not_reproduced()
+        else:
+            y = to_fixed(returned.tensors[0].detach())
+            self.newest = current, preceding(after, y, current, move.signs, self.bits, unpacked(move.low, current))
+        return move, x, returned, given
+
+
+def used_up() -> RetrofitError:
+    return RetrofitError(
+        "reversible: backward through the same forward pass a second time",
+        why="the first time consumed what the layers are reversed from",
+        remedy="run the forward pass again, or add the losses and run backward once",
+    )
+
+
+def not_reproduced() -> RetrofitError:
+    return RetrofitError(
+        "reversible: a layer did not compute the same in its backward pass, so the gradients are wrong",
+        why="an operation gives other results for the same numbers each time, or a weight was changed since the forward pass",
+        remedy="torch.use_deterministic_algorithms(True); update weights after backward only; do not compile layers one by one",
+    )
+
+
+# ── One step in autograd ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Step(torch.autograd.Function):
+    """x_{k+1}, and what else the layer returns, from x_k and x_{k−1}; further inputs are what a gradient goes to.
+
+    They are tensors that the layer is given, and its parameters: so each parameter gets its gradient from autograd itself, once,
+    however many layers it is in and whoever waits for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, chain: Chain, call: RepeatedCall, made: list[Returned], x: Tensor, previous: Any, *others: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        returned = chain.forward(call, x)
+        ctx.chain, ctx.index = chain, len(chain.moves)
+        ctx.parameters = others[len(call.values) :]
+        ctx.mark_non_differentiable(*(one for one in returned.tensors if not one.is_floating_point()))
+        tensors, returned.tensors = tuple(returned.tensors), []
+        made.append(returned)
+        return tensors
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor | None, *of_others: Tensor | None) -> tuple[Tensor | None, ...]:
+        chain: Chain = ctx.chain
+        if len(chain.moves) < ctx.index:
+            raise used_up()
+        while len(chain.moves) > ctx.index:  # nothing that has a gradient depends on the steps after this one
+            chain.back(with_graph=False)
+        move, x, returned, given = chain.back()
+        wanted = [x, *given, *ctx.parameters]
+        results = [(one, of) for one, of in zip(returned.tensors[1:], of_others, strict=True) if of is not None and one.requires_grad]
+        through, past, before = gradient, None, None
+        if gradient is not None and move.signs is not None:
+            gamma = move.signs.to(gradient.dtype) * 2.0**-chain.bits
+            through, past, before = gradient + gamma * gradient, -2 * gamma * gradient, gamma * gradient
+        if through is not None:
+            results.append((returned.tensors[0], through))
+        values, gradients = [one for one, _ in results], [of for _, of in results]
+        found = list(torch.autograd.grad(values, wanted, gradients, allow_unused=True)) if values else [None] * len(wanted)
+        if past is not None:
+            found[0] = past if found[0] is None else found[0] + past
+        return None, None, None, found[0], before, *found[1:]  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a tensor is in memory, and how often it has been written to."""
+
+    storage: StorageWeakRef
+    layout: tuple[Any, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Place:
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor._version
+        return Place(StorageWeakRef(tensor.untyped_storage()), layout)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return not self.storage.expired() and self == Place.of(tensor)
+
+
+def step_that_made(x: Tensor) -> Any:
+    """The node of autograd of the step that returned x as its stream, None where none did."""
+    nodes = [x.grad_fn]
+    for _ in range(NEARBY + 1):
+        for node in nodes:
+            if isinstance(getattr(node, "chain", None), Chain) and node.place.holds(x):
+                return node
+        nodes = [other for node in nodes if node is not None and not hasattr(node, "chain") for other, _ in node.next_functions]
+    return None
+
+
+@torch.compiler.disable
+def reversible_call(
+    layer: nn.Module, stream_in: ArgumentPlace, stream_out: int | str | None, bits: int, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """What the layer returns, its stream that of one step more of the chain that its input is from, or of a new chain.
+
+    A call that no gradient passes, or that reads a cache with tokens in it, is an ordinary one.
+    """
+    container, key = find_argument(stream_in, list(args), kwargs)
+    x, parameters = container[key], [one for one in layer.parameters() if one.requires_grad]
+    call = RepeatedCall(layer, stream_in, stream_out, args, kwargs)
+    if not (x.requires_grad or call.given or parameters) or holds_a_full_cache(args, kwargs):
+        return layer(*args, **kwargs)
+    earlier = step_that_made(x)
+    if earlier is None or len(earlier.chain.moves) != earlier.index:
+        earlier = None
+    chain = Chain(bits, x.dtype) if earlier is None else earlier.chain
+    previous = None if earlier is None else earlier.source
+    made: list[Returned] = []
+    tensors = Step.apply(chain, call, made, x, previous, *call.given, *parameters)  # type: ignore[no-untyped-call]
+    node = tensors[0].grad_fn
+    node.place, node.source = Place.of(tensors[0]), x
+    if earlier is not None:
+        earlier.source = None  # it was needed for the edge from it to this step
+    return made[0].rebuilt(tensors)

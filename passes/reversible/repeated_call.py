@@ -1,0 +1,189 @@
+"""One call of a layer that can be made a second time, to the same result bit for bit, and with a graph for its gradient.
+
+What the first run leaves behind is small: the layer's arguments by reference, the state of the random numbers where it drew any,
+and how autocast was set. The same input to the same operations gives the same decisions (active units, experts, buckets), and the
+same random numbers give the same dropout and the same noise, so none of these is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.cache_utils import Cache
+
+from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument
+
+
+class Placeholder:
+    """In place of a tensor of a call: the `number`-th of its kind."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Returned:
+    """What a layer returned: its stream, its other tensors, and how they are put together."""
+
+    def __init__(self, output: Any, key: int | str | None, known: dict[int, Any]) -> None:
+        """`known`: what of the call's own arguments may be in it, by identity, and what that is outside the call."""
+        stream = output if isinstance(output, Tensor) else item(output, key)
+        leaves, self.structure = flattened(output)
+        self.tensors: list[Tensor] = [stream]
+        self.leaves: list[Any] = []
+        for leaf in leaves:
+            if leaf is stream:
+                self.leaves.append(Placeholder(0))
+            elif id(leaf) in known:
+                self.leaves.append(known[id(leaf)])
+            elif isinstance(leaf, Tensor):
+                self.leaves.append(Placeholder(len(self.tensors)))
+                self.tensors.append(leaf)
+            else:
+                self.leaves.append(leaf)
+
+    def rebuilt(self, tensors: tuple[Tensor, ...]) -> Any:
+        """The same with other tensors in their places."""
+        leaves = [tensors[leaf.number] if isinstance(leaf, Placeholder) else leaf for leaf in self.leaves]
+        return tree_unflatten(leaves, self.structure)
+
+
+def item(output: Any, key: int | str | None) -> Any:
+    return list(output.values())[key] if isinstance(key, int) and hasattr(output, "values") else output[key]
+
+
+def flattened(value: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested lists, tuples and mappings; a cache is one."""
+    return tree_flatten(value, is_leaf=lambda one: isinstance(one, Cache))
+
+
+class RepeatedCall:
+    """A call of `layer` whose stream is given anew in each run; `given` are its other tensors that require a gradient.
+
+    Empty caches are replaced by copies in each run: what one run writes, the other must not read.
+    """
+
+    def __init__(
+        self, layer: nn.Module, stream_in: ArgumentPlace, stream_out: int | str | None, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        self.layer, self.stream_out = layer, stream_out
+        arguments, keywords = list(args), dict(kwargs)
+        container, key = find_argument(stream_in, arguments, keywords)
+        stream, container[key] = container[key], Placeholder(-1)
+        leaves, self.structure = flattened((arguments, keywords))
+        self.given: list[Tensor] = []  # only until the first run: their graphs are no part of what is kept
+        self.leaves: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self.leaves.append(Placeholder(len(self.given)))
+                self.given.append(leaf)
+            else:
+                self.leaves.append(leaf)
+        self.device = stream.device
+        self.values: list[Tensor] = []
+        self.versions = [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.autocast = AutocastState(self.device.type)
+        self.random: RandomState | None = None
+
+    def first(self, x: Tensor) -> Returned:
+        """What the layer returns for the stream x, without a graph."""
+        self.values = [one.detach() for one in self.given]
+        self.versions += [one._version for one in self.values]
+        before = RandomState(self.device)
+        output, known = self.run(x, self.values)
+        known |= {id(value): original for value, original in zip(self.values, self.given, strict=True)}
+        self.given = []
+        self.random = None if before.is_current() else before
+        return Returned(output, self.stream_out, known)
+
+    def again(self, x: Tensor, with_graph: bool = True) -> tuple[Returned, list[Tensor]]:
+        """The same once more, with a graph from x and from the tensors that it returns, one for each of those given at first."""
+        tensors = [*(leaf for leaf in self.leaves if isinstance(leaf, Tensor)), *self.values]
+        if [one._version for one in tensors] != self.versions:
+            raise RetrofitError(
+                "reversible: an argument of a layer was changed in place between its forward and its backward pass",
+                why="the layer is computed again from it",
+                remedy="change a copy, or leave the layer out with layers=…",
+            )
+        values = [one.detach().requires_grad_(with_graph) for one in self.values]
+        with torch.set_grad_enabled(with_graph), self.random.restored() if self.random else contextlib.nullcontext():
+            output, known = self.run(x, values)
+        return Returned(output, self.stream_out, known | {id(value): value for value in values}), values
+
+    def run(self, x: Tensor, values: list[Tensor]) -> tuple[Any, dict[int, Any]]:
+        """What the layer returns; the caches it was given by the identity of their copies."""
+        known = {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, Tensor)}
+
+        def filled(leaf: Any) -> Any:
+            if isinstance(leaf, Placeholder):
+                return x if leaf.number < 0 else values[leaf.number]
+            if isinstance(leaf, Cache):
+                own = copy.deepcopy(leaf)
+                known[id(own)] = leaf
+                return own
+            return leaf
+
+        arguments, keywords = tree_unflatten([filled(leaf) for leaf in self.leaves], self.structure)
+        with self.autocast.restored():
+            return self.layer(*arguments, **keywords), known
+
+
+def holds_a_full_cache(args: Any, kwargs: Any) -> bool:
+    """Whether a cache among the arguments has tokens in it."""
+    leaves, _ = flattened((args, kwargs))
+    return any(isinstance(leaf, Cache) and bool(leaf.get_seq_length()) for leaf in leaves)
+
+
+class RandomState:
+    """The state of the random numbers of the CPU and of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.states = self.current()
+
+    def current(self) -> tuple[Tensor, ...]:
+        own = () if self.device.type in ("cpu", "meta") else (torch.get_device_module(self.device).get_rng_state(self.device),)
+        return (torch.get_rng_state(), *own)
+
+    def is_current(self) -> bool:
+        """Whether no number has been drawn since."""
+        return all(torch.equal(one, other) for one, other in zip(self.states, self.current(), strict=True))
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Within this context the same numbers are drawn again; afterwards they go on as if none had been."""
+        before = self.current()
+        self.put(self.states)
+        try:
+            yield
+        finally:
+            self.put(before)
+
+    def put(self, states: tuple[Tensor, ...]) -> None:
+        torch.set_rng_state(states[0])
+        for state in states[1:]:
+            torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+
+class AutocastState:
+    """How autocast was set; its cache of cast weights is left out: it would hold weights that were cast without a graph."""
+
+    def __init__(self, device: str) -> None:
+        self.settings = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys((device, "cpu"))
+            if torch.amp.is_autocast_available(kind)
+        }
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, (enabled, dtype) in self.settings.items():
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            yield

@@ -1,0 +1,185 @@
+"""The reversible pass: training memory that does not grow with depth, in a model that is evaluated as it was.
+
+    x_{k+1} = F(x_k) + γ (F(x_k) − 2 x_k + x_{k−1})          γ = ±2⁻ⁿ in training, drawn for each row and layer; 0 in evaluation
+
+F is a layer, whatever it computes. From x_{k+1} and x_k follows x_{k−1}, so a backward pass computes each layer's input again, and
+then the layer, instead of keeping its activations. In fixed point, with the n bits that γ x_{k−1} loses, this is exact bit for bit
+(`chain.py`). With γ ≠ 0 training sees another function than evaluation, whose mean over γ it is to first order.
+
+On Exact Bit-level Reversible Transformers Without Changing Architectures (ICML 2025); Sparse is Enough in Scaling Transformers
+(NeurIPS 2021), §4.2, for what reversible layers are for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from torch import fx
+
+from retrofit.passes.reversible import reference as once_more
+from retrofit.passes.reversible.reversible_layer import ReversibleLayer
+from retrofit.sdk import (
+    Anatomy,
+    Call,
+    DoesNotFitError,
+    Edit,
+    Layer,
+    MethodReference,
+    ModuleReference,
+    NearMiss,
+    Pass,
+    Plan,
+    Site,
+    collect_near_miss,
+    is_float,
+    option,
+    selected_depths,
+    shape,
+)
+
+MOST_BITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class ReversibleSite:
+    """A layer that becomes a step, and where its stream enters and leaves."""
+
+    path: str
+    stream_in: int | str
+    stream_out: int | str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ReversiblePlan(Plan):
+    """The layers that become steps, each module once."""
+
+    steps: tuple[ReversibleSite, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Reversible(Pass[ReversiblePlan]):
+    """Layers that are computed again in the backward pass, from a stream that is reversed bit for bit."""
+
+    name: ClassVar[str] = "reversible"
+    summary: ClassVar[str] = "train in memory that does not grow with depth: layers are computed again, from a reversible stream"
+    paper: ClassVar[str] = "On Exact Bit-level Reversible Transformers Without Changing Architectures"
+    rewrites: ClassVar[str] = "layer"
+    reference: ClassVar[MethodReference] = MethodReference(
+        {ReversibleLayer: ModuleReference(once_more.reversible_layer, ("layer",), key="stream_out", trainings=0)},
+        wiring=once_more.wiring,
+    )
+
+    bits: int = option(1, "n bits of each number are kept a layer, and γ = ±2⁻ⁿ: more is nearer to the dense step", minimum=1)
+    layers: str = option("all", "depths that become reversible, e.g. 0-5+8")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    # What would be rewritten.
+
+    def plan(self, anatomy: Anatomy) -> ReversiblePlan:
+        if self.bits > MOST_BITS:
+            raise DoesNotFitError(
+                f"reversible: bits={self.bits} keeps as much as the activations of a stream in half precision",
+                why="each bit is kept for every number of the stream, in every layer",
+                remedy=f"at most bits={MOST_BITS}; checkpointing keeps the whole stream of every layer",
+            )
+        finder = StepFinder(anatomy)
+        near_misses: list[NearMiss] = []
+        notes: list[str] = []
+        links = 0  # layers whose stream is what a reversible layer before them returns
+        for stack in anatomy.stacks:
+            chosen = selected_depths(self.layers, len(stack.layers), self.name)
+            previous: Layer | None = None
+            for depth, layer in enumerate(stack.layers):
+                found = False
+                if depth in chosen:
+                    with collect_near_miss(layer.name or layer.exit, near_misses):
+                        finder.add(layer)
+                        found = True
+                if found and previous is not None:
+                    if previous.exit == layer.entry:
+                        links += 1
+                    else:
+                        notes.append(f"{layer.name}: the model changes the stream before it, so it begins a chain of its own")
+                previous = layer if found else None
+        if notes and not links:
+            raise DoesNotFitError("reversible: no two layers follow each other", why=notes[0], remedy="gradient checkpointing")
+        steps = tuple(finder.sites.values())
+        return ReversiblePlan(
+            sites=tuple(Site(step.path, f"reversible, {self.bits} bit{'s' * (self.bits > 1)} kept of each number") for step in steps),
+            near_misses=tuple(near_misses),
+            formula="no parameters",
+            notes=tuple(notes),
+            steps=steps,
+        )
+
+    # The rewrite.
+
+    def apply(self, plan: ReversiblePlan, edit: Edit) -> None:
+        for step in plan.steps:
+            layer = edit.model.get_submodule(step.path)
+            edit.replace_module(
+                step.path, ReversibleLayer(layer, self.bits, stream_in=step.stream_in, stream_out=step.stream_out)
+            )
+
+
+class StepFinder:
+    """The steps of one model as they are found."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.anatomy, self.flow = anatomy, anatomy.flow
+        self.weights = 0  # the bits of all parameters
+        for node in anatomy.program.parameters:
+            self.weights |= self.flow.bit(node)
+        self.sites: dict[str, ReversibleSite] = {}  # by path: a module that several depths share is one step, made several times
+
+    def add(self, layer: Layer) -> None:
+        """The step of a layer; raises `DoesNotFitError` where it can be none."""
+        key_in, key_out = layer.stream_places()
+        call = next(call for call in self.flow.program.calls if (call.path, call.index) == (layer.name, layer.call))
+        steps = layer.name.split(".")
+        for count in range(1, len(steps) + 1):
+            if isinstance(self.anatomy.model.get_submodule(".".join(steps[:count])), ReversibleLayer):
+                raise unfit(layer.name, "it is reversible already", "other bits need a model that was not rewritten so")
+        before, after = (shape(self.anatomy.node(end)) for end in (layer.entry, layer.exit))
+        if before != after:
+            raise unfit(layer.name, f"its stream enters as {before} and leaves as {after}")
+        self.require_closed(call, layer)
+        self.sites.setdefault(layer.name, ReversibleSite(layer.name, key_in, key_out))
+
+    def require_closed(self, call: Call, layer: Layer) -> None:
+        """Raises `DoesNotFitError` where the layer reads or returns a float past its arguments and what it returns.
+
+        A gradient would not find its way to such a value when the layer is computed again.
+        """
+        flow, program = self.flow, self.flow.program
+        inside = {node for node in flow.nodes if call.encloses(flow.call_of(node))}
+        given, returned = set(call.inputs.values()), set(call.outputs.values())
+        own = set(self.anatomy.model.get_submodule(layer.name).parameters())
+        for node in flow.nodes:
+            for one in node.all_input_nodes:
+                if node in inside and one in program.parameters:
+                    if self.anatomy.model.get_parameter(program.parameters[one]) not in own:
+                        raise unfit(layer.name, f"it reads the weight {program.parameters[one]}, which is not its own")
+                elif node in inside and one not in inside and one not in given and self.has_gradient(one):
+                    raise unfit(layer.name, f"it reads {self.described(one)}, which is none of its arguments")
+                elif node not in inside and one in inside and one not in returned and self.has_gradient(one):
+                    raise unfit(layer.name, f"{self.described(node)} reads a value inside it that it does not return")
+        for name, node in program.outputs.items():
+            if node in inside and node not in returned and self.has_gradient(node):
+                raise unfit(layer.name, f"the model's output {name} is a value inside it that it does not return")
+
+    def has_gradient(self, node: fx.Node) -> bool:
+        """Whether the value is a float that was computed from a parameter."""
+        return is_float(node) and bool(self.flow.ancestors[node] & self.weights)
+
+    def described(self, node: fx.Node) -> str:
+        path = self.flow.call_of(node).path
+        return f"{node.name} of {path}" if path else node.name
+
+
+def unfit(name: str, why: str, remedy: str = "layers= leaves depths out") -> DoesNotFitError:
+    return DoesNotFitError(f"reversible: {name} cannot be a reversible step", why=why, remedy=remedy)
