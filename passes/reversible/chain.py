@@ -47,6 +47,7 @@ class Move:
     """What is kept of one step: how its layer was called, s, and the bits that were lost; the first step has lost none."""
 
     call: RepeatedCall
+    dtype: torch.dtype  # of the stream that the layer was given
     signs: Tensor | None = None  # (rows, 1, …) of int64
     low: Tensor | None = None  # packed
 
@@ -54,22 +55,23 @@ class Move:
 class Chain:
     """The steps so far, and the two newest X: what the last step returned, and what it was given."""
 
-    def __init__(self, bits: int, dtype: torch.dtype) -> None:
-        self.bits, self.dtype = bits, dtype
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
         self.moves: list[Move] = []
         self.newest: tuple[Tensor, Tensor] | None = None
         self.start: Tensor | None = None  # the sum of X_0
 
     def forward(self, call: RepeatedCall, x: Tensor) -> Returned:
-        """One step more, from the stream x; what the layer returns, with the new stream in place of its own."""
+        """One step more, from the stream x, which is X_k as it was returned; what the layer returns, with the new stream in place of its own."""
         if self.newest is None:
-            current, move = to_fixed(x), Move(call)
+            current, move = to_fixed(x), Move(call, x.dtype)
             self.start = current.sum()
+            x = not_a_number_where(x, to_float(current, x.dtype))
         else:
             current, previous = self.newest
             signs = torch.randint(2, (x.shape[0], *[1] * (x.dim() - 1)), device=x.device) * 2 - 1
-            move = Move(call, signs, low_bits(previous, self.bits))
-        returned = call.first(to_float(current, self.dtype))
+            move = Move(call, x.dtype, signs, low_bits(previous, self.bits))
+        returned = call.first(x)
         y = returned.tensors[0]
         after = to_fixed(y)
         if move.signs is not None:
@@ -85,7 +87,7 @@ class Chain:
             raise used_up()
         after, current = self.newest
         move = self.moves.pop()
-        x = to_float(current, self.dtype).requires_grad_(with_graph)
+        x = to_float(current, move.dtype).requires_grad_(with_graph)
         returned, given = move.call.again(x, with_graph)
         if move.signs is None or move.low is None:
             self.newest = None
@@ -144,7 +146,9 @@ class Step(torch.autograd.Function):
             chain.back(with_graph=False)
         move, x, returned, given = chain.back()
         wanted = [x, *given, *ctx.parameters]
-        results = [(one, of) for one, of in zip(returned.tensors[1:], of_others, strict=True) if of is not None and one.requires_grad]
+        results = [
+            (one, of) for one, of in zip(returned.tensors[1:], of_others, strict=True) if of is not None and one.requires_grad
+        ]
         through, past, before = gradient, None, None
         if gradient is not None and move.signs is not None:
             gamma = move.signs.to(gradient.dtype) * 2.0**-chain.bits
@@ -152,10 +156,12 @@ class Step(torch.autograd.Function):
         if through is not None:
             results.append((returned.tensors[0], through))
         values, gradients = [one for one, _ in results], [of for _, of in results]
-        found = list(torch.autograd.grad(values, wanted, gradients, allow_unused=True)) if values else [None] * len(wanted)
+        found: list[Any] = (
+            list(torch.autograd.grad(values, wanted, gradients, allow_unused=True)) if values else [None] * len(wanted)
+        )
         if past is not None:
             found[0] = past if found[0] is None else found[0] + past
-        return None, None, None, found[0], before, *found[1:]  # type: ignore[return-value]
+        return None, None, None, found[0], before, *found[1:]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,11 +207,11 @@ def reversible_call(
     earlier = step_that_made(x)
     if earlier is None or len(earlier.chain.moves) != earlier.index:
         earlier = None
-    chain = Chain(bits, x.dtype) if earlier is None else earlier.chain
+    chain = Chain(bits) if earlier is None else earlier.chain
     previous = None if earlier is None else earlier.source
     made: list[Returned] = []
     tensors = Step.apply(chain, call, made, x, previous, *call.given, *parameters)  # type: ignore[no-untyped-call]
-    node = tensors[0].grad_fn
+    node: Any = tensors[0].grad_fn
     node.place, node.source = Place.of(tensors[0]), x
     if earlier is not None:
         earlier.source = None  # it was needed for the edge from it to this step

@@ -117,7 +117,7 @@ class RepeatedCall:
 
     def run(self, x: Tensor, values: list[Tensor]) -> tuple[Any, dict[int, Any]]:
         """What the layer returns; the caches it was given by the identity of their copies."""
-        known = {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, Tensor)}
+        known: dict[int, Any] = {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, Tensor)}
 
         def filled(leaf: Any) -> Any:
             if isinstance(leaf, Placeholder):

@@ -70,7 +70,7 @@ class Reversible(Pass[ReversiblePlan]):
         wiring=once_more.wiring,
     )
 
-    bits: int = option(1, "n bits of each number are kept a layer, and γ = ±2⁻ⁿ: more is nearer to the dense step", minimum=1)
+    bits: int = option(4, "n bits of each number are kept a layer, and γ = ±2⁻ⁿ: more is nearer to the dense step", minimum=1)
     layers: str = option("all", "depths that become reversible, e.g. 0-5+8")
 
     @property
@@ -109,7 +109,9 @@ class Reversible(Pass[ReversiblePlan]):
             raise DoesNotFitError("reversible: no two layers follow each other", why=notes[0], remedy="gradient checkpointing")
         steps = tuple(finder.sites.values())
         return ReversiblePlan(
-            sites=tuple(Site(step.path, f"reversible, {self.bits} bit{'s' * (self.bits > 1)} kept of each number") for step in steps),
+            sites=tuple(
+                Site(step.path, f"reversible, {self.bits} bit{'s' * (self.bits > 1)} kept of each number") for step in steps
+            ),
             near_misses=tuple(near_misses),
             formula="no parameters",
             notes=tuple(notes),
@@ -121,9 +123,7 @@ class Reversible(Pass[ReversiblePlan]):
     def apply(self, plan: ReversiblePlan, edit: Edit) -> None:
         for step in plan.steps:
             layer = edit.model.get_submodule(step.path)
-            edit.replace_module(
-                step.path, ReversibleLayer(layer, self.bits, stream_in=step.stream_in, stream_out=step.stream_out)
-            )
+            edit.replace_module(step.path, ReversibleLayer(layer, self.bits, stream_in=step.stream_in, stream_out=step.stream_out))
 
 
 class StepFinder:
