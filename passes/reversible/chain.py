@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from retrofit.passes.reversible.fixed_point import low_bits, not_a_number_where, to_fixed, to_float, unpacked
-from retrofit.passes.reversible.repeated_call import RepeatedCall, Returned, holds_a_full_cache
-from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument
+from retrofit.passes.reversible.repeated_call import RepeatedCall, Returned
+from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument, record_auxiliary_loss
 
 NEARBY = 2  # nodes of autograd between a step and the next that leave its tensor as it is: those of hooks
 
@@ -62,7 +62,7 @@ class Chain:
         self.start: Tensor | None = None  # the sum of X_0
 
     def forward(self, call: RepeatedCall, x: Tensor) -> Returned:
-        """One step more, from the stream x, which is X_k as it was returned; what the layer returns, with the new stream in place of its own."""
+        """One step more, from x, which is X_k as it was returned; what the layer returns, its stream replaced by the new one."""
         if self.newest is None:
             current, move = to_fixed(x), Move(call, x.dtype)
             self.start = current.sum()
@@ -110,8 +110,8 @@ def used_up() -> RetrofitError:
 def not_reproduced() -> RetrofitError:
     return RetrofitError(
         "reversible: a layer did not compute the same in its backward pass, so the gradients are wrong",
-        why="an operation gives other results for the same numbers each time, or a weight was changed since the forward pass",
-        remedy="torch.use_deterministic_algorithms(True); update weights after backward only; do not compile layers one by one",
+        why="since the forward pass a weight or a mode was changed, or an operation gives other results for the same numbers",
+        remedy="update weights and call eval() after backward; torch.use_deterministic_algorithms(True); compile no single layers",
     )
 
 
@@ -119,7 +119,7 @@ def not_reproduced() -> RetrofitError:
 
 
 class Step(torch.autograd.Function):
-    """x_{k+1}, and what else the layer returns, from x_k and x_{k−1}; further inputs are what a gradient goes to.
+    """x_{k+1}, and what else the layer returns or records, from x_k and x_{k−1}; further inputs are what a gradient goes to.
 
     They are tensors that the layer is given, and its parameters: so each parameter gets its gradient from autograd itself, once,
     however many layers it is in and whoever waits for it.
@@ -182,7 +182,7 @@ class Place:
 
 def step_that_made(x: Tensor) -> Any:
     """The node of autograd of the step that returned x as its stream, None where none did."""
-    nodes = [x.grad_fn]
+    nodes: list[Any] = [x.grad_fn]
     for _ in range(NEARBY + 1):
         for node in nodes:
             if isinstance(getattr(node, "chain", None), Chain) and node.place.holds(x):
@@ -197,12 +197,12 @@ def reversible_call(
 ) -> Any:
     """What the layer returns, its stream that of one step more of the chain that its input is from, or of a new chain.
 
-    A call that no gradient passes, or that reads a cache with tokens in it, is an ordinary one.
+    A call that no gradient passes is an ordinary one.
     """
     container, key = find_argument(stream_in, list(args), kwargs)
     x, parameters = container[key], [one for one in layer.parameters() if one.requires_grad]
     call = RepeatedCall(layer, stream_in, stream_out, args, kwargs)
-    if not (x.requires_grad or call.given or parameters) or holds_a_full_cache(args, kwargs):
+    if not (x.requires_grad or call.given or parameters):
         return layer(*args, **kwargs)
     earlier = step_that_made(x)
     if earlier is None or len(earlier.chain.moves) != earlier.index:
@@ -210,9 +210,11 @@ def reversible_call(
     chain = Chain(bits) if earlier is None else earlier.chain
     previous = None if earlier is None else earlier.source
     made: list[Returned] = []
-    tensors = Step.apply(chain, call, made, x, previous, *call.given, *parameters)  # type: ignore[no-untyped-call]
+    tensors: tuple[Any, ...] = Step.apply(chain, call, made, x, previous, *call.given, *parameters)  # type: ignore[no-untyped-call]
     node: Any = tensors[0].grad_fn
     node.place, node.source = Place.of(tensors[0]), x
     if earlier is not None:
         earlier.source = None  # it was needed for the edge from it to this step
+    for loss in tensors[len(tensors) - made[0].losses :]:
+        record_auxiliary_loss(tensors[0], loss, layer)
     return made[0].rebuilt(tensors)

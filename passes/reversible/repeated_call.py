@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import Cache
 
-from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument
+from retrofit.sdk import ArgumentPlace, RetrofitError, auxiliary_losses, find_argument
 
 
 class Placeholder:
@@ -28,9 +28,9 @@ class Placeholder:
 
 
 class Returned:
-    """What a layer returned: its stream, its other tensors, and how they are put together."""
+    """What a layer returned: its stream, its other tensors, and how they are put together; last the losses that it recorded."""
 
-    def __init__(self, output: Any, key: int | str | None, known: dict[int, Any]) -> None:
+    def __init__(self, output: Any, key: int | str | None, known: dict[int, Any], losses: list[Tensor]) -> None:
         """`known`: what of the call's own arguments may be in it, by identity, and what that is outside the call."""
         stream = output if isinstance(output, Tensor) else item(output, key)
         leaves, self.structure = flattened(output)
@@ -46,6 +46,8 @@ class Returned:
                 self.tensors.append(leaf)
             else:
                 self.leaves.append(leaf)
+        self.losses = len(losses)
+        self.tensors += losses
 
     def rebuilt(self, tensors: tuple[Tensor, ...]) -> Any:
         """The same with other tensors in their places."""
@@ -65,7 +67,7 @@ def flattened(value: Any) -> tuple[list[Any], Any]:
 class RepeatedCall:
     """A call of `layer` whose stream is given anew in each run; `given` are its other tensors that require a gradient.
 
-    Empty caches are replaced by copies in each run: what one run writes, the other must not read.
+    Each run gets a copy of the caches among the arguments, with the same tensors: what one run writes, the other must not read.
     """
 
     def __init__(
@@ -79,11 +81,14 @@ class RepeatedCall:
         self.given: list[Tensor] = []  # only until the first run: their graphs are no part of what is kept
         self.leaves: list[Any] = []
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                self.leaves.append(Placeholder(len(self.given)))
-                self.given.append(leaf)
+            inside = tensors_of(leaf) if isinstance(leaf, Cache) else [leaf]
+            trained = [one for one in inside if isinstance(one, Tensor) and one.requires_grad]
+            if isinstance(leaf, Cache):
+                numbers = {id(one): len(self.given) + number for number, one in enumerate(trained)}
+                self.leaves.append(KeptCache(leaf, inside, numbers))
             else:
-                self.leaves.append(leaf)
+                self.leaves.append(Placeholder(len(self.given)) if trained else leaf)
+            self.given += trained
         self.device = stream.device
         self.values: list[Tensor] = []
         self.versions = [leaf._version for leaf in self.leaves if isinstance(leaf, Tensor)]
@@ -95,11 +100,11 @@ class RepeatedCall:
         self.values = [one.detach() for one in self.given]
         self.versions += [one._version for one in self.values]
         before = RandomState(self.device)
-        output, known = self.run(x, self.values)
+        output, known, losses = self.run(x, self.values)
         known |= {id(value): original for value, original in zip(self.values, self.given, strict=True)}
         self.given = []
         self.random = None if before.is_current() else before
-        return Returned(output, self.stream_out, known)
+        return Returned(output, self.stream_out, known, losses)
 
     def again(self, x: Tensor, with_graph: bool = True) -> tuple[Returned, list[Tensor]]:
         """The same once more, with a graph from x and from the tensors that it returns, one for each of those given at first."""
@@ -112,31 +117,61 @@ class RepeatedCall:
             )
         values = [one.detach().requires_grad_(with_graph) for one in self.values]
         with torch.set_grad_enabled(with_graph), self.random.restored() if self.random else contextlib.nullcontext():
-            output, known = self.run(x, values)
-        return Returned(output, self.stream_out, known | {id(value): value for value in values}), values
+            output, known, losses = self.run(x, values)
+        return Returned(output, self.stream_out, known | {id(value): value for value in values}, losses), values
 
-    def run(self, x: Tensor, values: list[Tensor]) -> tuple[Any, dict[int, Any]]:
-        """What the layer returns; the caches it was given by the identity of their copies."""
+    def run(self, x: Tensor, values: list[Tensor]) -> tuple[Any, dict[int, Any], list[Tensor]]:
+        """What the layer returns; what it was given, by identity, a cache by that of its copy; the losses that it recorded."""
         known: dict[int, Any] = {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, Tensor)}
 
         def filled(leaf: Any) -> Any:
             if isinstance(leaf, Placeholder):
                 return x if leaf.number < 0 else values[leaf.number]
-            if isinstance(leaf, Cache):
-                own = copy.deepcopy(leaf)
-                known[id(own)] = leaf
+            if isinstance(leaf, KeptCache):
+                own = leaf.copied(values)
+                known[id(own)] = leaf.cache
                 return own
             return leaf
 
         arguments, keywords = tree_unflatten([filled(leaf) for leaf in self.leaves], self.structure)
-        with self.autocast.restored():
-            return self.layer(*arguments, **keywords), known
+        with self.autocast.restored(), auxiliary_losses() as losses:
+            return self.layer(*arguments, **keywords), known, losses
 
 
-def holds_a_full_cache(args: Any, kwargs: Any) -> bool:
-    """Whether a cache among the arguments has tokens in it."""
-    leaves, _ = flattened((args, kwargs))
-    return any(isinstance(leaf, Cache) and bool(leaf.get_seq_length()) for leaf in leaves)
+class KeptCache:
+    """A cache as it was when the layer was called."""
+
+    def __init__(self, cache: Cache, tensors: list[Tensor], numbers: dict[int, int]) -> None:
+        """`numbers`: of the tensors that require a gradient, by identity, which of those given to the call they are."""
+        self.cache = cache
+        self.tensors = [Placeholder(numbers[id(one)]) if id(one) in numbers else one for one in tensors]
+        self.kept = copied(cache, tensors, self.tensors)
+
+    def copied(self, values: list[Tensor]) -> Any:
+        """A copy with these values in place of what was given."""
+        new = [values[one.number] if isinstance(one, Placeholder) else one for one in self.tensors]
+        return copied(self.kept, self.tensors, new)
+
+
+def copied(value: Any, parts: list[Any], replaced: list[Any]) -> Any:
+    """A deep copy in which each part is replaced by another object, and not copied."""
+    return copy.deepcopy(value, {id(one): other for one, other in zip(parts, replaced, strict=True)})
+
+
+def tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:
+    """The tensors in an object, its attributes, lists and mappings, each once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return []
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        return [value]
+    inner = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple, set)) else []
+    return (
+        [one for part in (*inner, *vars(value).values()) for one in tensors_of(part, seen)]
+        if hasattr(value, "__dict__")
+        else [one for part in inner for one in tensors_of(part, seen)]
+    )
 
 
 class RandomState:

@@ -74,11 +74,11 @@ def everything_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         self.values = [one.detach() for one in self.given]
         leaf, leaves = x.clone().requires_grad_(), [one.detach().requires_grad_() for one in self.given]
         with torch.enable_grad():
-            output, known = self.run(leaf, leaves)
+            output, known, losses = self.run(leaf, leaves)
         known |= {id(one): one for one in leaves}
-        self.__dict__["kept"] = leaf, Returned(output, self.stream_out, known), leaves
+        self.__dict__["kept"] = leaf, Returned(output, self.stream_out, known, losses), leaves
         known |= {id(one): original for one, original in zip(leaves, self.given, strict=True)}
-        returned = Returned(output, self.stream_out, known)
+        returned = Returned(output, self.stream_out, known, losses)
         returned.tensors = [one.detach() for one in returned.tensors]
         self.given = []
         return returned
@@ -234,19 +234,29 @@ def test_a_cache_stays_empty_and_changes_nothing() -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_tokens_after_a_cache_are_computed_as_in_the_dense_model() -> None:
+def test_tokens_after_a_cache_train_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a prefix that is learned: keys and values before the first token."""
     model, dense = reversible(), copy.deepcopy(llama()).train()
-    for one in (*model.modules(), *dense.modules()):
-        if hasattr(type(one), "forward") and hasattr(one, "attention_dropout") and not isinstance(one, ReversibleLayer):
-            one.attention_dropout = 0.0
+    for layer in (*(one.layer for one in model.model.layers), *dense.model.layers):
+        layer.self_attn.attention_dropout = 0.0
 
-    def grown(one: Any) -> Tensor:
-        with torch.no_grad():
-            cache = one(input_ids=IDS[:, :5], use_cache=True).past_key_values
-        return one(input_ids=IDS[:, 5:], past_key_values=cache).logits  # type: ignore[no-any-return]
+    def gradients(one: Any, prefix: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        torch.manual_seed(3)
+        cache = transformers.DynamicCache(prefix, config=one.config)
+        logits = one(input_ids=IDS[:, 5:], past_key_values=cache, attention_mask=torch.ones_like(IDS)).logits
+        return logits, list(torch.autograd.grad(logits.square().sum(), [part for pair in prefix for part in pair]))
 
-    found = grown(model)
-    assert torch.equal(found, grown(dense)) and found.requires_grad
+    prefix = [(torch.randn(3, 2, 5, 4, requires_grad=True), torch.randn(3, 2, 5, 4, requires_grad=True)) for _ in range(4)]
+    logits, found = gradients(model, prefix)
+    with everything_kept(monkeypatch):
+        expected_logits, expected = gradients(model, prefix)
+    assert torch.equal(logits, expected_logits)
+    assert all(one.any() and torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for layer in model.model.layers:
+        layer.bits = 30
+    with torch.no_grad():
+        dense_logits = dense(IDS[:, 5:], past_key_values=transformers.DynamicCache(prefix, config=dense.config)).logits
+    torch.testing.assert_close(gradients(model, prefix)[0], dense_logits, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_that_are_checkpointed_too_have_the_same_gradients() -> None:
