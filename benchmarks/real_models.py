@@ -43,6 +43,7 @@ SPECS = (
     "memory(lookup=softmax, buckets=16, rank=4)",
     "recurrence",
     "lsh-attention",
+    "reversible",
     "shared-moe(groups=0, experts=4)",
     "shared-moe(groups={half}, experts=4)",
     "sparse-ffn(sparsity=8, active=1)",

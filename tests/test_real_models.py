@@ -18,6 +18,7 @@ EXACT = (
     "sum",
     "memory(lookup=softmax, buckets=16, rank=4)",
     "recurrence",
+    "reversible",
     "shared-moe(groups=0, experts=4)",
     "sequence-altup(k=1, layers=all)",
 )

@@ -27,6 +27,7 @@ OTHERS = {  # passes other than AltUp, with sizes that fit the tiny models
     "memory": "memory(lookup=token-id)",
     "recurrence": "recurrence(rank=4)",
     "lsh-attention": "lsh-attention",
+    "reversible": "reversible",
     "sparse-qkv": "sparse-qkv(kernel=2)",
     "sequence-altup": "sequence-altup(k=2, layers=all)",
     "sparse-loss": "sparse-loss(modules=2)",

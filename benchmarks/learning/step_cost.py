@@ -41,6 +41,7 @@ SPECS = (
     "sparse-qkv",
     "altup(k=2)",
     "recurrence",
+    "reversible",
     "sequence-altup(k=2)",
 )
 

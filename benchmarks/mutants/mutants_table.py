@@ -22,6 +22,7 @@ import altup_mutants
 import lsh_attention_mutants
 import memory_mutants
 import recurrence_mutants
+import reversible_mutants
 import sequence_altup_mutants
 import shared_moe_mutants
 import sparse_ffn_mutants
@@ -36,6 +37,7 @@ TABLES = (
     lsh_attention_mutants,
     memory_mutants,
     recurrence_mutants,
+    reversible_mutants,
     sequence_altup_mutants,
     shared_moe_mutants,
     sparse_ffn_mutants,
@@ -46,8 +48,8 @@ MUTANTS: tuple[Mutant, ...] = tuple(mutant for table in TABLES for mutant in tab
 CONTROL = "control"
 ALARM, LIMIT = 240, 7200.0  # seconds: of the forked process on its processor, and by the clock of the one that forks it
 ORDER = (
-    *("altup", "lsh-attention", "memory", "recurrence", "sum", "sequence-altup", "shared-moe"),
-    *("sparse-ffn", "sparse-loss", "sparse-qkv"),
+    *("altup", "lsh-attention", "memory", "recurrence", "reversible", "sum"),
+    *("sequence-altup", "shared-moe", "sparse-ffn", "sparse-loss", "sparse-qkv"),
 )
 Task = tuple[str, str]  # the pass, and a mutant's fault or a control's trial
 

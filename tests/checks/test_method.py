@@ -68,6 +68,8 @@ SPECS = (
     "recurrence(rank=3, bidirectional=true)",
     "lsh-attention(rounds=2, buckets=4, chunk=4)",
     "lsh-attention(rounds=1, buckets=2, chunk=3)",
+    "reversible",
+    "reversible(bits=1)",
     "sequence-altup(k=2, layers=all)",
     "sequence-altup(k=3, layers=all, method=stride-and-skip)",
     "sequence-altup(k=2, layers=all, method=average-pooling)",

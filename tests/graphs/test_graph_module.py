@@ -28,6 +28,7 @@ PASSES = (
     "memory(lookup=softmax, rank=2)",
     "sparse-ffn(sparsity=8)",
     "recurrence(rank=4)",
+    "reversible",
 )
 SPECS = (*PASSES, "sparse-loss(modules=4)")
 

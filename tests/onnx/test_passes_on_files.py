@@ -30,6 +30,7 @@ PASSES = [
     "sequence-altup(k=4,method=stride-and-skip,layers=all)",
     "sparse-ffn(sparsity=8)",
     "recurrence(rank=4)",
+    "reversible",
     "shared-moe()",
     "memory(lookup=token-id)",
     "memory(lookup=softmax,buckets=8,rank=2)",

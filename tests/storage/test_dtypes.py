@@ -21,6 +21,7 @@ SPECS = (
     "memory(buckets=16, rank=2)",
     "recurrence(rank=4)",
     "lsh-attention(rounds=2, buckets=4, chunk=4)",
+    "reversible",
     "sequence-altup(k=2, layers=all)",
     "shared-moe(groups=0, experts=2)",
     "sparse-ffn(sparsity=8)",

@@ -30,6 +30,8 @@ LLAMA = {
     "sequence-altup": ("sequence-altup(k=2)",),
     "recurrence": ("recurrence(rank=4)",),
     "lsh-attention": ("lsh-attention(rounds=2, buckets=4, chunk=4)",),
+    "reversible": ("sum", "reversible"),
+    "a mixture in reversible layers": ("shared-moe(experts=3, groups=0)", "reversible"),
     "sparse-ffn": ("sparse-ffn(sparsity=4)",),
     "sparse-qkv": ("sparse-qkv",),
     "sparse-loss": ("sparse-loss(modules=4)",),
