@@ -17,10 +17,12 @@ On Exact Bit-level Reversible Transformers Without Changing Architectures (ICML 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from retrofit.passes.reversible.fixed_point import low_bits, not_a_number_where, to_fixed, to_float, unpacked
@@ -156,12 +158,37 @@ class Step(torch.autograd.Function):
         if through is not None:
             results.append((returned.tensors[0], through))
         values, gradients = [one for one, _ in results], [of for _, of in results]
-        found: list[Any] = (
-            list(torch.autograd.grad(values, wanted, gradients, allow_unused=True)) if values else [None] * len(wanted)
-        )
+        strays = stray_leaves(values, wanted) if any(isinstance(one, DTensor) for one in ctx.parameters) else []
+        handles = [leaf.register_hook(functools.partial(accumulate, leaf)) for leaf in strays]
+        found: list[Any] = [None] * len(wanted)
+        if values:
+            found = list(torch.autograd.grad(values, [*wanted, *strays], gradients, allow_unused=True))
+        for handle in handles:
+            handle.remove()
         if past is not None:
             found[0] = past if found[0] is None else found[0] + past
-        return None, None, None, found[0], before, *found[1:]
+        return None, None, None, found[0], before, *found[1 : len(wanted)]
+
+
+def stray_leaves(values: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
+    """The leaves of a graph other than those wanted: whole weights that FSDP put in place of sharded ones for this run."""
+    known, seen = {id(one) for one in wanted}, set()
+    pending, found = [one.grad_fn for one in values], []
+    while pending:
+        node: Any = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [other for other, _ in node.next_functions]
+        if isinstance(leaf := getattr(node, "variable", None), Tensor) and id(leaf) not in known:
+            found.append(leaf)
+    return found
+
+
+@torch.no_grad()
+def accumulate(leaf: Tensor, gradient: Tensor) -> None:
+    """The gradient is part of the leaf's, before what is around the leaf's module looks for it."""
+    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from torch import fx
+from torch import fx, nn
 
 from retrofit.passes.reversible import reference as once_more
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer
@@ -33,6 +33,7 @@ from retrofit.sdk import (
     Site,
     collect_near_miss,
     is_float,
+    op,
     option,
     selected_depths,
     shape,
@@ -158,16 +159,21 @@ class StepFinder:
         flow, program = self.flow, self.flow.program
         inside = {node for node in flow.nodes if call.encloses(flow.call_of(node))}
         given, returned = set(call.inputs.values()), set(call.outputs.values())
-        own = set(self.anatomy.model.get_submodule(layer.name).parameters())
+        own = self.parameters(call.path)
         for node in flow.nodes:
+            if op(node).startswith("_assert"):
+                continue
             for one in node.all_input_nodes:
                 if node in inside and one in program.parameters:
                     if self.anatomy.model.get_parameter(program.parameters[one]) not in own:
                         raise unfit(layer.name, f"it reads the weight {program.parameters[one]}, which is not its own")
-                elif node in inside and one not in inside and one not in given and self.has_gradient(one):
-                    raise unfit(layer.name, f"it reads {self.described(one)}, which is none of its arguments")
+                elif node in inside and one not in inside and one not in given:
+                    if self.has_gradient(one) and not self.is_made_of(one, own):
+                        raise unfit(layer.name, f"it reads {self.described(one)}, which is none of its arguments")
                 elif node not in inside and one in inside and one not in returned and self.has_gradient(one):
-                    raise unfit(layer.name, f"{self.described(node)} reads a value inside it that it does not return")
+                    around = [other.path for other in flow.call_of(node).chain if not other.encloses(call)]
+                    if not any(self.is_made_of(one, self.parameters(path)) for path in around):
+                        raise unfit(layer.name, f"{self.described(node)} reads a value inside it that it does not return")
         for name, node in program.outputs.items():
             if node in inside and node not in returned and self.has_gradient(node):
                 raise unfit(layer.name, f"the model's output {name} is a value inside it that it does not return")
@@ -175,6 +181,16 @@ class StepFinder:
     def has_gradient(self, node: fx.Node) -> bool:
         """Whether the value is a float that was computed from a parameter."""
         return is_float(node) and bool(self.flow.ancestors[node] & self.weights)
+
+    def is_made_of(self, node: fx.Node, weights: set[nn.Parameter]) -> bool:
+        """Whether these weights alone make the value: a tracer has a cast of a shared weight once, its readers make it each."""
+        if node in self.flow.depends:
+            return False
+        above = [name for one, name in self.flow.program.parameters.items() if self.flow.reaches(one, node)]
+        return all(self.anatomy.model.get_parameter(name) in weights for name in above)
+
+    def parameters(self, path: str) -> set[nn.Parameter]:
+        return set(self.anatomy.model.get_submodule(path).parameters())
 
     def described(self, node: fx.Node) -> str:
         path = self.flow.call_of(node).path

@@ -54,7 +54,6 @@ REFUSED = {
     ("lsh-attention", "lsh-attention"): "it attends in buckets already",
     ("reversible", "altup"): "has to be the whole layer",
     ("reversible", "memory"): "has to be the whole layer",
-    ("reversible", "recurrence"): "has to be the whole layer",
     ("reversible", "reversible"): "it is reversible already",
     ("reversible", "sequence-altup"): "has to be the whole layer",
     ("sparse-qkv", "sequence-altup"): "numbers the tokens it receives",
