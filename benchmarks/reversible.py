@@ -6,7 +6,8 @@ Times are of whole steps with AdamW; the models take turns in every round, and a
 time over the dense model's in the same round; the bar is 1.45.
 
     python benchmarks/reversible.py --threads 1
-    python benchmarks/reversible.py --threads 1 --rounds 5 --clock cpu      # while others use the machine
+    python benchmarks/reversible.py --threads 1 --only memory --width 256 --units 768 --batch 2 --length 128
+    python benchmarks/reversible.py --threads 1 --only time --rounds 5 --clock cpu      # while others use the machine
     PYTHONPATH=tests python benchmarks/reversible.py --trained SmolLM2      # losses of a trained model, dense and with γ
 """
 
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the models whose memory is measured")
+    parser.add_argument("--only", choices=("memory", "time"), default="")
     parser.add_argument("--trained", default="", help="a model of tests/support/real_models.py: its losses, and nothing else")
     side_by_side.add_options(parser, rounds=9)
     options = parser.parse_args()
@@ -53,8 +55,10 @@ def main() -> None:
     torch.manual_seed(0)
     ids = torch.randint(256, (options.batch, options.length), device=options.device)
     print(f"d={options.width}, d_ff={options.units}, {options.batch}×{options.length} tokens, {side_by_side.conditions(options)}")
-    for name in options.dtypes:
+    for name in options.dtypes if options.only != "time" else ():
         memory(name, ids, options)
+    if options.only == "memory":
+        return
     print(f"\na training step of {options.layers} layers, forward, backward and AdamW")
     side_by_side.compare({name: step(model, ids) for name, model in models(options.layers, options).items()}, options)
 
