@@ -276,6 +276,7 @@ def test_only_what_is_trained_gets_a_gradient() -> None:
     assert {name for name, one in found.items() if one is not None} == {name for name in expected if "layers.2.layer.mlp" in name}
 
 
+@pytest.mark.long
 def test_a_compiled_model_trains_and_evaluates() -> None:
     model, given = reversible(), inputs("llama")
     _, expected = step(model, given)
