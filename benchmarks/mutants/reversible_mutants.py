@@ -75,8 +75,8 @@ MUTANTS = [
     ),
     chain(
         "no gradient goes to the stream before",
-        "return None, None, None, found[0], before, *found[1:]",
-        "return None, None, None, found[0], None, *found[1:]",
+        "return None, None, None, found[0], before, ",
+        "return None, None, None, found[0], None, ",
         trials=DEFAULT,
     ),
     chain(
