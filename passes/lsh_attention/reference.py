@@ -113,7 +113,8 @@ def start(observed: Observed) -> Problems:
     """The rotations are standard normal numbers, others for each attention and each round."""
     seen: set[tuple[float, ...]] = set()
     for site in observed.sites:
-        rotations: Any = site.module.rotations.detach().double()
+        module: Any = site.module
+        rotations = module.rotations.detach().double()
         for rotation in rotations:
             values = tuple(rotation.flatten().tolist())
             if values in seen:
