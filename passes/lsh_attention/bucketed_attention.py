@@ -65,11 +65,13 @@ class BucketedAttention(nn.Module):
         Some models give the query heads that share a key as so many queries of one token.
         """
 
+        n_k = key.shape[-2]
+        known = isinstance(n_k, int)
+
         def dense(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
             given = mask[0] if mask else None
-            return F.scaled_dot_product_attention(
-                query, key, value, given, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            y = F.scaled_dot_product_attention(query, key, value, given, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return y if known else y.contiguous()  # laid out as the other branch of a condition
 
         def all_keys(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
             operands = self.operands(query, key, value, mask, dropout_p, is_causal, scale)
@@ -80,8 +82,8 @@ class BucketedAttention(nn.Module):
             return as_given(self.bucketed(operands, key, cache), query)
 
         few = all_keys if self.shared else dense
-        n_k, mask = key.shape[-2], () if attn_mask is None else (attn_mask,)
-        if isinstance(n_k, int):
+        mask = () if attn_mask is None else (attn_mask,)
+        if known:
             return (few if n_k <= self.chunk else bucketed)(query, key, value, *mask)
         return cond(n_k <= self.chunk, few, bucketed, query, key, value, *mask)
 

@@ -19,6 +19,8 @@ from retrofit.sdk import histories_of
 class KeyBuckets:
     """The buckets of the keys so far: `values` is (rounds, batch, key heads, tokens)."""
 
+    follows_from_keys = True  # an exported file need not hold them
+
     def __init__(self, values: Tensor) -> None:
         self.values = values
 

@@ -31,7 +31,7 @@ class KeyOrder:
 
     def rows(self, part: slice) -> KeyOrder:
         """The order of some of the rows."""
-        if self.keys.shape[0] == 1:
+        if part.stop is None or self.keys.shape[0] == 1:
             return self
         return KeyOrder(*(getattr(self, field.name)[part] for field in dataclasses.fields(self)))
 
@@ -84,6 +84,8 @@ class Tiles:
 
     def part(self, tiles: slice, chunk: int) -> Tiles:
         """Some of the tiles; the places stay those among all."""
+        if tiles.stop is None:
+            return self
         queries = self.queries[:, tiles.start * chunk : tiles.stop * chunk]
         return Tiles(queries, self.places, self.ranks[:, tiles], self.keys[:, tiles])
 

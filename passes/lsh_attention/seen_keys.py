@@ -37,7 +37,7 @@ class Operands:
 
     def part(self, rows: slice) -> Operands:
         """Those of some rows."""
-        return dataclasses.replace(self, q=self.q[rows], first=rows.start)
+        return self if rows.stop is None else dataclasses.replace(self, q=self.q[rows], first=rows.start)
 
     @property
     def rows(self) -> Tensor:
@@ -67,7 +67,8 @@ class Operands:
         if self.mask is not None:
             row = self.rows.view(-1, *(1,) * (keys.dim() - 1))
             batch, heads, n_q, _ = self.mask.shape
-            value = self.mask[row // self.heads % batch, row % self.heads % heads, queries % n_q, keys]
+            row, head = (row // self.heads).clamp(max=batch - 1), (row % self.heads).clamp(max=heads - 1)
+            value = self.mask[row, head, queries.clamp(max=n_q - 1), keys]
             if value.dtype == torch.bool:
                 visible = visible & value
             else:
@@ -82,7 +83,8 @@ class Operands:
             return None
         batch, heads, _ = self.first_keys.shape
         rows = self.rows
-        return self.first_keys[rows // self.heads % batch, rows % self.heads % heads].expand(-1, self.q.shape[1])
+        row, head = (rows // self.heads).clamp(max=batch - 1), (rows % self.heads).clamp(max=heads - 1)
+        return self.first_keys[row, head].expand(-1, self.q.shape[1])
 
     def own_values(self, y: Tensor, total: Tensor) -> Tensor:
         """y, (rows, n_q, d_v), of queries that see some key; their own value of the others, where `total` (rows, n_q) says so."""
@@ -121,7 +123,10 @@ def parts_of(operands: Operands, chunk: int) -> Iterator[slice]:
 
 def slices(count: int, scores: int) -> Iterator[slice]:
     """So many things, as many at a time as are computed at once where each has so many scores; all where a program is traced."""
-    step = count if torch.compiler.is_compiling() else max(1, AT_ONCE // scores)
+    if torch.compiler.is_compiling():  # bounds would fix the number
+        yield slice(None)
+        return
+    step = max(1, AT_ONCE // scores)
     for start in range(0, count, step):
         yield slice(start, start + step)
 

@@ -136,7 +136,9 @@ def token_strides(cache: Any) -> dict[str, int]:
 
 
 def memory_states(cache: Cache) -> States:
-    held = cache.histories if isinstance(cache, CacheWithHistories) else {}
+    """What modules keep in the cache, apart from what they make again of its keys where it is not there."""
+    stored = cache.histories if isinstance(cache, CacheWithHistories) else {}
+    held = {name: memory for name, memory in stored.items() if not getattr(memory, "follows_from_keys", False)}
     if others := [name for name, memory in held.items() if not isinstance(memory, TokenHistory)]:
         raise CaptureError(
             f"what {others[0]} keeps in the cache is no list of tensors",

@@ -273,3 +273,10 @@ def test_an_attention_that_is_not_fused_any_more_is_an_error_and_not_dense() -> 
     model.set_attn_implementation("eager")
     with pytest.raises(RetrofitError, match="scaled_dot_product_attention any more"):
         model(ids())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "says"), [("bert", "1 file"), ("llama", "1 file with the cache")])
+def test_onnx_files_compute_it_for_few_tokens_and_for_many(name: str, says: str) -> None:
+    found = retrofit.verify(rewritten(name), example_inputs={"input_ids": ids()}, checks=["onnx"])["onnx"]
+    assert found.status == "passed" and says in found.measured and not found.why, found
