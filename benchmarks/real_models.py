@@ -370,7 +370,8 @@ Every pass on trained models that come inside Python packages, made by `make rea
   pass is fitted on calibration data: without it → with it.
 - **parameters**, **FLOPs** a token, **memory** (weights, and what a forward allocates at its peak), **time** of a forward on
   held-out inputs and **decoding**, the time of a token that `generate` decodes on its cache: ratios, rewritten to dense. Times are
-  processor time on one thread, taken in turn, with the least and the greatest of five rounds.
+  processor time on one thread, taken in turn, with the least and the greatest of five rounds. Most were taken while the machine did
+  other work too, which brings them nearer to 1.
 - **ONNX**: how far the exported file lies from torch, relative to the largest output, on inputs of other shapes than it was traced
   with.
 """
