@@ -29,8 +29,8 @@ def to_float(fixed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def not_a_number_where(unrepresented: Tensor, x: Tensor) -> Tensor:
-    """x, and not a number wherever `unrepresented` cannot be represented."""
-    return torch.where(unrepresented.abs() <= LARGEST, x, torch.nan)
+    """x, and not a number wherever `unrepresented` cannot be represented; contiguous: the layout decides how a product rounds."""
+    return torch.where(unrepresented.abs() <= LARGEST, x, torch.nan).contiguous()
 
 
 def low_bits(fixed: Tensor, count: int) -> Tensor:
