@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from retrofit.passes.reversible.fixed_point import low_bits, not_a_number_where, to_fixed, to_float, unpacked
+from retrofit.passes.reversible.fixed_point import (
+    laid_out,
+    low_bits,
+    not_a_number_where,
+    strides_of,
+    to_fixed,
+    to_float,
+    unpacked,
+)
 from retrofit.passes.reversible.repeated_call import RepeatedCall, Returned
 from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument, record_auxiliary_loss
 
@@ -50,6 +58,7 @@ class Move:
 
     call: RepeatedCall
     dtype: torch.dtype  # of the stream that the layer was given
+    strides: tuple[int, ...]  # the same
     signs: Tensor | None = None  # (rows, 1, …) of int64
     low: Tensor | None = None  # packed
 
@@ -66,13 +75,13 @@ class Chain:
     def forward(self, call: RepeatedCall, x: Tensor) -> Returned:
         """One step more, from x, which is X_k as it was returned; what the layer returns, its stream replaced by the new one."""
         if self.newest is None:
-            current, move = to_fixed(x), Move(call, x.dtype)
+            current, move = to_fixed(x), Move(call, x.dtype, strides_of(x))
             self.start = current.sum()
             x = not_a_number_where(x, to_float(current, x.dtype))
         else:
             current, previous = self.newest
             signs = torch.randint(2, (x.shape[0], *[1] * (x.dim() - 1)), device=x.device) * 2 - 1
-            move = Move(call, x.dtype, signs, low_bits(previous, self.bits))
+            move = Move(call, x.dtype, strides_of(x), signs, low_bits(previous, self.bits))
         returned = call.first(x)
         y = returned.tensors[0]
         after = to_fixed(y)
@@ -89,7 +98,7 @@ class Chain:
             raise used_up()
         after, current = self.newest
         move = self.moves.pop()
-        x = to_float(current, move.dtype).requires_grad_(with_graph)
+        x = laid_out(to_float(current, move.dtype), move.strides).requires_grad_(with_graph)
         returned, given = move.call.again(x, with_graph)
         if move.signs is None or move.low is None:
             self.newest = None

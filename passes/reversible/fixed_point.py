@@ -29,8 +29,18 @@ def to_float(fixed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def not_a_number_where(unrepresented: Tensor, x: Tensor) -> Tensor:
-    """x, and not a number wherever `unrepresented` cannot be represented; contiguous: the layout decides how a product rounds."""
-    return torch.where(unrepresented.abs() <= LARGEST, x, torch.nan).contiguous()
+    """x, and not a number wherever `unrepresented` cannot be represented; laid out in memory as `unrepresented` is."""
+    return laid_out(torch.where(unrepresented.abs() <= LARGEST, x, torch.nan), strides_of(unrepresented))
+
+
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """Those of x, or of a contiguous tensor of its size where x has gaps or overlaps."""
+    return torch.empty_like(x, device="meta").stride()
+
+
+def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x with these strides: how a product is rounded depends on the layout of what is multiplied."""
+    return x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def low_bits(fixed: Tensor, count: int) -> Tensor:

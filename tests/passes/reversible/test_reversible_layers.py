@@ -392,3 +392,27 @@ def test_infinities_are_not_hidden() -> None:
     x = ROWS.clone()
     x[1, 2] = float("nan")
     assert model(x)[-1].isnan().all(-1).tolist() == [False, True, False]
+
+
+class Noting(nn.Module):
+    """Notes how its input is laid out in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(3, 3), list[tuple[int, ...]]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.stride())
+        return x + torch.tanh(self.linear(x))
+
+
+def test_a_stream_keeps_its_layout_there_and_back() -> None:
+    """How a product rounds depends on it, and so does which code of torch computes the gradient of what comes before and after."""
+    layers = [Noting() for _ in range(3)]
+    x = torch.randn(2, 3, 5, requires_grad=True).transpose(1, 2)
+    y = x
+    for layer in layers:
+        y = ReversibleLayer(layer, 4, stream_in=0, stream_out=None).train()(y)
+    assert y.stride() == x.stride() == (15, 1, 5)
+    y.square().sum().backward()
+    assert [layer.seen for layer in layers] == [[x.stride()] * 2] * 3
