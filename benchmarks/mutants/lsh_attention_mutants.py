@@ -87,8 +87,8 @@ MUTANTS = [
     ),
     attention(
         "the mask of the first query is that of all",
-        "self.mask[row // self.heads % batch, row % self.heads % heads, queries % n_q, keys]",
-        "self.mask[row // self.heads % batch, row % self.heads % heads, queries * 0, keys]",
+        "self.mask[row, head, queries.clamp(max=n_q - 1), keys]",
+        "self.mask[row, head, queries * 0, keys]",
         trials=DECODING,
     ),
     attention(

@@ -141,7 +141,8 @@ class CountedAnchors:
     ) -> None:
         length = real.shape[1]
         self.k, self.real = k, real
-        self.anchors = real & is_computed(real.cumsum(1) - 1 + before, k, dense_share)  # (rows, T)
+        position = real.cumsum(1) - 1 + before
+        self.anchors = real & is_computed(position, k, dense_share)  # (rows, T)
         number = self.anchors.cumsum(1)  # of anchors up to each token
         own = self.anchors.sum(1, keepdim=True)  # of anchors in each row
         self.count = (length + k - 1) // k if count is None else count

@@ -63,7 +63,7 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
         model.save_pretrained(str(directory))  # type: ignore[operator]
         if tokenizer is not None:
             tokenizer.save_pretrained(str(directory))
-        write_card(model, Path(directory), path.name)
+        write_card(model, Path(directory))
     return path
 
 

@@ -41,7 +41,7 @@ def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, 
             tokenizer = read_tokenizer(source)
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
-            write_card(model, draft, output.name)
+            write_card(model, draft)
             return output
         files = companion_files(source)
         place = draft / transformer_folder(source).relative_to(source)
@@ -52,7 +52,7 @@ def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, 
             if not copy.exists():
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copy)
-        write_card(model, draft, output.name)
+        write_card(model, draft)
     return output
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from torch import nn
 
-from retrofit.pipeline.replaying import recipe, rewritten_part
+from retrofit.errors import RetrofitError
+from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.registry import as_pass
+from retrofit.pipeline.replaying import rewritten_part
 
 CARD = "README.md"
 BEGIN, END = "<!-- retrofit: begin -->", "<!-- retrofit: end -->"
@@ -15,12 +18,12 @@ FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # the metadata that a card 
 OURS = re.compile(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
 
 
-def write_card(model: nn.Module, folder: Path, name: str) -> None:
-    """README.md in `folder` says which passes `model`, to be saved as `name`, went through; a dense model's is left alone.
+def write_card(model: nn.Module, folder: Path) -> None:
+    """README.md in `folder` says which passes `model` went through; a dense model's is left alone.
 
     What a card said before comes after that, its metadata before it; what was said of an earlier recipe is gone.
     """
-    said = description(model, name)
+    said = description(model)
     if said is None:
         return
     file = folder / CARD
@@ -32,22 +35,22 @@ def write_card(model: nn.Module, folder: Path, name: str) -> None:
     file.write_text(f"{front}{BEGIN}\n{said}{of_dense}", encoding="utf-8", errors="surrogateescape")
 
 
-def description(model: nn.Module, name: str) -> str | None:
+def description(model: nn.Module) -> str | None:
     """What is said of a retrofitted model, as Markdown; None of a dense one."""
-    passes, part = recipe(model), rewritten_part(model)
-    if not passes:
+    part = rewritten_part(model)
+    specs = recipe_storage.stored_recipe(part)
+    if not specs:
         return None
     count = sum(parameter.numel() for parameter in part.parameters())
-    rows = [f"| `{one.spec()}` | {one.summary} | {one.paper} | {'the same' if one.exact else 'another'} |" for one in passes]
     return "\n".join(
         [
-            f"# {name}",
+            f"# {type(part).__name__}, retrofitted",
             "",
-            f"A dense `{type(part).__name__}` that retrofit rewrote. It has {count:,} parameters now.",
+            f"A dense model that retrofit rewrote. It has {count:,} parameters now.",
             "",
             "| pass | what it does | from | its function before any training |",
             "| --- | --- | --- | --- |",
-            *rows,
+            *map(row, specs),
             "",
             "`from_pretrained` loads it where retrofit is installed; nothing has to be imported. The recipe is in `config.json`,",
             "as `quantization_config`, though nothing is quantized. Where retrofit is not installed transformers warns of an",
@@ -55,3 +58,12 @@ def description(model: nn.Module, name: str) -> str | None:
             "does not have are left out.",
         ]
     )
+
+
+def row(spec: str) -> str:
+    """What a pass does; of one that is not installed any more, only its name and options."""
+    try:
+        one = as_pass(spec)
+    except RetrofitError:
+        return f"| `{spec}` | | | |"
+    return f"| `{one.spec()}` | {one.summary} | {one.paper} | {'the same' if one.exact else 'another'} |"
