@@ -131,6 +131,7 @@ def gradients(model: Any, tokens: Tensor) -> list[Tensor]:
     return [one.grad.clone() for one in model.parameters()]
 
 
+@pytest.mark.long
 def test_checkpointed_and_compiled_steps_have_the_same_gradients() -> None:
     model, tokens = copy.deepcopy(rewritten("llama")).train(), ids()
     expected = gradients(model, tokens)
@@ -240,6 +241,7 @@ def test_torchs_own_module_whose_call_cannot_be_intercepted_becomes_a_graph() ->
     assert (model(long) - before[1]).abs().max() > 1e-3
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("build", "options", "why"),
     [
