@@ -1,11 +1,11 @@
 """An order of the keys for each round of hashes, and which stretch of it each query sees.
 
-Keys are sorted by bucket, those of one bucket by position. A query stands in this order behind the last key of its bucket that is
-not after it. What it sees is a stretch of ranks:
+Keys are sorted by bucket, those of one bucket by position. The place of a query among them is behind the last key of its bucket
+that is not after it. What it sees is a stretch of ranks:
 
     causal        the last `chunk` keys of its bucket up to its own position: the same whatever comes later, so that a token
                   changes nothing before it and decoding finds what a prefill found
-    otherwise     the chunk of keys in which it stands and the one before, of whatever bucket (Reformer); of the first, the next
+    otherwise     the chunk of keys in which its place is and the one before, of whatever bucket (Reformer); of the first, the next
 
 Keys that no query may see, which are padding, have a bucket of their own behind all others.
 """
@@ -25,7 +25,7 @@ class KeyOrder:
     keys: Tensor  # (rows, n_k), the key at each rank
     ranks: Tensor  # (rows, n_k), of each key
     query_ranks: Tensor  # (rows, n_q), of each query among the queries
-    chunks: Tensor  # (rows, n_q), the chunk of keys in which each query stands
+    chunks: Tensor  # (rows, n_q), the chunk of keys in which the place of each query is
     first: Tensor  # (rows, n_q)
     last: Tensor  # (rows, n_q)
 

@@ -71,7 +71,7 @@ def hide_keys(mask: Tensor, dim: int, visible: Tensor, batch: int | None, zero_i
 def is_computed(position: Tensor, k: int, dense_share: float) -> Tensor:
     """Which positions are multiples of k, or in the evenly spread `dense_share` of the others, which a larger one contains."""
     anchors = position % k == 0
-    return anchors | (position * GOLDEN_RATIO % 1.0 < dense_share) if dense_share else anchors
+    return anchors | (position.double() * GOLDEN_RATIO % 1.0 < dense_share) if dense_share else anchors
 
 
 # ── Anchors ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
