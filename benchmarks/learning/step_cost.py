@@ -2,7 +2,7 @@
 
 A Llama with gated feed-forwards, random weights, and a vocabulary small enough that its logits do not decide: forward, backward and
 AdamW. The models take turns in every round; a ratio is the median over the rounds of a model's time over the dense model's in the
-same round.
+same round. Before the times, how many operations the matrix products of a step have, over the dense model's.
 
     python benchmarks/learning/step_cost.py --threads 1
     python benchmarks/learning/step_cost.py --threads 1 --specs "sparse-ffn(sparsity=8)" --rounds 15
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
@@ -67,6 +68,8 @@ def main() -> None:
     models = {spec: retrofit.apply(copy.deepcopy(dense), spec, verify=False) for spec in options.specs}
     if not options.teacher:
         tasks = {"dense": training_step(dense, ids), **{spec: training_step(model, ids) for spec, model in models.items()}}
+        counts = {name: products(step) for name, step in tasks.items()}
+        print("products: " + ", ".join(f"{name} ×{count / counts['dense']:.2f}" for name, count in counts.items()))
         side_by_side.compare(tasks, options)
         return
     for spec, model in models.items():
@@ -106,6 +109,13 @@ def steps_with_teacher(model: nn.Module, dense: nn.Module, ids: Tensor) -> dict[
         "distil": updating(model, distilled),
         "distil, anneal": updating(model, lambda: distilled(0.5)),
     }
+
+
+def products(step: Callable[[], None]) -> int:
+    """The floating-point operations of all matrix products and convolutions of a step."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return counter.get_total_flops()
 
 
 def updating(model: nn.Module, loss: Callable[[], Tensor], parameters: list[nn.Parameter] | None = None) -> Callable[[], None]:
