@@ -2,7 +2,7 @@
 
 A Llama with gated feed-forwards, random weights, and a vocabulary small enough that its logits do not decide: forward, backward and
 AdamW. The models take turns in every round; a ratio is the median over the rounds of a model's time over the dense model's in the
-same round. Before the times, how many operations the matrix products of a step have, over the dense model's.
+same round. Before the times, how many FLOPs a token has, over the dense model's.
 
     python benchmarks/learning/step_cost.py --threads 1
     python benchmarks/learning/step_cost.py --threads 1 --specs "sparse-ffn(sparsity=8)" --rounds 15
@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
+from retrofit.program.cost import flops_per_token
 from retrofit.training.teacher import Teacher
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -68,8 +68,8 @@ def main() -> None:
     models = {spec: retrofit.apply(copy.deepcopy(dense), spec, verify=False) for spec in options.specs}
     if not options.teacher:
         tasks = {"dense": training_step(dense, ids), **{spec: training_step(model, ids) for spec, model in models.items()}}
-        counts = {name: products(step) for name, step in tasks.items()}
-        print("products: " + ", ".join(f"{name} ×{count / counts['dense']:.2f}" for name, count in counts.items()))
+        counts = {name: flops_per_token(retrofit.inspect(one).program) for name, one in {"dense": dense, **models}.items()}
+        print("FLOPs of a token: " + ", ".join(f"{name} ×{count / counts['dense']:.2f}" for name, count in counts.items()))
         side_by_side.compare(tasks, options)
         return
     for spec, model in models.items():
@@ -109,13 +109,6 @@ def steps_with_teacher(model: nn.Module, dense: nn.Module, ids: Tensor) -> dict[
         "distil": updating(model, distilled),
         "distil, anneal": updating(model, lambda: distilled(0.5)),
     }
-
-
-def products(step: Callable[[], None]) -> int:
-    """The floating-point operations of all matrix products and convolutions of a step."""
-    with FlopCounterMode(display=False) as counter:
-        step()
-    return counter.get_total_flops()
 
 
 def updating(model: nn.Module, loss: Callable[[], Tensor], parameters: list[nn.Parameter] | None = None) -> Callable[[], None]:
