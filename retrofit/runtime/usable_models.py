@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from retrofit.errors import RetrofitError
+from retrofit.runtime.modes import evaluation_mode
 
 
 def require_module(model: Any) -> None:
@@ -24,6 +25,15 @@ def require_module(model: Any) -> None:
             why="its code is no longer Python, which a capture runs",
             remedy="give the module it was made from",
         )
+    try:
+        with evaluation_mode(model):
+            pass
+    except NotImplementedError:
+        raise RetrofitError(
+            f"{type(model).__name__} is the module of an exported program",
+            why="it has no training and evaluation modes, between which a model is rewritten, checked and trained",
+            remedy='write the program with torch.export.save(program, "model.pt2"), and give retrofit.load("model.pt2")',
+        ) from None
 
 
 def require_uncompiled(model: nn.Module) -> None:

@@ -41,6 +41,19 @@ def test_torchscript(asked: str) -> None:
         ASKED[asked](scripted)
 
 
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_module_of_an_exported_program(asked: str, tmp_path: Path) -> None:
+    program = torch.export.export(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (torch.ones(3, 2),))
+    module = program.module()
+    modes = [one.training for one in module.modules()]
+    with pytest.raises(RetrofitError, match="is the module of an exported program") as error:
+        ASKED[asked](module)
+    assert [one.training for one in module.modules()] == modes
+    torch.export.save(program, tmp_path / "model.pt2")
+    assert "retrofit.load" in error.value.remedy
+    assert torch.equal(retrofit.load(tmp_path / "model.pt2")(torch.ones(3, 2)), module(torch.ones(3, 2)))
+
+
 @pytest.mark.parametrize("asked", ["apply", "apply unverified", "plan"])
 def test_compiled_in_place_or_in_a_layer(asked: str) -> None:
     whole, layer = Own(), Own()
