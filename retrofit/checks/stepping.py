@@ -130,7 +130,7 @@ def step_batch(model: nn.Module, inputs: Inputs, way: str) -> StepBatch:
     """A batch of its own to decode step by step in that way."""
     if way == PADDED:
         long = pad_inputs(model, inputs, "left").batch
-        return StepBatch({**long, "use_cache": False}, long["attention_mask"].bool(), reorders=False)
+        return StepBatch(without_cache(model, long), long["attention_mask"].bool(), reorders=False)
     whole = resized_like(model, inputs, 2, seed=17)
     for key, value in whole.items():
         if is_token_ids(value):
@@ -138,7 +138,12 @@ def step_batch(model: nn.Module, inputs: Inputs, way: str) -> StepBatch:
     name = ids_name(inputs)
     if name is not None and not has_two_sides(inputs) and accepts(model, "attention_mask"):
         whole.setdefault("attention_mask", torch.ones_like(whole[name], dtype=torch.long))
-    return StepBatch({**whole, "use_cache": False})
+    return StepBatch(without_cache(model, whole))
+
+
+def without_cache(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
+    """The inputs for a forward that keeps no cache, where the model can be asked for one."""
+    return {**inputs, "use_cache": False} if "use_cache" in inputs or accepts(model, "use_cache") else dict(inputs)
 
 
 def step_through(model: nn.Module, whole: Inputs, name: str, reorders: bool) -> Stepped | None:

@@ -30,6 +30,7 @@ from retrofit.checks.reference import Reference
 from retrofit.checks.registry import CHECKS
 from retrofit.checks.verify import check_rewrite
 from retrofit.errors import RetrofitError
+from retrofit.graphs.graph_module import graph_module
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.program.capture import capture
 from retrofit.program.cost import cost_of
@@ -67,6 +68,11 @@ def test_without_a_reference_or_a_pass_only_parameters_and_method_go_unchecked()
     report = retrofit.verify(llama())
     assert report.ok, str(report)
     assert [check.name for check in report.checks if check.status == "skipped"] == ["parameters", "method"]
+
+
+def test_a_graph_alone_is_not_asked_for_a_cache() -> None:
+    report = retrofit.verify(graph_module(llama()), checks=("cache",))
+    assert [check.status for check in report.checks] == ["skipped"], str(report)
 
 
 @pytest.mark.first(1)
