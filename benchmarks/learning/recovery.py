@@ -38,6 +38,7 @@ WAYS: dict[str, dict[str, float]] = {  # parts of all steps
 }
 ONLY_NAMED = ("own dial, distil", "distil, hidden", "teacher alone")  # ways that are tried where --ways names them
 DENSE = ""
+ALIGN_LR = 1e-3
 MODELS = {"demo": DenseModel(), "converged": DenseModel(steps=2000), "SmolLM2": SmolLM2()}
 
 
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=250, help="of a run, those of align among them")
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--align-lr", type=float, default=ALIGN_LR, help="of the steps of align")
     parser.add_argument("--specs", nargs="+", default=SPECS)
     parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way not in ONLY_NAMED], choices=list(WAYS))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
@@ -66,7 +68,8 @@ def main() -> None:
 
 
 def key_of(spec: str, way: str, seed: int, options: argparse.Namespace) -> str:
-    return f"{options.model} | {spec or 'dense'} | {way} | seed {seed} | {options.steps} steps at {options.lr:g}"
+    aligned = f", aligned at {options.align_lr:g}" if "align" in WAYS[way] and options.align_lr != ALIGN_LR else ""
+    return f"{options.model} | {spec or 'dense'} | {way} | seed {seed} | {options.steps} steps at {options.lr:g}{aligned}"
 
 
 def one_run(spec: str, way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -81,6 +84,7 @@ def one_run(spec: str, way: str, seed: int, options: argparse.Namespace) -> dict
         settings = dataclasses.replace(
             settings,
             align=align,
+            align_lr=options.align_lr,
             anneal=anneal,
             distil=parts["distil"],
             distil_hidden=parts.get("hidden", 0.0),
