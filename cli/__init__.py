@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from retrofit.cli.failures import exit_code, hang_up, report, unwind_on_sigterm
 from retrofit.cli.parser import Parser
+from retrofit.cli.processes import quieten_wrappers, refuse_several, speaks_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show "→" still gets its table
+    if "--debug" not in given:
+        quieten_wrappers()
     try:
         with unwind_on_sigterm():
             code = dispatch(given)
@@ -28,9 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return hang_up()
     except (Exception, KeyboardInterrupt) as error:
-        if "--debug" in given:
-            traceback.print_exc()
-        report(error, sys.stderr)
+        if speaks_of(error):
+            if "--debug" in given:
+                traceback.print_exc()
+            report(error, sys.stderr)
         return exit_code(error)
 
 
@@ -44,6 +48,8 @@ def dispatch(given: list[str]) -> int:
         arguments = parser.parse_args(given)
     except SystemExit as answered:  # --help and --version
         return int(answered.code or 0)
+    if not arguments.several:
+        refuse_several(next(one for one in given if not one.startswith("-")))
     code: int = arguments.run(arguments)
     return code
 
@@ -55,7 +61,7 @@ def build_parser() -> Parser:
 
     parser = Parser(prog="retrofit", description="Retrofit trained transformers with efficient-transformer methods.")
     parser.add_argument("--version", action="version", version=f"retrofit {__version__}")
-    parser.set_defaults(debug=False)
+    parser.set_defaults(debug=False, several=False)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (apply, inspect, verify, export, teach, train, compare, passes):
         command.add_parser(subparsers)

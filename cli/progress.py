@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 from retrofit.cli.printable import printable
+from retrofit.cli.processes import is_first
 from retrofit.cli.terminal import console_for
 
 if TYPE_CHECKING:
@@ -49,8 +50,12 @@ class Progress:
 
 @contextlib.contextmanager
 def working(debug: bool) -> Iterator[Progress]:
-    """Within this context the stage that work is in is shown, and libraries say nothing of their own unless debugging."""
+    """Within this context the stage that work is in is shown, and libraries say nothing of their own unless debugging.
+
+    Of several processes the first one shows it.
+    """
     from retrofit.runtime.quiet import quiet
 
-    with Progress() as progress, contextlib.nullcontext() if debug else quiet():
+    shown = Progress()
+    with shown if is_first() else contextlib.nullcontext(shown) as progress, contextlib.nullcontext() if debug else quiet():
         yield progress

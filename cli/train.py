@@ -12,6 +12,7 @@ from retrofit.cli.failures import exit_code
 from retrofit.cli.outputs import check_model_output, default_output, name_in_errors
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.printable import printable
+from retrofit.cli.processes import is_first
 from retrofit.cli.progress import working
 from retrofit.training.settings import Settings, flag
 
@@ -23,6 +24,7 @@ Text is read through the tokenizer in MODEL or --tokenizer, else as bytes.
   retrofit train model.pt --data text.txt --steps 200        writes model.trained.pt, its curve and numbers in model.trained.run/
   retrofit train hf_dir/ --data docs/ --steps 1000 --bf16    writes hf_dir.trained/
   retrofit train hf_dir.sparse-ffn/ --teacher hf_dir/ --data docs/ --steps 1000
+  torchrun --nproc-per-node 2 -m retrofit.cli train hf_dir/ --data docs/ --steps 1000
   retrofit train model.gguf --data text.txt --steps 200      writes model.trained/, with the tokenizer
 """
 
@@ -56,7 +58,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of the run that writes this output")
     for field in dataclasses.fields(Settings):
         add_setting(parser, field)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, several=True)
 
 
 def add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
@@ -82,11 +84,13 @@ def run(arguments: argparse.Namespace) -> int:
     given = vars(arguments)
     settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings) if field.name in given})
     require_path(arguments.model)
-    output = check_model_output(arguments.output or default_output(arguments.model, ["trained"]), arguments.force)
+    output = arguments.output or default_output(arguments.model, ["trained"])
+    if is_first():
+        check_model_output(output, arguments.force)
 
-    from retrofit.training.runs import refuse_to_overwrite
+        from retrofit.training.runs import refuse_to_overwrite
 
-    refuse_to_overwrite(output, resume=arguments.resume, force=arguments.force)
+        refuse_to_overwrite(output, resume=arguments.resume, force=arguments.force)
 
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.checkpoint import load
@@ -113,11 +117,12 @@ def run(arguments: argparse.Namespace) -> int:
                 output=output,
                 resume=arguments.resume,
                 force=arguments.force,
-                progress=progress,
+                progress=progress if is_first() else None,
             )
     except KeyboardInterrupt as interruption:
         return interrupted(output, interruption)
-    print(printable(str(result), lines=True))
+    if is_first():
+        print(printable(str(result), lines=True))
     return 0
 
 
@@ -154,6 +159,8 @@ def interrupted(output: Path, interruption: KeyboardInterrupt) -> int:
     """The exit code of an interrupted run, after a word on how to go on."""
     from retrofit.training.runs import folder_of, last_checkpoint
 
+    if not is_first():
+        return exit_code(interruption)
     checkpoint = last_checkpoint(folder_of(output))
     left = "nothing was written" if checkpoint is None else f"{checkpoint} is whole, the same command with --resume goes on from it"
     print(printable(f"retrofit: interrupted: {left}"), file=sys.stderr)

@@ -52,6 +52,13 @@ class TrainingError(RetrofitError):
     """A model cannot be trained as the settings say."""
 
 
+class FirstProcessError(RetrofitError):
+    """The first of several processes failed, and says why."""
+
+    def __init__(self) -> None:
+        super().__init__("the first of the processes failed", remedy="it says why, and the way out")
+
+
 class VerificationError(RetrofitError):
     """A rewritten model failed a check; `report` says which."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from retrofit.errors import CheckpointError, TrainingError
+from retrofit.pipeline.recipe_storage import as_ordinary_model, is_quantized
 from retrofit.pipeline.replaying import added_parameters
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.runtime.modes import evaluation_mode
@@ -19,6 +20,7 @@ from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.storage import architecture
 from retrofit.storage.checkpoint import save
 from retrofit.storage.file_names import EXPORTED, ONNX, is_file_name, require_writable_kind
+from retrofit.training import processes
 from retrofit.training.fingerprints import hash_architecture, hash_weights, hash_windows
 from retrofit.training.kept_predictions import KeptPredictions
 from retrofit.training.kept_teacher import KeptTeacher
@@ -66,13 +68,18 @@ def continue_pretraining(
     teacher is not the model's dense original.
     """
     target = None if output is None else Path(output)
-    if target is not None:
-        refuse_to_overwrite(target, resume=resume, force=force)
-        refuse_unsavable(model, target)
     cpu = trains_on_cpu(settings.device)
+    processes.connect(cpu)
+    processes.shared_batch(settings.batch_size)
+    if target is not None:
+        place = target
+        processes.in_first(lambda: refuse_to_overwrite(place, resume=resume, force=force))
+        refuse_unsavable(model, target)
     pipeline = embeds_sentences(model)
     tokenizer = model.tokenizer if pipeline and tokenizer is None else tokenizer
-    codec = codec_for(transformer_inside(model) if pipeline else model, tokenizer)
+    part = transformer_inside(model) if pipeline else model
+    require_trainable(part)
+    codec = codec_for(part, tokenizer)
     windows = windows_of(texts, codec, settings.length)
     apart = is_held_out(windows, settings.eval_fraction)
     train, held_out = windows[~apart], windows[apart]
@@ -101,9 +108,10 @@ def continue_pretraining(
     watch = StepMonitor(progress)
     findings: dict[str, Any] = {}
     with (
+        as_ordinary_model(part),
         preserve_model(learner),
         activation_checkpointing(model, settings.gradient_checkpointing),
-        run_folder(target, facts, settings, resume=resume) as (folder, checkpoint),
+        shared_run_folder(target, facts, settings, resume=resume) as (folder, checkpoint),
     ):
         trainer: PretrainingTrainer
         setup = TrainerSetup(
@@ -140,9 +148,23 @@ def continue_pretraining(
         **findings,
     )
     if target is not None:
-        save(model, target, force=force, tokenizer=None if pipeline else tokenizer)
-        finish_folder(run)
+        place = target
+
+        def finish() -> None:
+            save(model, place, force=force, tokenizer=None if pipeline else tokenizer)
+            finish_folder(run)
+
+        processes.in_first(finish)
     return run
+
+
+@contextlib.contextmanager
+def shared_run_folder(
+    output: Path | None, facts: Mapping[str, Any], settings: Settings, *, resume: bool
+) -> Iterator[tuple[Path, Path | None]]:
+    """`run_folder` for all processes: the first one makes the folder, and removes it."""
+    with contextlib.ExitStack() as stack:
+        yield processes.in_first(lambda: stack.enter_context(run_folder(output, facts, settings, resume=resume)))
 
 
 def new_parameters(model: nn.Module, rate: float) -> list[nn.Parameter]:
@@ -165,6 +187,17 @@ def refuse_unsavable(model: nn.Module, target: Path) -> None:
         return
     if target.suffix not in (EXPORTED, ONNX):
         architecture.describe_architecture(model)
+
+
+def require_trainable(model: nn.Module) -> None:
+    """Raises `TrainingError` where a quantizer packed the weights, and neither adapters nor the quantizer itself are trained."""
+    adapted = hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
+    if is_quantized(model) and not adapted and not getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False):
+        raise TrainingError(
+            f"{type(model).__name__} is quantized and cannot be trained",
+            why="its weights are packed, and have no gradient",
+            remedy="load it unpacked (dequantize=True in its quantization config), or train adapters on it with PEFT",
+        )
 
 
 @contextlib.contextmanager

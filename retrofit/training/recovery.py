@@ -14,6 +14,7 @@ from torch import nn
 
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.training import processes
 from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.hidden_states import HiddenStates
 from retrofit.training.kept_teacher import KeptTeacher
@@ -38,7 +39,7 @@ def recover(
     """All stages have run, from the last checkpoint of any; returns the last trainer, and figures for the run's record."""
     with teacher.teaching(setup.device):
         setup.learner.to(setup.device)
-        findings = read_findings(setup.folder)
+        findings = processes.in_first(lambda: read_findings(setup.folder))
         if not findings and len(setup.held_out):
             findings = {
                 "dense_loss": dense_loss(teacher, setup),
@@ -142,5 +143,7 @@ def read_findings(folder: Path) -> dict[str, Any]:
 
 
 def write_findings(folder: Path, findings: dict[str, Any]) -> None:
+    if processes.number():  # the first process does
+        return
     with whole_file(folder / FINDINGS, force=True) as file:
         file.write(json.dumps(findings).encode())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
 from retrofit.errors import TrainingError
+from retrofit.training import processes
 from retrofit.training.objectives import Collator, Example
 from retrofit.training.settings import Settings
 from retrofit.training.trainers import PretrainingTrainer
@@ -66,12 +67,12 @@ class TrainerSetup:
         return trainer
 
     def arguments(self, folder: Path, settings: Settings, *, fresh: bool) -> TrainingArguments:
-        """The trainer's arguments: windows in the order of the data set, no reports to other services, one device."""
+        """The trainer's arguments: windows in the order of the data set, no reports to other services, one device a process."""
         evaluate = len(self.held_out) > 0
         result = TrainingArguments(
             output_dir=str(folder),
             max_steps=settings.steps,
-            per_device_train_batch_size=settings.batch_size,
+            per_device_train_batch_size=processes.shared_batch(settings.batch_size),
             per_device_eval_batch_size=settings.batch_size,
             train_sampling_strategy="sequential",
             learning_rate=settings.lr,
@@ -94,6 +95,7 @@ class TrainerSetup:
             dataloader_pin_memory=not self.cpu,
             bf16=settings.bf16,
             use_cpu=self.cpu,
+            ddp_find_unused_parameters=True,  # a site at the end of its dial's way need not read all of its parameters
             seed=settings.seed,
         )
         result._n_gpu = min(result.n_gpu, 1)  # a step is `batch_size` windows however many devices there are

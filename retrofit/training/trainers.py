@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer
 from transformers.utils import WEIGHTS_NAME
 
+from retrofit.runtime.modes import evaluation_mode
+from retrofit.training import processes
 from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.dense_sites import DenseSites
 from retrofit.training.hidden_states import HiddenStates
@@ -41,8 +43,27 @@ class PretrainingTrainer(Trainer):
                 optimizer.add_param_group({**group, "params": new, "lr": self.new_rate})
         return optimizer
 
+    def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
+        """The mean loss of the batches held out, of which each of several processes computes its own."""
+        if processes.count() == 1:
+            return super().evaluate(*args, **named)
+        assert self.model is not None and self.data_collator is not None
+        data: Any = self.eval_dataset
+        size = self.args.per_device_eval_batch_size
+        losses: list[tuple[Any, int]] = []
+        with evaluation_mode(self.model), torch.no_grad(), self.compute_loss_context_manager():
+            for start in range(size * processes.number(), len(data), size * processes.count()):
+                rows = [data[row] for row in range(start, min(start + size, len(data)))]
+                losses.append((self.compute_loss(self.model, self._prepare_inputs(self.data_collator(rows))), len(rows)))
+        metrics = {"eval_loss": processes.weighted_mean(losses, self.args.device)}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         assert output_dir is not None and self.model is not None
+        if not self.args.should_save:  # another process does
+            return
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         torch.save(self.model.state_dict(), Path(output_dir) / WEIGHTS_NAME)
 
@@ -63,9 +84,15 @@ class AligningTrainer(PretrainingTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        with self.sites.aligning(training=model.training) as errors:
-            model(**without_labels(model, inputs))
-        loss = torch.stack(errors).mean()
+        assert self.model is not None
+        learner = self.model
+
+        def compute() -> Tensor:
+            with self.sites.aligning(training=model.training) as errors:
+                learner(**without_labels(learner, inputs))
+            return torch.stack(errors).mean()
+
+        loss = processes.in_forward(model, learner, compute)
         return (loss, {"loss": loss}) if return_outputs else loss
 
 
@@ -96,34 +123,41 @@ class DistillingTrainer(PretrainingTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        with self.teacher.sites.mixed(self.share):
-            if self.hidden is None or not model.training:
-                return self.loss_of(model, inputs, return_outputs, num_items_in_batch)
-            with self.hidden.recorded() as streams:
-                loss, outputs = self.loss_of(model, inputs, True, num_items_in_batch)
-                if not streams.forwards:  # nothing else is learned from the teacher
-                    self.teacher.forward(inputs)
-            loss = loss + self.distillation.distil_hidden * streams.error()
+        assert self.model is not None
+        learner = self.model
+        loss, outputs = processes.in_forward(model, learner, lambda: self.loss_and_outputs(learner, inputs, num_items_in_batch))
         return (loss, outputs) if return_outputs else loss
 
-    def loss_of(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool, num_items_in_batch: Any) -> Any:
-        """The loss without that of the layers."""
+    def loss_and_outputs(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> tuple[Tensor, Any]:
+        """The loss, that of the layers with it, and what the model returned."""
+        with self.teacher.sites.mixed(self.share):
+            if self.hidden is None or not model.training:
+                return self.loss_of(model, inputs, num_items_in_batch)
+            with self.hidden.recorded() as streams:
+                loss, outputs = self.loss_of(model, inputs, num_items_in_batch)
+                if not streams.forwards:  # nothing else is learned from the teacher
+                    self.teacher.forward(inputs)
+            return loss + self.distillation.distil_hidden * streams.error(), outputs
+
+    def loss_of(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> tuple[Tensor, Any]:
+        """The loss without that of the layers, and what the model returned."""
         weight = self.distillation.distil
         chunked = self.chunked
         if chunked is not None and not (self.share < 1 and self.teacher.sites.replace(chunked.head.module)):
             loss = chunked.loss(model, inputs, self.teacher, weight if model.training else 0.0, self.distillation.temperature)
-            return (loss, {"loss": loss}) if return_outputs else loss
+            return loss, {"loss": loss}
         given = {**without_labels(model, inputs), "labels": inputs["labels"]}
         loss, outputs = super().compute_loss(model, given, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training and weight:
             apart = self.teacher.divergence(outputs, inputs, self.distillation.temperature)
             loss = (1 - weight) * loss + weight * apart
-        return (loss, outputs) if return_outputs else loss
+        return loss, outputs
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, _internal_call)
         assert output_dir is not None
-        write_place(Path(output_dir), self.share, self.anneal)
+        if self.args.should_save:
+            write_place(Path(output_dir), self.share, self.anneal)
 
     @property
     def share(self) -> float:

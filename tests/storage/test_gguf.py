@@ -18,6 +18,8 @@ from retrofit.pipeline.calibration import tokenize_texts
 from retrofit.pipeline.tokenization import codec_for, read_tokenizer
 from retrofit.runtime.gguf_header import read_header
 from retrofit.surgery.transformers_quantization import TRACES, has_plain_weights
+from retrofit.training.continued_pretraining import continue_pretraining
+from retrofit.training.settings import Settings
 
 gguf = pytest.importorskip("gguf")
 
@@ -233,3 +235,20 @@ def test_without_the_package_the_extra_is_named(file: Path, monkeypatch: pytest.
 def test_nothing_is_saved_as_gguf(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"not saved as \.gguf"):
         retrofit.save(tiny_llama(), tmp_path / "model.gguf")
+
+
+def test_what_transformers_loads_from_a_file_is_trained(file: Path) -> None:
+    model = stock(file)
+    before = {name for name in TRACES if name in vars(model)}
+    settings = Settings(steps=2, batch_size=2, length=16, eval_every=2, device="cpu")
+    run = continue_pretraining(model, ["a line of text\n" * 40], settings, tokenizer=read_tokenizer(file, required=True))
+    assert run.eval_losses[-1][1] < run.eval_losses[0][1]
+    assert before == {name for name in TRACES if name in vars(model)}
+
+
+def test_packed_weights_are_not_trained() -> None:
+    model = transformers.LlamaForCausalLM(tiny_llama().config)
+    model.is_quantized = True
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to(torch.int8), requires_grad=False)
+    with pytest.raises(TrainingError, match="is quantized and cannot be trained"):
+        continue_pretraining(model, ["a line of text\n" * 40], Settings(steps=2, length=16, device="cpu"))

@@ -1,0 +1,103 @@
+"""Several processes that train one model, as torchrun and accelerate start them: each works on its part of every batch.
+
+The first one decides and writes; the others learn from it what was decided.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from retrofit.errors import FirstProcessError, TrainingError
+
+Result = TypeVar("Result")
+
+
+def connect(cpu: bool) -> None:
+    """The processes that were started together can talk to one another."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        from accelerate import PartialState
+
+        PartialState(cpu=cpu)
+
+
+def count() -> int:
+    """How many processes train the model."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def number() -> int:
+    """Which of them this one is, from 0."""
+    return dist.get_rank() if count() > 1 else 0
+
+
+def in_first(action: Callable[[], Result]) -> Result:
+    """What the action returns in the first process, in all of them; the others do not run it.
+
+    Where it fails, the first raises what it raised, the others `FirstProcessError`.
+    """
+    if count() == 1:
+        return action()
+    done, answer = False, None
+    try:
+        if number() == 0:
+            answer, done = action(), True
+    finally:
+        told: list[Any] = [done, answer]
+        dist.broadcast_object_list(told, src=0)
+    done, answer = told
+    if not done:
+        raise FirstProcessError
+    return cast(Result, answer)
+
+
+def shared_batch(windows: int) -> int:
+    """The windows of a step that this process works on; raises `TrainingError` where they cannot be shared evenly."""
+    if windows % count():
+        raise TrainingError(
+            f"--batch-size {windows} cannot be shared by {count()} processes",
+            why="each works on as many windows of a step as the others",
+            remedy=f"give a multiple of {count()}",
+        )
+    return windows // count()
+
+
+def weighted_mean(losses: Sequence[tuple[Tensor, int]], device: torch.device) -> float:
+    """The mean of the losses of all processes, each with its weight."""
+    sums = torch.tensor([sum(float(loss) * rows for loss, rows in losses), sum(rows for _, rows in losses)], dtype=torch.float64)
+    if count() > 1:
+        sums = sums.to(device)
+        dist.all_reduce(sums)
+    total, rows = sums.tolist()
+    return float(total / rows)
+
+
+def in_forward(wrapped: nn.Module, model: nn.Module, compute: Callable[[], Result]) -> Result:
+    """What `compute` returns, which calls `model`; as the result of a forward of what is wrapped around the model, if something is.
+
+    A wrapper for several processes finds the parameters that a backward pass will reach in what the forward returns. So a loss that
+    hooks collect, or that is made of what a module received, has to be returned by the forward itself.
+    """
+    if wrapped is model:
+        return compute()
+    own = vars(model).get("forward")
+
+    def restore() -> None:
+        vars(model).pop("forward", None)
+        if own is not None:
+            model.forward = own
+
+    def forward() -> Result:
+        restore()
+        return compute()
+
+    model.forward = forward
+    try:
+        return cast(Result, wrapped())
+    finally:
+        restore()
