@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "own dial": {"align": 0, "anneal": 4, "dial": "own"},
     "in chunks": {"align": 0, "anneal": 0},
 }
+RUNS = [("sparse-ffn", way) for way in WAYS] + [(case, "all stages") for case in SPECS if case != "sparse-ffn"]
+CLOSE = {"sparse-ffn": 1e-3}  # where rounding can change which unit is the largest
 
 
 def start_together(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -117,17 +120,17 @@ def test_a_batch_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatc
 # ── Every pass, with a teacher ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def work(rank: int, folder: Path) -> None:
+def work(rank: int, folder: Path, port: int) -> None:
     """What one process does: every case, its numbers in a file; and an error of the first process."""
     torch.set_num_threads(1)
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES), "ACCELERATE_USE_CPU": "1"})
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=PROCESSES)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    processes.connect(cpu=True)
     try:
         with pytest.raises(ValueError if rank == 0 else FirstProcessError):
             processes.in_first(lambda: int("none"))
-        for case in SPECS:
-            for way in WAYS:
-                (folder / f"{case} {way} {rank}.json").write_text(json.dumps(numbers(case, way, folder)))
+        for case, way in RUNS:
+            (folder / f"{case} {way} {rank}.json").write_text(json.dumps(numbers(case, way, folder)))
     finally:
         torch.distributed.destroy_process_group()
 
@@ -152,15 +155,16 @@ def test_every_pass_recovers_in_two_processes_as_in_one(tmp_path: Path) -> None:
     torch.save(dense, tmp_path / "dense.pt")
     for case, spec in SPECS.items():
         torch.save(retrofit.apply(copy.deepcopy(dense), spec, verify=False), tmp_path / f"{case}.pt")
-    torch.multiprocessing.spawn(work, (tmp_path,), nprocs=PROCESSES)
-    for case in SPECS:
-        for way in WAYS:
-            first, second = (json.loads((tmp_path / f"{case} {way} {rank}.json").read_text()) for rank in range(PROCESSES))
-            alone = json.loads(json.dumps(numbers(case, way, tmp_path)))
-            assert first == second
-            for name, values in alone.items():
-                if values is not None:
-                    found, expected = torch.tensor(first[name]), torch.tensor(values)
-                    torch.testing.assert_close(
-                        found, expected, rtol=1e-4, atol=1e-5, msg=f"{case}, {way}: {name}\n{found}\n{expected}"
-                    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(work, (tmp_path, port), nprocs=PROCESSES)
+    for case, way in RUNS:
+        first, second = (json.loads((tmp_path / f"{case} {way} {rank}.json").read_text()) for rank in range(PROCESSES))
+        alone = json.loads(json.dumps(numbers(case, way, tmp_path)))
+        assert first == second
+        for name, values in alone.items():
+            if values is not None:
+                found, expected, close = torch.tensor(first[name]), torch.tensor(values), CLOSE.get(case, 1e-4)
+                said = f"{case}, {way}: {name}\n{found}\n{expected}"
+                torch.testing.assert_close(found, expected, rtol=close, atol=0.1 * close, msg=said)
