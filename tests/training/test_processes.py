@@ -39,7 +39,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "in chunks": {"align": 0, "anneal": 0},
 }
 RUNS = [("sparse-ffn", way) for way in WAYS] + [(case, "all stages") for case in SPECS if case != "sparse-ffn"]
-CLOSE = {"sparse-ffn": 1e-3}  # where rounding can change which unit is the largest
 
 
 def start_together(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -152,6 +151,7 @@ def numbers(case: str, way: str, folder: Path) -> dict[str, Any]:
 def test_every_pass_recovers_in_two_processes_as_in_one(tmp_path: Path) -> None:
     dense = llama()
     continue_pretraining(dense, TEXTS, SMALL)
+    dense.double()  # the first steps of Adam make much of how a gradient is rounded
     torch.save(dense, tmp_path / "dense.pt")
     for case, spec in SPECS.items():
         torch.save(retrofit.apply(copy.deepcopy(dense), spec, verify=False), tmp_path / f"{case}.pt")
@@ -165,6 +165,6 @@ def test_every_pass_recovers_in_two_processes_as_in_one(tmp_path: Path) -> None:
         assert first == second
         for name, values in alone.items():
             if values is not None:
-                found, expected, close = torch.tensor(first[name]), torch.tensor(values), CLOSE.get(case, 1e-4)
+                found, expected = torch.tensor(first[name]), torch.tensor(values)
                 said = f"{case}, {way}: {name}\n{found}\n{expected}"
-                torch.testing.assert_close(found, expected, rtol=close, atol=0.1 * close, msg=said)
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=said)
