@@ -1,8 +1,9 @@
-"""Which pass an option belongs to: the one named by the `--pass` before it."""
+"""What the command line says of passes, in order: those that `--pass` names with the options after each, and recipe files."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from retrofit.cli.failures import UsageError
@@ -12,13 +13,13 @@ from retrofit.pipeline.protocol import Pass
 from retrofit.pipeline.registry import load_pass, pass_names
 
 Declared = Callable[[str], Mapping[str, bool]]  # pass name → its options, and whether one may be given without a value, as a yes
-Requested = list[tuple[str, dict[str, str]]]  # (pass name, option → text), in the order given
+Requested = list[tuple[str, dict[str, str]] | Path]  # (pass name, option → text), or a recipe file; in the order given
 
 YES_OR_NO = ("true", "false", "yes", "no")
 
 
 def split_passes(arguments: Sequence[str], own: Collection[str], declared: Declared) -> tuple[list[str], Requested]:
-    """The arguments that belong to the command, and the passes with the options that belong to them.
+    """The arguments that belong to the command, and the passes with the options that belong to them, recipe files among them.
 
     After `--pass NAME`, `--option value` and `--option=value` belong to that pass where it declares the option, and else to the
     command where it is one of its `own`. A yes-or-no option may be given without a value. Raises `UsageError`.
@@ -29,6 +30,7 @@ def split_passes(arguments: Sequence[str], own: Collection[str], declared: Decla
     while queue:
         argument = queue.pop(0)
         option, equals, value = argument.partition("=")
+        latest = passes[-1] if passes else None
         if argument == "--":
             return [*left, argument, *queue], passes
         if not argument.startswith("--"):
@@ -37,8 +39,13 @@ def split_passes(arguments: Sequence[str], own: Collection[str], declared: Decla
             name = value if equals else take_value(option, queue, own)
             declared(name)  # an unknown name is an error before its options are
             passes.append((name, {}))
-        elif passes and field_name(option) in declared(passes[-1][0]):
-            name, options = passes[-1]
+        elif option == "--recipe":
+            file = value if equals else take_value(option, queue, own)
+            if not file:
+                raise UsageError("--recipe needs a value", remedy="write --recipe FILE")
+            passes.append(Path(file))
+        elif isinstance(latest, tuple) and field_name(option) in declared(latest[0]):
+            name, options = latest
             if field_name(option) in options:
                 raise UsageError(f"{name}: {option} is given twice", remedy="give it once")
             if not equals:
@@ -64,6 +71,9 @@ def refuse(option: str, own: Collection[str], passes: Requested, declared: Decla
     if not passes:
         near = suggest(option, own, "an option of a pass follows the --pass it belongs to")
         raise UsageError(f"there is no option {option}", remedy=near)
+    if isinstance(passes[-1], Path):
+        near = suggest(option, own, f"options of its passes are in the file {passes[-1]}")
+        raise UsageError(f"there is no option {option} of a recipe", remedy=near)
     name = passes[-1][0]
     if others := [other for other in pass_names() if field_name(option) in declared(other)]:
         remedy = f"it belongs to {' and '.join(others)}: write it after --pass {others[0]}"

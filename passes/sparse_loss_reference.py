@@ -10,7 +10,7 @@ from torch import Tensor
 from retrofit.passes.multiplicative_reference import fit_problem
 from retrofit.sdk import Observed, Problems, SiteCall
 
-CALIBRATED = 0.1  # of the own square of a fit on data: its product with what it is fitted to, on random rows
+CALIBRATED = 0.1  # of the own square of a fit on data: its product with what it is fitted to, on rows of one kind or the other
 
 
 def multiplicative_head(call: SiteCall) -> Tensor:
@@ -29,7 +29,8 @@ def logits(head: Any, modules: int, x: Tensor) -> Tensor:
 def start(observed: Observed) -> Problems:
     """D and E were fitted to the dense head: to each of its rows as well as can be, without data.
 
-    With data they were fitted to what is predicted on it: then the dense head only lies along Ŵ, ⟨Ŵ, W⟩ near ‖Ŵ‖².
+    With data they were fitted to what is predicted on it: then the dense head only lies along Ŵ, ⟨Ŵ, W⟩ near ‖Ŵ‖², on random rows
+    or on those that the dense head received. Along inputs that the data do not have the fit may be far too long.
     """
     for site in observed.sites:
         head: Any = site.module
@@ -42,9 +43,15 @@ def start(observed: Observed) -> Problems:
             if problem:
                 yield site.path, problem
             continue
-        x, y = (rows.double() for rows in known)
-        bias = 0.0 if head.bias is None else head.bias.detach().double()
-        found = logits(head, observed.options.modules, x) - bias
-        agreement = float((found * y).sum() / found.square().sum().clamp_min(1e-30))
-        if not CALIBRATED <= agreement <= 1 / CALIBRATED:
-            yield site.path, f"the dense head is {agreement:.2g} times as long along it: it was not fitted to it"
+        rows = (known, observed.dense_products[site.dense_path])
+        agreements = [agreement(head, observed.options.modules, *one) for one in rows]
+        if not any(CALIBRATED <= one <= 1 / CALIBRATED for one in agreements):
+            ratio = " or ".join(f"{one:.2g}" for one in agreements)
+            yield site.path, f"the dense head is {ratio} times as long along it: it was not fitted to it"
+
+
+def agreement(head: Any, modules: int, x: Tensor, y: Tensor) -> float:
+    """⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, of which the dense head makes y; a number that all logits of a row have says nothing."""
+    bias = 0.0 if head.bias is None else head.bias.detach().double()
+    found, y = (z - z.mean(-1, keepdim=True) for z in (logits(head, modules, x.double()) - bias, y.double()))
+    return float((found * y).sum() / found.square().sum().clamp_min(1e-30))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from retrofit.rewriting import apply as apply
     from retrofit.storage.checkpoint import load as load
     from retrofit.storage.checkpoint import save as save
+    from retrofit.storage.recipe_file import read_recipe as read_recipe
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ HOMES = {
     "inspect": "retrofit.anatomy.inspection",
     "load": "retrofit.storage.checkpoint",
     "plan_of": "retrofit.planning",
+    "read_recipe": "retrofit.storage.recipe_file",
     "recipe": "retrofit.pipeline.replaying",
     "save": "retrofit.storage.checkpoint",
     "verify": "retrofit.checks.verify",

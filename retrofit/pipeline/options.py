@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import typing
 from collections.abc import Iterator
@@ -72,14 +73,18 @@ def convert(kind: Any, value: Any) -> Any:
     if kind is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value
-        return int(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value) else None
-    if kind is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return float(value)
         try:
-            return float(value) if isinstance(value, str) else None
-        except ValueError:
+            return int(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value) else None
+        except ValueError:  # more digits than Python reads
             return None
+    if kind is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            return None
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            return None
+        return number if math.isfinite(number) else None
     if kind is tuple:
         return tuple(value) if isinstance(value, (tuple, list)) else tuple(str(value).split("+"))
     return value if isinstance(value, str) else None

@@ -27,6 +27,8 @@ def parse_spec(text: str) -> AnyPass:
         key, equals, value = item.partition("=")
         if not equals:
             raise SpecError(f"{name}: cannot read {item.strip()!r}", remedy="write options as option=value")
+        if key.strip() in options:
+            raise SpecError(f"{name}: option {key.strip()} is given twice", remedy="give it once")
         options[key.strip()] = value.strip()
     return make_pass(name, options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from retrofit.cli import pass_options
 from retrofit.cli.failures import UsageError
 from retrofit.cli.parser import suggest
-from retrofit.cli.pass_options import split_passes
+from retrofit.cli.pass_options import Requested, split_passes
 
 PASSES: dict[str, dict[str, bool]] = {
     "altup": {"k": False, "coefficients": False, "fused": True},
@@ -21,7 +22,7 @@ PASSES: dict[str, dict[str, bool]] = {
 }
 FLAGS = ("--force", "--no-verify")
 VALUED = ("--seed", "--config", "-o", "--output")
-OWN = ("--pass", *FLAGS, *VALUED, "-h", "--help")
+OWN = ("--pass", "--recipe", *FLAGS, *VALUED, "-h", "--help")
 
 words = st.text("abcxyz0123456789./_-= é", min_size=1).filter(lambda word: not word.startswith("-"))
 values = words | st.integers(-99, 99).map(str) | st.just("")
@@ -68,11 +69,11 @@ def pass_option(draw: st.DrawFn, name: str, option: str) -> tuple[str, list[str]
 
 
 @st.composite
-def command_lines(draw: st.DrawFn) -> tuple[list[str], list[str], list[tuple[str, dict[str, str]]]]:
-    """A command line, the arguments on it that are the command's, and the passes on it."""
+def command_lines(draw: st.DrawFn) -> tuple[list[str], list[str], Requested]:
+    """A command line, the arguments on it that are the command's, and the passes and recipes on it."""
     line: list[str] = []
     left: list[str] = []
-    passes: list[tuple[str, dict[str, str]]] = []
+    passes: Requested = []
 
     def some_of_the_commands_own(taken: Mapping[str, bool]) -> None:
         for _ in range(draw(st.integers(0, 2))):
@@ -81,7 +82,13 @@ def command_lines(draw: st.DrawFn) -> tuple[list[str], list[str], list[tuple[str
             left.extend(arguments)
 
     some_of_the_commands_own({})
-    for name in draw(st.lists(st.sampled_from(sorted(PASSES)), max_size=3)):
+    for name in draw(st.lists(st.sampled_from([*sorted(PASSES), "a recipe"]), max_size=3)):
+        if name not in PASSES:
+            file = draw(words)
+            line.extend(written(draw, "--recipe", file))
+            passes.append(Path(file))
+            some_of_the_commands_own({})
+            continue
         line.extend(written(draw, "--pass", name))
         options: dict[str, str] = {}
         some_of_the_commands_own(PASSES[name])
@@ -98,18 +105,23 @@ def command_lines(draw: st.DrawFn) -> tuple[list[str], list[str], list[tuple[str
 
 
 @given(command_lines())
-def test_every_argument_goes_where_it_belongs(command_line: tuple[list[str], list[str], list[tuple[str, dict[str, str]]]]) -> None:
+def test_every_argument_goes_where_it_belongs(command_line: tuple[list[str], list[str], Requested]) -> None:
     line, left, passes = command_line
     assert split_passes(line, OWN, declared) == (left, passes)
 
 
-@given(st.lists(st.sampled_from([*OWN, *PASSES, "--k", "--fused", "--kk", "--rank=3", "--", "true", "-1", "m.pt"]) | st.text()))
+@given(
+    st.lists(
+        st.sampled_from([*OWN, *PASSES, "--k", "--fused", "--kk", "--rank=3", "--recipe", "--recipe=", "--", "true", "-1", "m.pt"])
+        | st.text()
+    )
+)
 def test_what_cannot_be_read_is_a_usage_error(arguments: list[str]) -> None:
     with contextlib.suppress(UsageError):
         left, passes = split_passes(arguments, OWN, declared)
         remaining = iter(arguments)
         assert all(argument in remaining for argument in left), "the command's arguments are not a subsequence of what was given"
-        assert all(option in PASSES[name] for name, options in passes for option in options)
+        assert all(option in PASSES[one[0]] for one in passes if isinstance(one, tuple) for option in one[1])
 
 
 def test_an_option_belongs_to_the_pass_before_it() -> None:
@@ -136,6 +148,11 @@ def test_a_pass_keeps_an_option_that_the_command_has_too() -> None:
         (["--pass", "altup", "--k", "--force"], ["--k needs a value"]),
         (["--pass", "altup", "--k", "-o", "x.pt"], ["--k needs a value"]),
         (["--pass"], ["--pass needs a value"]),
+        (["--recipe", "r.txt", "--k", "2"], ["no option --k of a recipe", "are in the file r.txt"]),
+        (["--pass", "altup", "--recipe", "r.txt", "--k", "2"], ["no option --k of a recipe"]),
+        (["--recipe", "r.txt", "--forse"], ["did you mean --force?"]),
+        (["--recipe"], ["--recipe needs a value"]),
+        (["--recipe="], ["--recipe needs a value"]),
         (["--pass", "altpu", "--k", "2"], ["no pass called 'altpu'"]),
     ],
 )

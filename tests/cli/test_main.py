@@ -24,17 +24,17 @@ from hypothesis import strategies as st
 
 from retrofit.anatomy.sites import Site
 from retrofit.anatomy.wording import format_change
-from retrofit.cli import main
+from retrofit.cli import build_parser, main
 from retrofit.cli.failures import report
 from retrofit.cli.outputs import check_output, default_output, name_in_errors
 from retrofit.cli.printable import printable
 from retrofit.cli.progress import Progress
-from retrofit.cli.recipes import read_recipe
+from retrofit.cli.recipes import named_passes
 from retrofit.cli.tables import print_table
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError
 from retrofit.pipeline.accounts import listed, plan_rows
 from retrofit.pipeline.protocol import Plan
-from retrofit.pipeline.registry import parse_spec
+from retrofit.pipeline.registry import parse_recipe
 from retrofit.runtime.line_folding import fold_lines
 
 COMMANDS = ("apply", "inspect", "verify", "export", "train", "passes")
@@ -423,56 +423,38 @@ def test_a_change_says_by_how_much() -> None:
 # Recipes
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("plain.txt", "# widen, then sum\naltup(k=3, init=hop)  # comment\n\n  sum\n"),
-        ("list.json", '["altup(k=3,init=hop)", "sum()"]'),
-        (
-            "config.json",
-            '{"model_type": "gpt2", "quantization_config": {"recipe": ["altup(k=3)", "sum"]}}',
-        ),
-    ],
-)
-def test_a_recipe_is_text_or_json_or_the_config_of_a_model(name: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    recipe = read_recipe(tmp_path / name)
-    assert [one.name for one in recipe] == ["altup", "sum"]
-    assert recipe[0].spec() == parse_spec("altup(k=3)").spec()
-    (tmp_path / "again").write_text("\n".join(one.spec() for one in recipe))
-    assert read_recipe(tmp_path / "again") == recipe
+@pytest.mark.parametrize("command", ["apply", "inspect"])
+def test_passes_and_recipes_are_taken_in_the_order_given(command: str, tmp_path: Path) -> None:
+    (tmp_path / "two").write_text("sum\naltup(k=3)\n")
+    (tmp_path / "one.json").write_text('[{"pass": "sparse-loss", "modules": 4}]')
+    given = ["--pass", "memory", "--rank", "2", "--recipe", str(tmp_path / "two"), "--pass", "sparse-ffn", "--sparsity", "8"]
+    arguments = build_parser().parse_args([command, *given, f"--recipe={tmp_path / 'one.json'}", "model.pt"])
+    expected = ("memory(rank=2)", "sum", "altup(k=3)", "sparse-ffn(sparsity=8)", "sparse-loss(modules=4)")
+    assert named_passes(arguments) == parse_recipe(expected)
 
 
+@pytest.mark.parametrize("command", ["apply", "inspect"])
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (b"altup(k=2)\naltpu\n", ["recipe, line 2", "no pass called 'altpu'"]),
-        (b"altup(k=zero)", ["recipe, line 1", "k="]),
         (b'["sum", "sum(x=1)"]', ["recipe, pass 2", "unknown option"]),
-        (b'["sum"', ["is not a recipe", "it is not JSON"]),
-        (b"{}", ["is not a recipe", "no list of passes"]),
-        (b"[1, 2]", ["is not a recipe", "no list of passes"]),
-        (b"# nothing yet\n", ["names no pass"]),
+        (b"\x1b[2Jsum", ["recipe, line 1", r"\x1b"]),
         (b"\xff\xfe\x00", ["is not a recipe", "it is not text"]),
+        (b"", ["names no pass"]),
         (None, ["recipe", "no such file"]),
     ],
 )
-def test_a_recipe_that_cannot_be_read_is_named(
-    content: bytes | None, says: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_recipe_that_cannot_be_read_is_bad_input(
+    command: str, content: bytes | None, says: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "recipe"
     if content is not None:
         file.write_bytes(content)
-    assert main(["apply", "--recipe", str(file), "model.pt"]) == 2
+    assert main([command, "--recipe", str(file), "model.pt"]) == 2
     said = capsys.readouterr().err
     assert all(part in said for part in says)
-    assert "not foreseen" not in said
-
-
-@pytest.mark.parametrize("command", ["apply", "inspect"])
-def test_passes_come_from_one_place(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--pass", "sum", "--recipe", "passes.txt", "model.pt"]) == 2
-    assert "--pass and --recipe together" in capsys.readouterr().err
+    assert "\x1b" not in said and "not foreseen" not in said and "way out" in said
 
 
 def test_a_plan_is_not_drawn(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,175 @@
+"""Recipe files: what people and programs write is read as it is meant, and what cannot be read is named with its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import retrofit
+from retrofit.errors import RetrofitError, SpecError
+from retrofit.passes import AltUp, SparseFFN, SumEmbedding
+from retrofit.pipeline.protocol import Recipe
+from retrofit.storage.recipe_file import LARGEST, read_recipe
+
+BOTH = (SparseFFN(sparsity=8, layers="0-2+5", scale=True), SumEmbedding())
+FORMS = {
+    "lines.txt": "# widen\nsparse-ffn(sparsity=8, layers=0-2+5, scale=true)  # a comment\n\n  sum\n",
+    "open.txt": "sparse-ffn(  # N\n  sparsity=8,\n\n  # of the first layers\n  layers=0-2+5, scale=true,\n)\nsum()\n",
+    "windows.txt": "\ufeffsparse-ffn(sparsity=8,layers=0-2+5,scale=yes)\r\nsum\r\n",
+    "list.json": '["sparse-ffn(sparsity=8, layers=0-2+5, scale=true)", "sum()"]',
+    "objects.json": '[{"pass": "sparse-ffn", "sparsity": 8, "layers": "0-2+5", "scale": true}, {"pass": "sum"}]',
+    "whole.json": '{"version": 1, "notes": {"loss": 2.5}, "recipe": [{"pass": "sparse-ffn", "sparsity": "8", "layers": "0-2+5",'
+    ' "scale": true}, "sum"]}',
+    "config.json": '{"model_type": "gpt2", "quantization_config": {"quant_method": "retrofit", "recipe":'
+    ' ["sparse-ffn(sparsity=8, layers=0-2+5, scale=true)", "sum()"]}}',
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_the_same_recipe(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(FORMS[name], encoding="utf-8")
+    assert retrofit.read_recipe(tmp_path / name) == BOTH
+    assert retrofit.read_recipe(str(tmp_path / name)) == BOTH
+
+
+def test_a_rewritten_model_is_its_recipe(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(FORMS["config.json"])
+    assert read_recipe(tmp_path) == BOTH
+    specs = [one.spec() for one in BOTH]
+    held = {"format": "retrofit/1", "architecture": "any", "config": {}, "recipe": specs, "state_dict": {"w": torch.ones(2)}}
+    torch.save(held, tmp_path / "model.pt")
+    assert read_recipe(tmp_path / "model.pt") == BOTH
+
+
+def test_of_a_pipeline_of_modules_the_transformer_is_read(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text('[{"path": "0_Transformer", "type": "Transformer"}, {"path": "1_Pooling"}]')
+    for folder, content in (("0_Transformer", FORMS["config.json"]), ("1_Pooling", "{}")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(content)
+    assert read_recipe(tmp_path) == BOTH
+
+
+# Whatever passes with whatever options.
+
+passes = st.one_of(
+    st.builds(AltUp, k=st.integers(2, 9), init=st.sampled_from(["hop", "lockstep"]), layers=st.sampled_from(["all", "0-3+7"])),
+    st.builds(
+        SparseFFN, sparsity=st.integers(1, 99), rank=st.none() | st.integers(1, 9), hard=st.floats(0, 1), scale=st.booleans()
+    ),
+    st.just(SumEmbedding()),
+)
+
+
+def as_lines(recipe: Recipe) -> str:
+    return "\n".join(one.spec() for one in recipe)
+
+
+def as_open_lines(recipe: Recipe) -> str:
+    return as_lines(recipe).replace("(", "(  # so\n").replace(",", "\n,\n\n")
+
+
+def as_objects(recipe: Recipe) -> str:
+    return json.dumps({"recipe": [{"pass": one.name, **dataclasses.asdict(one)} for one in recipe]})
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(recipe=st.lists(passes, min_size=1, max_size=4).map(tuple), written=st.sampled_from([as_lines, as_open_lines, as_objects]))
+def test_what_is_written_is_read(recipe: Recipe, written: Callable[[Recipe], str], tmp_path: Path) -> None:
+    (tmp_path / "recipe").write_text(written(recipe))
+    assert read_recipe(tmp_path / "recipe") == recipe
+
+
+# What cannot be read.
+
+UNREADABLE: list[tuple[bytes | None, list[str]]] = [
+    (b"sum\n\naltpu  # not a pass\n", ["recipe, line 3", "no pass called 'altpu'", "choose one of"]),
+    (b"# widen\naltup(\n k=zero)", ["recipe, line 2", "option k='zero' is not a whole number"]),
+    (b"altup(k=2\nsum\n", ["recipe, line 1", "never closed"]),
+    (b"altup(k=2) sum", ["recipe, line 1", "cannot read the pass", "name(option=value"]),
+    (b"altup(k=2, k=3)", ["recipe, line 1", "option k is given twice"]),
+    (b"altup(k 2)", ["recipe, line 1", "write options as option=value"]),
+    (b"sparse-ffn(hard=nan)", ["recipe, line 1", "is not a number"]),
+    (b"altup(k=" + 5000 * b"9" + b")", ["recipe, line 1", "is not a whole number"]),
+    (b'["sum", "sum(x=1)"]', ["recipe, pass 2", "unknown option 'x'"]),
+    (b'["sum", 3]', ["recipe, pass 2", "3 is no pass", '"pass": "altup"']),
+    (b'[{"name": "altup"}]', ["recipe, pass 1", "without a name"]),
+    (b'[{"pass": ["altup"]}]', ["recipe, pass 1", "without a name"]),
+    (b'[{"pass": "altup", "k": 2.5}]', ["recipe, pass 1", "option k=2.5 is not a whole number"]),
+    (b'[{"pass": "altup", "k": true}]', ["recipe, pass 1", "option k=True is not a whole number"]),
+    (b'[{"pass": "altup", "k": {"of": 2}}]', ["recipe, pass 1", "is not a whole number"]),
+    (b'[{"pass": "sparse-ffn", "hard": 1' + 400 * b"0" + b"}]", ["recipe, pass 1", "is not a number"]),
+    (b'[{"pass": "altup", "k": 2, "k": 3}]', ["is not a recipe", "'k' is there twice"]),
+    (b'[{"pass": "sparse-ffn", "hard": NaN}]', ["is not a recipe", "NaN is not a number"]),
+    (b'["sum"', ["is not a recipe", "as JSON it cannot be read", "line 1"]),
+    (10000 * b"[", ["is not a recipe"]),
+    (b"{}", ["is not a recipe", "no list of passes"]),
+    (b'{"recipe": {"altup": 2}}', ["is not a recipe", "no list of passes"]),
+    (b'{"passes": ["sum"]}', ["unknown key 'passes'", "recipe (a list of passes)"]),
+    (b'{"recipe": ["sum"], "version": 2}', ["recipe of version 2", "reads version 1", "later retrofit"]),
+    (b'{"recipe": ["sum"], "version": "1"}', ["version '1' is not a whole number"]),
+    (b'{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}', ["holds no recipe", "was not rewritten"]),
+    (b'{"model_type": "gpt2", "quantization_config": {"quant_method": "gptq"}}', ["holds no recipe", "was not rewritten"]),
+    (b"# nothing yet\n", ["names no pass"]),
+    (b"[]", ["names no pass"]),
+    (b"", ["names no pass"]),
+    (b"\xff\xfe\x00", ["is not a recipe", "not text in UTF-8 from byte 0 on"]),
+    (bytes(range(256)), ["is not a recipe", "not text"]),
+    (None, ["recipe", "there is no such file"]),
+]
+
+
+@pytest.mark.parametrize(("content", "says"), UNREADABLE)
+def test_what_cannot_be_read_is_named_with_its_place(content: bytes | None, says: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "recipe"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SpecError) as refused:
+        read_recipe(file)
+    assert str(file) in refused.value.what and refused.value.remedy
+    assert [part for part in says if part not in str(refused.value)] == []
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(content=st.binary(max_size=200) | st.text().map(str.encode) | st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+).map(lambda data: json.dumps({"recipe": data}).encode()))  # fmt: skip
+def test_whatever_a_file_holds_it_is_a_recipe_or_a_named_error(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "recipe"
+    file.write_bytes(content)
+    with pytest.raises(RetrofitError, match="recipe"):
+        read_recipe(file)
+
+
+def test_a_file_of_weights_is_not_read_to_its_end(tmp_path: Path) -> None:
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(LARGEST + 1)
+    with pytest.raises(SpecError, match="is not a recipe") as refused:
+        read_recipe(tmp_path / "model.safetensors")
+    assert "larger than" in refused.value.why
+
+
+@pytest.mark.parametrize(
+    ("kind", "held"),
+    [
+        ("dense", {"format": "retrofit/1", "architecture": "any", "config": {}, "recipe": [], "state_dict": {"w": torch.ones(1)}}),
+        ("weights", {"w": torch.ones(1)}),
+    ],
+)
+def test_a_model_that_was_not_rewritten_holds_no_recipe(kind: str, held: dict[str, Any], tmp_path: Path) -> None:
+    torch.save(held, tmp_path / "model.pt")
+    with pytest.raises(SpecError, match=r"model\.pt holds no recipe"):
+        read_recipe(tmp_path / "model.pt")
+
+
+def test_a_directory_without_a_model_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="is not a recipe") as refused:
+        read_recipe(tmp_path)
+    assert "config.json" in refused.value.why
