@@ -96,15 +96,23 @@ class RepeatedCall:
         self.random: RandomState | None = None
 
     def first(self, x: Tensor) -> Returned:
-        """What the layer returns for the stream x, without a graph."""
+        """What the layer returns for the stream x, without a graph.
+
+        While it runs there is one, of which nothing is kept: an operation may run another kernel where an argument is trained, as
+        torch's attention does for a trained mask, and the second run is to run the same.
+        """
         self.values = [one.detach() for one in self.given]
         self.versions += [one._version for one in self.values]
         before = RandomState(self.device)
-        output, known, losses = self.run(x, self.values)
-        known |= {id(value): original for value, original in zip(self.values, self.given, strict=True)}
+        values = [one.detach().requires_grad_() for one in self.values]
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(forget, forgotten):
+            output, known, losses = self.run(x.detach().requires_grad_(), values)
+        known |= {id(value): original for value, original in zip(values, self.given, strict=True)}
         self.given = []
         self.random = None if before.is_current() else before
-        return Returned(output, self.stream_out, known, losses)
+        returned = Returned(output, self.stream_out, known, losses)
+        returned.tensors = [one.detach() for one in returned.tensors]
+        return returned
 
     def again(self, x: Tensor, with_graph: bool = True) -> tuple[Returned, list[Tensor]]:
         """The same once more, with a graph from x and from the tensors that it returns, one for each of those given at first."""
@@ -136,6 +144,14 @@ class RepeatedCall:
         arguments, keywords = tree_unflatten([filled(leaf) for leaf in self.leaves], self.structure)
         with self.autocast.restored(), auxiliary_losses() as losses:
             return self.layer(*arguments, **keywords), known, losses
+
+
+def forget(saved: Tensor) -> None:
+    """Nothing is kept of a tensor that an operation saves for its gradient."""
+
+
+def forgotten(kept: None) -> Tensor:
+    raise AssertionError("the first run of a layer has no gradient")
 
 
 class KeptCache:
