@@ -21,12 +21,12 @@ from sweeping import Row, Task, all_ids, assessed, cell, line, parser_of, write_
 HEADINGS = ("architecture", "captured", "anatomy", "AltUp exact", "generates", "trains", "saved and loaded")
 CELLS = ("captured", "anatomy", "exact", "generates", "trains", "saved")
 RECYCLED = "`embedding=recycled`"
-OTHERS = {  # passes other than AltUp, with sizes that fit the tiny models
+OTHERS = {  # passes other than AltUp, with sizes that fit the tiny models and their short inputs
     "sparse-ffn": "sparse-ffn(sparsity=8)",
     "shared-moe": "shared-moe(experts=2, k=1)",
     "memory": "memory(lookup=token-id)",
     "recurrence": "recurrence(rank=4)",
-    "lsh-attention": "lsh-attention",
+    "lsh-attention": "lsh-attention(rounds=2, buckets=4, chunk=4)",
     "reversible": "reversible",
     "sparse-qkv": "sparse-qkv(kernel=2)",
     "sequence-altup": "sequence-altup(k=2, layers=all)",

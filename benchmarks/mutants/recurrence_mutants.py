@@ -61,6 +61,18 @@ MUTANTS = [
         trials=DECODING,
     ),
     scan(
+        "the second of two tokens forgets the first",
+        "return torch.cat([first, f[:, 1:] * first + x[:, 1:]], 1)",
+        "return torch.cat([first, x[:, 1:]], 1)",
+        trials=DECODING,
+    ),
+    scan(
+        "an exported program leaves a token out of its own state",
+        "later = (position.unsqueeze(1) > position).unsqueeze(-1)",
+        "later = (position.unsqueeze(1) >= position).unsqueeze(-1)",
+        trials=EXPORTED,
+    ),
+    scan(
         "an exported program forgets what came before a chunk",
         "c = inner + total.exp() * states[:, :-1].unsqueeze(2)",
         "c = inner",
@@ -124,6 +136,30 @@ MUTANTS = [
         "W_out begins with noise",
         "self.w_out.zero_()",
         "self.w_out.normal_(std=0.02)",
+        trials=DEFAULT,
+    ),
+    unit(
+        "the second gate is that of the state",
+        "return use * c + math.sqrt(3) * (1 - use) * x, c",
+        "return use * c + math.sqrt(3) * (1 - keep) * x, c",
+        trials=DEFAULT,
+    ),
+    unit(
+        "the gates begin open: their biases are ones",
+        "self.b.zero_()",
+        "self.b.fill_(1.0)",
+        trials=DEFAULT,
+    ),
+    unit(
+        "the biases are not counted",
+        "rank * width + 3 * rank * rank + 2 * rank)",
+        "rank * width + 3 * rank * rank)",
+        trials=DEFAULT,
+    ),
+    unit(
+        "nothing says that W_in gets its gradient later",
+        "return [one for one in self.parameters() if one is not self.w_out]",
+        "return []",
         trials=DEFAULT,
     ),
     unit(

@@ -1,0 +1,64 @@
+"""Terraformer: the recipes in examples/ on small models, and the example itself."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny_models
+
+import retrofit
+from retrofit.pipeline.replaying import rewrites
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def llama() -> Any:
+    return tiny_models.llama(intermediate_size=64, max_position_embeddings=256)
+
+
+def t5() -> Any:
+    return tiny_models.t5(d_ff=64, num_layers=2, dropout_rate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "build"), [("terraformer.txt", llama), pytest.param("terraformer_t5.txt", t5, marks=pytest.mark.long)]
+)
+def test_a_recipe_rewrites_every_layer_and_the_result_trains_and_decodes(recipe: str, build: Callable[[], Any]) -> None:
+    passes = retrofit.read_recipe(EXAMPLES / recipe)
+    model = retrofit.apply(build(), *passes, verify=False)
+    assert retrofit.recipe(model) == passes
+    layers = sum(len(stack.layers) for stack in retrofit.inspect(build()).stacks)
+    for rewrite in rewrites(model) or ():
+        assert rewrite.sites and (len(rewrite.sites) >= layers or rewrite.spec.startswith("sparse-loss")), rewrite.spec
+    ids = torch.randint(5, 40, (2, 90), generator=torch.Generator().manual_seed(0))  # longer than a chunk
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        torch.manual_seed(0)  # the same noise, so that the losses compare
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    model.eval()
+    how: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "num_beams": 2, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, use_cache=True, **how), model.generate(ids, use_cache=False, **how))
+
+
+@pytest.mark.long
+def test_the_example_does_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        importlib.import_module("terraformer").main(steps=8)
+    finally:
+        sys.path.pop(0)
+    said = capsys.readouterr().out
+    assert said.count("the same tokens with and without its cache") == 2
+    assert "terraformer.txt: sparse-qkv > " in said and "terraformer_t5.txt: " in said
