@@ -173,7 +173,7 @@ def table(width: int, key: str, found: dict[str, Any]) -> str:
     lines = [f"\n{key}: {SIZES[width][0]} decoder layers, float32, one token after {CONTEXT}", ""]
     lines += ["| | parameters | s a token | faster | s a block | faster |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
     for name, row in found.items():
-        cells = [name, f"{row['parameters'] / 1e6:,.0f}M"]
+        cells = [name, f"{row['parameters'] / 1e6:,.1f}M"]
         for kind in ("token", "block"):
             ratios = [mine / reference for mine, reference in zip(found[DENSE][kind], row[kind], strict=True)]
             cells += [f"{statistics.median(row[kind]):.4f}", f"{statistics.median(ratios):.2f}×"]
