@@ -50,6 +50,7 @@ def start(observed: Observed) -> Problems:
             yield site.path, f"the dense head is {ratio} times as long along it: it was not fitted to it"
 
 
+@torch.no_grad()
 def agreement(head: Any, modules: int, x: Tensor, y: Tensor) -> float:
     """⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, of which the dense head makes y; a number that all logits of a row have says nothing."""
     bias = 0.0 if head.bias is None else head.bias.detach().double()

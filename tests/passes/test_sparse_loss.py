@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
-from retrofit.passes import AltUp, SparseLoss
+from retrofit.passes import AltUp, SparseLoss, sparse_loss_reference
 from retrofit.passes.multiplicative import Multiplicative, nearest_product
 from retrofit.passes.sparse_loss import MultiplicativeHead
 from retrofit.rewriting import apply_reported
@@ -185,3 +187,25 @@ def test_options_that_do_not_fit_are_refused() -> None:
     model = zoo.build(zoo.entry("causal/llama"))
     with pytest.raises(DoesNotFitError, match="square root"):
         retrofit.apply(model, SparseLoss(modules=100_000))
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+def test_a_head_fitted_to_data_of_few_dimensions_is_held_to_these(fitted: bool) -> None:
+    """Along inputs that no data have, a fit may be of any length: that is no reason to say that it was not made."""
+    torch.manual_seed(0)
+    head = MultiplicativeHead(8, 12, 3, None, torch.empty(0))
+    weight = torch.randn(8, 12)
+    with torch.no_grad():
+        head.product.d.normal_(std=10.0)
+        head.product.e.normal_()
+        if fitted:
+            head.product.d[0], head.product.e[0] = 1.0, torch.tensor([1.0, -2.0, 3.0, 0.5])
+            weight[0] = head.product.e[0].repeat(3)
+    random, data = torch.randn(16, 8), torch.zeros(16, 8)
+    data[:, 0] = torch.randn(16)
+    sites = [SimpleNamespace(path="head", dense_path="head", module=head)]
+    rows: dict[str, Any] = {"dense_probes": {"head": (random, random @ weight)}, "dense_products": {"head": (data, data @ weight)}}
+    observed: Any = SimpleNamespace(sites=sites, options=SparseLoss(modules=3), is_calibrated=True, **rows)
+    problems = list(sparse_loss_reference.start(observed))
+    assert (problems == []) == fitted, problems
+    assert fitted or "it was not fitted" in problems[0][1]

@@ -14,6 +14,7 @@ import retrofit
 from retrofit.errors import DoesNotFitError, RetrofitError, VerificationError
 from retrofit.passes import AltUp, SumEmbedding
 from retrofit.pipeline.protocol import Pass
+from retrofit.pipeline.registry import parse_recipe
 
 ORDERS = {
     "altup-sum": (AltUp(k=2), SumEmbedding()),
@@ -69,6 +70,15 @@ def test_passes_in_one_call_are_passes_in_two():
     assert retrofit.recipe(once) == retrofit.recipe(twice)
     assert set(once.state_dict()) == set(twice.state_dict())
     assert torch.equal(retrofitted.logits(once, given), retrofitted.logits(twice, given))
+
+
+def test_a_pass_works_again_on_other_layers():
+    model, _ = tiny("causal/llama")
+    layers = len(retrofit.inspect(model).stacks[0].layers)
+    specs = ("sparse-ffn(sparsity=4, layers=0)", f"sparse-ffn(sparsity=2, layers=1-{layers - 1})")
+    retrofit.apply(model, *specs, verify=False)
+    assert retrofit.recipe(model) == parse_recipe(specs)
+    assert [module.sparsity for module in model.modules() if hasattr(module, "sparsity")] == [4] + [2] * (layers - 1)
 
 
 # Failing

@@ -34,7 +34,7 @@ def llama(layers: int = 4) -> Any:
 
 
 def reversible(name: str = "llama", bits: int = 2) -> Any:
-    """A model with dropout and a mask; one without dropout whose mask is trained, for which torch's attention has another kernel."""
+    """A model with dropout and a mask; one without dropout, whose trained mask makes torch run another kernel of its attention."""
     if name == "llama":
         model = copy.deepcopy(llama())
         for index, layer in enumerate(model.model.layers):
