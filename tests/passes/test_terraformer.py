@@ -26,9 +26,15 @@ def t5() -> Any:
     return tiny_models.t5(d_ff=64, num_layers=2, dropout_rate=0.0)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "build"), [("terraformer.txt", llama), pytest.param("terraformer_t5.txt", t5, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("recipe", ["terraformer.txt", "terraformer_t5.txt"])
+def test_a_recipe_can_be_read_and_runs_layers_twice_last(recipe: str) -> None:
+    names = [one.name for one in retrofit.read_recipe(EXAMPLES / recipe)]
+    assert {"sparse-qkv", "sparse-ffn", "recurrence", "lsh-attention"} <= set(names[: names.index("reversible")])
+    assert names[names.index("reversible") + 1 :] == ["sparse-loss"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("recipe", "build"), [("terraformer.txt", llama), ("terraformer_t5.txt", t5)])
 def test_a_recipe_rewrites_every_layer_and_the_result_trains_and_decodes(recipe: str, build: Callable[[], Any]) -> None:
     passes = retrofit.read_recipe(EXAMPLES / recipe)
     model = retrofit.apply(build(), *passes, verify=False)
