@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
 
 import retrofit
-from retrofit.pipeline.registry import pass_names
 
 SIZES = {  # d: decoder layers, heads, columns of a head, d_ff, V, S of the attention, N of the feed-forward
     64: (2, 4, 16, 256, 512, 4, 16),
@@ -63,14 +62,13 @@ def rows(width: int) -> dict[str, tuple[str, ...]]:
     """What each row of the table was rewritten with."""
     *_, modules, sparsity = SIZES[width]
     units, attention, loss = f"sparse-ffn(sparsity={sparsity})", f"sparse-qkv(modules={modules})", f"sparse-loss(modules={LOSS})"
-    merged = ("merge-cross-attention(attentions=2)",) if "merge-cross-attention" in pass_names() else ()
     return {
         DENSE: (),
         "+ sparse FF": (units,),
         "+ sparse QKV": (attention,),
         "+ sparse FF + QKV": (attention, units),
         "+ sparse FF + QKV + loss": (attention, units, loss),
-        "Terraformer": (*merged, attention, units, "recurrence", "lsh-attention(buckets=128)", "reversible", loss),
+        "Terraformer": (attention, units, "recurrence", "lsh-attention(buckets=128)", "reversible", loss),
     }
 
 

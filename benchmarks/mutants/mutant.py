@@ -77,6 +77,7 @@ def models() -> dict[str, Callable[[], Any]]:
         "llama-4-layers": lambda: llama(num_hidden_layers=4),
         "t5": t5,
         "t5-gated": lambda: t5(feed_forward_proj="gated-gelu", num_layers=2),
+        "t5-without-dropout": lambda: t5(num_layers=2, d_model=64, d_kv=32, d_ff=64, dropout_rate=0.0),
         "bert": bert,
         "gpt-neox": gpt_neox,
     }
