@@ -83,7 +83,7 @@ def print_anatomy(arguments: argparse.Namespace) -> int:
 
 def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
     """What the passes would do is on stdout; 0 where `apply` would find something to rewrite for each of them, else 2."""
-    from retrofit.planning import plan_of
+    from retrofit.preview import plan_of
     from retrofit.storage.checkpoint import load
 
     with working(arguments.debug) as progress:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 import retrofit
-from retrofit import planning, rewriting
+from retrofit import preview, rewriting
 from retrofit.errors import NO_WAY_OUT, DoesNotFitError, RetrofitError
 from retrofit.rewriting import BECOMES_GRAPH, GRAPH_WAY_OUT, apply_reported
 from retrofit.surgery.edit import Edit
@@ -244,8 +244,8 @@ def test_what_no_form_of_a_model_fits_is_not_tried_as_a_graph(monkeypatch: pytes
         retrofit.apply(model, spec, verify=False)
     assert refused.value.in_any_form and "mixture of experts already" in refused.value.why
     forms = []
-    once = planning.plan_once
-    monkeypatch.setattr(planning, "plan_once", lambda *known: forms.append(known[3]) or once(*known))
+    once = preview.plan_once
+    monkeypatch.setattr(preview, "plan_once", lambda *known: forms.append(known[3]) or once(*known))
     assert not retrofit.plan_of(model, spec).fits and forms == ["module"]
 
 

@@ -19,7 +19,7 @@ import retrofit
 from retrofit.anatomy.sites import NearMiss, Site
 from retrofit.errors import CaptureError, DoesNotFitError, SpecError
 from retrofit.pipeline.protocol import Plan
-from retrofit.planning import PlannedPass, RecipePlan
+from retrofit.preview import PlannedPass, RecipePlan
 from retrofit.rewriting import apply_reported
 from retrofit.runtime.skeletons import without_weights
 
