@@ -158,6 +158,7 @@ class SparseLoss(Pass[SparseLossPlan]):
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.3"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "output head"
+    candidates: ClassVar[tuple[str, ...]] = ("modules=16", "modules=64")
     reference: ClassVar[MethodReference] = MethodReference(
         {MultiplicativeHead: ModuleReference(once_more.multiplicative_head)}, start=once_more.start
     )

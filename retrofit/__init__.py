@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from retrofit.onnx.exporter.export_onnx import export_onnx as export_onnx
     from retrofit.onnx.importer.from_onnx import from_onnx as from_onnx
     from retrofit.pipeline.replaying import recipe as recipe
+    from retrofit.planning.planner import plan as plan
     from retrofit.preview import plan_of as plan_of
     from retrofit.rewriting import apply as apply
     from retrofit.storage.checkpoint import load as load
@@ -32,6 +33,7 @@ HOMES = {
     "from_onnx": "retrofit.onnx.importer.from_onnx",
     "inspect": "retrofit.anatomy.inspection",
     "load": "retrofit.storage.checkpoint",
+    "plan": "retrofit.planning.planner",
     "plan_of": "retrofit.preview",
     "read_recipe": "retrofit.storage.recipe_file",
     "recipe": "retrofit.pipeline.replaying",

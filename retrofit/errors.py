@@ -59,6 +59,10 @@ class FirstProcessError(RetrofitError):
         super().__init__("the first of the processes failed", remedy="it says why, and the way out")
 
 
+class PlanningError(RetrofitError):
+    """No choice of passes is what a target asks for, or a target cannot be read."""
+
+
 class VerificationError(RetrofitError):
     """A rewritten model failed a check; `report` says which."""
 

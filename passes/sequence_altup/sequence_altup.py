@@ -93,6 +93,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, §4.2 and supplement Alg. 2"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "layer"
+    candidates: ClassVar[tuple[str, ...]] = ("k=2",)
     reference: ClassVar[MethodReference] = MethodReference(
         {StridedLayer: ModuleReference(once_more.strided_layer, ("layer",), key="stream_out", cached=True)},
         wiring=once_more.wiring,

@@ -68,6 +68,14 @@ class SparseFFN(Pass[SparseFFNPlan]):
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.1"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "feed-forward"
+    candidates: ClassVar[tuple[str, ...]] = (
+        "sparsity=8, active=4, controller=gate",
+        "sparsity=8, active=2",
+        "sparsity=8, active=4",
+        "sparsity=8, active=2, controller=gate",
+        "sparsity=8, active=1",
+        "sparsity=8, active=6, controller=gate",
+    )
     reference: ClassVar[MethodReference] = MethodReference(
         {
             SparseFeedForward: ModuleReference(

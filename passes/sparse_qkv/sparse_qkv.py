@@ -69,6 +69,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.2"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "attention"
+    candidates: ClassVar[tuple[str, ...]] = ("output=keep", "")
     reference: ClassVar[MethodReference] = MethodReference(
         {
             SparseAttention: ModuleReference(once_more.sparse_attention, ("layer",), key="out_key", tokens=FEW, cached=True),

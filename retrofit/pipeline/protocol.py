@@ -96,6 +96,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
     rewrites: ClassVar[str] = "site"  # what a site is, for the refusal: "feed-forward", "attention", …
     reference: ClassVar[Any] = None  # a `MethodReference`: how else what it installs is computed, for the check `method`
     recovery: ClassVar[Recovery] = Recovery()
+    candidates: ClassVar[tuple[str, ...]] = ()  # settings that `retrofit plan` tries: options of a spec, "active=4, rank=16"
     remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits and no near miss has one
 
     def __post_init__(self) -> None:

@@ -1,0 +1,158 @@
+"""`retrofit plan`: which passes, with which settings, in which layers, for what a model is to reach: a recipe file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from retrofit.cli.failures import UsageError, exit_code
+from retrofit.cli.outputs import check_output
+from retrofit.cli.parser import Subparsers, add_model_arguments, require_path, seed
+from retrofit.cli.pass_options import gather_passes
+from retrofit.cli.printable import printable
+from retrofit.cli.progress import working
+from retrofit.cli.tables import print_table
+from retrofit.pipeline.registry import make_pass
+
+if TYPE_CHECKING:
+    from retrofit.pipeline.protocol import AnyPass
+    from retrofit.planning.planned_recipe import ModelPlan
+    from retrofit.planning.targets import Target
+
+EXAMPLES = """\
+A target is "decode 1.5x" (or prefill: times the dense model's speed), "memory 0.7x" (or train: times what the dense model takes),
+"loss +0.05" (nats a token), or several at once, "decode 1.3x, memory 0.9x". Without --pass all passes that propose settings are
+tried; a pass without options stands for the settings that it proposes. An interrupted command, given again, goes on.
+
+  retrofit plan model/ --calibrate text.txt --target "decode 1.5x"                  writes model.plan.json and model.plan.png
+  retrofit plan model/ --calibrate text.txt --target "loss +0.05" --pass sparse-ffn
+  retrofit apply model/ --calibrate text.txt --recipe model.plan.json
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="choose passes, their settings and layers for a target, by measuring",
+        description="Choose passes, their settings and layers for what a model is to reach.",
+        epilog=EXAMPLES,
+    )
+    parser.gather = gather_passes
+    parser.add_argument("--pass", metavar="NAME", help="a candidate: a pass, whose options follow it; may be given several times")
+    add_model_arguments(parser)
+    parser.add_argument("--calibrate", metavar="TEXT", type=Path, nargs="+", action="extend", required=True, help="text files")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
+    parser.add_argument(
+        "--target", metavar="TARGET", action="append", required=True, help="what is to be reached; several: a plan each"
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the recipe file (default: next to MODEL)")
+    parser.add_argument("--force", action="store_true", help="replace outputs that exist, and measurements of something else")
+    parser.add_argument("--tokens", metavar="N", type=int, help="tokens that passes are fitted on (default: 16384)")
+    parser.add_argument(
+        "--minutes", metavar="M", type=float, help="no candidate is begun after most of them (default: all are tried)"
+    )
+    parser.add_argument("--no-measure", action="store_true", help="do not rewrite the model by the recipe and measure it")
+    parser.add_argument("--json", action="store_true", help="print the plans as JSON")
+    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="seed of whatever starts at random (default: 0)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The recipe files and the picture are on disk, and a table about them on stdout."""
+    from retrofit.planning.targets import parse_targets
+
+    require_path(arguments.model)
+    for text in arguments.calibrate:
+        if not text.exists():
+            raise UsageError(f"--calibrate {text}: there is no such file or directory", remedy="check the path")
+    if arguments.minutes is not None and not arguments.minutes > 0:
+        raise UsageError(
+            f"--minutes {arguments.minutes:g}", why="no time is left to try anything", remedy="give a number above zero"
+        )
+    if arguments.tokens is not None and arguments.tokens < 1:
+        raise UsageError(f"--tokens {arguments.tokens}", why="passes are fitted on at least one", remedy="give a number above zero")
+    targets = parse_targets(arguments.target)
+    candidates = named_candidates(arguments)
+    output: Path = arguments.output or next_to(arguments.model)
+    files = output_files(output, targets)
+    picture = output.with_suffix(".png")
+    for file in (*files, picture):
+        check_output(file, arguments.force)
+    folder = output.with_suffix(".measured")
+
+    from retrofit.pipeline.tokenization import read_texts, read_tokenizer
+    from retrofit.planning.front_picture import draw_front
+    from retrofit.planning.planner import plan
+    from retrofit.storage.checkpoint import load
+    from retrofit.storage.companions import tokenizer_place
+
+    texts = read_texts(arguments.calibrate)
+    try:
+        with working(arguments.debug) as progress:
+            progress(f"reading {arguments.model}")
+            place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
+            tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
+            model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+            found = plan(
+                model,
+                texts,
+                arguments.target,
+                passes=candidates,
+                tokenizer=tokenizer,
+                folder=folder,
+                tokens=arguments.tokens,
+                minutes=arguments.minutes,
+                measure=not arguments.no_measure,
+                seed=arguments.seed,
+                force=arguments.force,
+                progress=progress,
+            )
+    except KeyboardInterrupt as interruption:
+        print(printable(f"retrofit: interrupted: the same command goes on from what is in {folder}"), file=sys.stderr)
+        return exit_code(interruption)
+    for file, one in zip(files, found.planned, strict=True):
+        found.save(one, file, force=arguments.force)
+    draw_front(picture, found, force=arguments.force)
+    if arguments.json:
+        print(json.dumps([found.to_dict(one) for one in found.planned], indent=2))
+    else:
+        print_plans(found, files, picture)
+    return 0
+
+
+def named_candidates(arguments: argparse.Namespace) -> list[AnyPass | str] | None:
+    """The passes that the command line names: one without options by its name, which stands for what it proposes; None for all."""
+    found: list[AnyPass | str] = []
+    for one in arguments.passes:
+        if not isinstance(one, tuple):
+            raise UsageError("--recipe with plan", why="a plan writes a recipe", remedy="name candidates with --pass")
+        name, options = one
+        found.append(make_pass(name, options) if options else name)
+    return found or None
+
+
+def next_to(model: Path) -> Path:
+    """`model.plan.json` for `model.pt` and for a directory `model`."""
+    model = model if model.name not in ("", "..") else model.resolve()
+    return model.with_name(f"{model.name if model.is_dir() else model.stem}.plan.json")
+
+
+def output_files(output: Path, targets: tuple[Target, ...]) -> list[Path]:
+    """The recipe file of each target: `output`, or where there are several one named for each, `model.plan.decode-1.5x.json`."""
+    if len(targets) == 1:
+        return [output]
+    words = [re.sub(r"[^a-z0-9.]+", "-", str(target)) for target in targets]
+    return [output.with_name(f"{output.stem}.{word}{output.suffix}") for word in words]
+
+
+def print_plans(found: ModelPlan, files: list[Path], picture: Path) -> None:
+    """Each plan as a table, then what was not tried, and where the results are."""
+    from retrofit.planning.planned_recipe import rows_of
+
+    for file, one in zip(files, found.planned, strict=True):
+        print_table([*rows_of(found, one), ("recipe file", str(file)), ("", "")])
+    print_table([*(("left out", f"{name}: {why}") for name, why in found.left_out.items()), ("picture", str(picture))])

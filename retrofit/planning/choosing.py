@@ -1,0 +1,213 @@
+"""The choice of replacements that loses least within limits on what it costs.
+
+    min q(x) = xᵀ M x      x_i ∈ {0, 1},  Σ_i c_mi x_i ≤ C_m for each cost m,  x_i + x_j ≤ 1 where i and j exclude each other
+
+Where M is diagonal that is a knapsack, which HiGHS solves exactly. With the terms off the diagonal, it solves the problem with q
+linear around the best choice so far, from several starts, and exchanges of one or two replacements improve what it finds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy
+from numpy.typing import NDArray
+
+Array = NDArray[numpy.float64]
+
+ROUNDS = 6  # of linear problems from one start
+STARTS = 6  # at random
+SLACK = 1e-9
+TIME = 5.0  # seconds of one linear problem
+GAP = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Replacements to choose from: what they lose together, what each costs, which exclude each other."""
+
+    matrix: Array  # M, (n, n)
+    costs: Mapping[str, Array]  # of each cost what each replacement adds, (n); negative where it saves
+    cliques: tuple[tuple[int, ...], ...]  # of each at most one may be chosen
+
+    @property
+    def count(self) -> int:
+        return len(self.matrix)
+
+    def cost(self, name: str, chosen: Collection[int]) -> float:
+        return float(self.costs[name][list(chosen)].sum())
+
+    def loss(self, chosen: Collection[int]) -> float:
+        index = sorted(chosen)
+        return float(self.matrix[numpy.ix_(index, index)].sum())
+
+    def is_allowed(self, chosen: Collection[int], limits: Mapping[str, float]) -> bool:
+        """Whether the choice keeps the limits and holds nothing that excludes each other."""
+        within = all(self.cost(name, chosen) <= most + SLACK for name, most in limits.items())
+        return within and all(len(set(clique) & set(chosen)) <= 1 for clique in self.cliques)
+
+
+def cliques_of(paths: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
+    """For each innermost module that is replaced, the replacements that replace it or what it lies in."""
+    every = {path for some in paths for path in some}
+    innermost = [path for path in every if not any(other != path and inside(other, path) for other in every)]
+    found = {tuple(index for index, some in enumerate(paths) if any(inside(path, outer) for outer in some)) for path in innermost}
+    return tuple(sorted(clique for clique in found if len(clique) > 1))
+
+
+def inside(path: str, outer: str) -> bool:
+    return path == outer or not outer or path.startswith(f"{outer}.")
+
+
+def choose(problem: Problem, limits: Mapping[str, float], starts: Sequence[Collection[int]] = ()) -> frozenset[int] | None:
+    """The best choice found that keeps the limits; None where no choice does. `limits` are the most of each cost."""
+    diagonal = numpy.maximum(problem.matrix.diagonal(), 0.0)
+    first = linear_choice(problem, diagonal, limits)
+    if first is None:
+        return None
+    found = [improved(problem, follow(problem, first, limits), limits)]
+    draws = numpy.random.default_rng(0)
+    around = [diagonal * draws.lognormal(sigma=0.5, size=problem.count) for _ in range(STARTS)]
+    for weights in (numpy.sqrt(diagonal), numpy.maximum(problem.matrix.sum(1), 0.0), *around):
+        another = linear_choice(problem, weights, limits)
+        if another is not None:
+            found.append(improved(problem, follow(problem, another, limits), limits))
+    found += [improved(problem, frozenset(one), limits) for one in starts if problem.is_allowed(one, limits)]
+    return min(found, key=problem.loss)
+
+
+def follow(problem: Problem, start: frozenset[int], limits: Mapping[str, float]) -> frozenset[int]:
+    """The best of the choices that linear problems around one another lead to from `start`."""
+    best = current = start
+    for _ in range(ROUNDS):
+        x = numpy.zeros(problem.count)
+        x[list(current)] = 1.0
+        beside = problem.matrix @ x - problem.matrix.diagonal() * x
+        following = linear_choice(problem, problem.matrix.diagonal() + 2 * beside, limits)
+        if following is None or following == current:
+            break
+        current = following
+        best = min(best, current, key=problem.loss)
+    return best
+
+
+def linear_choice(problem: Problem, weights: Array, limits: Mapping[str, float]) -> frozenset[int] | None:
+    """The choice with the least sum of weights that keeps the limits; None where none does."""
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    rows = [problem.costs[name] for name in limits]
+    most = list(limits.values())
+    for clique in problem.cliques:
+        row = numpy.zeros(problem.count)
+        row[list(clique)] = 1.0
+        rows.append(row)
+        most.append(1.0)
+    scaled = [
+        (row / (numpy.abs(row).max() or 1.0), limit / (numpy.abs(row).max() or 1.0)) for row, limit in zip(rows, most, strict=True)
+    ]
+    constraints = [LinearConstraint(row[None], -numpy.inf, limit) for row, limit in scaled]
+    size = float(numpy.abs(weights).max()) or 1.0
+    solved = milp(
+        weights / size,
+        constraints=constraints,
+        integrality=numpy.ones(problem.count),
+        bounds=Bounds(0, 1),
+        options={"time_limit": TIME, "mip_rel_gap": GAP},
+    )
+    if solved.x is None:
+        return None
+    chosen = frozenset(int(index) for index in numpy.flatnonzero(solved.x > 0.5))
+    return chosen if problem.is_allowed(chosen, limits) else trimmed(problem, chosen, limits)
+
+
+def trimmed(problem: Problem, chosen: frozenset[int], limits: Mapping[str, float]) -> frozenset[int] | None:
+    """A choice that misses a limit by what the solver rounds off, with one more replacement that meets it; None where none does."""
+    more = (chosen | {index} for index in range(problem.count) if index not in chosen)
+    allowed = [one for one in more if problem.is_allowed(one, limits)]
+    return min(allowed, key=problem.loss, default=None)
+
+
+def improved(problem: Problem, chosen: frozenset[int], limits: Mapping[str, float]) -> frozenset[int]:
+    """The choice after exchanges of one or two replacements, until none makes it better."""
+    rivals = rivals_of(problem)
+    while True:
+        moves = single_moves(problem, chosen, rivals)
+        better = best_of(problem, chosen, moves, limits)
+        if better is None:
+            better = best_pair(problem, chosen, moves, limits)
+        if better is None:
+            return chosen
+        chosen = better
+
+
+Move = tuple[frozenset[int], int | None]  # what leaves, what enters
+
+
+def rivals_of(problem: Problem) -> list[set[int]]:
+    """For each replacement those that it excludes."""
+    rivals: list[set[int]] = [set() for _ in range(problem.count)]
+    for clique in problem.cliques:
+        for one, other in itertools.permutations(clique, 2):
+            rivals[one].add(other)
+    return rivals
+
+
+def single_moves(problem: Problem, chosen: frozenset[int], rivals: Sequence[set[int]]) -> list[Move]:
+    """A replacement leaves, or one enters and those that it excludes leave."""
+    leaving: list[Move] = [(frozenset({index}), None) for index in chosen]
+    return leaving + [(frozenset(rivals[index] & chosen), index) for index in range(problem.count) if index not in chosen]
+
+
+def moved(chosen: frozenset[int], *moves: Move) -> frozenset[int]:
+    gone = frozenset().union(*(move[0] for move in moves))
+    return (chosen - gone) | {move[1] for move in moves if move[1] is not None}
+
+
+def best_of(problem: Problem, chosen: frozenset[int], moves: Sequence[Move], limits: Mapping[str, float]) -> frozenset[int] | None:
+    """The best choice that one move leads to, None where none is better."""
+    before = problem.loss(chosen)
+    after = [one for one in (moved(chosen, move) for move in moves) if problem.loss(one) < before - SLACK * max(1.0, before)]
+    return min((one for one in after if problem.is_allowed(one, limits)), key=problem.loss, default=None)
+
+
+def best_pair(
+    problem: Problem, chosen: frozenset[int], moves: Sequence[Move], limits: Mapping[str, float]
+) -> frozenset[int] | None:
+    """The best choice that two moves lead to, None where none is better.
+
+    All pairs are looked at by their difference alone; a pair that excludes each other is not a choice, and is passed over.
+    """
+    if not moves:
+        return None
+    steps = numpy.zeros((len(moves), problem.count))
+    for row, (gone, entering) in enumerate(moves):
+        steps[row, list(gone)] = -1.0
+        if entering is not None:
+            steps[row, entering] = 1.0
+    x = numpy.zeros(problem.count)
+    x[list(chosen)] = 1.0
+    products = steps @ problem.matrix
+    alone = 2 * products @ x + (products * steps).sum(1)
+    change = alone[:, None] + alone[None] + 2 * products @ steps.T
+    least = -SLACK * max(1.0, problem.loss(chosen))
+    allowed = change < least
+    for name, most in limits.items():
+        saved = steps @ problem.costs[name]
+        allowed &= problem.cost(name, chosen) + saved[:, None] + saved[None] <= most + SLACK
+    numpy.fill_diagonal(allowed, False)
+    rows, columns = numpy.nonzero(numpy.triu(allowed))
+    for place in change[rows, columns].argsort()[:TRIED]:
+        after = moved(chosen, moves[rows[place]], moves[columns[place]])
+        if problem.is_allowed(after, limits) and problem.loss(after) < problem.loss(chosen) + least:
+            return after
+    return None
+
+
+TRIED = 200  # pairs of moves, from the best on
+
+
+def least_cost(problem: Problem, name: str, limits: Mapping[str, float]) -> frozenset[int] | None:
+    """The choice that costs least of one cost within the limits on the others, however much it loses."""
+    return linear_choice(problem, problem.costs[name], {other: most for other, most in limits.items() if other != name})

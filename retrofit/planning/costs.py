@@ -1,0 +1,126 @@
+"""What hybrids cost beside the dense model: seconds of a token, of a forward, of a training step, measured in turn; bytes, counted.
+
+Every time is that of the whole model, not of a module called by itself, whose weights would be in a cache by the second call. In
+each round the models take turns, and what counts is the median over the rounds of the ratios to the dense model: a machine that is
+busy for a while slows both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from retrofit.errors import RetrofitError
+from retrofit.runtime.example_inputs import device_of
+from retrofit.runtime.modes import evaluation_mode, preserve_modes
+from retrofit.runtime.probes import can_generate, ids_name, logits_of
+from retrofit.runtime.state_preservation import preserve_random_state
+from retrofit.training.model_comparison import generated, synchronize
+
+LEAST, MOST = 5, 25  # rounds
+SECONDS = 6.0  # after which no further round begins
+TOKENS = 16  # decoded in a round: a multiple of the strides at which some tokens cost less
+PROMPT = 32  # tokens
+
+Hybrid = Callable[[], AbstractContextManager[nn.Module]]
+Inputs = Mapping[str, Any]
+
+
+def seconds_of(quantity: str, model: nn.Module, window: Inputs) -> float:
+    """One measurement: the seconds of a decoded token, of a forward of the window, of a training step on it."""
+    if quantity == "decode":
+        return seconds_of_token(model, window)
+    return seconds_of_forward(model, window) if quantity == "prefill" else seconds_of_step(model, window)
+
+
+def measurable(model: nn.Module, window: Inputs) -> tuple[str, ...]:
+    """The quantities of which times can be measured."""
+    return ("decode", "prefill", "train") if can_generate(model, window) else ("prefill", "train")
+
+
+@torch.no_grad()
+def seconds_of_token(model: nn.Module, window: Inputs) -> float:
+    """The mean time from one token to the next as `generate` decodes them, the first left out."""
+    began: list[float] = []
+    name = ids_name(window)
+    prompt = {key: value[:1, :PROMPT] if isinstance(value, Tensor) and value.dim() == 2 else value for key, value in window.items()}
+    prompt = {key: value for key, value in prompt.items() if key == name or not isinstance(value, Tensor) or value.dim() != 2}
+    with evaluation_mode(model):
+        handle = model.register_forward_pre_hook(lambda module, args: began.append(time.perf_counter()))
+        try:
+            generated(model, prompt, TOKENS + 2)
+        finally:
+            handle.remove()
+    return (began[-1] - began[1]) / (len(began) - 2)
+
+
+@torch.no_grad()
+def seconds_of_forward(model: nn.Module, window: Inputs) -> float:
+    with evaluation_mode(model):
+        return timed(lambda: model(**window))
+
+
+def seconds_of_step(model: nn.Module, window: Inputs) -> float:
+    """A forward and a backward of the window, in training mode."""
+    with preserve_modes(model), preserve_random_state():
+        torch.manual_seed(0)
+        model.train()
+        parameters = [one for one in model.parameters() if one.requires_grad]
+
+        def step() -> None:
+            outputs = logits_of(model(**window))
+            flat = outputs.flatten(0, -2).float()
+            loss = F.cross_entropy(flat, torch.arange(len(flat), device=flat.device) % flat.shape[-1])
+            torch.autograd.grad(loss, parameters, allow_unused=True)
+
+        return timed(step)
+
+
+def timed(action: Callable[[], Any]) -> float:
+    synchronize()
+    began = time.perf_counter()
+    action()
+    synchronize()
+    return time.perf_counter() - began
+
+
+def beside(
+    dense: Hybrid, others: Sequence[Hybrid], quantity: str, window: Inputs, most_seconds: float = SECONDS
+) -> tuple[float, list[float]]:
+    """The seconds of the dense model, and the share of them that each of the others takes: medians over rounds."""
+    models = [dense, *others]
+    seconds: list[list[float]] = [[] for _ in models]
+    began, rounds = time.monotonic(), 0
+    while rounds <= LEAST or (rounds <= MOST and time.monotonic() - began < most_seconds * len(models)):
+        turns = list(range(len(models)))
+        for index in turns[rounds % len(models) :] + turns[: rounds % len(models)]:
+            with models[index]() as model:
+                taken = seconds_of(quantity, model, window)
+            if rounds:  # the first is for warmth
+                seconds[index].append(taken)
+        rounds += 1
+    base = statistics.median(seconds[0])
+    return base, [
+        statistics.median([one / reference for one, reference in zip(each, seconds[0], strict=True)]) for each in seconds[1:]
+    ]
+
+
+def window_on(model: nn.Module, window: Inputs) -> dict[str, Any]:
+    """The inputs of one window on the model's device."""
+    return {name: value[:1].to(device_of(model)) if isinstance(value, Tensor) else value for name, value in window.items()}
+
+
+def trains(model: nn.Module, window: Inputs) -> bool:
+    """Whether a training step of the model can be timed."""
+    with contextlib.suppress(RetrofitError, RuntimeError, TypeError, IndexError):
+        seconds_of_step(model, window)
+        return True
+    return False

@@ -1,0 +1,105 @@
+"""What several replacements do to the outputs together, predicted from what each does alone.
+
+    q(S) = Σ_i k_i + 2 Σ_{i<j} r_ij √(k_i k_j)          K(S) = a · q(S)^b
+
+k_i is the distance that replacement i causes alone, r_ij the cosine between what i and j do to the predictions (u in `quality`):
+errors that point the same way add up to more than their sum, others cancel. a and b are fitted to hybrids of many replacements
+that were measured: they are 1 where the outputs are close to the dense ones. The loss added is a share of K, that of the hybrids
+measured whose K is nearest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+import numpy
+from numpy.typing import NDArray
+
+Array = NDArray[numpy.float64]
+
+TRUST = 2.0  # hybrids that a = b = 1 counts as
+NEAR = 0.35  # in log K: how fast a hybrid measured counts less the farther it is
+FLOOR = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredTogether:
+    """A hybrid that was measured: its replacements, their distance from the dense model, the loss added."""
+
+    chosen: tuple[int, ...]
+    distance: float
+    added_loss: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class JointError:
+    """q as a matrix: k on the diagonal, r_ij √(k_i k_j) off it; and how K follows from it."""
+
+    matrix: Array
+    a: float = 1.0
+    b: float = 1.0
+    measured: tuple[MeasuredTogether, ...] = ()
+
+    @classmethod
+    def of(cls, alone: Sequence[float], cosines: Array) -> JointError:
+        """From k, (n), and r, (n, n)."""
+        root = numpy.sqrt(numpy.maximum(numpy.asarray(alone, dtype=float), FLOOR))
+        matrix = numpy.outer(root, root) * cosines
+        numpy.fill_diagonal(matrix, root**2)
+        return cls(matrix)
+
+    def together(self, chosen: Collection[int]) -> float:
+        """q of the replacements chosen."""
+        index = numpy.asarray(sorted(chosen), dtype=int)
+        return max(0.0, float(self.matrix[numpy.ix_(index, index)].sum()))
+
+    def distance(self, chosen: Collection[int]) -> float:
+        """K of the replacements chosen."""
+        return self.of_together(self.together(chosen))
+
+    def of_together(self, q: float) -> float:
+        return self.a * q**self.b if q > 0 else 0.0
+
+    def added_loss(self, distance: float) -> float:
+        """The loss that goes with a distance."""
+        known = [one for one in self.measured if one.added_loss is not None and one.distance > FLOOR]
+        if not known:
+            return distance
+        weights = [closeness(one.distance, distance) for one in known]
+        added = sum(weight * one.added_loss / one.distance for weight, one in zip(weights, known, strict=True))  # type: ignore[operator]
+        return distance * added / sum(weights)
+
+    def fitted(self, measured: Sequence[MeasuredTogether], near: float) -> JointError:
+        """With a and b of the hybrids measured, those counting most whose distance is near `near`."""
+        points = [(self.together(one.chosen), one.distance) for one in measured]
+        known = [(math.log(q), math.log(found), closeness(found, near)) for q, found in points if q > FLOOR and found > FLOOR]
+        if not known:
+            return dataclasses.replace(self, measured=tuple(measured))
+        x, y, w = (numpy.asarray(values) for values in zip(*known, strict=True))
+        centre = float((w * x).sum() / w.sum())
+        # log K = log a + b (log q − centre) + centre; both deviations are pulled to 0
+        rows = numpy.stack([numpy.ones_like(x), x - centre], 1)
+        weighted = rows * w[:, None]
+        pull = numpy.diag([0.05, TRUST * 0.25])
+        shift, slope = numpy.linalg.solve(rows.T @ weighted + pull, weighted.T @ (y - x))
+        b = float(numpy.clip(1 + slope, 0.3, 3.0))
+        a = math.exp(float(shift) + (1 - b) * centre)
+        return dataclasses.replace(self, a=a, b=b, measured=tuple(measured))
+
+
+def closeness(one: float, other: float) -> float:
+    """How much a measurement at one distance says about another: 1 where they are the same, never 0."""
+    apart = math.log(max(one, FLOOR)) - math.log(max(other, FLOOR))
+    return math.exp(-0.5 * (apart / NEAR) ** 2) + 1e-3
+
+
+def cosines_of(sketches: Sequence[Array]) -> Array:
+    """The cosines between vectors, (n, n); one without length has none with any other."""
+    stacked = numpy.stack([numpy.asarray(one, dtype=numpy.float32) for one in sketches])
+    lengths = numpy.linalg.norm(stacked, axis=1, keepdims=True)
+    stacked = stacked / numpy.maximum(lengths, FLOOR)
+    found: Array = (stacked @ stacked.T).astype(float)
+    numpy.fill_diagonal(found, 1.0)
+    return found

@@ -1,0 +1,90 @@
+"""Measurements by name, on disk as soon as they are there, so that a run that was interrupted goes on from them.
+
+A folder with `measured.json`, which says what they depend on, and the sketches of what each replacement does to the predictions.
+Without a folder they are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from retrofit.errors import PlanningError
+from retrofit.runtime.atomic_writes import whole_file
+
+RECORD = "measured.json"
+FORMAT = "retrofit plan's measurements"
+Value = TypeVar("Value")
+
+
+class KeptMeasurements:
+    """What was measured so far."""
+
+    def __init__(self, folder: Path | None, facts: dict[str, Any], *, force: bool = False) -> None:
+        self.folder, self.facts = folder, facts
+        self.values: dict[str, Any] = {}
+        self.sketches: dict[str, Tensor] = {}
+        if folder is not None:
+            self.open(folder, force=force)
+
+    def open(self, folder: Path, *, force: bool) -> None:
+        """What the folder holds is known; raises `PlanningError` where that is of something else and `force` is not given."""
+        record = folder / RECORD
+        if folder.exists() and not (folder.is_dir() and (record.is_file() or not any(folder.iterdir()))):
+            raise PlanningError(f"{folder} is in the way", why="it holds no measurements of a plan", remedy="name another -o")
+        if not record.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+        try:
+            kept = json.loads(record.read_text(encoding="utf-8"))
+            facts, values = kept["facts"], dict(kept["values"])
+            known = kept["format"] == FORMAT
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanningError(
+                f"{record} cannot be read", why=str(error), remedy="remove the folder, or name another -o"
+            ) from error
+        if known and facts == self.facts:
+            self.values = values
+            return
+        if not force:
+            apart = [name for name in self.facts if facts.get(name) != self.facts[name]] if known else ["format"]
+            raise PlanningError(
+                f"{folder} holds the measurements of another plan",
+                why=f"its {' and '.join(apart)} differ",
+                remedy="name another -o, or start over with --force",
+            )
+        for file in (*folder.glob("*.safetensors"), record):
+            file.unlink()
+
+    def measure(self, name: str, action: Callable[[], Any]) -> Any:
+        """The value called `name`, measured by `action` where it is not known yet. It is plain data."""
+        if name not in self.values:
+            self.values[name] = action()
+            self.write()
+        return self.values[name]
+
+    def write(self) -> None:
+        """All values are on disk."""
+        if self.folder is not None:
+            with whole_file(self.folder / RECORD, force=True) as file:
+                file.write(json.dumps({"format": FORMAT, "facts": self.facts, "values": self.values}, indent=1).encode())
+
+    def keep_sketch(self, name: str, sketch: Tensor) -> None:
+        """The sketch called `name` is kept; it is written before the value that says that it is there."""
+        self.sketches[name] = sketch
+        if self.folder is not None:
+            with whole_file(self.folder / f"{name}.safetensors", force=True) as file:
+                file.write(save({"u": sketch.to(torch.float16)}))
+
+    def sketch(self, name: str) -> Tensor:
+        """The sketch called `name`, rounded as it is on disk."""
+        if name not in self.sketches:
+            assert self.folder is not None
+            self.sketches[name] = load((self.folder / f"{name}.safetensors").read_bytes())["u"]
+        return self.sketches[name].to(torch.float16).float()

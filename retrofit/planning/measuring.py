@@ -1,0 +1,235 @@
+"""What is measured of a model for a plan, each once: the sites of candidates, candidates everywhere, choices of the solver."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy
+from torch import nn
+
+from retrofit.errors import RetrofitError
+from retrofit.pipeline.protocol import AnyPass
+from retrofit.planning.candidates import short_spec
+from retrofit.planning.choosing import Problem, cliques_of
+from retrofit.planning.costs import SECONDS, beside
+from retrofit.planning.joint_error import JointError, MeasuredTogether, cosines_of
+from retrofit.planning.kept_measurements import KeptMeasurements
+from retrofit.planning.planning_data import PlanningData
+from retrofit.planning.quality import MeasuredWindows, Quality
+from retrofit.planning.variants import LayerPaths, Replacement, Variant, added_bytes, build_variant, hybrid, structure
+from retrofit.runtime.peak_memory import own_bytes
+from retrofit.training.fingerprints import short_hash
+
+Progress = Callable[[str], None]
+BUILDING = 0.6  # of the minutes given, after which no further candidate is begun
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One replacement that can be chosen, as it is kept: which candidate's, where, what it costs and loses by itself."""
+
+    candidate: int
+    number: int  # among the candidate's replacements
+    depths: tuple[int, ...]
+    paths: tuple[str, ...]
+    costs: dict[str, float]  # that it adds, as shares of the dense model's
+    alone: float  # distance
+
+
+class Measurements:
+    """Everything measured of one model."""
+
+    def __init__(
+        self,
+        dense: nn.Module,
+        data: PlanningData,
+        layers: LayerPaths,
+        candidates: Sequence[AnyPass],
+        quantities: Sequence[str],
+        kept: KeptMeasurements,
+        *,
+        seed: int,
+        example_inputs: Any,
+        seconds: float = SECONDS,
+        progress: Progress,
+    ) -> None:
+        self.dense, self.data, self.layers, self.candidates = dense, data, layers, tuple(candidates)
+        self.quantities, self.kept, self.seed, self.example_inputs = tuple(quantities), kept, seed, example_inputs
+        self.seconds, self.say = seconds, progress
+        self.variants: dict[int, Variant] = {}
+        self.sites: list[Site] = []
+        self.left_out: dict[str, str] = {}
+        progress("measuring the dense model")
+        paths = list(dict.fromkeys(path for some in layers.values() for path in some))
+        self.windows = MeasuredWindows.of(dense, data.measured, paths, data.shift)
+        self.held_out = MeasuredWindows.of(dense, data.held_out, (), data.shift)
+        self.bytes = own_bytes(dense)
+        self.base: dict[str, float] = {}
+
+    # Candidates, one after the other.
+
+    def measure_candidates(self, minutes: float | None) -> None:
+        """The sites of every candidate have been measured, of those that fit; none is begun when most of the `minutes` are over."""
+        began = time.monotonic()
+        for number, candidate in enumerate(self.candidates):
+            name = short_spec(candidate)
+            late = minutes is not None and self.sites and time.monotonic() - began > BUILDING * 60 * minutes
+            if late and f"{name} sites" not in self.kept.values:
+                self.left_out[name] = f"not tried: most of the {minutes:g} minutes were over"
+                continue
+            try:
+                self.sites += self.measure_candidate(number)
+            except RetrofitError as error:
+                reason = f"{error.what}: {error.why}" if error.why else error.what
+                self.left_out[name] = self.kept.measure(f"{name} refused", lambda reason=reason: reason)
+
+    def measure_candidate(self, number: int) -> list[Site]:
+        """The sites of one candidate, with what each costs and loses by itself."""
+        name = short_spec(self.candidates[number])
+        if (refused := self.kept.values.get(f"{name} refused")) is not None:
+            raise RetrofitError(refused)
+        described = self.kept.measure(f"{name} sites", lambda: self.describe(number))
+        for quantity in self.quantities:
+            self.measure_times(number, described, quantity)
+        found = []
+        for index, one in enumerate(described):
+            self.say(f"{name}: site {index + 1} of {len(described)} by itself")
+            alone = self.kept.measure(f"{name} alone {index}", lambda index=index: self.measure_alone(number, index))
+            costs = {quantity: self.kept.values[f"{name} {quantity} {one['structure']}"] for quantity in self.quantities}
+            costs["memory"] = one["bytes"] / self.bytes
+            found.append(Site(number, index, tuple(one["depths"]), tuple(one["paths"]), costs, alone["distance"]))
+        self.measure_uniform(number)
+        return found
+
+    def variant(self, number: int) -> Variant:
+        """The candidate applied to the whole model, taken apart; it is built again after an interruption."""
+        if number not in self.variants:
+            candidate = self.candidates[number]
+            self.say(f"fitting {short_spec(candidate)}")
+            self.variants[number] = build_variant(
+                self.dense, candidate, self.data.fitted, self.layers, self.seed, self.example_inputs
+            )
+        return self.variants[number]
+
+    def describe(self, number: int) -> list[dict[str, Any]]:
+        """What each replacement of a candidate is, without its modules; those of one structure have one number."""
+        known: dict[str, int] = {}
+        return [
+            {
+                "depths": list(one.depths),
+                "paths": list(one.paths),
+                "bytes": added_bytes(self.dense, one),
+                "structure": known.setdefault(structure(one), len(known)),
+            }
+            for one in self.variant(number)
+        ]
+
+    def measure_times(self, number: int, described: Sequence[dict[str, Any]], quantity: str) -> None:
+        """What a site of each structure adds to the time of the dense model, as a share of it."""
+        name = short_spec(self.candidates[number])
+        for kind in sorted({one["structure"] for one in described}):
+            members = [index for index, one in enumerate(described) if one["structure"] == kind]
+
+            def added(members: list[int] = members) -> float:
+                self.say(f"{name}: timing {quantity}")
+                replacements = [self.variant(number)[index] for index in members]
+                return (self.share(replacements, quantity) - 1.0) / len(members)
+
+            self.kept.measure(f"{name} {quantity} {kind}", added)
+
+    def share(self, replacements: Sequence[Replacement], quantity: str) -> float:
+        """The time of a hybrid as a share of the dense model's, measured in turn."""
+        base, (share,) = beside(
+            self.as_dense(), [lambda: hybrid(self.dense, replacements)], quantity, self.data.window, self.seconds
+        )
+        self.kept.measure(f"dense {quantity}", lambda: base)
+        return share
+
+    def as_dense(self) -> Callable[[], AbstractContextManager[nn.Module]]:
+        return lambda: contextlib.nullcontext(self.dense)
+
+    def measure_alone(self, number: int, index: int) -> dict[str, Any]:
+        """The quality of the dense model with one replacement; what it does to the predictions is kept as a sketch."""
+        found = self.quality([self.variant(number)[index]], self.windows, sketch=True)
+        assert found.sketch is not None
+        self.kept.keep_sketch(sketch_name(self.candidates[number], index), found.sketch)
+        return {"distance": found.distance, "loss": found.loss}
+
+    def quality(self, replacements: Sequence[Replacement], windows: MeasuredWindows, *, sketch: bool = False) -> Quality:
+        paths = [path for one in replacements for path in one.paths]
+        with hybrid(self.dense, replacements) as model:
+            return windows.measure(model, paths, sketch=sketch)
+
+    def measure_uniform(self, number: int) -> None:
+        """The candidate wherever it fits: on the windows measured and on those held out."""
+        spec = short_spec(self.candidates[number])
+        for name, windows in (("measured", self.windows), ("held out", self.held_out)):
+
+            def uniform(windows: MeasuredWindows = windows) -> dict[str, Any]:
+                self.say(f"{spec}: in all layers")
+                found = self.quality(list(self.variant(number)), windows)
+                return {"distance": found.distance, "loss": found.loss}
+
+            self.kept.measure(f"{spec} uniform {name}", uniform)
+
+    # All of them together.
+
+    def problem(self, matrix: numpy.ndarray[Any, Any], scales: dict[str, float]) -> Problem:
+        """What is to be chosen from; `scales` correct the sums of each cost."""
+        names = (*self.quantities, "memory")
+        costs = {name: numpy.asarray([site.costs[name] * scales.get(name, 1.0) for site in self.sites]) for name in names}
+        return Problem(matrix, costs, cliques_of([site.paths for site in self.sites]))
+
+    def joint_error(self) -> JointError:
+        """The prediction of what sites do together, from what each does alone."""
+        sketches = [self.kept.sketch(sketch_name(self.candidates[site.candidate], site.number)).numpy() for site in self.sites]
+        return JointError.of([site.alone for site in self.sites], cosines_of(sketches))
+
+    def uniform_choices(self) -> Iterator[tuple[int, frozenset[int]]]:
+        """Each candidate in all its sites, as a choice."""
+        for number in sorted({site.candidate for site in self.sites}):
+            yield number, frozenset(index for index, site in enumerate(self.sites) if site.candidate == number)
+
+    def together(self, chosen: Collection[int]) -> MeasuredTogether:
+        """What a choice does to the outputs, measured."""
+        found = self.kept.measure(f"together {self.label(chosen)}", lambda: self.measure_together(chosen))
+        return self.as_measured(chosen, found)
+
+    def as_measured(self, chosen: Collection[int], found: dict[str, Any]) -> MeasuredTogether:
+        dense = self.windows.dense_loss
+        added = None if found["loss"] is None or dense is None else found["loss"] - dense
+        return MeasuredTogether(tuple(sorted(chosen)), found["distance"], added)
+
+    def measure_together(self, chosen: Collection[int]) -> dict[str, Any]:
+        self.say(f"measuring {len(chosen)} sites together")
+        found = self.quality(self.replacements(chosen), self.windows)
+        return {"distance": found.distance, "loss": found.loss}
+
+    def share_of(self, chosen: Collection[int], quantity: str) -> float:
+        """The time of a choice as a share of the dense model's, measured."""
+
+        def measured() -> float:
+            self.say(f"timing {quantity} of {len(chosen)} sites together")
+            return self.share(self.replacements(chosen), quantity)
+
+        return float(self.kept.measure(f"{quantity} {self.label(chosen)}", measured))
+
+    def replacements(self, chosen: Collection[int]) -> list[Replacement]:
+        return [self.variant(self.sites[index].candidate)[self.sites[index].number] for index in sorted(chosen)]
+
+    def label(self, chosen: Collection[int]) -> str:
+        """A choice as text."""
+        by_candidate: dict[str, list[str]] = {}
+        for site in (self.sites[index] for index in sorted(chosen)):
+            by_candidate.setdefault(short_spec(self.candidates[site.candidate]), []).append(str(site.number))
+        return "; ".join(f"{name}: {' '.join(numbers)}" for name, numbers in by_candidate.items())
+
+
+def sketch_name(candidate: AnyPass, number: int) -> str:
+    """The name of what is kept of a site's effect on the predictions."""
+    return f"{candidate.name}-{short_hash(candidate.spec().encode())}-{number}"

@@ -1,0 +1,149 @@
+"""What a plan comes to: a recipe, what it was predicted to be worth and what it was measured to be, and its neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from retrofit.anatomy.wording import layer_range
+from retrofit.pipeline.protocol import Recipe
+from retrofit.pipeline.registry import parse_recipe
+from retrofit.planning.targets import QUANTITIES, Target
+from retrofit.runtime.atomic_writes import whole_file
+
+VERSION = 1  # of recipe files
+DISTANCES = {True: "KL from the dense predictions, nats a token", False: "relative error of the outputs"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Worth:
+    """What a model costs, as shares of the dense model's, and what it loses."""
+
+    costs: Mapping[str, float]  # decode, prefill, train, memory: those that were measured
+    distance: float  # KL, or the relative error where the outputs are no logits
+    added_loss: float | None
+
+    def speed(self, quantity: str) -> float:
+        return 1.0 / self.costs[quantity]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLayers:
+    """What one pass with one setting does in the model, each site with its distance alone."""
+
+    spec: str  # short
+    depths: tuple[int, ...]  # empty where it does not come apart by depth
+    alone: tuple[float, ...]  # the distance that each causes by itself
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRecipe:
+    """The choice for one target."""
+
+    target: Target
+    recipe: tuple[str, ...]  # specs, in the order in which they are applied
+    layers: tuple[PlannedLayers, ...]
+    predicted: Worth
+    measured: Worth | None  # of the model really rewritten, on windows that nothing was fitted or chosen on; None: not measured
+
+    @property
+    def passes(self) -> Recipe:
+        """What `retrofit.apply` takes."""
+        return parse_recipe(self.recipe)
+
+
+@dataclasses.dataclass(frozen=True)
+class UniformSetting:
+    """One candidate in every layer that it fits."""
+
+    spec: str  # short
+    worth: Worth
+    held_out: Worth  # the same costs, and the distance and loss on the windows of the report
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPlan:
+    """Plans for all targets, and what they were chosen from."""
+
+    planned: tuple[PlannedRecipe, ...]
+    uniform: tuple[UniformSetting, ...]
+    front: tuple[Worth, ...]  # predicted, of choices from slow to fast
+    main: str  # the cost that the front is drawn over
+    are_logits: bool
+    dense_loss: float | None  # on the windows of the report
+    dense_seconds: Mapping[str, float]
+    left_out: Mapping[str, str]  # candidates that do not fit, or were not tried, and why
+    notes: tuple[str, ...] = ()
+
+    @property
+    def passes(self) -> Recipe:
+        """The passes for the first target."""
+        return self.planned[0].passes
+
+    def __str__(self) -> str:
+        from retrofit.pipeline.accounts import aligned
+
+        return "\n\n".join(aligned(list(rows_of(self, one))) for one in self.planned)
+
+    def to_dict(self, one: PlannedRecipe) -> dict[str, Any]:
+        """The plan for one target as plain data: a recipe file, whose notes are the figures."""
+        notes = {
+            "target": str(one.target),
+            "layers": [dataclasses.asdict(part) for part in one.layers],
+            "predicted": plain(one.predicted),
+            "measured": None if one.measured is None else plain(one.measured),
+            "distance": DISTANCES[self.are_logits],
+            "dense": {"loss": self.dense_loss, "seconds": dict(self.dense_seconds)},
+            "uniform": [
+                {
+                    "spec": point.spec,
+                    **plain(point.worth),
+                    "held_out": {"distance": point.held_out.distance, "added_loss": point.held_out.added_loss},
+                }
+                for point in self.uniform
+            ],
+            "front": {"over": self.main, "predicted": [plain(point) for point in self.front]},
+            "left_out": dict(self.left_out),
+            "notes": list(self.notes),
+        }
+        return {"recipe": list(one.recipe), "version": VERSION, "notes": notes}
+
+    def save(self, one: PlannedRecipe, path: Path, *, force: bool = False) -> None:
+        """The plan for one target is a recipe file at `path`, which `retrofit apply --recipe` takes."""
+        with whole_file(path, force=force) as file:
+            file.write(f"{json.dumps(self.to_dict(one), indent=2)}\n".encode())
+
+
+def plain(worth: Worth) -> dict[str, Any]:
+    """Costs as shares of the dense model's, and what is lost."""
+    return {"costs": dict(worth.costs), "distance": worth.distance, "added_loss": worth.added_loss}
+
+
+def rows_of(plan: ModelPlan, one: PlannedRecipe) -> Iterator[tuple[str, str]]:
+    """The plan for one target as rows of two cells."""
+    yield "target", str(one.target)
+    for number, spec in enumerate(one.recipe):
+        yield "" if number else "recipe", spec
+    for number, part in enumerate(one.layers):
+        where = layer_range(part.depths) if part.depths else "the whole model"
+        alone = f"{min(part.alone):.2g}" + (f"–{max(part.alone):.2g}" if len(part.alone) > 1 else "")
+        yield "" if number else "chosen", f"{where}: {part.spec}; by itself each {alone}"
+    for name in one.predicted.costs:
+        speed = QUANTITIES[name].kind == "speed"
+        figures = [f"{(1 / worth.costs[name] if speed else worth.costs[name]):.2f}×" for worth in worths(one)]
+        yield name, told(figures)
+    if one.predicted.added_loss is not None:
+        yield "loss added", told([f"{worth.added_loss:+.4f}" for worth in worths(one) if worth.added_loss is not None])
+    yield ("KL" if plan.are_logits else "error"), told([f"{worth.distance:.4f}" for worth in worths(one)])
+
+
+def worths(one: PlannedRecipe) -> list[Worth]:
+    return [one.predicted] if one.measured is None else [one.predicted, one.measured]
+
+
+def told(figures: list[str]) -> str:
+    """What was predicted, and what was measured where it was."""
+    return f"{figures[0]} predicted" + (f", {figures[1]} measured" if len(figures) > 1 else ", not measured")

@@ -1,0 +1,121 @@
+"""The text of a plan in three parts: windows to fit passes on, windows to measure hybrids on, windows held out for the report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.errors import PlanningError, RetrofitError, SpecError
+from retrofit.pipeline.calibration import calibration_from, calibration_windows, named_batch, tokenize_texts
+from retrofit.pipeline.tokenization import codec_for
+from retrofit.runtime.calibration import Calibration
+from retrofit.runtime.calibration_split import batched, length_of, windows_of_batch
+from retrofit.runtime.example_inputs import device_of
+from retrofit.training.fingerprints import short_hash
+from retrofit.training.label_loss import add_loss
+from retrofit.training.objectives import Collator, objective_for
+from retrofit.training.windows import numbered_windows
+
+FIT_TOKENS = 16384
+MEASURED_TOKENS, HELD_OUT_TOKENS = 2048, 4096
+LARGE, MEASURED_TOKENS_LARGE = 20_000_000, 1024  # parameters from which on fewer tokens are measured
+PART = 5  # one window in so many at most is measured on, and as many are held out
+FEWEST = 5  # windows
+
+Batch = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanningData:
+    """Batches as the model takes them; those that are measured have labels where a loss can be computed."""
+
+    fitted: Calibration
+    measured: tuple[Batch, ...]
+    held_out: tuple[Batch, ...]
+    shift: int | None  # of the labels, None where there is no loss
+    fingerprint: str
+
+    @property
+    def window(self) -> dict[str, Any]:
+        """The first window measured, without labels: what is timed."""
+        first = self.measured[0]
+        return {name: value[:1] if isinstance(value, Tensor) else value for name, value in first.items() if name != "labels"}
+
+
+def planning_data(model: nn.Module, given: Any, tokenizer: Any = None, tokens: int | None = None) -> PlanningData:
+    """`given`, texts, token ids (windows, length) or batches, in three parts; `tokens` are fitted on.
+
+    Raises `PlanningError` where it is too short, `SpecError` where it is nothing the model takes.
+    """
+    size = sum(parameter.numel() for parameter in model.parameters())
+    measured = MEASURED_TOKENS if size < LARGE else MEASURED_TOKENS_LARGE
+    if isinstance(given, str) or (isinstance(given, (list, tuple)) and given and all(isinstance(one, str) for one in given)):
+        given = windows_of_texts(model, [given] if isinstance(given, str) else given, tokenizer)
+    if isinstance(given, Tensor) and not given.is_floating_point():
+        length = given.shape[1]
+        rows = split(len(given), measured // length, HELD_OUT_TOKENS // length, (tokens or FIT_TOKENS) // length)
+        calibration = calibration_from(model, given[rows[0]].long())
+        examples, shift = examples_of(model, given, tokenizer)
+        parts = [[examples[row] for row in some] for some in rows[1:]]
+        fingerprint = short_hash(given.contiguous().numpy().tobytes() + str(rows).encode())
+    else:
+        windows = [window for batch in calibration_from(model, given).batches for window in windows_of_batch(batch)]
+        length = max(1, max(length_of(window) for window in windows))
+        rows = split(len(windows), measured // length, HELD_OUT_TOKENS // length, (tokens or FIT_TOKENS) // length)
+        calibration = Calibration(tuple(batched(windows[row] for row in rows[0])))
+        parts, shift = [[windows[row] for row in some] for some in rows[1:]], None
+        values = [value for window in windows for value in window.values() if isinstance(value, Tensor)]
+        fingerprint = short_hash(b"".join(value.contiguous().cpu().numpy().tobytes() for value in values) + str(rows).encode())
+    device = device_of(model)
+    found = [tuple(moved(batch, device) for batch in batched(part)) for part in parts]
+    return PlanningData(calibration, found[0], found[1], shift, fingerprint)
+
+
+def windows_of_texts(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> Tensor:
+    """Texts as windows of token ids; raises `PlanningError` where they do not fill one."""
+    try:
+        return tokenize_texts(model, texts) if tokenizer is None else calibration_windows(model, texts, tokenizer)
+    except SpecError as error:
+        raise PlanningError(error.what, why=error.why, remedy=error.remedy) from error
+
+
+def split(count: int, measured: int, held_out: int, fitted: int) -> tuple[list[int], list[int], list[int]]:
+    """The numbers of the windows to fit on, to measure on and to hold out, each at even distances."""
+    if count < FEWEST:
+        raise PlanningError(
+            f"the text fills {count} windows, too few to plan on",
+            why="some are fitted on, others are measured on, and others are held out for the report",
+            remedy=f"give text for {FEWEST} windows, better for a few hundred",
+        )
+    most = max(1, count // PART)
+    numbers = list(range(count))
+    reported = evenly(numbers, min(max(1, held_out), most))
+    left = [number for number in numbers if number not in set(reported)]
+    seen = evenly(left, min(max(1, measured), most))
+    rest = [number for number in left if number not in set(seen)]
+    return evenly(rest, max(1, fitted)), seen, reported
+
+
+def evenly(numbers: Sequence[int], most: int) -> list[int]:
+    """At most so many of the numbers, at even distances."""
+    count = min(most, len(numbers))
+    return [numbers[(2 * index + 1) * len(numbers) // (2 * count)] for index in range(count)]
+
+
+def examples_of(model: nn.Module, windows: Tensor, tokenizer: Any) -> tuple[list[dict[str, Tensor]], int | None]:
+    """Each window as the model takes it, with labels where it computes a loss, which an output precedes by the number returned."""
+    try:
+        objective = objective_for(add_loss(model), codec_for(model, tokenizer), windows[0].long())
+    except RetrofitError:
+        return [named_batch(model, window[None]) for window in windows], None
+    data, collator = numbered_windows(windows, torch.arange(len(windows)), seed=0), Collator(objective)
+    examples = [collator([data[row]]) for row in range(len(windows))]
+    return [{name: value for name, value in one.items() if name != "window"} for one in examples], objective.shift
+
+
+def moved(batch: Batch, device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}

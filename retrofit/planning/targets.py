@@ -1,0 +1,128 @@
+"""What a plan is to reach: `decode 1.5x`, `loss +0.05`, or several at once, `decode 1.3x, memory 0.9x`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+from retrofit.errors import PlanningError
+
+Kind = Literal["speed", "share", "added"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """What can be limited: a speed or a share, in times the dense model's, or an amount that is added to it."""
+
+    name: str
+    kind: Kind
+    what: str
+    example: str
+
+
+QUANTITIES = {
+    one.name: one
+    for one in (
+        Quantity("decode", "speed", "the speed of decoding, one token at a time", "decode 1.5x"),
+        Quantity("prefill", "speed", "the speed of a forward of whole windows", "prefill 1.2x"),
+        Quantity("train", "share", "the time of a training step", "train 0.8x"),
+        Quantity("memory", "share", "the bytes of the weights", "memory 0.7x"),
+        Quantity("loss", "added", "the loss, in nats a token", "loss +0.05"),
+        Quantity("error", "added", "the relative error of the outputs, where they are no logits", "error +0.1"),
+    )
+}
+COSTS = ("decode", "prefill", "train", "memory")  # the others are qualities
+READABLE = "write " + ", ".join(f'"{one.example}"' for one in QUANTITIES.values()) + '; several as one: "decode 1.3x, memory 0.9x"'
+PART = re.compile(r"([A-Za-z]+)\s*([+-]?)(\d+(?:\.\d*)?|\.\d+|inf|nan)\s*(x?)", re.ASCII | re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """One quantity and the least speed, or the most of anything else, that it may have."""
+
+    quantity: str
+    value: float
+
+    @property
+    def most(self) -> float:
+        """The most of the dense model's cost that is allowed, or the most that may be added."""
+        return 1.0 / self.value if QUANTITIES[self.quantity].kind == "speed" else self.value
+
+    def __str__(self) -> str:
+        added = QUANTITIES[self.quantity].kind == "added"
+        return f"{self.quantity} +{self.value:g}" if added else f"{self.quantity} {self.value:g}x"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Limits that one plan has to keep."""
+
+    limits: tuple[Limit, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.limits))
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """The most of each limited cost, as a share of the dense model's."""
+        return {one.quantity: one.most for one in self.limits if one.quantity in COSTS}
+
+    @property
+    def quality(self) -> Limit | None:
+        """The limit on what is lost, where there is one."""
+        return next((one for one in self.limits if one.quantity not in COSTS), None)
+
+
+def parse_target(text: str) -> Target:
+    """The target that a text names; raises `PlanningError` where it cannot be read or asks for nothing."""
+    limits = [parse_limit(part.strip(), text) for part in text.split(",")]
+    names = [one.quantity for one in limits]
+    for name in names:
+        if names.count(name) > 1:
+            raise PlanningError(f"the target {text!r} limits {name} twice", remedy="limit it once, or give two targets")
+    if len({"loss", "error"} & set(names)) > 1:
+        raise PlanningError(
+            f"the target {text!r} limits both loss and error", remedy="limit one: error is for outputs that are no logits"
+        )
+    return Target(tuple(limits))
+
+
+def parse_limit(part: str, text: str) -> Limit:
+    """One limit of a target."""
+    match = PART.fullmatch(part)
+    if match is None:
+        raise PlanningError(f"cannot read the target {text!r}", remedy=READABLE)
+    name, sign, number, times = match[1].lower(), match[2], match[3], match[4]
+    if name not in QUANTITIES:
+        near = difflib.get_close_matches(name, QUANTITIES, n=1)
+        remedy = f"did you mean {near[0]}? otherwise {READABLE}" if near else READABLE
+        raise PlanningError(f"the target {text!r}: there is no quantity {match[1]!r}", remedy=remedy)
+    quantity, value = QUANTITIES[name], float(sign + number)
+    if bool(times) != (quantity.kind != "added"):
+        unit = "an amount that is added" if quantity.kind == "added" else "in times the dense model's"
+        raise PlanningError(f"cannot read the target {text!r}", why=f"{name} is {unit}", remedy=f'write it as "{quantity.example}"')
+    if not (math.isfinite(value) and value > 0):
+        raise PlanningError(
+            f"the target {text!r} cannot be reached",
+            why=f"{quantity.what} is above zero",
+            remedy=f'write it as "{quantity.example}"',
+        )
+    if (quantity.kind == "speed" and value <= 1) or (quantity.kind == "share" and value >= 1):
+        which = "above 1x" if quantity.kind == "speed" else "below 1x"
+        raise PlanningError(
+            f"the target {text!r} asks for nothing",
+            why="the dense model has 1x",
+            remedy=f'give {which}, as in "{quantity.example}"',
+        )
+    return Limit(name, value)
+
+
+def parse_targets(texts: Sequence[str]) -> tuple[Target, ...]:
+    """The targets of several texts, each once; raises `PlanningError` where there is none."""
+    if not texts:
+        raise PlanningError("no target given", remedy=READABLE)
+    return tuple(dict.fromkeys(parse_target(text) for text in texts))

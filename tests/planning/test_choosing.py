@@ -1,0 +1,102 @@
+"""The choice of sites, held against every choice there is; the prediction of joint errors, against vectors that are added."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy
+import pytest
+
+from retrofit.planning.choosing import Problem, choose, cliques_of, least_cost
+from retrofit.planning.joint_error import JointError, MeasuredTogether, cosines_of
+
+SLOTS, SETTINGS = 5, 3
+
+
+def random_problem(seed: int, *, joint: bool) -> Problem:
+    """Five places with three settings each, of which each saves time and bytes and loses something."""
+    draws = numpy.random.default_rng(seed)
+    count = SLOTS * SETTINGS
+    alone = draws.lognormal(-3, 1, count)
+    cosines = cosines_of(list(draws.normal(0.5, 1, (count, 6)))) if joint else numpy.eye(count)
+    costs = {"decode": -draws.uniform(0.01, 0.1, count), "memory": draws.uniform(-0.08, 0.03, count)}
+    paths = [(f"layers.{place}.mlp",) for place in range(SLOTS) for _ in range(SETTINGS)]
+    return Problem(JointError.of(alone, cosines).matrix, costs, cliques_of(paths))
+
+
+def every_choice() -> list[list[int]]:
+    options = [[None, *range(place * SETTINGS, (place + 1) * SETTINGS)] for place in range(SLOTS)]
+    return [[one for one in choice if one is not None] for choice in itertools.product(*options)]
+
+
+def least_loss(problem: Problem, limits: dict[str, float]) -> float:
+    """Of all choices, by arithmetic of its own."""
+    best = math.inf
+    for chosen in every_choice():
+        if all(sum(problem.costs[name][one] for one in chosen) <= most for name, most in limits.items()):
+            best = min(best, sum(problem.matrix[one, other] for one in chosen for other in chosen))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("limits", [{"decode": -0.15}, {"decode": -0.1, "memory": -0.05}])
+def test_the_choice_is_the_best_of_all_where_errors_add_up(seed: int, limits: dict[str, float]) -> None:
+    problem = random_problem(seed, joint=False)
+    found = choose(problem, limits)
+    assert found is not None and problem.is_allowed(found, limits)
+    assert problem.loss(found) == pytest.approx(least_loss(problem, limits), rel=1e-6)
+
+
+def test_the_choice_is_nearly_always_the_best_where_errors_depend_on_each_other() -> None:
+    ratios = []
+    for seed in range(8):
+        problem = random_problem(seed, joint=True)
+        limits = {"decode": -0.15 - 0.02 * seed}
+        found = choose(problem, limits)
+        assert found is not None and problem.is_allowed(found, limits)
+        ratios.append(problem.loss(found) / least_loss(problem, limits))
+    assert min(ratios) > 1 - 1e-9
+    assert sum(ratio < 1 + 1e-6 for ratio in ratios) >= 7
+    assert max(ratios) < 1.3
+
+
+def test_what_no_choice_reaches_is_none_and_the_least_is_known() -> None:
+    problem = random_problem(0, joint=True)
+    least = min(sum(problem.costs["decode"][one] for one in chosen) for chosen in every_choice())
+    assert choose(problem, {"decode": least - 1e-3}) is None
+    found = least_cost(problem, "decode", {})
+    assert found is not None and problem.cost("decode", found) == pytest.approx(least)
+    assert choose(problem, {"decode": least + 1e-9}) is not None
+
+
+def test_what_replaces_a_whole_layer_excludes_what_replaces_a_part_of_it() -> None:
+    paths = [("l.0.mlp",), ("l.0.attn",), ("l.0",), ("l.0.mlp", "l.0.attn"), ("l.1.mlp",), ("",), ("l.01",)]
+    cliques = cliques_of(paths)
+    together = {frozenset(pair) for clique in cliques for pair in itertools.combinations(clique, 2)}
+    expected = {(0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (0, 5), (1, 5), (2, 5), (3, 5), (4, 5), (5, 6)}
+    assert together == {frozenset(pair) for pair in expected}
+
+
+def test_the_joint_error_is_half_the_square_of_the_sum() -> None:
+    vectors = numpy.random.default_rng(1).normal(size=(6, 40))
+    alone = 0.5 * (vectors**2).sum(1)
+    joint = JointError.of(alone, cosines_of(list(vectors)))
+    for chosen in ((0,), (1, 4), (0, 2, 3, 5)):
+        expected = 0.5 * float((vectors[list(chosen)].sum(0) ** 2).sum())
+        assert joint.distance(chosen) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_prediction_follows_what_was_measured_together() -> None:
+    vectors = numpy.random.default_rng(2).normal(size=(8, 30))
+    joint = JointError.of(0.5 * (vectors**2).sum(1), cosines_of(list(vectors)))
+
+    def truth(chosen: tuple[int, ...]) -> float:
+        return 1.5 * joint.together(chosen) ** 1.2
+
+    measured = [MeasuredTogether(chosen, truth(chosen), 0.8 * truth(chosen)) for chosen in itertools.combinations(range(8), 5)]
+    fitted = joint.fitted(measured, near=truth((0, 1, 2, 3, 4)))
+    for chosen in ((0, 1, 2, 3), (2, 3, 4, 6, 7)):
+        assert fitted.distance(chosen) == pytest.approx(truth(chosen), rel=0.05)
+        assert fitted.added_loss(truth(chosen)) == pytest.approx(0.8 * truth(chosen))
+    assert joint.fitted([], near=1.0).distance((0, 1)) == joint.distance((0, 1))

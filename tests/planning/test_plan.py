@@ -1,0 +1,287 @@
+"""Plans of tiny models: what is predicted is what is rewritten, an interrupted plan goes on, refusals say why."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.tiny_models import llama
+from torch import Tensor, nn
+
+import retrofit
+from retrofit.anatomy.inspection import inspect
+from retrofit.cli import main
+from retrofit.errors import PlanningError
+from retrofit.pipeline.registry import parse_spec
+from retrofit.planning import measuring
+from retrofit.planning.candidates import candidates_of, depths_text, short_spec
+from retrofit.planning.planned_recipe import ModelPlan
+from retrofit.planning.quality import MeasuredWindows
+from retrofit.planning.variants import Replacement, added_bytes, build_variant, hybrid, layers_by_depth
+from retrofit.runtime.calibration import Calibration
+from retrofit.runtime.peak_memory import own_bytes
+
+QKV, FFN, HEAD = "sparse-qkv(output=keep)", "sparse-ffn(sparsity=8, active=4)", "sparse-loss(modules=4)"
+LENGTH = 24
+
+
+def windows(count: int = 40, size: int = 61, seed: int = 0) -> Tensor:
+    return torch.randint(3, size, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def planned(model: nn.Module, targets: Any, **options: Any) -> ModelPlan:
+    return retrofit.plan(model, windows(), targets, **{"passes": [QKV, HEAD], "seconds": 0.02, **options})
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plan") / "measured"
+
+
+@pytest.fixture(scope="module")
+def found(model: Any, folder: Path) -> ModelPlan:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = planned(model, ["memory 0.95x", "memory 0.85x"], folder=folder)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    return result
+
+
+# ── What is predicted and what is ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_recipe_keeps_the_target_and_its_memory_is_what_was_predicted(found: ModelPlan, model: Any) -> None:
+    for one, most in zip(found.planned, (0.95, 0.85), strict=True):
+        rewritten = retrofit.apply(copy.deepcopy(model), *one.passes, calibration=windows(), verify=False)
+        counted = own_bytes(rewritten) / own_bytes(model)
+        assert counted <= most
+        assert one.predicted.costs["memory"] == pytest.approx(counted, abs=1e-12)
+        assert one.measured is not None and one.measured.costs["memory"] == pytest.approx(counted, abs=1e-12)
+    mild, hard = (one.predicted for one in found.planned)
+    assert mild.distance < hard.distance
+
+
+def test_the_tables_and_the_file_say_the_same(found: ModelPlan, tmp_path: Path) -> None:
+    one = found.planned[0]
+    found.save(one, tmp_path / "plan.json")
+    kept = json.loads((tmp_path / "plan.json").read_text())
+    assert kept["recipe"] == list(one.recipe)
+    assert kept["notes"]["predicted"]["costs"] == dict(one.predicted.costs)
+    assert [point["spec"] for point in kept["notes"]["uniform"]] == [short_spec(parse_spec(spec)) for spec in (QKV, HEAD)]
+    assert all(spec in str(found) for spec in one.recipe)
+    assert f"{one.predicted.distance:.4f} predicted, {one.measured.distance:.4f} measured" in str(found)  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def variant(model: Any) -> tuple[Replacement, ...]:
+    calibration = Calibration(({"input_ids": windows(8)},))
+    return build_variant(model, parse_spec(FFN), calibration, layers_by_depth(inspect(model)), seed=0)
+
+
+def test_a_hybrid_is_the_model_that_the_recipe_makes_bit_for_bit(model: Any, variant: tuple[Replacement, ...]) -> None:
+    assert [one.depths for one in variant] == [(0,), (1,)]
+    expected = retrofit.apply(
+        copy.deepcopy(model), "sparse-ffn(sparsity=8, active=4, layers=1)", calibration=windows(8), verify=False
+    )
+    ids = windows(3, seed=5)
+    dense = model(ids).logits
+    with hybrid(model, variant[1:]) as mixed:
+        assert torch.equal(mixed(ids).logits, expected(ids).logits)
+        assert own_bytes(mixed) == own_bytes(expected)
+    assert not torch.equal(dense, expected(ids).logits)
+    assert torch.equal(model(ids).logits, dense)
+    assert added_bytes(model, variant[1]) == own_bytes(expected) - own_bytes(model)
+
+
+def test_layers_before_the_change_are_recalled_and_nothing_is_different(model: Any, variant: tuple[Replacement, ...]) -> None:
+    batches = [{"input_ids": part, "labels": part} for part in windows(4, seed=7).split(2)]
+    layers = [path for paths in layers_by_depth(inspect(model)).values() for path in paths]
+    recalled, whole = (MeasuredWindows.of(model, batches, paths, shift=1) for paths in (layers, []))
+    runs: list[str] = []
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *known: runs.append("layer 0"))
+    try:
+        with hybrid(model, variant[1:]) as mixed:
+            one = recalled.measure(mixed, variant[1].paths, sketch=True)
+            assert not runs
+            other = whole.measure(mixed, variant[1].paths, sketch=True)
+            assert runs
+    finally:
+        handle.remove()
+    assert (one.distance, one.loss) == (other.distance, other.loss)
+    assert one.sketch is not None and other.sketch is not None and torch.equal(one.sketch, other.sketch)
+    assert 0.5 * float(one.sketch.square().sum()) == pytest.approx(one.distance, rel=0.5)
+    with hybrid(model, variant[1:]) as mixed:
+        logits = mixed(torch.cat([batch["input_ids"] for batch in batches])).logits
+        labels = torch.cat([batch["labels"] for batch in batches])
+        expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    assert one.loss == pytest.approx(float(expected), rel=1e-5)
+
+
+# ── Going on ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_plan_that_was_measured_is_not_measured_again(
+    found: ModelPlan, model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*given: Any, **named: Any) -> Any:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(measuring, "build_variant", never)
+    monkeypatch.setattr(measuring, "beside", never)
+    again = planned(model, ["memory 0.95x", "memory 0.85x"], folder=folder)
+    assert [again.to_dict(one) for one in again.planned] == [found.to_dict(one) for one in found.planned]
+
+
+def test_an_interrupted_plan_goes_on_to_the_same_plan(found: ModelPlan, model: Any, tmp_path: Path) -> None:
+    def interrupt(stage: str) -> None:
+        if "site 2" in stage and "sparse-qkv" in stage:
+            raise KeyboardInterrupt
+
+    targets = ["memory 0.95x", "memory 0.85x"]
+    with pytest.raises(KeyboardInterrupt):
+        planned(model, targets, folder=tmp_path / "kept", progress=interrupt, measure=False)
+    kept = json.loads((tmp_path / "kept" / "measured.json").read_text())["values"]
+    assert f"{QKV} alone 0" in kept and f"{QKV} alone 1" not in kept
+    again = planned(model, targets, folder=tmp_path / "kept", measure=False)
+    for one, other in zip(again.planned, found.planned, strict=True):
+        assert one.recipe == other.recipe
+        assert (one.predicted.distance, one.predicted.added_loss) == (other.predicted.distance, other.predicted.added_loss)
+
+
+def test_measurements_of_something_else_are_not_taken(found: ModelPlan, folder: Path, tmp_path: Path) -> None:
+    other = llama(num_hidden_layers=1)
+    with pytest.raises(PlanningError, match="another plan") as refused:
+        planned(other, "memory 0.9x", folder=folder)
+    assert "model" in refused.value.why and "--force" in refused.value.remedy
+    (tmp_path / "note.txt").write_text("mine")
+    with pytest.raises(PlanningError, match="in the way"):
+        planned(other, "memory 0.9x", folder=tmp_path)
+
+
+# ── What cannot be planned ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_target_out_of_reach_says_what_can_be_reached(found: ModelPlan, model: Any, folder: Path) -> None:
+    with pytest.raises(PlanningError) as refused:
+        planned(model, "memory 0.1x", folder=folder)
+    most = min(point.worth.costs["memory"] for point in found.uniform)
+    both = 1 - sum(1 - point.worth.costs["memory"] for point in found.uniform)
+    assert f"memory {both:.2f}x is the most" in refused.value.why and both < most
+    with pytest.raises(PlanningError, match="leaves room for nothing") as refused:
+        planned(model, "loss +0.000001, memory 0.99x" if False else "loss +0.000001", folder=folder)
+    assert "by itself" in refused.value.why or "no candidate lowers" in refused.value.why
+
+
+@pytest.mark.parametrize(
+    ("given", "targets", "says"),
+    [
+        (windows(3), "memory 0.9x", "fills 3 windows, too few"),
+        ("a few words", "memory 0.9x", "cannot spell bytes|does not fill one window"),
+    ],
+)
+def test_too_little_text_is_refused(given: Any, targets: str, says: str) -> None:
+    with pytest.raises(retrofit.RetrofitError, match=says):
+        retrofit.plan(llama(), given, targets, passes=[QKV])
+
+
+def test_a_model_that_was_rewritten_is_refused() -> None:
+    rewritten = retrofit.apply(llama(), "sum", verify=False)
+    with pytest.raises(PlanningError, match="rewritten already"):
+        retrofit.plan(rewritten, windows(), "memory 0.9x", passes=[QKV])
+
+
+def test_where_no_candidate_fits_the_reasons_are_told() -> None:
+    with pytest.raises(PlanningError, match="no candidate fits") as refused:
+        retrofit.plan(llama(), windows(), "memory 0.9x", passes=["sparse-ffn(sparsity=7)"], seconds=0.02)
+    assert "no multiple of N = 7" in refused.value.why
+
+
+def test_outputs_that_are_no_logits_are_compared_by_their_error() -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    encoder = transformers.BertModel(transformers.BertConfig(vocab_size=61, **sizes)).eval()
+    for target, says in (("decode 1.5x", "does not generate"), ("loss +0.1", "error")):
+        with pytest.raises(PlanningError) as refused:
+            retrofit.plan(encoder, windows(), target, passes=["sparse-qkv"])
+        assert says in str(refused.value)
+    one = retrofit.plan(encoder, windows(), "memory 0.97x", passes=["sparse-qkv"], seconds=0.02, measure=False).planned[0]
+    assert one.predicted.added_loss is None and "decode" not in one.predicted.costs
+    with hybrid_of(encoder, one.recipe) as rewritten:
+        ids = windows(8, seed=9)
+        y, z = encoder(ids).last_hidden_state, rewritten(ids).last_hidden_state
+    relative = float((y - z).norm() / y.norm())
+    assert one.predicted.distance == pytest.approx(relative, rel=0.5)
+
+
+def hybrid_of(model: nn.Module, recipe: tuple[str, ...]) -> Any:
+    import contextlib
+
+    return contextlib.nullcontext(retrofit.apply(copy.deepcopy(model), *recipe, calibration=windows(24), verify=False))
+
+
+# ── Candidates ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pass_by_its_name_is_the_family_that_it_proposes() -> None:
+    kind = type(parse_spec("sparse-ffn"))
+    family = candidates_of(["sparse-ffn"])
+    assert len(family) == len(kind.candidates) > 2 and {one.name for one in family} == {"sparse-ffn"}
+    assert candidates_of(["sparse-ffn()"]) == (parse_spec("sparse-ffn"),)
+    assert [one.name for one in candidates_of(["sum"])] == ["sum"]
+    every = candidates_of(None)
+    assert {one.name for one in every} >= {"sparse-ffn", "sparse-qkv", "sparse-loss"} and "sum" not in {one.name for one in every}
+
+
+def test_depths_are_written_as_the_option_reads_them() -> None:
+    assert depths_text([8, 0, 1, 2, 5, 4]) == "0-2+4-5+8"
+    assert short_spec(parse_spec("sparse-ffn(sparsity=8, active=1)")) == "sparse-ffn(sparsity=8)"
+
+
+# ── The command ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_command_writes_a_recipe_that_apply_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    retrofit.save(llama(vocab_size=256, max_position_embeddings=24), tmp_path / "model.pt")
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"the {number}th line says {number * number}." for number in range(60)))
+    given = [str(tmp_path / "model.pt"), "--calibrate", str(text)]
+    arguments = ["plan", *given, "--target", "memory 0.97x", "--pass", "sparse-qkv", "--output", "keep"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "memory 0.97x" in out and "measured" in out and "model.plan.json" in out
+    assert (tmp_path / "model.plan.png").read_bytes().startswith(b"\x89PNG")
+    assert main(arguments) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main([*arguments, "--json", "--force"]) == 0
+    (data,) = json.loads(capsys.readouterr().out)
+    assert data["recipe"] == json.loads((tmp_path / "model.plan.json").read_text())["recipe"]
+    assert (
+        main(["apply", *given, "--recipe", str(tmp_path / "model.plan.json"), "--no-verify", "-o", str(tmp_path / "out.pt")]) == 0
+    )
+    applied = retrofit.recipe(retrofit.load(tmp_path / "out.pt"))
+    assert applied is not None and [one.spec() for one in applied] == data["recipe"]
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["--target", "decode 0x"], "above zero"),
+        (["--target", "memory 0.9x", "--minutes", "0"], "--minutes 0"),
+        (["--target", "memory 0.9x", "--tokens", "0"], "--tokens 0"),
+        (["--target", "memory 0.9x", "--pass", "sparse-fnn"], "did you mean sparse-ffn"),
+    ],
+)
+def test_bad_usage_is_told_before_any_work(more: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.pt").write_bytes(b"")
+    (tmp_path / "text.txt").write_text("text")
+    assert main(["plan", str(tmp_path / "model.pt"), "--calibrate", str(tmp_path / "text.txt"), *more]) == 2
+    assert says in capsys.readouterr().err
