@@ -1,8 +1,8 @@
 """Plans of trained models: are they what they were predicted to be, and better than one setting in all layers?
 
-A small byte-level Llama, trained as in benchmarks/learning, or SmolLM2-135M. For each uniform setting that no other one beats, the
-plan for as much speed (or as little memory): its loss as predicted and as measured on text that nothing was fitted or chosen on, and
-that of the uniform setting. Measurements are kept in a folder: after an interruption the rest is measured.
+A small byte-level Llama, trained as in benchmarks/learning, or SmolLM2-135M. For each uniform setting that no other one beats,
+a plan that saves as much: what was predicted, what was measured on text that nothing was fitted or chosen on, and what the
+uniform setting loses. Measurements are kept in a folder: after an interruption the rest is measured.
 
     python benchmarks/planning.py --model small --cost memory
     python benchmarks/planning.py --model smollm2 --cost decode --minutes 30

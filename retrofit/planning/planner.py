@@ -253,16 +253,33 @@ class Planner:
         )
 
     def choice(self, target: Target) -> frozenset[int]:
-        """The best choice for a target, of those without passes that cannot be in one recipe."""
-        found = self.best_without(target, frozenset())
-        if found is None:
-            pairs = "; ".join(" and ".join(sorted(pair)) for pair in self.apart)
-            raise PlanningError(
-                f"the target {str(target)!r} cannot be reached",
-                why=f"the passes that would reach it cannot be in one recipe: {pairs}",
-                remedy="ask for less, or name other passes or settings",
+        """The best choice for a target, of those whose passes can be in one recipe; raises `PlanningError` where there is none."""
+        while True:
+            found = self.best_without(target, frozenset())
+            if found is None:
+                self.require_reachable(target)
+                raise self.nothing_together(target)
+            if not found:
+                raise self.nothing_within(target)
+            if not self.clash(found):
+                return found
+
+    def nothing_together(self, target: Target) -> PlanningError:
+        """Where every limit can be kept, but not all of them at once."""
+        limits = limits_of(target)
+        least = choose(self.problem(), limits)
+        if target.quality is not None and least is not None:
+            name, lost = target.quality.quantity, self.lost(target, least)
+            why = f"what keeps the other limits adds {name} +{lost:.2g}"
+            return PlanningError(
+                f"the target {str(target)!r} cannot be reached", why=why, remedy=f'allow "{name} +{lost:.2g}", or name other passes'
             )
-        return found
+        pairs = "; ".join(" and ".join(sorted(pair)) for pair in self.apart)
+        return PlanningError(
+            f"the target {str(target)!r} cannot be reached",
+            why=f"the passes that would reach it cannot be in one recipe: {pairs}",
+            remedy="ask for less, or name other passes or settings",
+        )
 
     def best_without(self, target: Target, without: frozenset[str]) -> frozenset[int] | None:
         found = self.best(target, without)
@@ -305,16 +322,17 @@ class Planner:
         chosen: frozenset[int] = frozenset()
         for _ in range(ROUNDS):
             self.say(f"choosing for {target}")
-            following = self.choice(target)
-            if not following:
-                raise self.nothing_within(target)
-            if self.clash(following):
-                continue
+            try:
+                following = self.choice(target)
+            except PlanningError:
+                if chosen:  # what was predicted to reach it was measured not to
+                    break
+                raise
             if following == chosen:
                 break
             chosen = following
             self.learn(self.measurements.together(chosen))
-            for name in limits_of(target):
+            for name in limits_of(target) or (self.main(target),):
                 self.correct(name, chosen)
         return chosen
 
@@ -362,8 +380,8 @@ class Planner:
         """The place of the first pass of a recipe that rewrites less after those before it; None where all fit."""
         try:
             found = plan_of(self.measurements.dense, *recipe, example_inputs=self.measurements.example_inputs)
-        except RetrofitError:
-            return len(recipe) - 1
+        except RetrofitError:  # without weights it cannot be seen: the recipe itself will tell
+            return None
         return next((place for place, one in enumerate(found.passes) if not one.fits), None)
 
     # What comes of it.
