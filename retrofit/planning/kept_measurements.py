@@ -75,16 +75,21 @@ class KeptMeasurements:
             with whole_file(self.folder / RECORD, force=True) as file:
                 file.write(json.dumps({"format": FORMAT, "facts": self.facts, "values": self.values}, indent=1).encode())
 
+    def file(self, name: str) -> Path | None:
+        """Where tensors of this name are kept; None where nothing is."""
+        return None if self.folder is None else self.folder / f"{name}.safetensors"
+
     def keep_sketch(self, name: str, sketch: Tensor) -> None:
         """The sketch called `name` is kept; it is written before the value that says that it is there."""
         self.sketches[name] = sketch
-        if self.folder is not None:
-            with whole_file(self.folder / f"{name}.safetensors", force=True) as file:
+        if (path := self.file(name)) is not None:
+            with whole_file(path, force=True) as file:
                 file.write(save({"u": sketch.to(torch.float16)}))
 
     def sketch(self, name: str) -> Tensor:
         """The sketch called `name`, rounded as it is on disk."""
         if name not in self.sketches:
-            assert self.folder is not None
-            self.sketches[name] = load((self.folder / f"{name}.safetensors").read_bytes())["u"]
+            path = self.file(name)
+            assert path is not None
+            self.sketches[name] = load(path.read_bytes())["u"]
         return self.sketches[name].to(torch.float16).float()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from retrofit.planning.choosing import Problem, cliques_of
 from retrofit.planning.costs import SECONDS, beside
 from retrofit.planning.joint_error import JointError, MeasuredTogether, cosines_of
 from retrofit.planning.kept_measurements import KeptMeasurements
+from retrofit.planning.kept_variants import restore_variant, save_variant
 from retrofit.planning.planning_data import PlanningData
 from retrofit.planning.quality import MeasuredWindows, Quality
 from retrofit.planning.variants import LayerPaths, Replacement, Variant, added_bytes, build_variant, hybrid, structure
@@ -26,6 +28,7 @@ from retrofit.runtime.peak_memory import own_bytes
 from retrofit.training.fingerprints import short_hash
 
 Progress = Callable[[str], None]
+SAME = 1e-3  # of a distance that is measured again
 BUILDING = 0.6  # of the minutes given, after which no further candidate is begun
 
 
@@ -109,12 +112,32 @@ class Measurements:
     def variant(self, number: int) -> Variant:
         """The candidate applied to the whole model, taken apart; it is built again after an interruption."""
         if number not in self.variants:
-            candidate = self.candidates[number]
-            self.say(f"fitting {short_spec(candidate)}")
-            self.variants[number] = build_variant(
-                self.dense, candidate, self.data.fitted, self.layers, self.seed, self.example_inputs
-            )
+            self.variants[number] = self.restored(number) or self.fitted(number)
         return self.variants[number]
+
+    def fitted(self, number: int) -> Variant:
+        """The variant, fitted, and kept where there is a folder."""
+        candidate = self.candidates[number]
+        self.say(f"fitting {short_spec(candidate)}")
+        variant = build_variant(self.dense, candidate, self.data.fitted, self.layers, self.seed, self.example_inputs)
+        if (file := self.kept.file(variant_name(candidate))) is not None:
+            save_variant(file, variant, self.dense)
+        return variant
+
+    def restored(self, number: int) -> Variant | None:
+        """The variant with the values that were kept; None where there are none, or it does not measure as it did."""
+        candidate, file = self.candidates[number], self.kept.file(variant_name(self.candidates[number]))
+        if file is None or not file.is_file():
+            return None
+        self.say(f"reading {short_spec(candidate)} again")
+        variant = build_variant(
+            self.dense, candidate, self.data.fitted, self.layers, self.seed, self.example_inputs, fit=not candidate.calibrates
+        )
+        if not restore_variant(file, variant, self.dense):
+            return None
+        before = self.kept.values.get(f"{short_spec(candidate)} alone 0")
+        same = before is None or math.isclose(self.quality(variant[:1], self.windows).distance, before["distance"], rel_tol=SAME)
+        return variant if same else None
 
     def describe(self, number: int) -> list[dict[str, Any]]:
         """What each replacement of a candidate is, without its modules; those of one structure have one number."""
@@ -230,6 +253,11 @@ class Measurements:
         return "; ".join(f"{name}: {' '.join(numbers)}" for name, numbers in by_candidate.items())
 
 
+def variant_name(candidate: AnyPass) -> str:
+    """The name of what is kept of a candidate's values."""
+    return f"{candidate.name}-{short_hash(candidate.spec().encode())}"
+
+
 def sketch_name(candidate: AnyPass, number: int) -> str:
     """The name of what is kept of a site's effect on the predictions."""
-    return f"{candidate.name}-{short_hash(candidate.spec().encode())}-{number}"
+    return f"{variant_name(candidate)}-{number}"

@@ -57,7 +57,7 @@ def layers_by_depth(anatomy: Anatomy) -> LayerPaths:
 
 
 def rewritten_copy(
-    dense: nn.Module, passes: Sequence[AnyPass], calibration: Calibration, seed: int, example_inputs: Any = None
+    dense: nn.Module, passes: Sequence[AnyPass], calibration: Calibration | None, seed: int, example_inputs: Any = None
 ) -> tuple[nn.Module, dict[int, Tensor]]:
     """A copy of `dense` rewritten by the passes, and the dense tensor that each tensor was copied from, by identity."""
     memo: dict[int, Any] = {}
@@ -78,10 +78,20 @@ def rewritten_copy(
 
 
 def build_variant(
-    dense: nn.Module, candidate: AnyPass, calibration: Calibration, layers: LayerPaths, seed: int, example_inputs: Any = None
+    dense: nn.Module,
+    candidate: AnyPass,
+    data: Calibration,
+    layers: LayerPaths,
+    seed: int,
+    example_inputs: Any = None,
+    *,
+    fit: bool = True,
 ) -> Variant:
-    """The candidate applied to all of the model, taken apart; raises `DoesNotFitError` where it fits nowhere."""
-    rewritten, originals = rewritten_copy(dense, (candidate,), calibration, seed, example_inputs)
+    """The candidate applied to all of the model, taken apart; raises `DoesNotFitError` where it fits nowhere.
+
+    It is fitted on the data where `fit`; else only its structure is what it will be.
+    """
+    rewritten, originals = rewritten_copy(dense, (candidate,), data if fit else None, seed, example_inputs)
     rewritten.eval()
     changed = changed_modules(dense, rewritten)
     if "" in changed:
@@ -90,14 +100,14 @@ def build_variant(
         share_unchanged(module, originals)
     groups = by_depth(changed, layers) if takes_layers(candidate) else None
     replacements = tuple(Replacement(depths, modules) for depths, modules in groups or [((), changed)])
-    if not comes_apart(dense, rewritten, replacements, calibration):
+    if not comes_apart(dense, rewritten, replacements, data):
         return (Replacement((), {}, rewritten),)
     return replacements
 
 
-def comes_apart(dense: nn.Module, rewritten: nn.Module, replacements: Sequence[Replacement], calibration: Calibration) -> bool:
+def comes_apart(dense: nn.Module, rewritten: nn.Module, replacements: Sequence[Replacement], data: Calibration) -> bool:
     """Whether the model with all replacements computes what the rewritten one does, on a window of the data."""
-    window = next(windows_of_batch(calibration.batches[0]))
+    window = next(windows_of_batch(data.batches[0]))
     with evaluation_mode(rewritten):
         expected = logits_of(run(rewritten, named_inputs(rewritten, window)))
     with hybrid(dense, replacements) as model, evaluation_mode(model):
