@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from retrofit.planning.variants import Replacement, added_bytes, build_variant, 
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.peak_memory import own_bytes
 
-QKV, FFN, HEAD = "sparse-qkv(output=keep)", "sparse-ffn(sparsity=8, active=4)", "sparse-loss(modules=4)"
+QKV, FFN, HEAD = "sparse-qkv(variant=mult, output=keep)", "sparse-ffn(sparsity=8, active=4)", "sparse-loss(modules=4)"
 LENGTH = 24
+TARGETS = ["memory 0.98x", "memory 0.74x"]
 
 
-def windows(count: int = 40, size: int = 61, seed: int = 0) -> Tensor:
+def windows(count: int = 40, size: int = 256, seed: int = 0) -> Tensor:
     return torch.randint(3, size, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
@@ -40,7 +42,7 @@ def planned(model: nn.Module, targets: Any, **options: Any) -> ModelPlan:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return llama()
+    return llama(vocab_size=256)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(model: Any, folder: Path) -> ModelPlan:
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    result = planned(model, ["memory 0.95x", "memory 0.85x"], folder=folder)
+    result = planned(model, TARGETS, folder=folder)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     return result
 
@@ -60,7 +62,7 @@ def found(model: Any, folder: Path) -> ModelPlan:
 
 
 def test_the_recipe_keeps_the_target_and_its_memory_is_what_was_predicted(found: ModelPlan, model: Any) -> None:
-    for one, most in zip(found.planned, (0.95, 0.85), strict=True):
+    for one, most in zip(found.planned, (0.98, 0.74), strict=True):
         rewritten = retrofit.apply(copy.deepcopy(model), *one.passes, calibration=windows(), verify=False)
         counted = own_bytes(rewritten) / own_bytes(model)
         assert counted <= most
@@ -119,7 +121,7 @@ def test_layers_before_the_change_are_recalled_and_nothing_is_different(model: A
     assert (one.distance, one.loss) == (other.distance, other.loss)
     assert one.sketch is not None and other.sketch is not None and torch.equal(one.sketch, other.sketch)
     assert 0.5 * float(one.sketch.square().sum()) == pytest.approx(one.distance, rel=0.5)
-    with hybrid(model, variant[1:]) as mixed:
+    with hybrid(model, variant[1:]) as mixed, torch.no_grad():
         logits = mixed(torch.cat([batch["input_ids"] for batch in batches])).logits
         labels = torch.cat([batch["labels"] for batch in batches])
         expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -137,28 +139,33 @@ def test_a_plan_that_was_measured_is_not_measured_again(
 
     monkeypatch.setattr(measuring, "build_variant", never)
     monkeypatch.setattr(measuring, "beside", never)
-    again = planned(model, ["memory 0.95x", "memory 0.85x"], folder=folder)
+    again = planned(model, TARGETS, folder=folder)
     assert [again.to_dict(one) for one in again.planned] == [found.to_dict(one) for one in found.planned]
 
 
-def test_an_interrupted_plan_goes_on_to_the_same_plan(found: ModelPlan, model: Any, tmp_path: Path) -> None:
-    def interrupt(stage: str) -> None:
-        if "site 2" in stage and "sparse-qkv" in stage:
-            raise KeyboardInterrupt
+def test_an_interrupted_plan_goes_on_to_the_same_plan_and_fits_nothing_again(
+    found: ModelPlan, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(folder, tmp_path / "kept")
+    record = tmp_path / "kept" / "measured.json"
+    kept = json.loads(record.read_text())
+    lost = [name for name in kept["values"] if "alone 1" in name or "uniform" in name or "together" in name]
+    assert len(lost) > 5
+    kept["values"] = {name: value for name, value in kept["values"].items() if name not in lost}
+    record.write_text(json.dumps(kept))
 
-    targets = ["memory 0.95x", "memory 0.85x"]
-    with pytest.raises(KeyboardInterrupt):
-        planned(model, targets, folder=tmp_path / "kept", progress=interrupt, measure=False)
-    kept = json.loads((tmp_path / "kept" / "measured.json").read_text())["values"]
-    assert f"{QKV} alone 0" in kept and f"{QKV} alone 1" not in kept
-    again = planned(model, targets, folder=tmp_path / "kept", measure=False)
+    def never(*given: Any) -> Any:
+        raise AssertionError("fitted again")
+
+    monkeypatch.setattr(measuring.Measurements, "fitted", never)
+    again = planned(model, TARGETS, folder=tmp_path / "kept", measure=False)
     for one, other in zip(again.planned, found.planned, strict=True):
-        assert one.recipe == other.recipe
-        assert (one.predicted.distance, one.predicted.added_loss) == (other.predicted.distance, other.predicted.added_loss)
+        assert (one.recipe, one.predicted) == (other.recipe, other.predicted)
+    assert json.loads(record.read_text())["values"].keys() >= set(lost)
 
 
 def test_measurements_of_something_else_are_not_taken(found: ModelPlan, folder: Path, tmp_path: Path) -> None:
-    other = llama(num_hidden_layers=1)
+    other = llama(num_hidden_layers=1, vocab_size=256)
     with pytest.raises(PlanningError, match="another plan") as refused:
         planned(other, "memory 0.9x", folder=folder)
     assert "model" in refused.value.why and "--force" in refused.value.remedy
@@ -176,39 +183,36 @@ def test_a_target_out_of_reach_says_what_can_be_reached(found: ModelPlan, model:
     most = min(point.worth.costs["memory"] for point in found.uniform)
     both = 1 - sum(1 - point.worth.costs["memory"] for point in found.uniform)
     assert f"memory {both:.2f}x is the most" in refused.value.why and both < most
-    with pytest.raises(PlanningError, match="leaves room for nothing") as refused:
-        planned(model, "loss +0.000001, memory 0.99x" if False else "loss +0.000001", folder=folder)
-    assert "by itself" in refused.value.why or "no candidate lowers" in refused.value.why
 
 
 @pytest.mark.parametrize(
     ("given", "targets", "says"),
     [
-        (windows(3), "memory 0.9x", "fills 3 windows, too few"),
+        (windows(3, 200), "memory 0.9x", "fills 3 windows, too few"),
         ("a few words", "memory 0.9x", "cannot spell bytes|does not fill one window"),
     ],
 )
 def test_too_little_text_is_refused(given: Any, targets: str, says: str) -> None:
     with pytest.raises(retrofit.RetrofitError, match=says):
-        retrofit.plan(llama(), given, targets, passes=[QKV])
+        retrofit.plan(llama(vocab_size=200), given, targets, passes=[QKV])
 
 
 def test_a_model_that_was_rewritten_is_refused() -> None:
-    rewritten = retrofit.apply(llama(), "sum", verify=False)
+    rewritten = retrofit.apply(llama(vocab_size=256), "sum", verify=False)
     with pytest.raises(PlanningError, match="rewritten already"):
         retrofit.plan(rewritten, windows(), "memory 0.9x", passes=[QKV])
 
 
 def test_where_no_candidate_fits_the_reasons_are_told() -> None:
     with pytest.raises(PlanningError, match="no candidate fits") as refused:
-        retrofit.plan(llama(), windows(), "memory 0.9x", passes=["sparse-ffn(sparsity=7)"], seconds=0.02)
+        retrofit.plan(llama(vocab_size=256), windows(), "memory 0.9x", passes=["sparse-ffn(sparsity=7)"], seconds=0.02)
     assert "no multiple of N = 7" in refused.value.why
 
 
 def test_outputs_that_are_no_logits_are_compared_by_their_error() -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
     torch.manual_seed(0)
-    encoder = transformers.BertModel(transformers.BertConfig(vocab_size=61, **sizes)).eval()
+    encoder = transformers.BertModel(transformers.BertConfig(vocab_size=256, **sizes)).eval()
     for target, says in (("decode 1.5x", "does not generate"), ("loss +0.1", "error")):
         with pytest.raises(PlanningError) as refused:
             retrofit.plan(encoder, windows(), target, passes=["sparse-qkv"])
