@@ -51,7 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the recipe file (default: next to MODEL)")
     parser.add_argument("--force", action="store_true", help="replace outputs that exist, and measurements of something else")
-    parser.add_argument("--tokens", metavar="N", type=int, help="tokens that passes are fitted on (default: 16384)")
+    parser.add_argument("--tokens", metavar="N", type=int, help="tokens that passes are fitted on (default: 16384, or 8192)")
     parser.add_argument(
         "--minutes", metavar="M", type=float, help="no candidate is begun after most of them (default: all are tried)"
     )

@@ -69,12 +69,12 @@ class SparseFFN(Pass[SparseFFNPlan]):
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "feed-forward"
     candidates: ClassVar[tuple[str, ...]] = (
-        "sparsity=8, active=4, controller=gate",
-        "sparsity=8, active=2",
-        "sparsity=8, active=4",
-        "sparsity=8, active=2, controller=gate",
         "sparsity=8, active=1",
-        "sparsity=8, active=6, controller=gate",
+        "sparsity=8, active=2, controller=gate",
+        "sparsity=8, active=2",
+        "sparsity=32, active=2, rank=32",
+        "sparsity=8, active=1, controller=gate",
+        "sparsity=8, active=4, controller=gate",
     )
     reference: ClassVar[MethodReference] = MethodReference(
         {

@@ -20,7 +20,7 @@ Array = NDArray[numpy.float64]
 ROUNDS = 6  # of linear problems from one start
 STARTS = 6  # at random
 SLACK = 1e-9
-TIME = 5.0  # seconds of one linear problem
+TIME = 2.0  # seconds of one linear problem
 GAP = 1e-6
 
 

@@ -105,7 +105,8 @@ class Measurements:
             alone = self.kept.measure(f"{name} alone {index}", lambda index=index: self.measure_alone(number, index))
             costs = {quantity: self.kept.values[f"{name} {quantity} {one['structure']}"] for quantity in self.quantities}
             costs["memory"] = one["bytes"] / self.bytes
-            found.append(Site(number, index, tuple(one["depths"]), tuple(one["paths"]), costs, alone["distance"]))
+            if math.isfinite(alone["distance"]):
+                found.append(Site(number, index, tuple(one["depths"]), tuple(one["paths"]), costs, alone["distance"]))
         self.measure_uniform(number)
         return found
 

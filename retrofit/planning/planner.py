@@ -43,7 +43,7 @@ from retrofit.training.fingerprints import hash_weights
 
 ROUNDS = 4  # of choosing and measuring
 POINTS = 7  # of the front
-HALVINGS = 12  # in looking for the cost at which a loss is reached
+HALVINGS = 9  # in looking for the cost at which a loss is reached
 SAME = 1e-6
 
 

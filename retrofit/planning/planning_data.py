@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ from retrofit.runtime.example_inputs import device_of
 from retrofit.training.fingerprints import short_hash
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import Collator, objective_for
-from retrofit.training.windows import numbered_windows
+from retrofit.training.windows import WINDOW, numbered_windows
 
-FIT_TOKENS = 16384
-MEASURED_TOKENS, HELD_OUT_TOKENS = 2048, 4096
-LARGE, MEASURED_TOKENS_LARGE = 20_000_000, 1024  # parameters from which on fewer tokens are measured
+FIT_TOKENS, MEASURED_TOKENS, HELD_OUT_TOKENS = 16384, 2048, 4096
+LARGE = 20_000_000  # parameters, from which on half as many tokens are fitted and measured on
 PART = 5  # one window in so many at most is measured on, and as many are held out
 FEWEST = 5  # windows
 
@@ -51,21 +50,21 @@ def planning_data(model: nn.Module, given: Any, tokenizer: Any = None, tokens: i
 
     Raises `PlanningError` where it is too short, `SpecError` where it is nothing the model takes.
     """
-    size = sum(parameter.numel() for parameter in model.parameters())
-    measured = MEASURED_TOKENS if size < LARGE else MEASURED_TOKENS_LARGE
+    share = 1 if sum(parameter.numel() for parameter in model.parameters()) < LARGE else 2
+    tokens, measured = tokens or FIT_TOKENS // share, MEASURED_TOKENS // share
     if isinstance(given, str) or (isinstance(given, (list, tuple)) and given and all(isinstance(one, str) for one in given)):
         given = windows_of_texts(model, [given] if isinstance(given, str) else given, tokenizer)
     if isinstance(given, Tensor) and not given.is_floating_point():
         length = given.shape[1]
-        rows = split(len(given), measured // length, HELD_OUT_TOKENS // length, (tokens or FIT_TOKENS) // length)
+        rows = split(len(given), measured // length, HELD_OUT_TOKENS // length, tokens // length)
         calibration = calibration_from(model, given[rows[0]].long())
-        examples, shift = examples_of(model, given, tokenizer)
-        parts = [[examples[row] for row in some] for some in rows[1:]]
+        example, shift = examples_of(model, given, tokenizer)
+        parts = [[example(row) for row in some] for some in rows[1:]]
         fingerprint = short_hash(given.contiguous().numpy().tobytes() + str(rows).encode())
     else:
         windows = [window for batch in calibration_from(model, given).batches for window in windows_of_batch(batch)]
         length = max(1, max(length_of(window) for window in windows))
-        rows = split(len(windows), measured // length, HELD_OUT_TOKENS // length, (tokens or FIT_TOKENS) // length)
+        rows = split(len(windows), measured // length, HELD_OUT_TOKENS // length, tokens // length)
         calibration = Calibration(tuple(batched(windows[row] for row in rows[0])))
         parts, shift = [[windows[row] for row in some] for some in rows[1:]], None
         values = [value for window in windows for value in window.values() if isinstance(value, Tensor)]
@@ -106,15 +105,14 @@ def evenly(numbers: Sequence[int], most: int) -> list[int]:
     return [numbers[(2 * index + 1) * len(numbers) // (2 * count)] for index in range(count)]
 
 
-def examples_of(model: nn.Module, windows: Tensor, tokenizer: Any) -> tuple[list[dict[str, Tensor]], int | None]:
-    """Each window as the model takes it, with labels where it computes a loss, which an output precedes by the number returned."""
+def examples_of(model: nn.Module, windows: Tensor, tokenizer: Any) -> tuple[Callable[[int], dict[str, Any]], int | None]:
+    """A window as the model takes it, by its number, with labels where it computes a loss; and by how much outputs precede them."""
     try:
         objective = objective_for(add_loss(model), codec_for(model, tokenizer), windows[0].long())
     except RetrofitError:
-        return [named_batch(model, window[None]) for window in windows], None
+        return lambda row: named_batch(model, windows[row : row + 1]), None
     data, collator = numbered_windows(windows, torch.arange(len(windows)), seed=0), Collator(objective)
-    examples = [collator([data[row]]) for row in range(len(windows))]
-    return [{name: value for name, value in one.items() if name != "window"} for one in examples], objective.shift
+    return lambda row: {name: value for name, value in collator([data[row]]).items() if name != WINDOW}, objective.shift
 
 
 def moved(batch: Batch, device: torch.device) -> dict[str, Any]:

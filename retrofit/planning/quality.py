@@ -12,22 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.errors import PlanningError, RetrofitError
+from retrofit.errors import PlanningError
 from retrofit.planning.recalled_layers import RecalledLayers
 from retrofit.runtime.calibration import real_tokens
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.probes import logits_of, run
 from retrofit.runtime.weighted_errors import token_weights
-from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import IGNORED
+from retrofit.training.outputs import without_labels
 
 SKETCH = 32  # projections of a token's u
 TINY = torch.finfo(torch.float32).tiny
@@ -69,7 +69,7 @@ class MeasuredWindows:
         are_logits = False
         with evaluation_mode(model), torch.no_grad():
             for batch in batches:
-                inputs = {name: value for name, value in batch.items() if name != "labels"}
+                inputs = without_labels(model, batch)
                 outputs, mask = outputs_of(model, inputs)
                 are_logits = outputs.shape[-1] == vocabulary_of(model)
                 labels = None
@@ -148,15 +148,3 @@ def outputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Ten
     outputs = logits_of(run(model, inputs))
     mask = next((mask for mask in real_tokens(model, inputs) if mask.shape == outputs.shape[:-1]), None)
     return (outputs.reshape(-1, outputs.shape[-1]) if mask is None else outputs[mask]), mask
-
-
-def learns(model: nn.Module) -> bool:
-    """Whether a loss can be computed for the model."""
-    try:
-        add_loss(model)
-    except RetrofitError:
-        return False
-    return True
-
-
-Measured = Callable[[], Quality]

@@ -85,16 +85,16 @@ class RecalledLayers:
 @contextlib.contextmanager
 def forward_replaced(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
     """Within this context each call of the module returns the next of the outputs."""
-    before = vars(module).get("forward")
-    waiting = iter(outputs)
-    module.forward = lambda *args, **kwargs: copied(next(waiting))
+    own, waiting = vars(module), iter(outputs)
+    before = own.get("forward")
+    own["forward"] = lambda *args, **kwargs: copied(next(waiting))
     try:
         yield
     finally:
         if before is None:
-            del module.forward
+            del own["forward"]
         else:
-            module.forward = before
+            own["forward"] = before
 
 
 def copied(value: Any) -> Any:
