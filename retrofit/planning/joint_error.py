@@ -64,12 +64,12 @@ class JointError:
 
     def added_loss(self, distance: float) -> float:
         """The loss that goes with a distance."""
-        known = [one for one in self.measured if one.added_loss is not None and one.distance > FLOOR]
+        known = [(one.distance, one.added_loss) for one in self.measured if one.added_loss is not None and one.distance > FLOOR]
         if not known:
             return distance
-        weights = [closeness(one.distance, distance) for one in known]
-        added = sum(weight * one.added_loss / one.distance for weight, one in zip(weights, known, strict=True))  # type: ignore[operator]
-        return distance * added / sum(weights)
+        weights = [closeness(other, distance) for other, _ in known]
+        shares = [weight * added / other for weight, (other, added) in zip(weights, known, strict=True)]
+        return distance * sum(shares) / sum(weights)
 
     def fitted(self, measured: Sequence[MeasuredTogether], near: float) -> JointError:
         """With a and b of the hybrids measured, those counting most whose distance is near `near`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import numpy
 from torch import nn
 
-from retrofit.errors import RetrofitError
+from retrofit.errors import CaptureError, DoesNotFitError, PlanningError
 from retrofit.pipeline.protocol import AnyPass
 from retrofit.planning.candidates import short_spec
 from retrofit.planning.choosing import Problem, cliques_of
@@ -87,22 +88,22 @@ class Measurements:
                 continue
             try:
                 self.sites += self.measure_candidate(number)
-            except RetrofitError as error:
+            except (CaptureError, DoesNotFitError, PlanningError) as error:
                 reason = f"{error.what}: {error.why}" if error.why else error.what
-                self.left_out[name] = self.kept.measure(f"{name} refused", lambda reason=reason: reason)
+                self.left_out[name] = self.kept.measure(f"{name} refused", functools.partial(str, reason))
 
     def measure_candidate(self, number: int) -> list[Site]:
         """The sites of one candidate, with what each costs and loses by itself."""
         name = short_spec(self.candidates[number])
         if (refused := self.kept.values.get(f"{name} refused")) is not None:
-            raise RetrofitError(refused)
+            raise PlanningError(refused)
         described = self.kept.measure(f"{name} sites", lambda: self.describe(number))
         for quantity in self.quantities:
             self.measure_times(number, described, quantity)
         found = []
         for index, one in enumerate(described):
             self.say(f"{name}: site {index + 1} of {len(described)} by itself")
-            alone = self.kept.measure(f"{name} alone {index}", lambda index=index: self.measure_alone(number, index))
+            alone = self.kept.measure(f"{name} alone {index}", functools.partial(self.measure_alone, number, index))
             costs = {quantity: self.kept.values[f"{name} {quantity} {one['structure']}"] for quantity in self.quantities}
             costs["memory"] = one["bytes"] / self.bytes
             if math.isfinite(alone["distance"]):

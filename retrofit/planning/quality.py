@@ -83,13 +83,12 @@ class MeasuredWindows:
 
     def mean_loss(self, log_q: Sequence[Tensor]) -> float | None:
         """The cross entropy of these predictions, a mean over all tokens with a label."""
-        if not self.are_logits or any(one.labels is None for one in self.batches):
+        labels = [one.labels for one in self.batches if one.labels is not None]
+        if not self.are_logits or len(labels) < len(self.batches):
             return None
-        sums = [
-            F.nll_loss(q, one.labels, ignore_index=IGNORED, reduction="sum") for q, one in zip(log_q, self.batches, strict=True)
-        ]
-        count = sum(int((one.labels != IGNORED).sum()) for one in self.batches)  # type: ignore[union-attr]
-        return float(sum(sums)) / max(1, count)
+        sums = [float(F.nll_loss(q, one, ignore_index=IGNORED, reduction="sum")) for q, one in zip(log_q, labels, strict=True)]
+        count = sum([int((one != IGNORED).sum()) for one in labels])
+        return sum(sums) / max(1, count)
 
     @torch.no_grad()
     def measure(self, model: nn.Module, replaced: Sequence[str] = ("",), *, sketch: bool = False) -> Quality:
