@@ -24,12 +24,13 @@ from retrofit.planning.targets import QUANTITIES
 sys.path.insert(0, str(Path(__file__).parent / "learning"))
 from experiment import TEXTS, DenseModel, SmolLM2
 
-MODELS = {"small": DenseModel(steps=2000), "smollm2": SmolLM2()}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Plans of trained models, predicted, measured, and beside uniform settings.")
-    parser.add_argument("--model", choices=tuple(MODELS), default="small")
+    parser.add_argument("--model", choices=("small", "smollm2"), default="small")
+    parser.add_argument(
+        "--steps", type=int, default=500, help="that the small model is trained for, where its file is not in the folder"
+    )
     parser.add_argument("--cost", choices=("decode", "prefill", "memory"), default="decode")
     parser.add_argument("--targets", nargs="*", help="targets to plan for (default: what each uniform setting saves)")
     parser.add_argument(
@@ -43,11 +44,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.folder.mkdir(parents=True, exist_ok=True)
-    which = MODELS[options.model]
+    which = SmolLM2() if options.model == "smollm2" else DenseModel(steps=options.steps)
     model = which.trained(options.folder).eval()
-    measured = options.folder / f"{options.model}.{options.threads}.measured"
+    measured = options.folder / f"{options.model}.{options.steps}.{options.threads}.measured"
 
-    def planned(targets: list[str], **more: bool) -> ModelPlan:
+    def planned(targets: list[str]) -> ModelPlan:
         return retrofit.plan(
             model,
             TEXTS,
@@ -59,11 +60,10 @@ def main() -> None:
             tokens=options.tokens,
             seconds=options.seconds,
             progress=lambda stage: print(f"{time.monotonic() - began:8.0f} s  {stage}", file=sys.stderr, flush=True),
-            **more,
         )
 
     began = time.monotonic()
-    survey = planned(["loss +1"], measure=False)
+    survey = planned([])
     print(f"{options.model}, {options.threads} thread(s), torch {torch.__version__}")
     print(f"candidates measured in {time.monotonic() - began:.0f} s")
     print(

@@ -80,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     output: Path = arguments.output or next_to(arguments.model)
     files = output_files(output, targets)
     picture = output.with_suffix(".png")
+    if output.suffix in (".png", ".measured"):
+        raise UsageError(f"-o {output}", why="that is the name of what is written beside the recipe", remedy="name a .json file")
     for file in (*files, picture):
         check_output(file, arguments.force)
     folder = output.with_suffix(".measured")

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import RetrofitError
-from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.modes import evaluation_mode, preserve_modes
 from retrofit.runtime.probes import can_generate, ids_name, logits_of
 from retrofit.runtime.state_preservation import preserve_random_state
@@ -112,11 +111,6 @@ def beside(
     return base, [
         statistics.median([one / reference for one, reference in zip(each, seconds[0], strict=True)]) for each in seconds[1:]
     ]
-
-
-def window_on(model: nn.Module, window: Inputs) -> dict[str, Any]:
-    """The inputs of one window on the model's device."""
-    return {name: value[:1].to(device_of(model)) if isinstance(value, Tensor) else value for name, value in window.items()}
 
 
 def trains(model: nn.Module, window: Inputs) -> bool:

@@ -205,10 +205,13 @@ class Measurements:
     # All of them together.
 
     def problem(self, matrix: numpy.ndarray[Any, Any], scales: dict[str, float]) -> Problem:
-        """What is to be chosen from; `scales` correct the sums of each cost."""
+        """What is to be chosen from; `scales` correct the sums of each cost.
+
+        That errors cancel is not counted on: sites would be chosen for it that save nothing.
+        """
         names = (*self.quantities, "memory")
         costs = {name: numpy.asarray([site.costs[name] * scales.get(name, 1.0) for site in self.sites]) for name in names}
-        return Problem(matrix, costs, cliques_of([site.paths for site in self.sites]))
+        return Problem(numpy.maximum(matrix, 0.0), costs, cliques_of([site.paths for site in self.sites]))
 
     def joint_error(self) -> JointError:
         """The prediction of what sites do together, from what each does alone."""

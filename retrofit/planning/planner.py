@@ -66,7 +66,7 @@ def plan(
     progress: Callable[[str], None] | None = None,
 ) -> ModelPlan:
     """Recipes for `model`, one for each of the `targets` (`"decode 1.5x"`, `"loss +0.05"`), with what they were predicted to be
-    worth and were measured to be; `model` is left as it was.
+    worth and were measured to be; `model` is left as it was. Without targets only the candidates are measured.
 
     `calibration` is text, token ids (windows, length) or batches: passes are fitted on some of it (`tokens`), choices are made on
     some, and the rest is for the report. `passes` are the candidates: objects, specs, or names of passes that propose settings; all
@@ -75,7 +75,7 @@ def plan(
     Raises `PlanningError` where a target cannot be read or reached, or nothing fits.
     """
     say = progress or (lambda stage: None)
-    wanted = parse_targets([targets] if isinstance(targets, str) else list(targets))
+    wanted = parse_targets([targets] if isinstance(targets, str) else list(targets)) if targets else ()
     candidates = candidates_of(passes)
     require_module(model)
     require_uncompiled(model)
@@ -168,7 +168,7 @@ class Planner:
             tuple(planned),
             tuple(self.uniform_settings()),
             tuple(self.front()),
-            self.main(self.targets[0]),
+            self.main(),
             held_out.are_logits,
             held_out.dense_loss,
             {name: self.measurements.kept.values[f"dense {name}"] for name in self.measurements.quantities},
@@ -195,9 +195,10 @@ class Planner:
     def learn(self, measured: MeasuredTogether) -> None:
         self.known[measured.chosen] = measured
 
-    def main(self, target: Target) -> str:
-        """The cost that is to fall: the first that the target limits, else that of decoding, else of a forward."""
-        return next(iter(target.costs), self.measurements.quantities[0])
+    def main(self, target: Target | None = None) -> str:
+        """The cost that is to fall: the first that the (first) target limits, else that of decoding, else of a forward."""
+        target = target or next(iter(self.targets), None)
+        return next(iter(() if target is None else target.costs), self.measurements.quantities[0])
 
     def worth(self, chosen: Collection[int]) -> Worth:
         """What a choice is predicted to be worth."""
@@ -458,7 +459,7 @@ class Planner:
 
     def front(self) -> list[Worth]:
         """What the best choices are predicted to be worth, from the dense model's cost to the least that can be reached."""
-        main, problem = self.main(self.targets[0]), self.problem()
+        main, problem = self.main(), self.problem()
         fastest = least_cost(problem, main, {})
         least = 0.0 if fastest is None else problem.cost(main, fastest)
         found, before = [], frozenset[int]()

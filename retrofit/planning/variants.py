@@ -137,11 +137,6 @@ def is_inside(path: str, outer: str) -> bool:
     return path == outer or not outer or path.startswith(f"{outer}.")
 
 
-def exclude_each_other(one: Sequence[str], other: Sequence[str]) -> bool:
-    """Whether two replacements replace the same module, or one a part of what the other does."""
-    return any(is_inside(a, b) or is_inside(b, a) for a in one for b in other)
-
-
 @contextlib.contextmanager
 def hybrid(dense: nn.Module, replacements: Sequence[Replacement]) -> Iterator[nn.Module]:
     """Within this context the model with these replacements: `dense` itself, which is afterwards what it was, or another."""

@@ -141,6 +141,8 @@ def test_a_plan_that_was_measured_is_not_measured_again(
     monkeypatch.setattr(measuring, "beside", never)
     again = planned(model, TARGETS, folder=folder)
     assert [again.to_dict(one) for one in again.planned] == [found.to_dict(one) for one in found.planned]
+    survey = planned(model, [], folder=folder)
+    assert survey.planned == () and survey.uniform == found.uniform
 
 
 def test_an_interrupted_plan_goes_on_to_the_same_plan_and_fits_nothing_again(
