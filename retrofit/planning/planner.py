@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -427,8 +428,6 @@ class Planner:
                 ) from error
             model.eval()
             self.say("measuring the rewritten model")
-            from contextlib import nullcontext
-
             costs = {}
             for name in one.quantities:
                 _, (costs[name],) = beside(one.as_dense(), [lambda: nullcontext(model)], name, one.data.window, one.seconds)
