@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from retrofit.passes.altup.altup import AltUp as AltUp
     from retrofit.passes.lsh_attention.lsh_attention import LSHAttention as LSHAttention
     from retrofit.passes.memory.memory import Memory as Memory
+    from retrofit.passes.merge_cross_attention.merge_cross_attention import MergeCrossAttention as MergeCrossAttention
     from retrofit.passes.recurrence.recurrence import Recurrence as Recurrence
     from retrofit.passes.reversible.reversible import Reversible as Reversible
     from retrofit.passes.sequence_altup.sequence_altup import SequenceAltUp as SequenceAltUp
@@ -22,6 +23,7 @@ HOMES = {
     "AltUp": "retrofit.passes.altup.altup",
     "LSHAttention": "retrofit.passes.lsh_attention.lsh_attention",
     "Memory": "retrofit.passes.memory.memory",
+    "MergeCrossAttention": "retrofit.passes.merge_cross_attention.merge_cross_attention",
     "Recurrence": "retrofit.passes.recurrence.recurrence",
     "Reversible": "retrofit.passes.reversible.reversible",
     "SequenceAltUp": "retrofit.passes.sequence_altup.sequence_altup",

@@ -1,0 +1,184 @@
+"""One softmax over two sets of keys, as a module called as torch's `scaled_dot_product_attention` is, with the other set besides.
+
+    s_j = scale · q·k_j + mask_j                       of the keys that the attention itself had
+    s_j = scale · q·k_j + mask_j + log w               of the other keys, w = 1 in the method
+    y   = Σ_j softmax_j(s) v_j
+
+In the first attention of a layer the decoder's tokens are its own keys and the encoder's the others; in the second, which began as
+the cross-attention, it is the other way round. At w = 0 the others are not there: the dense attention.
+
+Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+FEW = 8  # queries whose scores are written out, as in decoding: no copy of the keys is made then
+HIDDEN = -1e4  # an additive mask below this hides
+NONE, FIRST = "none", "first"  # positions between a token of the decoder and one of the encoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The keys of one set, with heads apart, and how the queries score them."""
+
+    q: Tensor  # (batch, heads, T, d)
+    k: Tensor  # (batch, key heads, K, d)
+    v: Tensor  # (batch, key heads, K, d_v)
+    mask: Tensor | None  # (batch or 1, heads or 1, T or 1, K), a bias or what is visible
+    scale: float
+
+    @staticmethod
+    def of(given: Mapping[str, Any], heads: int) -> Part:
+        """The part of the arguments of an attention; some models give the heads that share a key as so many queries of one token."""
+        query, key, mask = given["query"], given["key"], given.get("attn_mask")
+        q = query.reshape(query.shape[0], heads, -1, query.shape[-1])
+        keys = key.shape[-2]
+        if mask is not None:
+            mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+            if mask.shape[1] not in (1, heads):
+                mask = mask.reshape(mask.shape[0], heads, -1, keys)
+        if given.get("is_causal"):
+            mask = torch.ones(q.shape[2], keys, dtype=torch.bool, device=q.device).tril().view(1, 1, q.shape[2], keys)
+        scale = given.get("scale")
+        return Part(q, key, given["value"], mask, query.shape[-1] ** -0.5 if scale is None else scale)
+
+    def scores(self) -> Tensor:
+        """(batch, heads, T, K), in float32 or wider."""
+        batch, heads, tokens, _ = self.q.shape
+        folded = self.q.reshape(batch, self.k.shape[1], -1, self.q.shape[-1])  # the heads that share a key behind each other
+        s = ((folded * self.scale) @ self.k.mT).reshape(batch, heads, tokens, -1)
+        s = s.to(torch.promote_types(s.dtype, torch.float32))
+        if self.mask is None:
+            return s
+        return s.masked_fill(~self.mask, torch.finfo(s.dtype).min) if self.mask.dtype == torch.bool else s + self.mask
+
+    def laid_out(self, is_bias: bool) -> Tensor:
+        """The mask for all queries and keys, (batch or 1, heads or 1, T, K): a bias, or what is visible."""
+        tokens, keys = self.q.shape[2], self.k.shape[2]
+        if self.mask is None:
+            like = self.q.new_zeros(1, 1, 1, 1) if is_bias else self.q.new_ones(1, 1, 1, 1, dtype=torch.bool)
+            return like.expand(1, 1, tokens, keys)
+        mask = self.mask
+        if is_bias and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=self.q.dtype).masked_fill(~mask, torch.finfo(self.q.dtype).min)
+        mask = mask.to(self.q.dtype) if is_bias else mask
+        return mask.expand(*mask.shape[:2], tokens, keys)
+
+    def seen_as_first_of(self, decoder: Part) -> Part:
+        """These keys as if all of them were where the decoder's first token is: its query, and the bias of that token."""
+        mask = self.mask
+        if decoder.mask is not None and decoder.mask.dtype != torch.bool:
+            bias = decoder.mask[..., :1]
+            bias = torch.where(bias > HIDDEN, bias, 0.0)
+            if mask is None:
+                mask = bias.expand(*bias.shape[:3], self.k.shape[2])
+            else:
+                mask = bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else mask + bias
+        return dataclasses.replace(self, q=decoder.q, mask=mask)
+
+    def weighed(self, p: Tensor) -> Tensor:
+        """Σ_j p_j v_j: (batch, heads, T, d_v)."""
+        batch, heads, tokens, keys = p.shape
+        folded = p.reshape(batch, self.v.shape[1], -1, keys).to(self.v.dtype)
+        return (folded @ self.v).reshape(batch, heads, tokens, -1)
+
+
+class JointAttention(nn.Module):
+    """Attention over the keys of the call and others; `share` of the others' weight is in use, all of it but while a dial turns."""
+
+    def __init__(self, heads: int, positions: str, encoder_is_own: bool, weight: float, like: Tensor) -> None:
+        """`weight` is w at the start; below 1 it is trained, a number for each head."""
+        super().__init__()
+        self.heads, self.positions, self.encoder_is_own = heads, positions, encoder_is_own
+        self.share = 1.0
+        self.log_weight: nn.Parameter | None = None
+        if weight < 1:
+            self.log_weight = nn.Parameter(torch.full((heads,), math.log(weight), dtype=like.dtype, device=like.device))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        other: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """The result for the arguments of `scaled_dot_product_attention` and those of the other keys: of the shape of the query.
+
+        `other` has no query where that is the one of the call.
+        """
+        if other is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "is_causal": is_causal, "scale": scale}
+        one_query = other["query"] is None or self.positions == FIRST
+        own, others = Part.of(given, self.heads), Part.of({**other, "query": query} if other["query"] is None else other, self.heads)
+        if self.positions == FIRST and self.encoder_is_own:
+            own = own.seen_as_first_of(others)
+        elif self.positions == FIRST:
+            others = others.seen_as_first_of(own)
+        tokens = own.q.shape[2]
+        if one_query and own.scale == others.scale and not (isinstance(tokens, int) and tokens <= FEW):
+            y = self.fused(own, others, dropout_p)
+        else:
+            y = self.written_out(own, others, dropout_p)
+        return y.reshape(*query.shape[:-1], value.shape[-1])
+
+    def written_out(self, own: Part, others: Part, dropout: float) -> Tensor:
+        """The scores of the two sets next to each other, no key copied."""
+        s, t = own.scores(), others.scores()
+        if self.weighs:
+            t = t + self.added()
+        p = torch.cat([s, t], -1).softmax(-1)
+        p = F.dropout(p, dropout) if dropout else p
+        first, second = p.split([s.shape[-1], t.shape[-1]], -1)
+        return own.weighed(first) + others.weighed(second)
+
+    def fused(self, own: Part, others: Part, dropout: float) -> Tensor:
+        """By torch's own attention over the keys of both sets, one behind the other."""
+        q, heads = own.q, self.heads
+        k, v = (torch.cat([repeated(one, heads), repeated(two, heads)], 2) for one, two in ((own.k, others.k), (own.v, others.v)))
+        if own.mask is None and others.mask is None and not self.weighs:
+            mask = None
+        else:
+            masks = own.mask, others.mask
+            is_bias = self.weighs or any(one is not None and one.dtype != torch.bool for one in masks)
+            parts = [part.laid_out(is_bias) for part in (own, others)]
+            if self.weighs:
+                parts[1] = (parts[1] + self.added()).to(q.dtype)
+            leading = torch.broadcast_shapes(parts[0].shape[:2], parts[1].shape[:2])
+            mask = torch.cat([part.expand(*leading, -1, -1) for part in parts], -1)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=own.scale)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the other keys count with a weight other than 1."""
+        return self.log_weight is not None or self.share != 1
+
+    def added(self) -> Tensor | float:
+        """log w of each head, (1, heads, 1, 1), and of the share that is in use; 0 where w is 1."""
+        share = math.log(self.share) if self.share != 1 else 0.0
+        return share if self.log_weight is None else self.log_weight.view(1, -1, 1, 1) + share
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, positions={self.positions}, encoder_is_own={self.encoder_is_own}"
+
+
+def repeated(x: Tensor, heads: int) -> Tensor:
+    """x with its own copy of a shared head for each head that reads it: (batch, heads, K, width)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)

@@ -1,0 +1,177 @@
+"""The pass merge-cross-attention: a decoder's attentions see the encoder's tokens and the decoder's in one softmax.
+
+    y_1 = x   + A_1(norm(x);   [encoder; decoder])        from self-attention's weights
+    y_2 = y_1 + A_2(norm(y_1); [encoder; decoder])        attentions=2: from cross-attention's weights, where it was
+    y   = y_2 + FFN(y_2)
+
+A decoder token sees all tokens of the encoder that are no padding, and of the decoder those up to itself. The attention over both
+is in `joint_attention.py`, the layer around it in `merged_layer.py`, what is found in a model in `merged_sites.py`.
+
+Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from retrofit.passes.merge_cross_attention import reference as once_more
+from retrofit.passes.merge_cross_attention.joint_attention import FIRST, NONE, JointAttention
+from retrofit.passes.merge_cross_attention.merged_layer import (
+    MergedCrossAttention,
+    MergedLayer,
+    MergedSelfAttention,
+    NoCrossAttention,
+    Nothing,
+)
+from retrofit.passes.merge_cross_attention.merged_sites import MergedSite, SiteFinder
+from retrofit.passes.merge_cross_attention.weight_dial import OtherTokens
+from retrofit.sdk import (
+    Anatomy,
+    DoesNotFitError,
+    Edit,
+    MethodReference,
+    ModuleReference,
+    NearMiss,
+    Pass,
+    Plan,
+    Recovery,
+    Site,
+    SpecError,
+    collect_near_miss,
+    option,
+    selected_depths,
+)
+
+GONE = "the cross-attention is gone"
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeCrossAttentionPlan(Plan):
+    """The layers that are rewritten."""
+
+    layers: tuple[MergedSite, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
+    """Self-attention over the encoder's tokens and the decoder's, once or twice a layer, in place of cross-attention."""
+
+    name: ClassVar[str] = "merge-cross-attention"
+    summary: ClassVar[str] = "let a decoder attend to the encoder's tokens and its own in one softmax, without cross-attention"
+    paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §4.1"
+    rewrites: ClassVar[str] = "decoder layer"
+    recovery: ClassVar[Recovery] = Recovery(align=0.25, anneal=0.5, dial=OtherTokens())
+    reference: ClassVar[MethodReference] = MethodReference(
+        {JointAttention: ModuleReference(once_more.joint_attention)}, wiring=once_more.wiring, start=once_more.start
+    )
+
+    attentions: int = option(
+        2, "how many follow each other: the second is at the place of the cross-attention, with its weights", minimum=1
+    )
+    weight: float = option(
+        1.0, "w, with which the keys count that an attention did not have; below 1 it is trained, one a head", minimum=0
+    )
+    positions: str = option(
+        "none", "between a decoder's and an encoder's token: none, or as to the decoder's first token", choices=(NONE, FIRST)
+    )
+    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, most in (("attentions", 2), ("weight", 1)):
+            if (value := getattr(self, name)) > most:
+                raise SpecError(f"{self.name}: option {name}={value:g} is above {most}", remedy=f"give at most {most}")
+        if self.weight <= 0:
+            raise SpecError(
+                f"{self.name}: option weight={self.weight:g} leaves the model as it is",
+                why="keys of weight 0 are not seen, and no training changes that",
+                remedy="weight=0.01 begins near the dense model; retrofit train --dial own begins at it",
+            )
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    # What would be rewritten.
+
+    def plan(self, anatomy: Anatomy) -> MergeCrossAttentionPlan:
+        chosen = [
+            (stack, depth)
+            for stack in anatomy.stacks
+            if any(one.role == "cross-attention" for layer in stack.layers for one in layer.attentions)
+            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name))
+        ]
+        if not chosen:
+            raise DoesNotFitError(
+                "merge-cross-attention: no stack of the model has cross-attention",
+                why="no attention reads the result of another stack",
+                remedy="it is for encoder-decoders; a decoder by itself has nothing to merge",
+                in_any_form=True,
+            )
+        finder, near_misses, found = SiteFinder(anatomy, chosen, self.positions), list[NearMiss](), list[MergedSite]()
+        for stack, depth in chosen:
+            layer = stack.layers[depth]
+            with collect_near_miss(layer.name or layer.exit, near_misses):
+                found.append(finder.site(stack, depth))
+        new = sum(site.heads * self.attentions for site in found) if self.weight < 1 else 0
+        return MergeCrossAttentionPlan(
+            sites=tuple(Site(site.path, self.describe()) for site in found),
+            near_misses=tuple(near_misses),
+            new_parameters=new,
+            formula=f"a weight for each head of {self.attentions * len(found)} attentions: {new:,}" if new else "no parameters",
+            layers=tuple(found),
+        )
+
+    def describe(self) -> str:
+        text = "one attention" if self.attentions == 1 else "two attentions, each"
+        weight = f", the keys it did not have with a weight of {self.weight:g}" if self.weight < 1 else ""
+        return f"{text} over the encoder's tokens and the decoder's{weight}"
+
+    # The rewrite.
+
+    def apply(self, plan: MergeCrossAttentionPlan, edit: Edit) -> None:
+        for site in plan.layers:
+            self.merge(site, edit)
+
+    def merge(self, site: MergedSite, edit: Edit) -> None:
+        """The attentions of one layer see both sets of tokens; of the cross-attention its code is left, or its weights too."""
+        own_path, cross_path = (f"{site.path}.{one.path}" for one in (site.own, site.cross))
+        own, cross = edit.model.get_submodule(own_path), edit.model.get_submodule(cross_path)
+        like = next((one for one in own.parameters() if one.is_floating_point()), torch.empty(()))
+        first = MergedSelfAttention(own, site.own, site.cross, self.attention(site, like, encoder_is_own=False))
+        second: nn.Module
+        if self.attentions == 1:
+            self.drop_branch(site, cross_path, edit)
+            gone = site.gone
+            second = NoCrossAttention(cross, site.cross, gone.returned, gone.out_key, gone.width)
+        else:
+            first.cache_layers = site.cache_layers
+            attention = self.attention(site, like, encoder_is_own=True)
+            second = MergedCrossAttention(cross, site.cross, site.own, attention, site.cache_layers)
+            second.__dict__["own"] = first
+        first.__dict__["cross"] = second
+        edit.replace_module(own_path, first)
+        edit.replace_module(cross_path, second)
+        layer = edit.model.get_submodule(site.path)
+        edit.replace_module(site.path, MergedLayer(layer, (site.own.path, site.cross.path), site.arguments))
+
+    def attention(self, site: MergedSite, like: torch.Tensor, encoder_is_own: bool) -> JointAttention:
+        return JointAttention(site.heads, self.positions, encoder_is_own, self.weight, like)
+
+    def drop_branch(self, site: MergedSite, cross_path: str, edit: Edit) -> None:
+        """The cross-attention's weights are gone, and those of modules around it that only it needed."""
+        gone = site.gone
+        for name in gone.dropped:
+            edit.drop_parameter(edit.model.get_parameter(name), GONE)
+        for path in gone.emptied:
+            if path == gone.out and not gone.returned:
+                edit.replace_module(path, Nothing(gone.width))
+            elif path != cross_path:
+                edit.replace_module(path, nn.Identity())
+
+
+__all__ = ["MergeCrossAttention"]

@@ -1,0 +1,222 @@
+"""A decoder layer whose attentions see the encoder's tokens and the decoder's, around the layer's own code.
+
+The layer knows the encoder's states before its self-attention is called, and forwards what its cross-attention would be called with.
+Each attention runs its own code, with torch's fused attention in it answered by a `JointAttention`; the other set of keys comes from
+the other attention's code with this one's weights (`borrowed_code.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from retrofit.passes.merge_cross_attention.borrowed_code import Borrowing, borrowed_operands
+from retrofit.passes.merge_cross_attention.core_calls import AnsweredCore
+from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
+from retrofit.passes.merge_cross_attention.second_layers import second_layers
+from retrofit.sdk import (
+    ArgumentPlace,
+    Key,
+    RetrofitError,
+    Wrapper,
+    argument_place,
+    cache_among,
+    call_with_keywords,
+    child_modules,
+    find_argument,
+    tensor_argument,
+    with_item,
+)
+
+KEYWORD = "merged"
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCall:
+    """How the module of one attention of a layer is called, and its code borrowed."""
+
+    path: str  # inside the layer
+    stream_in: Key
+    borrowing: Borrowing  # of its code, with the weights of the layer's other attention
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossArguments:
+    """The arguments of a layer that its cross-attention is called with, besides the stream, each with the key it has there."""
+
+    source: Key  # of the layer, the encoder's states
+    others: tuple[tuple[Key, Key], ...]  # key in the cross-attention's call, key in the layer's
+
+
+class MergedLayer(Wrapper):
+    """Calls `layer` so that its attentions at `paths` get `merged`: what the layer was called with, and they one after the other."""
+
+    def __init__(self, layer: nn.Module, paths: tuple[str, ...], arguments: CrossArguments) -> None:
+        super().__init__(layer)
+        self.paths = paths
+        self.source = argument_place(layer, arguments.source)
+        self.others = tuple((key, argument_place(layer, own)) for key, own in arguments.others)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        merged = {
+            "source": tensor_argument(self.source, given, kwargs),
+            "arguments": tuple((key, value_at(place, given, kwargs)) for key, place in self.others),
+            "cache": cache_among(args, kwargs),
+        }
+        return call_with_keywords(child_modules(self)["layer"], self.paths, {KEYWORD: merged}, args, kwargs)
+
+
+class MergedSelfAttention(Wrapper):
+    """Self-attention whose keys are those of the encoder's tokens too, by its own weights: the first attention of the layer."""
+
+    def __init__(self, layer: nn.Module, call: AttentionCall, cross: AttentionCall, attention: JointAttention) -> None:
+        super().__init__(layer)
+        self.stream_in, self.borrowing = argument_place(layer, call.stream_in), cross.borrowing
+        self.attention, self.cross_stream = attention, cross.stream_in
+        self.cache_layers = 0  # of the model's own; 0 where the cross-attention's keys have left theirs free
+        self.__dict__["cross"] = nn.Identity()  # whose code is borrowed; registered elsewhere, or without weights
+
+    def forward(self, *args: Any, merged: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        given, layer = required(merged), child_modules(self)["layer"]
+        given["self"] = args, kwargs
+        if given["source"] is None:  # a decoder by itself
+            return layer(*args, **kwargs)
+        other = None
+        if self.attention.share:
+            container, key = find_argument(self.stream_in, list(args), kwargs)
+            with_cache = given["cache"] is not None and cache_among(args, kwargs) is not None
+            with own_cache(given["cache"] if with_cache else None, self.cache_layers) as cache:
+                positional, keywords = self.cross_call(container[key], given, cache, cache_keyword(kwargs))
+                other, given["returned"] = borrowed_operands(self.cross_code(), layer, self.borrowing, positional, keywords)
+        return answered(layer, self.attention, other, args, kwargs)
+
+    def cross_code(self) -> nn.Module:
+        cross: nn.Module = self.__dict__["cross"]
+        return child_modules(cross)["layer"] if isinstance(cross, Wrapper) else cross
+
+    def cross_call(self, x: Tensor, given: dict[str, Any], cache: Cache | None, name: str) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with which the cross-attention would be called on x."""
+        values = {self.cross_stream: x, **dict(given["arguments"])}
+        count = 1 + max((key for key in values if isinstance(key, int)), default=-1)
+        keywords = {key: value for key, value in values.items() if isinstance(key, str)}
+        if cache is not None:
+            keywords[name] = cache
+        return [values.get(place) for place in range(count)], keywords
+
+
+class MergedCrossAttention(Wrapper):
+    """Cross-attention whose keys are those of the decoder's tokens too, by its own weights: the second attention of the layer."""
+
+    def __init__(self, layer: nn.Module, call: AttentionCall, own: AttentionCall, attention: JointAttention, layers: int) -> None:
+        super().__init__(layer)
+        self.stream_in, self.borrowing = argument_place(layer, call.stream_in), own.borrowing
+        self.attention, self.cache_layers = attention, layers
+        self.__dict__["own"] = nn.Identity()  # the first attention, whose code is borrowed; registered elsewhere
+
+    def forward(self, *args: Any, merged: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        given, layer = required(merged), child_modules(self)["layer"]
+        other = None
+        if self.attention.share:
+            container, key = find_argument(self.stream_in, list(args), kwargs)
+            first: Any = self.__dict__["own"]
+            arguments, keywords = list(given["self"][0]), dict(given["self"][1])
+            place, name = find_argument(first.stream_in, arguments, keywords)
+            place[name] = container[key]
+            with cache_replaced(arguments, keywords, self.cache_layers):
+                other, _ = borrowed_operands(child_modules(first)["layer"], layer, self.borrowing, arguments, keywords)
+        return answered(layer, self.attention, other, args, kwargs)
+
+
+class NoCrossAttention(Wrapper):
+    """In place of a cross-attention that is gone: adds nothing. Its code, without weights, is kept for the first attention."""
+
+    def __init__(self, layer: nn.Module, call: AttentionCall, returned: bool, out_key: Key, width: int) -> None:
+        """`returned`: whether the module returns what is added to the stream, at `out_key` and of this width."""
+        super().__init__(layer)
+        self.stream_in, self.returned, self.out_key, self.width = argument_place(layer, call.stream_in), returned, out_key, width
+
+    def forward(self, *args: Any, merged: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        given = required(merged)
+        if not self.returned:  # zeros already, and what follows it is `Nothing`
+            return given["returned"]
+        container, key = find_argument(self.stream_in, list(args), kwargs)
+        x: Tensor = container[key]
+        return with_item(given["returned"], self.out_key, x.new_zeros(*x.shape[:-1], self.width))
+
+
+class Nothing(nn.Module):
+    """Zeros of a width, whatever it is called with: in place of the matrix of a branch that is gone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_zeros(*x.shape[:-1], self.width)
+
+
+def required(merged: dict[str, Any] | None) -> dict[str, Any]:
+    if merged is None:
+        raise RetrofitError(
+            "a merged attention was called by itself",
+            why="its layer forwards the encoder's states to it",
+            remedy="call the layer, or the model",
+        )
+    return merged
+
+
+def answered(layer: nn.Module, attention: nn.Module, other: Mapping[str, Any] | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What `layer` returns when `attention`, with the other keys, answers for torch's; raises `RetrofitError` where it calls none."""
+    calls: list[bool] = []
+    with AnsweredCore(attention, other, calls):
+        result = layer(*args, **kwargs)
+    if not calls or other == {}:
+        raise RetrofitError(
+            "an attention does not call torch's scaled_dot_product_attention any more",
+            why="merged attention replaces that call",
+            remedy="choose attn_implementation='sdpa', as when the model was rewritten",
+        )
+    return result
+
+
+def value_at(place: ArgumentPlace, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The argument at a place, None where it was left out."""
+    position, keyword = place
+    if keyword is not None and keyword in kwargs:
+        return kwargs[keyword]
+    return args[position] if position is not None and position < len(args) else None
+
+
+def cache_keyword(kwargs: Mapping[str, Any]) -> str:
+    """The name under which an attention gets the cache."""
+    return next((name for name, value in kwargs.items() if isinstance(value, Cache)), "past_key_values")
+
+
+@contextlib.contextmanager
+def own_cache(cache: Cache | None, layers: int) -> Iterator[Cache | None]:
+    """Within this context: the layers of the cache behind the model's own, where there are some to be used; else the cache."""
+    if cache is None or not layers:
+        yield cache
+        return
+    with second_layers(cache, layers) as second:
+        yield second
+
+
+@contextlib.contextmanager
+def cache_replaced(arguments: list[Any], keywords: dict[str, Any], layers: int) -> Iterator[None]:
+    """Within this context a cache among the arguments is its layers behind the model's own."""
+    with contextlib.ExitStack() as stack:
+        for container, items in ((arguments, enumerate(arguments)), (keywords, keywords.items())):
+            for key, value in list(items):
+                if isinstance(value, Cache):
+                    container[key] = stack.enter_context(second_layers(value, layers))  # type: ignore[call-overload]
+        yield
+
+
+__all__ = ["AttentionCall", "CrossArguments", "MergedCrossAttention", "MergedLayer", "MergedSelfAttention", "NoCrossAttention"]

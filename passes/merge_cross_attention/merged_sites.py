@@ -1,0 +1,279 @@
+"""Where a decoder's two attentions can be merged: which modules they are, what each can borrow of the other, what may go."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from torch import fx, nn
+
+from retrofit.passes.merge_cross_attention.borrowed_code import Borrowing
+from retrofit.passes.merge_cross_attention.merged_layer import AttentionCall, CrossArguments, MergedLayer
+from retrofit.sdk import (
+    CAST,
+    LAYOUT,
+    REST,
+    Anatomy,
+    Attention,
+    AttentionSite,
+    Branch,
+    Call,
+    Dataflow,
+    DoesNotFitError,
+    Key,
+    LayerCalls,
+    NearMiss,
+    Stack,
+    find_attention_sites,
+    find_attentions,
+    op,
+    shape,
+    weight_product,
+)
+
+FUSED = "scaled_dot_product_attention"
+NOT_INTERCEPTED = "multi_head_attention_forward"
+WRITTEN_OUT = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
+LEFT_OUT = "layers= leaves depths out"
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundAttention:
+    """One attention of a layer: its projections, its core, and the module in whose code the core is computed."""
+
+    site: AttentionSite
+    core: Attention
+    call: Call
+    branch: Branch
+
+    @property
+    def path(self) -> str:
+        return self.call.path
+
+
+@dataclasses.dataclass(frozen=True)
+class GoneBranch:
+    """What is left of the cross-attention's branch where it goes: its modules that must go with it, and how it comes to add nothing."""
+
+    emptied: tuple[str, ...]  # modules that return what they are given
+    dropped: tuple[str, ...]  # parameters
+    returned: bool  # whether the attention's own module returns what its output matrix makes
+    out: str  # the module of that matrix
+    out_key: Key
+    width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedSite:
+    """One layer whose attentions are merged. Paths of modules; those of `own` and `cross` are inside the layer's."""
+
+    path: str
+    heads: int
+    cache_layers: int  # of the decoder's cache: as many as its stack has
+    own: AttentionCall
+    cross: AttentionCall
+    arguments: CrossArguments
+    gone: GoneBranch
+
+
+class SiteFinder:
+    """The sites of one model as they are found."""
+
+    def __init__(self, anatomy: Anatomy, chosen: list[tuple[Stack, int]], positions: str) -> None:
+        self.anatomy, self.flow, self.positions = anatomy, anatomy.flow, positions
+        self.cores = find_attentions(self.flow)
+        self.calls = LayerCalls(anatomy)
+        self.attentions, misses = find_attention_sites(anatomy, chosen)
+        self.unfit: dict[str, NearMiss] = {miss.name: miss for miss in misses}
+
+    def site(self, stack: Stack, depth: int) -> MergedSite:
+        """The site of one layer; raises `DoesNotFitError` where it is none."""
+        layer = stack.layers[depth]
+        name = layer.name or layer.exit
+        branches = [[one for one in layer.attentions if one.role == role] for role in ("self-attention", "cross-attention")]
+        if not branches[1]:
+            raise unfit(name, "it has no cross-attention", "merge-cross-attention is for encoder-decoders")
+        if [len(one) for one in branches] != [1, 1]:
+            raise unfit(name, f"it has {len(branches[0])} self-attentions and {len(branches[1])} cross-attentions, not one of each")
+        order = [one.role for one in layer.attentions]
+        if order != ["self-attention", "cross-attention"]:
+            raise unfit(name, "its cross-attention comes before its self-attention")
+        call = self.calls.innermost(layer)
+        self.check_above(call.path, name)
+        own, cross = (self.attention(one, call) for (one,) in branches)
+        self.check_shapes(own, cross)
+        decoders = self.positions == "first"  # whether the decoder's queries are those of the encoder's keys too
+        numbers = query_numbers(own, self.flow)
+        one = numbers is not None and numbers == query_numbers(cross, self.flow)
+        of_cross = AttentionCall(inside(cross.path, call.path), cross.site.stream_in, self.borrowing(cross, own, one or decoders))
+        of_own = AttentionCall(inside(own.path, call.path), own.site.stream_in, self.borrowing(own, cross, one))
+        return MergedSite(
+            call.path, own.site.heads, len(stack.layers), of_own, of_cross, self.arguments(call, cross), self.gone(cross)
+        )
+
+    # The two attentions of a layer.
+
+    def attention(self, branch: Branch, layer: Call) -> FoundAttention:
+        """The one attention in a branch, taken apart."""
+        name = branch.name or branch.output
+        inner = set(self.flow.between(self.anatomy.node(branch.source), self.anatomy.node(branch.output)))
+        cores = [core for core in self.cores if core.result in inner]
+        if len(cores) != 1:
+            raise unfit(name, f"the branch holds {len(cores)} attentions, not one")
+        (core,) = cores
+        if op(core.result) != FUSED:
+            raise unfit(name, f"its scores are written out, and no call of {FUSED} is there to be replaced", WRITTEN_OUT)
+        call = self.flow.call_of(core.result)
+        if not call.path or call is layer or not layer.encloses(call):
+            raise unfit(name, "it is computed in the code of its layer, and no module owns it", "emit='graph' makes each a module")
+        module = self.anatomy.model.get_submodule(call.path)
+        if any(NOT_INTERCEPTED in names_in_code(one) for one in module.modules()):
+            why = f"its code calls torch's {NOT_INTERCEPTED}, and no call inside that can be replaced"
+            raise unfit(call.path, why, "emit='graph' makes each attention a module")
+        if sum(call.encloses(self.flow.call_of(one.result)) for one in self.cores) != 1:
+            raise unfit(call.path, "its module computes more than one attention")
+        site = next((one for one in self.attentions if one.name == call.path), None)
+        if site is None:
+            miss = self.unfit.get(branch.name) or self.unfit.get(call.path)
+            raise unfit(call.path, miss.why if miss else "its projections are not in its own module")
+        if site.calls > 1:
+            raise unfit(call.path, f"it is called {site.calls} times, and the cache has a layer for each call")
+        if site.why_separate and site.stream_in is None:
+            raise unfit(call.path, site.why_separate)
+        if any(not one.matrix.module.startswith(f"{call.path}.") for one in site.projections):
+            raise unfit(call.path, "its projections are not in its own module")
+        return FoundAttention(site, core, call, branch)
+
+    def check_above(self, path: str, name: str) -> None:
+        steps = path.split(".")
+        above = (self.anatomy.model.get_submodule(".".join(steps[:count])) for count in range(1, len(steps) + 1))
+        if any(isinstance(one, MergedLayer) for one in above):
+            raise unfit(name, "its attentions are merged already", "other options need a model that was not rewritten so")
+
+    def check_shapes(self, own: FoundAttention, cross: FoundAttention) -> None:
+        """Raises `DoesNotFitError` unless each attention could compute with the other's projections."""
+        if cross.site.source_in is None or cross.site.stream_in is None or own.site.stream_in is None:
+            raise unfit(cross.path, "no one argument of it is the encoder's states, or the stream")
+        for letter in "qkv":
+            found = [[one for one in each.site.projections if letter in one.letters] for each in (own, cross)]
+            letters = [one[0].letters if one else () for one in found]
+            if letters[0] != letters[1] or REST in letters[0]:
+                why = f"its projection of {letter} is for {letters[1] or 'nothing'}, that of self-attention for {letters[0] or 'nothing'}"
+                raise unfit(cross.path, f"{why}, and one takes the other's weights")
+            widths = [(one[0].stream_width, one[0].width) for one in found]
+            if widths[0] != widths[1]:
+                raise unfit(cross.path, f"its {letter} is {described(widths[1])}, and that of self-attention {described(widths[0])}")
+        for one, other in zip((cross.core.query, cross.core.key, cross.core.value),
+                              (own.core.query, own.core.key, own.core.value), strict=True):  # fmt: skip
+            first, second = shape(one) or (), shape(other) or ()
+            if len(first) != 4 or len(second) != 4 or (first[1], first[3]) != (second[1], second[3]):
+                raise unfit(cross.path, f"its heads are {first}, and those of self-attention {second}")
+
+    def borrowing(self, code: FoundAttention, lender: FoundAttention, one_query: bool) -> Borrowing:
+        """What the code of one attention takes of the other; raises `DoesNotFitError` where it has weights that the other has not."""
+        modules: dict[str, str] = {}
+        query = "", 0
+        for one in code.site.projections:
+            path = inside(one.matrix.module, code.path)
+            (other,) = [each for each in lender.site.projections if each.letters == one.letters]
+            if one.letters == ("q",) and one_query:
+                query = path, one.width
+            else:
+                modules[path] = inside(other.matrix.module, lender.path)
+        out = code.site.out
+        out_path = inside(out.module, code.path) if out is not None and out.module.startswith(f"{code.path}.") else ""
+        known = {*modules, query[0], out_path}
+        module, others = (self.anatomy.model.get_submodule(one.path) for one in (code, lender))
+        for path, part in module.named_modules():
+            if path in known or not part._parameters or not any(one is not None for one in part._parameters.values()):
+                continue
+            if path and has_equal(others, path, part):
+                modules[path] = path
+            elif code.site.cross:
+                raise unfit(code.path, f"its {path or 'own code'} has weights that the self-attention has not")
+        return Borrowing(modules, query, out_path)
+
+    def arguments(self, layer: Call, cross: FoundAttention) -> CrossArguments:
+        """Which arguments of the layer the cross-attention is called with, as far as they are tensors."""
+        masked = {(call.path, call.index): call for call in self.calls.masked.program.calls}
+        outer, inner = (masked.get((one.path, one.index)) for one in (layer, cross.call))
+        if outer is None or inner is None:
+            raise unfit(cross.path, "it is not called when the model gets a mask")
+        found: dict[Key, Key] = {}
+        for key, node in inner.inputs.items():
+            if key in (None, cross.site.stream_in):
+                continue
+            keys = [one for one, given in outer.inputs.items() if one is not None and given is node]
+            if not keys:
+                raise unfit(cross.path, f"its argument {key} is none of the arguments of {layer.path}")
+            found[key] = keys[0]
+        return CrossArguments(found[cross.site.source_in], tuple(found.items()))
+
+    # The branch that goes.
+
+    def gone(self, cross: FoundAttention) -> GoneBranch:
+        """What becomes of the cross-attention's branch where it goes."""
+        site, flow = cross.site, self.flow
+        if site.out is None:
+            raise unfit(cross.path, f"its output matrix cannot go: {site.why_no_out}")
+        region = flow.between(self.anatomy.node(cross.branch.source), self.anatomy.node(cross.branch.output))
+        branch = {*region, *(node for node in flow.nodes if cross.call.encloses(flow.call_of(node)))}
+        elsewhere = flow.parameters_of([node for node in flow.nodes if node not in branch and node not in flow.program.parameters])
+        dropped = [name for name in flow.parameters_of(list(branch)) if name not in elsewhere]
+        emptied = list(dict.fromkeys(name.rpartition(".")[0] for name in dropped))
+        for path in emptied:
+            calls = [call for call in flow.program.calls if call.path == path]
+            sizes = [[shape(node) for node in one] for call in calls for one in (call.inputs.values(), call.outputs.values())]
+            within = path.startswith(f"{cross.path}.") or path == site.out.module
+            if not within and (len(calls) != 1 or any(len(one) != 1 for one in sizes) or sizes[0] != sizes[1]):
+                raise unfit(cross.path, f"the weights of {path or 'the model'} would be left without a use, and its module cannot go")
+        returned = site.returns_out and site.out.module.startswith(f"{cross.path}.")
+        return GoneBranch(tuple(emptied), tuple(dropped), returned, site.out.module, site.out_key, site.out_shape[1])
+
+
+def query_numbers(attention: FoundAttention, flow: Dataflow) -> list[Any] | None:
+    """The numbers by which a projection's result is multiplied to become the queries; None where more is done to it, as positions are."""
+    weights = [one.matrix.weight for one in attention.site.projections if "q" in one.letters]
+    query = attention.core.query
+    above = [node for node in flow.nodes if attention.call.encloses(flow.call_of(node)) and flow.reaches(node, query)]
+    product = [node for node in above if (found := weight_product(node, flow)) is not None and found.parameter in weights]
+    if len(product) != 1:
+        return None
+    numbers = []
+    for node in flow.between(product[0], query):
+        if op(node) in ("mul", "div") and not isinstance(node.args[1], fx.Node):
+            numbers.append((op(node), node.args[1]))
+        elif op(node) not in LAYOUT | CAST:
+            return None
+    return numbers
+
+
+def inside(path: str, outer: str) -> str:
+    """The path inside the module at `outer`."""
+    return path[len(outer) + 1 :] if outer else path
+
+
+def has_equal(module: nn.Module, path: str, part: nn.Module) -> bool:
+    """Whether the module has at this path one with parameters of the same names and shapes."""
+    try:
+        other = module.get_submodule(path)
+    except AttributeError:
+        return False
+    shapes = [{name: one.shape for name, one in each._parameters.items() if one is not None} for each in (part, other)]
+    return shapes[0] == shapes[1]
+
+
+def described(widths: tuple[int, int]) -> str:
+    return f"{widths[0]} → {widths[1]}"
+
+
+def names_in_code(module: nn.Module) -> tuple[str, ...]:
+    """The names that the code of a module's forward reads."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code.co_names if code is not None else ()
+
+
+def unfit(name: str, why: str, remedy: str = LEFT_OUT) -> DoesNotFitError:
+    return DoesNotFitError(f"merge-cross-attention: {name} cannot be merged", why=why, remedy=remedy)
+

@@ -1,0 +1,171 @@
+"""Merged attention once more, key by key: the reference that the check `method` holds the pass against."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.sdk import Observed, Problems, SiteCall, find_argument
+
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+HIDDEN = -1e4  # an additive mask below this hides
+CLOSE = 1e-3  # of the largest: what the model made in float32 or half precision, and what its matrix makes again
+
+
+def joint_attention(call: SiteCall) -> Tensor:
+    """For each query the softmax over the keys of both sets: Σ_j softmax_j(scale · q·k_j + mask_j + log w_j) v_j."""
+    module: Any = call.module
+    heads = module.heads
+    # torch's own attention counts as an operation that draws numbers; without dropout, as in recorded calls, it draws none
+    call.draws = [one for one in call.draws if not one.operation.startswith("_scaled_dot_product")]
+    own = {name: call.argument((place, name), None) for place, name in enumerate(ARGUMENTS)}
+    own["scale"] = call.kwargs.get("scale")
+    other = call.kwargs.get("other")
+    sets = [own] if other is None else [own, {**other, "query": own["query"] if other["query"] is None else other["query"]}]
+    size = own["query"].shape
+    queries = [one["query"].reshape(len(one["query"]), heads, -1, one["query"].shape[-1]) for one in sets]
+    tokens = queries[0].shape[2]
+    visible, bias = zip(*(visibility(one, len(queries[0]), heads, tokens) for one in sets), strict=True)
+    decoder = 1 if module.encoder_is_own else 0
+    first = call.options.positions == "first" and other is not None
+    rows = []
+    for b in range(len(queries[0])):
+        for h in range(heads):
+            for i in range(tokens):
+                scores, values = [], []
+                for number, one in enumerate(sets):
+                    shared = heads // one["key"].shape[1]
+                    k, v = one["key"][b, h // shared], one["value"][b, h // shared]
+                    q = queries[decoder if first else number][b, h, i]
+                    scale = q.shape[-1] ** -0.5 if one.get("scale") is None else one["scale"]
+                    added = torch.zeros((), dtype=torch.float64)
+                    if number == 1 and module.log_weight is not None:
+                        added = module.log_weight[h]
+                    if first and number != decoder and bool(visible[decoder][b, h, i, 0]):
+                        added = added + bias[decoder][b, h, i, 0]
+                    for j in range(len(k)):
+                        if bool(visible[number][b, h, i, j]):
+                            scores.append(scale * (q * k[j]).sum() + bias[number][b, h, i, j] + added)
+                            values.append(v[j])
+                rows.append(weighed(scores, values) if scores else torch.zeros(own["value"].shape[-1], dtype=torch.float64))
+    seen = torch.stack([one.any(-1) for one in visible]).any(0)
+    call.irrelevant = (~seen).reshape(size[:-1])
+    return torch.stack(rows).reshape(*size[:-1], own["value"].shape[-1])
+
+
+def visibility(given: Mapping[str, Any], batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Which keys the mask shows to each query, and what it adds: (batch, heads, tokens, keys) each."""
+    keys = given["key"].shape[2]
+    size = (batch, heads, tokens, keys)
+    visible, bias, mask = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.float64), given.get("attn_mask")
+    if mask is not None:
+        mask = mask if mask.dim() < 4 or mask.shape[1] in (1, heads) else mask.reshape(len(mask), heads, -1, keys)
+        visible = (mask if mask.dtype == torch.bool else mask > HIDDEN).expand(size)
+        bias = bias if mask.dtype == torch.bool else mask.expand(size)
+    return (visible.tril() if given.get("is_causal") else visible), bias
+
+
+def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Σ softmax(s)_j v_j."""
+    top = max(float(one) for one in scores)
+    weights = [(one - top).exp() for one in scores]
+    total = torch.stack(weights).sum()
+    return sum((weight / total * value for weight, value in zip(weights, values, strict=True)), torch.zeros_like(values[0]))
+
+
+def wiring(observed: Observed) -> Problems:
+    """Of both sets of tokens, the keys and the values of an attention are what its own matrices make of them."""
+    with streams_of(observed) as streams:
+        observed.model(**observed.inputs)
+    for site in observed.sites:
+        outer = observed.model.get_submodule(site.path.rpartition(".")[0])
+        for (x, source), arguments in streams.get(site.path, []):
+            module: Any = site.module
+            encoder, decoder = batch_first(source, x, arguments["own"]["key"])
+            own, other = (encoder, decoder) if module.encoder_is_own else (decoder, encoder)
+            if arguments["other"] is None:
+                yield site.path, "it sees the keys that it had before, and no others"
+                continue
+            for name in ("key", "value"):
+                made = [part for part in projections(outer) if is_made(arguments["own"][name], part, own)]
+                if not made:
+                    observed.not_compared(site.path, f"no one matrix makes its {name}s")
+                elif not any(is_made(arguments["other"][name], part, other) for part in made):
+                    which = "decoder" if module.encoder_is_own else "encoder"
+                    yield site.path, f"the {name}s of the {which}'s tokens are not what the matrix of its own {name}s makes of them"
+
+
+@contextlib.contextmanager
+def streams_of(observed: Observed) -> Iterator[dict[str, list[tuple[tuple[Tensor, Tensor], dict[str, Any]]]]]:
+    """Within this context: for each site the stream and the encoder's states in its layer, and the operands it was called with."""
+    found: dict[str, list[tuple[tuple[Tensor, Tensor], dict[str, Any]]]] = {}
+    open_streams: dict[str, tuple[Tensor, Tensor]] = {}
+    handles = []
+
+    def outer_hook(path: str) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            container, key = find_argument(module.stream_in, list(args), kwargs)
+            open_streams[path] = container[key], kwargs["merged"]["source"]
+
+        return hook
+
+    def inner_hook(path: str) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            own = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+            found.setdefault(path, []).append((open_streams[path], {"own": own, "other": kwargs.get("other")}))
+
+        return hook
+
+    for site in observed.sites:
+        outer = observed.model.get_submodule(site.path.rpartition(".")[0])
+        handles.append(outer.register_forward_pre_hook(outer_hook(site.path), with_kwargs=True))
+        handles.append(site.module.register_forward_pre_hook(inner_hook(site.path), with_kwargs=True))
+    try:
+        with torch.no_grad():
+            yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def batch_first(source: Tensor, x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as (batch, tokens, width), whichever way the model has them."""
+    is_first = len(source) == len(key)
+    return (source, x) if is_first else (source.transpose(0, 1), x.transpose(0, 1))
+
+
+def projections(outer: nn.Module) -> list[nn.Module]:
+    """The modules inside an attention that hold a matrix and nothing else."""
+    return [one for one in outer.modules() if not list(one.children()) and getattr(one, "weight", None) is not None and one.weight.dim() == 2]
+
+
+def is_made(value: Tensor, projection: nn.Module, stream: Tensor) -> bool:
+    """Whether the lengths of the keys or values, (batch, heads, tokens, width), are those that a projection of the stream has.
+
+    Positions turn a vector and keep its length.
+    """
+    try:
+        made = projection(stream)
+        heads = made.unflatten(-1, (-1, value.shape[-1])).transpose(1, 2).norm(dim=-1)
+    except (RuntimeError, IndexError, TypeError):
+        return False
+    lengths = value.norm(dim=-1)
+    if lengths.shape[1] != heads.shape[1] and lengths.shape[1] % heads.shape[1] == 0:
+        heads = heads.repeat_interleave(lengths.shape[1] // heads.shape[1], 1)
+    return lengths.shape == heads.shape and bool((lengths - heads).abs().max() <= CLOSE * heads.abs().max())
+
+
+def start(observed: Observed) -> Problems:
+    """The weight of the other keys begins as the option says, for every head."""
+    expected = math.log(observed.options.weight)
+    for site in observed.sites:
+        weight = getattr(site.module, "log_weight", None)
+        if (weight is None) != (observed.options.weight == 1):
+            yield site.path, "its other keys have a weight to be trained where they should not, or none where they should"
+        elif weight is not None and bool((weight.detach().double() - expected).abs().max() > 1e-2 * abs(expected)):
+            yield site.path, "the weight of its other keys does not begin as the option says"
