@@ -170,7 +170,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
         for path in gone.emptied:
             if path == gone.out and not gone.returned:
                 edit.replace_module(path, Nothing(gone.width))
-            elif path != cross_path:
+            elif not f"{path}.".startswith(f"{cross_path}."):
                 edit.replace_module(path, nn.Identity())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from retrofit.passes.merge_cross_attention.borrowed_code import Borrowing, borrowed_operands
+from retrofit.passes.merge_cross_attention.borrowed_code import Borrowing, borrowed_operands, copy_with
 from retrofit.passes.merge_cross_attention.core_calls import AnsweredCore
 from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
 from retrofit.passes.merge_cross_attention.second_layers import second_layers
@@ -98,7 +98,8 @@ class MergedSelfAttention(Wrapper):
 
     def cross_code(self) -> nn.Module:
         cross: nn.Module = self.__dict__["cross"]
-        return child_modules(cross)["layer"] if isinstance(cross, Wrapper) else cross
+        code: nn.Module = cross.__dict__["code"] if isinstance(cross, NoCrossAttention) else child_modules(cross)["layer"]
+        return code
 
     def cross_call(self, x: Tensor, given: dict[str, Any], cache: Cache | None, name: str) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with which the cross-attention would be called on x."""
@@ -133,13 +134,23 @@ class MergedCrossAttention(Wrapper):
         return answered(layer, self.attention, other, args, kwargs)
 
 
-class NoCrossAttention(Wrapper):
-    """In place of a cross-attention that is gone: adds nothing. Its code, without weights, is kept for the first attention."""
+class NoCrossAttention(nn.Module):
+    """In place of a cross-attention that is gone: adds nothing. Its code is kept for the first attention, without weights."""
 
-    def __init__(self, layer: nn.Module, call: AttentionCall, returned: bool, out_key: Key, width: int) -> None:
-        """`returned`: whether the module returns what is added to the stream, at `out_key` and of this width."""
-        super().__init__(layer)
-        self.stream_in, self.returned, self.out_key, self.width = argument_place(layer, call.stream_in), returned, out_key, width
+    def __init__(self, code: nn.Module, call: AttentionCall, returned: bool, out_key: Key, width: int) -> None:
+        """`returned`: whether the module returned what was added to the stream, at `out_key` and of this width."""
+        super().__init__()
+        self.stream_in, self.returned, self.out_key, self.width = argument_place(code, call.stream_in), returned, out_key, width
+        weights = [path for path, part in code.named_modules() if any(one is not None for one in part._parameters.values())]
+        self.__dict__["code"] = copy_with(code, {path: nn.Identity() for path in weights})  # not registered: nothing is in it
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "code" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["code"], name)
 
     def forward(self, *args: Any, merged: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         given = required(merged)
