@@ -142,7 +142,8 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
         own_path, cross_path = (f"{site.path}.{one.path}" for one in (site.own, site.cross))
         own, cross = edit.model.get_submodule(own_path), edit.model.get_submodule(cross_path)
         like = next((one for one in own.parameters() if one.is_floating_point()), torch.empty(()))
-        first = MergedSelfAttention(own, site.own, site.cross, self.attention(site, like, encoder_is_own=False))
+        attention = self.attention(site, like, encoder_is_own=False)
+        first = MergedSelfAttention(own, site.own, site.cross, site.arguments, attention)
         second: nn.Module
         if self.attentions == 1:
             self.drop_branch(site, cross_path, edit)

@@ -75,10 +75,14 @@ class MergedLayer(Wrapper):
 class MergedSelfAttention(Wrapper):
     """Self-attention whose keys are those of the encoder's tokens too, by its own weights: the first attention of the layer."""
 
-    def __init__(self, layer: nn.Module, call: AttentionCall, cross: AttentionCall, attention: JointAttention) -> None:
+    def __init__(
+        self, layer: nn.Module, call: AttentionCall, cross: AttentionCall, arguments: CrossArguments, attention: JointAttention
+    ) -> None:
         super().__init__(layer)
         self.stream_in, self.borrowing = argument_place(layer, call.stream_in), cross.borrowing
         self.attention, self.cross_stream = attention, cross.stream_in
+        keys = cross.stream_in, *(key for key, _ in arguments.others)
+        self.positional = 1 + max([-1, *(key for key in keys if isinstance(key, int))])  # arguments of the cross-attention
         self.cache_layers = 0  # of the model's own; 0 where the cross-attention's keys have left theirs free
         self.__dict__["cross"] = nn.Identity()  # whose code is borrowed; registered elsewhere, or without weights
 
@@ -104,11 +108,10 @@ class MergedSelfAttention(Wrapper):
     def cross_call(self, x: Tensor, given: dict[str, Any], cache: Cache | None, name: str) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with which the cross-attention would be called on x."""
         values = {self.cross_stream: x, **dict(given["arguments"])}
-        count = 1 + max((key for key in values if isinstance(key, int)), default=-1)
         keywords = {key: value for key, value in values.items() if isinstance(key, str)}
         if cache is not None:
             keywords[name] = cache
-        return [values.get(place) for place in range(count)], keywords
+        return [values.get(place) for place in range(self.positional)], keywords
 
 
 class MergedCrossAttention(Wrapper):
@@ -128,7 +131,9 @@ class MergedCrossAttention(Wrapper):
             first: Any = self.__dict__["own"]
             arguments, keywords = list(given["self"][0]), dict(given["self"][1])
             place, name = find_argument(first.stream_in, arguments, keywords)
-            place[name] = container[key]
+            before, x = place[name], container[key]  # some modules take the stream several times: as queries, keys and values
+            arguments = [x if value is before else value for value in arguments]
+            keywords = {word: x if value is before else value for word, value in keywords.items()}
             with cache_replaced(arguments, keywords, self.cache_layers):
                 other, _ = borrowed_operands(child_modules(first)["layer"], layer, self.borrowing, arguments, keywords)
         return answered(layer, self.attention, other, args, kwargs)
