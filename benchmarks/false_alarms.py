@@ -29,7 +29,7 @@ from retrofit.errors import RetrofitError, VerificationError
 SEEDS, LAYERS = 20, 4
 SCALES = (1.0, 3.0)
 PASSES = (
-    *("altup", "lsh-attention", "memory", "recurrence", "reversible", "sum"),
+    *("altup", "lsh-attention", "memory", "merge-cross-attention", "recurrence", "reversible", "sum"),
     *("sequence-altup", "shared-moe", "sparse-ffn", "sparse-loss", "sparse-qkv"),
 )
 
@@ -164,6 +164,7 @@ def spec_of(one: str, seed: int) -> str:
         "memory": ("lookup=token-id", "lookup=softmax, rank=2", "lookup=lsh, rank=2", "lookup=token-id, rank=2"),
         "recurrence": ("", "rank=4", "rank=3, layers=0"),
         "lsh-attention": ("", "rounds=2, buckets=4, chunk=4", "rounds=1, buckets=2, chunk=5, layers=0"),
+        "merge-cross-attention": ("", "attentions=1", "weight=0.1"),
         "reversible": ("", "bits=1", "layers=0-1"),
         "sparse-qkv": ("", "variant=mult", "variant=conv", "modules=2"),
         "sparse-loss": ("modules=2", "modules=4"),

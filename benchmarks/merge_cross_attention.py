@@ -1,11 +1,12 @@
 """What merged attention costs over the dense encoder-decoder, and how near the dense model it begins.
 
 First, a T5 of random weights: a training step, a prefill of the decoder, a decoding step, with one attention a layer and with two.
-The models take turns in every round; a ratio is the median over the rounds of a model's time over the dense model's. With `--start`
-a small BART learns to write a sequence of letters backwards first; then every form is measured as it begins (its loss, the divergence
-from the dense model's predictions, how often both rank the same letter first) and after some steps of its own training. One of them
-is turned from the dense function to the method's by its dial in the first half of these steps. With `--whisper` the start is that of
-Whisper tiny.en, on spoken vowels and windows of text.
+The models take turns in every round; a ratio is the median over the rounds of a model's time over the dense model's.
+
+With `--start` a small BART first learns to write a sequence of letters backwards. Then every form is measured as it begins (its
+loss, the divergence from the dense model's predictions, how often both rank the same letter first) and after some steps of training.
+The last is turned from the dense function to the method's by its dial, in the first half of these steps. With `--whisper` the start
+is that of Whisper tiny.en, on spoken vowels and windows of text.
 
     python benchmarks/merge_cross_attention.py --threads 1
     python benchmarks/merge_cross_attention.py --threads 1 --start
@@ -30,7 +31,12 @@ import retrofit
 from retrofit.passes.merge_cross_attention.weight_dial import OtherTokens
 
 SPEC = "merge-cross-attention(attentions={}, weight={})"
-FORMS = {"attentions=1": (1, 1.0), "attentions=2": (2, 1.0), "attentions=2, weight=0.1": (2, 0.1), "attentions=2, weight=0.01": (2, 0.01)}
+FORMS = {
+    "attentions=1": (1, 1.0),
+    "attentions=2": (2, 1.0),
+    "attentions=2, weight=0.1": (2, 0.1),
+    "attentions=2, weight=0.01": (2, 0.01),
+}
 DIAL = "attentions=2, turned by the dial"
 LETTERS, FIRST, LENGTH, BEGIN = 24, 4, 16, 2  # of the sequences that are written backwards
 
@@ -68,7 +74,9 @@ def costs(options: argparse.Namespace) -> None:
     models: dict[str, Any] = {"dense": dense.to(options.device)}
     for name in ("attentions=1", "attentions=2"):
         models[name] = retrofit.apply(copy.deepcopy(dense), SPEC.format(*FORMS[name]), verify=False)
-    print(f"d={options.width}, {options.layers} + {options.layers} layers, {options.batch} × {options.source} tokens of the encoder, ", end="")
+    print(
+        f"d={options.width}, 2 × {options.layers} layers, batch {options.batch}, {options.source} tokens of the encoder, ", end=""
+    )
     print(f"{options.length} of the decoder, {side_by_side.conditions(options)}")
     for name, model in models.items():
         print(f"  {name:<24}{sum(one.numel() for one in model.parameters()):,} parameters")
@@ -129,7 +137,8 @@ def decoding(model: Any, source: Tensor, tokens: Tensor, count: int) -> Callable
 def toy_start(options: argparse.Namespace) -> None:
     sizes = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
-    config = BartConfig(vocab_size=FIRST + LETTERS, max_position_embeddings=64, dropout=0.0, decoder_start_token_id=BEGIN, **sizes, **heads)
+    given = {"vocab_size": FIRST + LETTERS, "max_position_embeddings": 64, "dropout": 0.0, "decoder_start_token_id": BEGIN}
+    config = BartConfig(**given, **sizes, **heads)
     dense = BartForConditionalGeneration(config)
     train(dense, options.steps, seed=1)
     held_out = batch(256, seed=99)
@@ -195,7 +204,9 @@ def whisper_start() -> None:
     logits = [dense(**one).logits for one in batches]
     forms = {"dense": None, **FORMS}
     for name, form in forms.items():
-        model = dense if form is None else retrofit.apply(copy.deepcopy(dense), SPEC.format(*form), example_inputs=examples, verify=False)
+        model = dense
+        if form is not None:
+            model = retrofit.apply(copy.deepcopy(dense), SPEC.format(*form), example_inputs=examples, verify=False)
         losses, kls, same = [], [], []
         for one, before in zip(batches, logits, strict=True):
             found = model(**one).logits
@@ -203,7 +214,8 @@ def whisper_start() -> None:
             kls.append(float((p.exp() * (p - q)).sum(-1).mean()))
             same.append(float((p.argmax(-1) == q.argmax(-1)).float().mean()))
             losses.append(next_token_loss(model, one))
-        print(f"  {name:<34}" + "".join(f"{sum(one) / len(one):8.3f}" for one in (losses, kls)) + f"{sum(same) / len(same):8.1%}", flush=True)
+        loss, kl, agreement = (sum(one) / len(one) for one in (losses, kls, same))
+        print(f"  {name:<34}{loss:8.3f}{kl:8.3f}{agreement:8.1%}", flush=True)
 
 
 if __name__ == "__main__":

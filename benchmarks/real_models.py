@@ -44,6 +44,8 @@ SPECS = (
     "recurrence",
     "lsh-attention",
     "reversible",
+    "merge-cross-attention",
+    "merge-cross-attention(weight=0.01)",
     "shared-moe(groups=0, experts=4)",
     "shared-moe(groups={half}, experts=4)",
     "sparse-ffn(sparsity=8, active=1)",

@@ -28,6 +28,7 @@ OTHERS = {  # passes other than AltUp, with sizes that fit the tiny models and t
     "recurrence": "recurrence(rank=4)",
     "lsh-attention": "lsh-attention(rounds=2, buckets=4, chunk=4)",
     "reversible": "reversible",
+    "merge-cross-attention": "merge-cross-attention",
     "sparse-qkv": "sparse-qkv(kernel=2)",
     "sequence-altup": "sequence-altup(k=2, layers=all)",
     "sparse-loss": "sparse-loss(modules=2)",

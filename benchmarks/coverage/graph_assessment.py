@@ -32,6 +32,7 @@ PASSES = {  # on the models without modules, with sizes that fit them
     "memory": "memory(lookup=softmax, rank=2)",
     "recurrence": "recurrence(rank=4)",
     "lsh-attention": "lsh-attention",
+    "merge-cross-attention": "merge-cross-attention",
     "reversible": "reversible",
     "sparse-qkv": "sparse-qkv(kernel=2)",
     "sparse-loss": "sparse-loss(modules=2)",

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import altup_mutants
 import lsh_attention_mutants
 import memory_mutants
+import merge_cross_attention_mutants
 import recurrence_mutants
 import reversible_mutants
 import sequence_altup_mutants
@@ -36,6 +37,7 @@ TABLES = (
     altup_mutants,
     lsh_attention_mutants,
     memory_mutants,
+    merge_cross_attention_mutants,
     recurrence_mutants,
     reversible_mutants,
     sequence_altup_mutants,
@@ -48,7 +50,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(mutant for table in TABLES for mutant in tab
 CONTROL = "control"
 ALARM, LIMIT = 240, 7200.0  # seconds: of the forked process on its processor, and by the clock of the one that forks it
 ORDER = (
-    *("altup", "lsh-attention", "memory", "recurrence", "reversible", "sum"),
+    *("altup", "lsh-attention", "memory", "merge-cross-attention", "recurrence", "reversible", "sum"),
     *("sequence-altup", "shared-moe", "sparse-ffn", "sparse-loss", "sparse-qkv"),
 )
 Task = tuple[str, str]  # the pass, and a mutant's fault or a control's trial

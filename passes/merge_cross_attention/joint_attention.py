@@ -38,7 +38,7 @@ class Part:
 
     @staticmethod
     def of(given: Mapping[str, Any], heads: int) -> Part:
-        """The part of the arguments of an attention; some models give the heads that share a key as so many queries of one token."""
+        """The part in an attention's arguments; some models give the heads that share a key as so many queries of one token."""
         query, key, mask = given["query"], given["key"], given.get("attn_mask")
         q = query.reshape(query.shape[0], heads, -1, query.shape[-1])
         keys = key.shape[-2]
@@ -127,7 +127,8 @@ class JointAttention(nn.Module):
             )
         given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "is_causal": is_causal, "scale": scale}
         one_query = other["query"] is None or self.positions == FIRST
-        own, others = Part.of(given, self.heads), Part.of({**other, "query": query} if other["query"] is None else other, self.heads)
+        besides = {**other, "query": query} if other["query"] is None else other
+        own, others = (Part.of(one, self.heads) for one in (given, besides))
         if self.positions == FIRST and self.encoder_is_own:
             own = own.seen_as_first_of(others)
         elif self.positions == FIRST:

@@ -1,8 +1,8 @@
 """A decoder layer whose attentions see the encoder's tokens and the decoder's, around the layer's own code.
 
-The layer knows the encoder's states before its self-attention is called, and forwards what its cross-attention would be called with.
-Each attention runs its own code, with torch's fused attention in it answered by a `JointAttention`; the other set of keys comes from
-the other attention's code with this one's weights (`borrowed_code.py`).
+The layer knows the encoder's states before its self-attention is called, and forwards what its cross-attention would be called
+with. Each attention runs its own code, with torch's fused attention in it answered by a `JointAttention`; the other set of keys
+comes from the other attention's code with this one's weights (`borrowed_code.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CrossArguments:
 
 
 class MergedLayer(Wrapper):
-    """Calls `layer` so that its attentions at `paths` get `merged`: what the layer was called with, and they one after the other."""
+    """Calls `layer` so that its attentions at `paths` get the keyword `merged`: what the layer was called with, of use to both."""
 
     def __init__(self, layer: nn.Module, paths: tuple[str, ...], arguments: CrossArguments) -> None:
         super().__init__(layer)
@@ -188,7 +188,10 @@ def required(merged: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def answered(layer: nn.Module, attention: nn.Module, other: Mapping[str, Any] | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What `layer` returns when `attention`, with the other keys, answers for torch's; raises `RetrofitError` where it calls none."""
+    """What `layer` returns when `attention`, with the other keys, answers for torch's; raises `RetrofitError` where it calls none.
+
+    Where the other keys could not be found, as its code calls none either, they are empty.
+    """
     calls: list[bool] = []
     with AnsweredCore(attention, other, calls):
         result = layer(*args, **kwargs)

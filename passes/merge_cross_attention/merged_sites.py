@@ -54,7 +54,7 @@ class FoundAttention:
 
 @dataclasses.dataclass(frozen=True)
 class GoneBranch:
-    """What is left of the cross-attention's branch where it goes: its modules that must go with it, and how it comes to add nothing."""
+    """What becomes of the cross-attention's branch where it goes: which modules go with it, and how it comes to add nothing."""
 
     emptied: tuple[str, ...]  # modules that return what they are given
     dropped: tuple[str, ...]  # parameters
@@ -159,11 +159,11 @@ class SiteFinder:
             found = [[one for one in each.site.projections if letter in one.letters] for each in (own, cross)]
             letters = [one[0].letters if one else () for one in found]
             if letters[0] != letters[1] or REST in letters[0]:
-                why = f"its projection of {letter} is for {letters[1] or 'nothing'}, that of self-attention for {letters[0] or 'nothing'}"
-                raise unfit(cross.path, f"{why}, and one takes the other's weights")
-            widths = [(one[0].stream_width, one[0].width) for one in found]
-            if widths[0] != widths[1]:
-                raise unfit(cross.path, f"its {letter} is {described(widths[1])}, and that of self-attention {described(widths[0])}")
+                ours, theirs = (" and ".join(one) or "nothing" for one in reversed(letters))
+                raise unfit(cross.path, f"one matrix makes {ours} in it, and {theirs} in self-attention, whose weights it takes")
+            ours, theirs = (f"{one[0].stream_width} → {one[0].width}" for one in reversed(found))
+            if ours != theirs:
+                raise unfit(cross.path, f"its projection of {letter} is {ours}, and that of self-attention {theirs}")
         for one, other in zip((cross.core.query, cross.core.key, cross.core.value),
                               (own.core.query, own.core.key, own.core.value), strict=True):  # fmt: skip
             first, second = shape(one) or (), shape(other) or ()
@@ -171,7 +171,7 @@ class SiteFinder:
                 raise unfit(cross.path, f"its heads are {first}, and those of self-attention {second}")
 
     def borrowing(self, code: FoundAttention, lender: FoundAttention, one_query: bool) -> Borrowing:
-        """What the code of one attention takes of the other; raises `DoesNotFitError` where it has weights that the other has not."""
+        """What the code of one attention takes of the other; raises `DoesNotFitError` where the other has not all it needs."""
         modules: dict[str, str] = {}
         query = "", 0
         for one in code.site.projections:
@@ -227,13 +227,13 @@ class SiteFinder:
             sizes = [[shape(node) for node in one] for call in calls for one in (call.inputs.values(), call.outputs.values())]
             within = path.startswith(f"{cross.path}.") or path == site.out.module
             if not within and (len(calls) != 1 or any(len(one) != 1 for one in sizes) or sizes[0] != sizes[1]):
-                raise unfit(cross.path, f"the weights of {path or 'the model'} would be left without a use, and its module cannot go")
+                raise unfit(cross.path, f"the weights of {path or 'the model'} would have no use, and its module cannot go")
         returned = site.returns_out and site.out.module.startswith(f"{cross.path}.")
         return GoneBranch(tuple(emptied), tuple(dropped), returned, site.out.module, site.out_key, site.out_shape[1])
 
 
 def query_numbers(attention: FoundAttention, flow: Dataflow) -> list[Any] | None:
-    """The numbers by which a projection's result is multiplied to become the queries; None where more is done to it, as positions are."""
+    """The numbers that a projection's result is multiplied by to become the queries; None where more is done to it."""
     weights = [one.matrix.weight for one in attention.site.projections if "q" in one.letters]
     query = attention.core.query
     above = [node for node in flow.nodes if attention.call.encloses(flow.call_of(node)) and flow.reaches(node, query)]
@@ -264,10 +264,6 @@ def has_equal(module: nn.Module, path: str, part: nn.Module) -> bool:
     return shapes[0] == shapes[1]
 
 
-def described(widths: tuple[int, int]) -> str:
-    return f"{widths[0]} → {widths[1]}"
-
-
 def names_in_code(module: nn.Module) -> tuple[str, ...]:
     """The names that the code of a module's forward reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -276,4 +272,3 @@ def names_in_code(module: nn.Module) -> tuple[str, ...]:
 
 def unfit(name: str, why: str, remedy: str = LEFT_OUT) -> DoesNotFitError:
     return DoesNotFitError(f"merge-cross-attention: {name} cannot be merged", why=why, remedy=remedy)
-

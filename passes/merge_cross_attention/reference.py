@@ -141,7 +141,8 @@ def batch_first(source: Tensor, x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]
 
 def projections(outer: nn.Module) -> list[nn.Module]:
     """The modules inside an attention that hold a matrix and nothing else."""
-    return [one for one in outer.modules() if not list(one.children()) and getattr(one, "weight", None) is not None and one.weight.dim() == 2]
+    leaves = (one for one in outer.modules() if not list(one.children()))
+    return [one for one in leaves if isinstance(weight := getattr(one, "weight", None), Tensor) and weight.dim() == 2]
 
 
 def is_made(value: Tensor, projection: nn.Module, stream: Tensor) -> bool:

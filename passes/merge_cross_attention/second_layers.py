@@ -23,6 +23,7 @@ def second_layers(cache: Cache, layers: int) -> Iterator[Cache]:
         add_layers(cache, layers)
         view.layers, view.layer_class_to_replicate = cache.layers[layers:], None
         yield view
+        cache.layers[layers:] = view.layers  # a cache may replace its layers as they are written to
         return
     with (
         second_layers(cache.self_attention_cache, layers) as view.self_attention_cache,

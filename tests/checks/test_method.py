@@ -68,6 +68,9 @@ SPECS = (
     "recurrence(rank=3, bidirectional=true)",
     "lsh-attention(rounds=2, buckets=4, chunk=4)",
     "lsh-attention(rounds=1, buckets=2, chunk=3)",
+    "merge-cross-attention",
+    "merge-cross-attention(attentions=1, weight=0.5)",
+    "merge-cross-attention(positions=first)",
     "reversible",
     "reversible(bits=1)",
     "sequence-altup(k=2, layers=all)",
@@ -85,7 +88,14 @@ SPECS = (
     "sparse-qkv(kernel=1, output=mult)",
     "sparse-loss(modules=4)",
 )
-QUICK = {"llama": SPECS, "t5": SPECS[3::5], "bert": SPECS[1::5], "gpt2": SPECS[2::5], "vit": SPECS[4::6]}
+MERGED = [spec for spec in SPECS if spec.startswith("merge-cross-attention")]  # of encoder-decoders
+QUICK = {
+    "llama": [spec for spec in SPECS if spec not in MERGED],
+    "t5": list(dict.fromkeys((*SPECS[3::5], MERGED[0]))),
+    "bert": SPECS[1::5],
+    "gpt2": SPECS[2::5],
+    "vit": SPECS[4::6],
+}
 
 
 def agrees(name: str, spec: str) -> None:

@@ -1,4 +1,4 @@
-"""The merge-cross-attention pass on whole models: its function by hand, its start, cached and padded, trained, in every kind of module."""
+"""The merge-cross-attention pass on whole models: computed by hand, its start, caches, padding, training, other models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ def bart() -> Any:
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     config = transformers.BartConfig(
-        vocab_size=64, max_position_embeddings=64, decoder_start_token_id=2, init_std=0.3, forced_eos_token_id=None, **sizes, **heads
+        vocab_size=64,
+        max_position_embeddings=64,
+        decoder_start_token_id=2,
+        init_std=0.3,
+        forced_eos_token_id=None,
+        **sizes,
+        **heads,
     )
     return tiny_models.built(config, transformers.BartForConditionalGeneration)
 
@@ -76,7 +82,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, added: Tensor, heads: int) -> Tensor
 
 
 def seen(mask: Tensor, tokens: int, heads: int, bias: Tensor | None = None, first: bool = False) -> Tensor:
-    """What is added to the scores of [encoder; decoder]: −∞ for padding and later tokens; a bias among the decoder's, (heads, T, T)."""
+    """What is added to the scores of [encoder; decoder]: −∞ for padding and later tokens; `bias` (heads, T, T) among the latter."""
     own = torch.zeros(heads, tokens, tokens) if bias is None else bias
     encoder = own[:, :, :1].expand(-1, -1, mask.shape[1]) if first else torch.zeros(heads, tokens, mask.shape[1])
     later = torch.full((tokens, tokens), float("-inf")).triu(1)
@@ -111,7 +117,8 @@ def t5_by_hand(model: Any, attentions: int, given: dict[str, Tensor], positions:
     bias = model.decoder.block[0].layer[0].SelfAttention.compute_bias(tokens, tokens)[0]
     added = seen(given["attention_mask"], tokens, 2, bias, positions == "first")
     for block in model.decoder.block:
-        for layer, a in ((block.layer[0], block.layer[0].SelfAttention), (block.layer[1], block.layer[1].EncDecAttention))[:attentions]:
+        both_layers = (block.layer[0], block.layer[0].SelfAttention), (block.layer[1], block.layer[1].EncDecAttention)
+        for layer, a in both_layers[:attentions]:
             normed = layer.layer_norm(x)
             both = torch.cat([states, normed], 1)
             x = x + a.o(attend(a.q(normed), a.k(both), a.v(both), added, 2))
@@ -185,7 +192,9 @@ def test_a_weight_below_one_begins_nearer_and_is_trained() -> None:
     assert planned.plan.new_parameters == 8
 
 
-@pytest.mark.parametrize(("options", "why"), [({"attentions": 3}, "above 2"), ({"weight": 1.5}, "above 1"), ({"weight": 0}, "as it is")])
+@pytest.mark.parametrize(
+    ("options", "why"), [({"attentions": 3}, "above 2"), ({"weight": 1.5}, "above 1"), ({"weight": 0}, "as it is")]
+)
 def test_options_out_of_range_are_refused(options: dict[str, Any], why: str) -> None:
     with pytest.raises(SpecError, match=why):
         MergeCrossAttention(**options)
@@ -223,6 +232,24 @@ def test_a_cache_goes_on_in_steps_and_keeps_the_encoders_keys(name: str, options
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{}, {"attentions": 1}], ids=str)
+@torch.no_grad()
+def test_a_compiled_decoding_step_goes_on_with_a_static_cache(options: dict[str, Any]) -> None:
+    model, given = copy.deepcopy(rewritten("t5", **options)), inputs()
+    tokens, mask = given["decoder_input_ids"], given["attention_mask"]
+    whole = logits(model, **given, use_cache=False)
+    encoded = model.get_encoder()(given["input_ids"], mask)
+    own, cross = (transformers.StaticCache(config=model.config, max_cache_len=length) for length in (13, 9))
+    cache = transformers.EncoderDecoderCache(own, cross)
+    fixed = {"encoder_outputs": encoded, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+    model(decoder_input_ids=tokens[:, :8], **fixed)
+    torch.compiler.reset()
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    parts = [step(decoder_input_ids=tokens[:, at : at + 1], **fixed).logits for at in range(8, 13)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole[:, 8:], rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
 
 
 HOW = {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
@@ -292,7 +319,8 @@ def test_a_compiled_step_has_the_same_gradients() -> None:
     expected = gradients(model)
     torch.compiler.reset()
     model.zero_grad(set_to_none=True)
-    torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs(), labels=ids(2, 13, seed=5), use_cache=False).loss.backward()
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    step(**inputs(), labels=ids(2, 13, seed=5), use_cache=False).loss.backward()
     for parameter, other in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, other, rtol=1e-4, atol=1e-5)
 
