@@ -4,7 +4,7 @@ First, a T5 of random weights: a training step, a prefill of the decoder, a deco
 The models take turns in every round; a ratio is the median over the rounds of a model's time over the dense model's.
 
 With `--start` a small BART first learns to write a sequence of letters backwards. Then every form is measured as it begins (its
-loss, the divergence from the dense model's predictions, how often both rank the same letter first) and after some steps of training.
+loss, the divergence from the dense model's predictions, how often both rank the same letter first) and after more steps.
 The last is turned from the dense function to the method's by its dial, in the first half of these steps. With `--whisper` the start
 is that of Whisper tiny.en, on spoken vowels and windows of text.
 
