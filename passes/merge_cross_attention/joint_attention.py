@@ -85,6 +85,13 @@ class Part:
                 mask = bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else mask + bias
         return dataclasses.replace(self, q=decoder.q, mask=mask)
 
+    def beside(self, others: Part) -> tuple[Part, Part]:
+        """Both parts with one query of twice the width: each has zeros where the other has its keys."""
+        q = torch.cat([self.q * self.scale, others.q * others.scale], -1)
+        keys = (torch.cat([self.k, torch.zeros_like(self.k)], -1), torch.cat([torch.zeros_like(others.k), others.k], -1))
+        own, besides = (dataclasses.replace(part, q=q, k=k, scale=1.0) for part, k in zip((self, others), keys, strict=True))
+        return own, besides
+
     def weighed(self, p: Tensor) -> Tensor:
         """Σ_j p_j v_j: (batch, heads, T, d_v)."""
         batch, heads, tokens, keys = p.shape
@@ -133,8 +140,12 @@ class JointAttention(nn.Module):
             own = own.seen_as_first_of(others)
         elif self.positions == FIRST:
             others = others.seen_as_first_of(own)
+        one_query = one_query and own.scale == others.scale
         tokens = own.q.shape[2]
-        if one_query and own.scale == others.scale and not (isinstance(tokens, int) and tokens <= FEW):
+        # an exported program is to hold one attention over all keys, whatever its queries: that is what later passes find
+        if torch.compiler.is_exporting() or (one_query and not (isinstance(tokens, int) and tokens <= FEW)):
+            if not one_query:
+                own, others = own.beside(others)
             y = self.fused(own, others, dropout_p)
         else:
             y = self.written_out(own, others, dropout_p)
