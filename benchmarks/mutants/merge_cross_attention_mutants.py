@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     layer(
         "the second attention keeps its keys where the first has its own",
-        "container[key] = stack.enter_context(second_layers(value, layers))",
+        "container[place] = stack.enter_context(second_layers(container[place], layers))",
         "pass",
         trials=BOTH,
     ),
@@ -112,8 +112,8 @@ MUTANTS = [
     ),
     whole(
         "the option attentions has no effect",
-        "if self.attentions == 1:\n            self.drop",
-        "if False:\n            self.drop",
+        "chosen, self.attentions, self.positions)",
+        "chosen, 2, self.positions)",
         trials=ONE,
     ),
 ]

@@ -27,7 +27,7 @@ from retrofit.passes.merge_cross_attention.merged_layer import (
     NoCrossAttention,
     Nothing,
 )
-from retrofit.passes.merge_cross_attention.merged_sites import MergedSite, SiteFinder
+from retrofit.passes.merge_cross_attention.merged_sites import GoneBranch, MergedSite, SiteFinder
 from retrofit.passes.merge_cross_attention.weight_dial import OtherTokens
 from retrofit.sdk import (
     Anatomy,
@@ -43,6 +43,7 @@ from retrofit.sdk import (
     SpecError,
     collect_near_miss,
     option,
+    refuse_state_inputs,
     selected_depths,
 )
 
@@ -112,11 +113,17 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
                 remedy="it is for encoder-decoders; a decoder by itself has nothing to merge",
                 in_any_form=True,
             )
-        finder, near_misses, found = SiteFinder(anatomy, chosen, self.positions), list[NearMiss](), list[MergedSite]()
+        finder, near_misses, found = (
+            SiteFinder(anatomy, chosen, self.attentions, self.positions),
+            list[NearMiss](),
+            list[MergedSite](),
+        )
         for stack, depth in chosen:
             layer = stack.layers[depth]
             with collect_near_miss(layer.name or layer.exit, near_misses):
                 found.append(finder.site(stack, depth))
+        if found:
+            refuse_state_inputs(anatomy.program, self.name)
         new = sum(site.heads * self.attentions for site in found) if self.weight < 1 else 0
         return MergeCrossAttentionPlan(
             sites=tuple(Site(site.path, self.describe()) for site in found),
@@ -145,9 +152,8 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
         attention = self.attention(site, like, encoder_is_own=False)
         first = MergedSelfAttention(own, site.own, site.cross, site.arguments, attention)
         second: nn.Module
-        if self.attentions == 1:
-            self.drop_branch(site, cross_path, edit)
-            gone = site.gone
+        if (gone := site.gone) is not None:
+            self.drop_branch(gone, cross_path, edit)
             second = NoCrossAttention(cross, site.cross, gone.returned, gone.out_key, gone.width)
         else:
             first.cache_layers = site.cache_layers
@@ -163,9 +169,8 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
     def attention(self, site: MergedSite, like: torch.Tensor, encoder_is_own: bool) -> JointAttention:
         return JointAttention(site.heads, self.positions, encoder_is_own, self.weight, like)
 
-    def drop_branch(self, site: MergedSite, cross_path: str, edit: Edit) -> None:
+    def drop_branch(self, gone: GoneBranch, cross_path: str, edit: Edit) -> None:
         """The cross-attention's weights are gone, and those of modules around it that only it needed."""
-        gone = site.gone
         for name in gone.dropped:
             edit.drop_parameter(edit.model.get_parameter(name), GONE)
         for path in gone.emptied:

@@ -230,11 +230,14 @@ def own_cache(cache: Cache | None, layers: int) -> Iterator[Cache | None]:
 @contextlib.contextmanager
 def cache_replaced(arguments: list[Any], keywords: dict[str, Any], layers: int) -> Iterator[None]:
     """Within this context a cache among the arguments is its layers behind the model's own."""
+    places: list[tuple[Any, Any]] = [
+        *((arguments, place) for place in range(len(arguments))),
+        *((keywords, name) for name in keywords),
+    ]
     with contextlib.ExitStack() as stack:
-        for container, items in ((arguments, enumerate(arguments)), (keywords, keywords.items())):
-            for key, value in list(items):
-                if isinstance(value, Cache):
-                    container[key] = stack.enter_context(second_layers(value, layers))  # type: ignore[call-overload]
+        for container, place in places:
+            if isinstance(container[place], Cache):
+                container[place] = stack.enter_context(second_layers(container[place], layers))
         yield
 
 

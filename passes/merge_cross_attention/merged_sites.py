@@ -74,14 +74,14 @@ class MergedSite:
     own: AttentionCall
     cross: AttentionCall
     arguments: CrossArguments
-    gone: GoneBranch
+    gone: GoneBranch | None  # where one attention is left
 
 
 class SiteFinder:
     """The sites of one model as they are found."""
 
-    def __init__(self, anatomy: Anatomy, chosen: list[tuple[Stack, int]], positions: str) -> None:
-        self.anatomy, self.flow, self.positions = anatomy, anatomy.flow, positions
+    def __init__(self, anatomy: Anatomy, chosen: list[tuple[Stack, int]], attentions: int, positions: str) -> None:
+        self.anatomy, self.flow, self.attentions_left, self.positions = anatomy, anatomy.flow, attentions, positions
         self.cores = find_attentions(self.flow)
         self.calls = LayerCalls(anatomy)
         self.attentions, misses = find_attention_sites(anatomy, chosen)
@@ -108,9 +108,8 @@ class SiteFinder:
         one = numbers is not None and numbers == query_numbers(cross, self.flow)
         of_cross = AttentionCall(inside(cross.path, call.path), cross.site.stream_in, self.borrowing(cross, own, one or decoders))
         of_own = AttentionCall(inside(own.path, call.path), own.site.stream_in, self.borrowing(own, cross, one))
-        return MergedSite(
-            call.path, own.site.heads, len(stack.layers), of_own, of_cross, self.arguments(call, cross), self.gone(cross)
-        )
+        gone = self.gone(cross) if self.attentions_left == 1 else None
+        return MergedSite(call.path, own.site.heads, len(stack.layers), of_own, of_cross, self.arguments(call, cross), gone)
 
     # The two attentions of a layer.
 

@@ -162,8 +162,11 @@ def is_made(value: Tensor, projection: nn.Module, stream: Tensor) -> bool:
 
 
 def start(observed: Observed) -> Problems:
-    """The weight of the other keys begins as the option says, for every head."""
+    """There are as many attentions as the option says, and the weight of the other keys begins as the option says, for every head."""
     expected = math.log(observed.options.weight)
+    seconds = [site for site in observed.sites if getattr(site.module, "encoder_is_own", False)]
+    if len(seconds) * 2 != (observed.options.attentions - 1) * len(observed.sites):
+        yield observed.sites[0].path, f"{len(seconds)} of {len(observed.sites)} attentions are second ones"
     for site in observed.sites:
         weight = getattr(site.module, "log_weight", None)
         if (weight is None) != (observed.options.weight == 1):
