@@ -162,7 +162,7 @@ def is_made(value: Tensor, projection: nn.Module, stream: Tensor) -> bool:
 
 
 def start(observed: Observed) -> Problems:
-    """There are as many attentions as the option says, and the weight of the other keys begins as the option says, for every head."""
+    """There are as many attentions as the option says, and the weight of the other keys begins as it says, for every head."""
     expected = math.log(observed.options.weight)
     seconds = [site for site in observed.sites if getattr(site.module, "encoder_is_own", False)]
     if len(seconds) * 2 != (observed.options.attentions - 1) * len(observed.sites):
