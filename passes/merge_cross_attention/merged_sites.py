@@ -135,7 +135,9 @@ class SiteFinder:
         site = next((one for one in self.attentions if one.name == call.path), None)
         if site is None:
             miss = self.unfit.get(branch.name) or self.unfit.get(call.path)
-            raise unfit(call.path, miss.why if miss else "its projections are not in its own module")
+            if miss is not None:
+                raise unfit(call.path, miss.why, miss.remedy or LEFT_OUT)
+            raise unfit(call.path, "its projections are not in its own module")
         if site.calls > 1:
             raise unfit(call.path, f"it is called {site.calls} times, and the cache has a layer for each call")
         if site.why_separate and site.stream_in is None:
