@@ -106,6 +106,13 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
             if any(one.role == "cross-attention" for layer in stack.layers for one in layer.attentions)
             for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name))
         ]
+        if not chosen and any(isinstance(one, MergedLayer) for one in anatomy.model.modules()):
+            raise DoesNotFitError(
+                "merge-cross-attention: the model has no cross-attention left",
+                why="its attentions are merged already",
+                remedy="other options need a model that was not rewritten so",
+                in_any_form=True,
+            )
         if not chosen:
             raise DoesNotFitError(
                 "merge-cross-attention: no stack of the model has cross-attention",

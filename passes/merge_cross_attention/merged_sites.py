@@ -137,7 +137,8 @@ class SiteFinder:
             miss = self.unfit.get(branch.name) or self.unfit.get(call.path)
             if miss is not None:
                 raise unfit(call.path, miss.why, miss.remedy or LEFT_OUT)
-            raise unfit(call.path, "its projections are not in its own module")
+            remedy = "apply the pass that put that module there after this one; layers= leaves depths out"
+            raise unfit(call.path, "its projections are not in the module that attends", remedy)
         if site.calls > 1:
             raise unfit(call.path, f"it is called {site.calls} times, and the cache has a layer for each call")
         if site.why_separate and site.stream_in is None:
