@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -166,17 +167,23 @@ class Step(torch.autograd.Function):
             through, past, before = gradient + gamma * gradient, -2 * gamma * gradient, gamma * gradient
         if through is not None:
             results.append((returned.tensors[0], through))
-        values, gradients = [one for one, _ in results], [of for _, of in results]
-        strays = stray_leaves(values, wanted) if any(isinstance(one, DTensor) for one in ctx.parameters) else []
-        handles = [leaf.register_hook(functools.partial(accumulate, leaf)) for leaf in strays]
-        found: list[Any] = [None] * len(wanted)
-        if values:
-            found = list(torch.autograd.grad(values, [*wanted, *strays], gradients, allow_unused=True))
-        for handle in handles:
-            handle.remove()
+        found = gradients_of(results, wanted, ctx.parameters)
         if past is not None:
             found[0] = past if found[0] is None else found[0] + past
-        return None, None, None, found[0], before, *found[1 : len(wanted)]
+        return None, None, None, found[0], before, *found[1:]
+
+
+def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], parameters: Sequence[Tensor]) -> list[Any]:
+    """The gradients of what is wanted, from values and their gradients; those of weights that FSDP made whole go to these."""
+    if not results:
+        return [None] * len(wanted)
+    values, gradients = [one for one, _ in results], [of for _, of in results]
+    strays = stray_leaves(values, wanted) if any(isinstance(one, DTensor) for one in parameters) else []
+    handles = [leaf.register_hook(functools.partial(accumulate, leaf)) for leaf in strays]
+    found = torch.autograd.grad(values, [*wanted, *strays], gradients, allow_unused=True)
+    for handle in handles:
+        handle.remove()
+    return list(found[: len(wanted)])
 
 
 def stray_leaves(values: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
@@ -216,12 +223,12 @@ class Place:
         return not self.storage.expired() and self == Place.of(tensor)
 
 
-def step_that_made(x: Tensor) -> Any:
-    """The node of autograd of the step that returned x as its stream, None where none did."""
+def step_that_made(x: Tensor, kind: type = Chain) -> Any:
+    """The node of autograd of the step, of a chain of this kind, that returned x as its stream; None where none did."""
     nodes: list[Any] = [x.grad_fn]
     for _ in range(NEARBY + 1):
         for node in nodes:
-            if isinstance(getattr(node, "chain", None), Chain) and node.place.holds(x):
+            if isinstance(getattr(node, "chain", None), kind) and node.place.holds(x):
                 return node
         nodes = [other for node in nodes if node is not None and not hasattr(node, "chain") for other, _ in node.next_functions]
     return None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrofit.passes.reversible.two_stream_reference import everything_kept as swaps_kept
 from retrofit.sdk import Observed, Problems, SiteCall, find_argument, with_item
 
 STEP = 2.0**-32
@@ -35,7 +36,7 @@ def wiring(observed: Observed) -> Problems:
             observed.not_compared(site.path, "in half precision a gradient is too coarse to compare")
         return
     ours = gradients(observed)
-    with everything_kept(observed):
+    with swaps_kept(observed) if observed.options.scheme == "terraformer" else everything_kept(observed):
         theirs = gradients(observed)
     sizes = [float(one.abs().max()) if one is not None and one.numel() else 0.0 for _, one in theirs]
     floor = LEAST * max(sizes, default=0.0)

@@ -116,6 +116,14 @@ class RepeatedCall:
 
     def again(self, x: Tensor, with_graph: bool = True) -> tuple[Returned, list[Tensor]]:
         """The same once more, with a graph from x and from the tensors that it returns, one for each of those given at first."""
+        self.require_unchanged()
+        values = [one.detach().requires_grad_(with_graph) for one in self.values]
+        with torch.set_grad_enabled(with_graph), self.random.restored() if self.random else contextlib.nullcontext():
+            output, known, losses = self.run(x, values)
+        return Returned(output, self.stream_out, known | {id(value): value for value in values}, losses), values
+
+    def require_unchanged(self) -> None:
+        """Raises `RetrofitError` where an argument has been written to since the first run."""
         tensors = [*(leaf for leaf in self.leaves if isinstance(leaf, Tensor)), *self.values]
         if [one._version for one in tensors] != self.versions:
             raise RetrofitError(
@@ -123,13 +131,14 @@ class RepeatedCall:
                 why="the layer is computed again from it",
                 remedy="change a copy, or leave the layer out with layers=…",
             )
-        values = [one.detach().requires_grad_(with_graph) for one in self.values]
-        with torch.set_grad_enabled(with_graph), self.random.restored() if self.random else contextlib.nullcontext():
-            output, known, losses = self.run(x, values)
-        return Returned(output, self.stream_out, known | {id(value): value for value in values}, losses), values
 
-    def run(self, x: Tensor, values: list[Tensor]) -> tuple[Any, dict[int, Any], list[Tensor]]:
-        """What the layer returns; what it was given, by identity, a cache by that of its copy; the losses that it recorded."""
+    def run(
+        self, x: Tensor, values: list[Tensor], called: Any = None, recorded: list[list[Tensor]] | None = None
+    ) -> tuple[Any, dict[int, Any], list[Tensor]]:
+        """What the layer returns; what it was given, by identity, a cache by that of its copy; the losses that it recorded.
+
+        `called`, where it is given, calls the layer; `recorded` receives the list of the losses before it does.
+        """
         known: dict[int, Any] = {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, Tensor)}
 
         def filled(leaf: Any) -> Any:
@@ -143,7 +152,9 @@ class RepeatedCall:
 
         arguments, keywords = tree_unflatten([filled(leaf) for leaf in self.leaves], self.structure)
         with self.autocast.restored(), auxiliary_losses() as losses:
-            return self.layer(*arguments, **keywords), known, losses
+            if recorded is not None:
+                recorded.append(losses)
+            return (called or self.layer)(*arguments, **keywords), known, losses
 
 
 def forget(saved: Tensor) -> None:
@@ -208,12 +219,17 @@ class RandomState:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Within this context the same numbers are drawn again; afterwards they go on as if none had been."""
-        before = self.current()
-        self.put(self.states)
+        with RandomState(self.device).kept():
+            self.put(self.states)
+            yield
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """After this context the numbers go on from this state, whatever was drawn in it."""
         try:
             yield
         finally:
-            self.put(before)
+            self.put(self.states)
 
     def put(self, states: tuple[Tensor, ...]) -> None:
         torch.set_rng_state(states[0])

@@ -1,4 +1,6 @@
-"""The reversible pass: training memory that does not grow with depth, in a model that is evaluated as it was.
+"""The reversible pass: training memory that does not grow with depth, by one of two schemes.
+
+`exact`, in a model that is evaluated as it was:
 
     x_{k+1} = F(x_k) + γ (F(x_k) − 2 x_k + x_{k−1})          γ = ±2⁻ⁿ in training, drawn for each row and layer; 0 in evaluation
 
@@ -6,8 +8,12 @@ F is a layer, whatever it computes. From x_{k+1} and x_k follows x_{k−1}, so a
 then the layer, instead of keeping its activations. In fixed point, with the n bits that γ x_{k−1} loses, this is exact bit for bit
 (`chain.py`). With γ ≠ 0 training sees another function than evaluation, whose mean over γ it is to first order.
 
+`terraformer`, another function, of two streams, from which nothing at all has to be kept (`two_streams.py`):
+
+    x_{j+1} = x_{j−1} + f_j(x_j)          f_j the branches of all layers; the mean of both streams at the end
+
 On Exact Bit-level Reversible Transformers Without Changing Architectures (ICML 2025); Sparse is Enough in Scaling Transformers
-(NeurIPS 2021), §4.2, for what reversible layers are for.
+(NeurIPS 2021), §4.2.
 """
 
 from __future__ import annotations
@@ -18,8 +24,12 @@ from typing import ClassVar
 from torch import fx, nn
 
 from retrofit.passes.reversible import reference as once_more
+from retrofit.passes.reversible import two_stream_reference as swaps_once_more
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer
+from retrofit.passes.reversible.swaps import SwapSite, branches_of, parts_of, same_as
+from retrofit.passes.reversible.two_stream_layer import SecondStream, TwoStreamLayer
 from retrofit.sdk import (
+    LIKE,
     Anatomy,
     Call,
     DoesNotFitError,
@@ -30,7 +40,9 @@ from retrofit.sdk import (
     NearMiss,
     Pass,
     Plan,
+    Recovery,
     Site,
+    Stack,
     collect_near_miss,
     is_float,
     op,
@@ -40,6 +52,8 @@ from retrofit.sdk import (
 )
 
 MOST_BITS = 16
+SCHEMES = ("exact", "terraformer")
+OTHER_SCHEME = "scheme=exact; layers= leaves depths out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +67,10 @@ class ReversibleSite:
 
 @dataclasses.dataclass(frozen=True)
 class ReversiblePlan(Plan):
-    """The layers that become steps, each module once."""
+    """The layers that become steps, each module once; or links of two streams, in order."""
 
     steps: tuple[ReversibleSite, ...] = ()
+    links: tuple[SwapSite, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,16 +82,21 @@ class Reversible(Pass[ReversiblePlan]):
     paper: ClassVar[str] = "On Exact Bit-level Reversible Transformers Without Changing Architectures"
     rewrites: ClassVar[str] = "layer"
     reference: ClassVar[MethodReference] = MethodReference(
-        {ReversibleLayer: ModuleReference(once_more.reversible_layer, ("layer",), key="stream_out", trainings=0)},
+        {
+            ReversibleLayer: ModuleReference(once_more.reversible_layer, ("layer",), key="stream_out", trainings=0),
+            TwoStreamLayer: ModuleReference(swaps_once_more.two_stream_layer, functions=("layer",), key="stream_out", trainings=0),
+        },
         wiring=once_more.wiring,
     )
+    recovery: ClassVar[Recovery] = Recovery(align=0.0, anneal=0.5, dial=SecondStream())
 
-    bits: int = option(4, "n bits of each number are kept a layer, and γ = ±2⁻ⁿ: more is nearer to the dense step", minimum=1)
+    scheme: str = option("exact", "exact: the dense function, trained with noise; terraformer: two streams", choices=SCHEMES)
+    bits: int = option(4, "of scheme=exact: n bits of each number are kept a layer, γ = ±2⁻ⁿ", minimum=1)
     layers: str = option("all", "depths that become reversible, e.g. 0-5+8")
 
     @property
     def exact(self) -> bool:
-        return True
+        return self.scheme == "exact"
 
     # What would be rewritten.
 
@@ -87,6 +107,8 @@ class Reversible(Pass[ReversiblePlan]):
                 why="each bit is kept for every number of the stream, in every layer",
                 remedy=f"at most bits={MOST_BITS}; checkpointing keeps the whole stream of every layer",
             )
+        if self.scheme == "terraformer":
+            return self.plan_of_two_streams(anatomy)
         finder = StepFinder(anatomy)
         near_misses: list[NearMiss] = []
         notes: list[str] = []
@@ -119,9 +141,40 @@ class Reversible(Pass[ReversiblePlan]):
             steps=steps,
         )
 
+    def plan_of_two_streams(self, anatomy: Anatomy) -> ReversiblePlan:
+        finder, near_misses, links = StepFinder(anatomy), list[NearMiss](), list[SwapSite]()
+        notes, sites = list[str](), list[Site]()
+        for stack in anatomy.stacks:
+            chosen = selected_depths(self.layers, len(stack.layers), self.name)
+            chains: list[list[SwapSite]] = []
+            previous: Layer | None = None
+            for depth, layer in enumerate(stack.layers):
+                found: SwapSite | None = None
+                if depth in chosen:
+                    with collect_near_miss(layer.name or layer.exit, near_misses):
+                        found = finder.swaps(layer, stack)
+                if found is not None:
+                    goes_on = previous is not None and finder.hands_over(previous, layer)
+                    if previous is not None and not goes_on:
+                        notes.append(f"{layer.name}: the stream before it is read or changed by others, so two streams begin anew")
+                    chains = chains if goes_on else [*chains, []]
+                    chains[-1].append(found)
+                previous = layer if found else None
+            for chain in chains:
+                links += [*chain[:-1], dataclasses.replace(chain[-1], closes=True)]
+            if chains:
+                swaps = sum(len(link.sums) for chain in chains for link in chain)
+                layers = sum(map(len, chains))
+                sites.append(Site(stack.name, f"{layers} layer{'s' * (layers > 1)} on two streams, {swaps} swaps"))
+        return ReversiblePlan(tuple(sites), tuple(near_misses), formula="no parameters", notes=tuple(notes), links=tuple(links))
+
     # The rewrite.
 
     def apply(self, plan: ReversiblePlan, edit: Edit) -> None:
+        for link in plan.links:
+            layer = edit.model.get_submodule(link.path)
+            places = {"stream_in": link.stream_in, "stream_out": link.stream_out}
+            edit.replace_module(link.path, TwoStreamLayer(layer, link.width, link.sums, link.parts, closes=link.closes, **places))
         for step in plan.steps:
             layer = edit.model.get_submodule(step.path)
             edit.replace_module(step.path, ReversibleLayer(layer, self.bits, stream_in=step.stream_in, stream_out=step.stream_out))
@@ -140,16 +193,47 @@ class StepFinder:
     def add(self, layer: Layer) -> None:
         """The step of a layer; raises `DoesNotFitError` where it can be none."""
         key_in, key_out = layer.stream_places()
-        call = next(call for call in self.flow.program.calls if (call.path, call.index) == (layer.name, layer.call))
+        self.require_reversible(layer)
+        self.sites.setdefault(layer.name, ReversibleSite(layer.name, key_in, key_out))
+
+    def swaps(self, layer: Layer, stack: Stack) -> SwapSite:
+        """The layer as a link of two streams; raises `DoesNotFitError` where it can be none."""
+        key_in, key_out = layer.stream_places()
+        call = self.require_reversible(layer)
+        if sum(one.path == layer.name for one in self.flow.program.calls) > 1:
+            raise unfit(layer.name, "several depths share it, and the last of two streams ends otherwise than the others", OTHER_SCHEME)
+        branches = branches_of(layer, self.anatomy)
+        parts = parts_of(call, branches, layer, self.anatomy)
+        sums = tuple(map(len, branches.sums))
+        return SwapSite(layer.name, stack.name, key_in, key_out, stack.width, sums, parts)
+
+    def hands_over(self, layer: Layer, following: Layer) -> bool:
+        """Whether what a layer returns goes to the following one, and nowhere else."""
+        same, call = same_as(self.anatomy.node(layer.exit), self.flow), self.call_of(following)
+        others = [
+            one
+            for alias in same
+            for one in self.flow.uses[alias]
+            if one not in same and not call.encloses(self.flow.call_of(one)) and op(one) not in LIKE
+        ]
+        is_output = any(one in same for one in self.flow.program.outputs.values())
+        return self.anatomy.node(following.entry) in same and not others and not is_output
+
+    def call_of(self, layer: Layer) -> Call:
+        return next(call for call in self.flow.program.calls if (call.path, call.index) == (layer.name, layer.call))
+
+    def require_reversible(self, layer: Layer) -> Call:
+        """The layer's call; raises `DoesNotFitError` where it cannot be computed again from its stream."""
+        call = self.call_of(layer)
         steps = layer.name.split(".")
         for count in range(1, len(steps) + 1):
-            if isinstance(self.anatomy.model.get_submodule(".".join(steps[:count])), ReversibleLayer):
+            if isinstance(self.anatomy.model.get_submodule(".".join(steps[:count])), (ReversibleLayer, TwoStreamLayer)):
                 raise unfit(layer.name, "it is reversible already", "other bits need a model that was not rewritten so")
         before, after = (shape(self.anatomy.node(end)) for end in (layer.entry, layer.exit))
         if before != after:
             raise unfit(layer.name, f"its stream enters as {before} and leaves as {after}")
         self.require_closed(call, layer)
-        self.sites.setdefault(layer.name, ReversibleSite(layer.name, key_in, key_out))
+        return call
 
     def require_closed(self, call: Call, layer: Layer) -> None:
         """Raises `DoesNotFitError` where the layer reads or returns a float past its arguments and what it returns.

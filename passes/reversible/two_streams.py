@@ -1,0 +1,222 @@
+"""Two streams, of which each branch reads the newer and is added to the older, one after the other; reversed without anything kept.
+
+    x_{j+1} = x_{j−1} + c f_j(x_j)          f_j the branches of all layers in order, x_{−1} = x_0 the stream before the first layer
+
+With two branches a layer this is y1 = x1 + c f(x2), y2 = x2 + c g(y1), and with three there are three swaps. In fixed point, where
+sums lose nothing, x_{j−1} = x_{j+1} − c f_j(x_j) exactly, so each branch is computed again from the very input that it had. Of all
+layers only the last two streams are stored. Between two layers there is one tensor, [newer | older]; what comes out of the last is
+their mean.
+
+Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.2; Reformer: The Efficient Transformer (ICLR 2020), §3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.passes.reversible.branch_calls import BranchCall
+from retrofit.passes.reversible.chain import Place, gradients_of, not_reproduced, step_that_made, used_up
+from retrofit.passes.reversible.fixed_point import not_a_number_where, to_fixed, to_float
+from retrofit.passes.reversible.repeated_call import Returned
+from retrofit.sdk import ArgumentPlace, find_argument, record_auxiliary_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Swaps:
+    """What is known of a layer as one link of two streams: where they enter and leave, and its branches."""
+
+    width: int
+    stream_in: ArgumentPlace
+    stream_out: int | str | None
+    sums: tuple[int, ...]  # of each branch, in how many sums it is added to the stream
+    parts: tuple[str, ...]  # the modules of which each lies in one branch
+    closes: bool  # whether the mean of both streams is returned
+    gain: float  # c
+
+
+@dataclasses.dataclass
+class Link:
+    """What is kept of one layer: how it was called, and the dtypes of its branches' streams, the two it was given first."""
+
+    call: BranchCall
+    dtypes: list[torch.dtype]
+    begins: bool  # whether the chain begins with it
+    opens: bool  # whether it was given one stream
+    closes: bool
+    gain: float
+
+
+class TwoStreamChain:
+    """The layers so far, and both streams behind the last of them, in fixed point: the newer, the older."""
+
+    def __init__(self) -> None:
+        self.links: list[Link] = []
+        self.newest: tuple[Tensor, Tensor] | None = None
+        self.start: tuple[Tensor, Tensor] | None = None  # the sums of both where the chain began
+
+    def forward(self, call: BranchCall, swaps: Swaps, x: Tensor) -> Returned:
+        """One layer more, from x, one stream or both; what the layer returns, its stream replaced by both, or their mean."""
+        newer, older = halves(x, swaps.width)
+        begins = self.newest is None
+        if self.newest is None:
+            current = to_fixed(newer)
+            previous = current if older is newer else to_fixed(older)
+            self.start = current.sum(), previous.sum()
+        else:
+            current, previous = self.newest
+        link = Link(call, [x.dtype, x.dtype], begins, older is newer, swaps.closes, swaps.gain)
+        newer = not_a_number_where(newer, to_float(current, x.dtype))
+
+        def following(_: int, value: Tensor) -> Tensor:
+            nonlocal newer, older, current, previous
+            current, previous = previous + to_fixed(scaled(value, swaps.gain)), current
+            link.dtypes.append(torch.promote_types(older.dtype, value.dtype))
+            newer, older = not_a_number_where(value, to_float(current, link.dtypes[-1])), newer
+            return newer
+
+        returned = call.first_of_branches(newer, following)
+        self.newest = current, previous
+        self.links.append(link)
+        returned.tensors[0] = mean(newer, older, current, previous) if swaps.closes else torch.cat([newer, older], -1)
+        return returned
+
+    def back(
+        self, gradient: Tensor | None, of_others: Sequence[Tensor | None], parameters: Sequence[Tensor], with_graph: bool = True
+    ) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The last layer is undone: the gradients of its stream, and of what else it was given and its parameters."""
+        if self.newest is None:
+            raise used_up()
+        link = self.links.pop()
+        call = link.call
+        of_newer, of_older = both(gradient, link)
+        total: list[Tensor | None] = [None] * (len(call.values) + len(parameters))
+        for number in reversed(range(len(call.sums))):
+            after, current = self.newest
+            x = to_float(current, link.dtypes[number + 1]).requires_grad_(with_graph)
+            value, returned, given = call.branch(number, x, with_graph)
+            previous = after - to_fixed(scaled(value.detach(), link.gain))
+            self.newest = current, previous
+            if not with_graph:
+                continue
+            results = results_of(returned, of_others, call, number)
+            if of_newer is not None and value.requires_grad:
+                results.append((value, scaled(of_newer.to(value.dtype), link.gain)))
+            found = gradients_of(results, [x, *given, *parameters], parameters)
+            of_newer, of_older = plus(of_older, found[0], link.dtypes[number + 1]), plus(of_newer, None, link.dtypes[number])
+            total = [plus(one, other) for one, other in zip(total, found[1:], strict=True)]
+        if link.begins:
+            found_sums, self.newest = tuple(one.sum() for one in self.newest), None
+            if not all(torch.equal(one, other) for one, other in zip(found_sums, self.start or (), strict=True)):
+                raise not_reproduced()
+        return joined(of_newer, of_older, link), total
+
+
+def halves(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The newer and the older stream in x; the same twice where x is one stream."""
+    if x.shape[-1] == width:
+        return x, x
+    return x.narrow(-1, 0, width).contiguous(), x.narrow(-1, width, width).contiguous()
+
+
+def mean(newer: Tensor, older: Tensor, current: Tensor, previous: Tensor) -> Tensor:
+    """That of both streams, rounded once."""
+    dtype = torch.promote_types(newer.dtype, older.dtype)
+    return not_a_number_where(newer + older, to_float((current >> 1) + (previous >> 1) + (current & previous & 1), dtype))
+
+
+def scaled(value: Tensor, gain: float) -> Tensor:
+    return value if gain == 1 else value * gain
+
+
+def both(gradient: Tensor | None, link: Link) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of both streams behind a layer, from that of what it returned."""
+    if gradient is None:
+        return None, None
+    newer, older = link.dtypes[-1], link.dtypes[-2]
+    if link.closes:
+        return (0.5 * gradient).to(newer), (0.5 * gradient).to(older)
+    width = gradient.shape[-1] // 2
+    return gradient.narrow(-1, 0, width).to(newer).contiguous(), gradient.narrow(-1, width, width).to(older).contiguous()
+
+
+def joined(of_newer: Tensor | None, of_older: Tensor | None, link: Link) -> Tensor | None:
+    """The gradient of what a layer was given, from those of the streams in it."""
+    if link.opens:
+        return plus(of_newer, of_older)
+    if of_newer is None and of_older is None:
+        return None
+    one = of_newer if of_newer is not None else of_older
+    assert one is not None
+    return torch.cat([torch.zeros_like(one) if part is None else part.to(one.dtype) for part in (of_newer, of_older)], -1)
+
+
+def plus(one: Tensor | None, other: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+    """The sum of what is there, of this dtype."""
+    total = other if one is None else one if other is None else one + other
+    return total if total is None or dtype is None else total.to(dtype)
+
+
+def results_of(
+    returned: Returned, of_others: Sequence[Tensor | None], call: BranchCall, number: int
+) -> list[tuple[Tensor, Tensor]]:
+    """What else of this branch the layer returned or recorded, with its gradient."""
+    plain = len(of_others) - call.recorded
+    first = call.counts[number - 1] if number else 0
+    losses = returned.tensors[len(returned.tensors) - returned.losses :]
+    pairs = [*zip(returned.tensors[1 : 1 + plain], of_others[:plain], strict=True)]
+    pairs += zip(losses, of_others[plain + first : plain + first + len(losses)], strict=True)
+    return [(one, of) for one, of in pairs if of is not None and one.requires_grad]
+
+
+# ── One layer in autograd ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class TwoStreamStep(torch.autograd.Function):
+    """Both streams behind a layer, and what else it returns or records; `others` are the tensors it is given, and its parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, chain: TwoStreamChain, call: BranchCall, swaps: Swaps, made: list[Returned], x: Tensor, *others: Tensor
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        returned = chain.forward(call, swaps, x)
+        ctx.chain, ctx.index = chain, len(chain.links)
+        ctx.parameters = others[len(call.values) :]
+        ctx.mark_non_differentiable(*(one for one in returned.tensors if not one.is_floating_point()))
+        tensors, returned.tensors = tuple(returned.tensors), []
+        made.append(returned)
+        return tensors
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor | None, *of_others: Tensor | None) -> tuple[Tensor | None, ...]:
+        chain: TwoStreamChain = ctx.chain
+        if len(chain.links) < ctx.index:
+            raise used_up()
+        while len(chain.links) > ctx.index:  # nothing that has a gradient depends on the layers after this one
+            chain.back(None, (), (), with_graph=False)
+        of_stream, found = chain.back(gradient, of_others, ctx.parameters)
+        return None, None, None, None, of_stream, *found
+
+
+@torch.compiler.disable
+def two_stream_call(layer: nn.Module, swaps: Swaps, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What the layer returns, its stream that of one layer more of the chain that its input is from, or of a new chain."""
+    container, key = find_argument(swaps.stream_in, list(args), kwargs)
+    x, parameters = container[key], [one for one in layer.parameters() if one.requires_grad]
+    call = BranchCall(layer, swaps.stream_in, swaps.stream_out, args, kwargs, swaps.sums, swaps.parts)
+    earlier = step_that_made(x, TwoStreamChain)
+    goes_on = earlier is not None and len(earlier.chain.links) == earlier.index and x.shape[-1] != swaps.width
+    chain = earlier.chain if goes_on else TwoStreamChain()
+    made: list[Returned] = []
+    tensors: tuple[Any, ...] = TwoStreamStep.apply(chain, call, swaps, made, x, *call.given, *parameters)  # type: ignore[no-untyped-call]
+    if tensors[0].grad_fn is not None:
+        tensors[0].grad_fn.place = Place.of(tensors[0])
+    for loss in tensors[len(tensors) - made[0].losses :]:
+        record_auxiliary_loss(tensors[0], loss, layer)
+    return made[0].rebuilt(tensors)
