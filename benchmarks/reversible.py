@@ -8,7 +8,7 @@ time over the dense model's in the same round; the bar is 1.45.
     python benchmarks/reversible.py --threads 1
     python benchmarks/reversible.py --threads 1 --only memory --width 256 --units 768 --batch 2 --length 128
     python benchmarks/reversible.py --threads 1 --only time --rounds 5 --clock cpu      # while others use the machine
-    PYTHONPATH=tests python benchmarks/reversible.py --trained SmolLM2      # losses of a trained model, dense and with γ
+    PYTHONPATH=tests python benchmarks/reversible.py --trained SmolLM2      # losses of a trained model: dense, with γ, two streams
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrofit
 from retrofit.passes import Reversible
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer
+from retrofit.passes.reversible.two_stream_layer import SecondStream
 from retrofit.runtime.peak_memory import peak_bytes
 
 BITS = (1, 2, 4)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OF_TRAINED = (8, 6, 5, 4, 3, 2, 1)
+SHARES = (0.05, 0.1, 0.25, 0.5, 0.75, 1.0)  # of the way from the dense model to two streams
 SEEDS = 2  # over which the loss of a trained model is a mean
 TOKENS = 96  # of its first held-out text
 
@@ -77,6 +79,7 @@ def models(layers: int, options: argparse.Namespace, dtype: torch.dtype = torch.
     found: dict[str, Any] = {"dense": dense, "every layer checkpointed": checkpointed}
     for bits in BITS:
         found[f"reversible(bits={bits})"] = with_bits(copy.deepcopy(first), bits)
+    found["two streams"] = retrofit.apply(copy.deepcopy(dense), Reversible(scheme="terraformer"), verify=False)
     return {name: model.train() for name, model in found.items()}
 
 
@@ -146,6 +149,11 @@ def of_trained(name: str) -> None:
             torch.manual_seed(seed)
             losses.append(one.compare(model, batch, None))
         print(f"  with γ = ±2^-{bits}: {sum(losses) / SEEDS:.3f}   ({', '.join(f'{loss:.3f}' for loss in losses)})", flush=True)
+    model = retrofit.apply(one.load(), Reversible(scheme="terraformer"), verify=False)
+    for share in SHARES:
+        SecondStream().turn(model.eval(), share)
+        with torch.no_grad():
+            print(f"  on two streams, λ = {share}: {one.compare(model, batch, None):.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One call of a layer whose branches can be made again one by one, each to the same result bit for bit, with a graph for its gradient.
+"""One call of a layer whose branches can be made again one by one, to the same result bit for bit, with a graph for the gradient.
 
 The code of a layer runs from its beginning to its end, so in the run for one branch all its code runs, but not its parts: the
 modules outside this branch are not called. They answer with zeros of the shape that they returned at first, on which the code
@@ -22,6 +22,7 @@ from retrofit.passes.reversible.repeated_call import Placeholder, RandomState, R
 from retrofit.sdk import ArgumentPlace
 
 RUN = "run_of_branches"  # the attribute of a part while its layer runs
+SKIPPABLE: dict[type[nn.Module], type[nn.Module]] = {}  # by class
 
 
 class BranchCall(RepeatedCall):
@@ -182,16 +183,18 @@ class Skipping:
             self.depth -= 1
 
 
-@functools.cache
 def skippable(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of modules of a class whose calls are made, or not, by the run that they have as an attribute."""
+    if kind in SKIPPABLE:
+        return SKIPPABLE[kind]
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = self.__dict__.get(RUN)
         called = functools.partial(kind.__call__, self)
         return called(*args, **kwargs) if run is None else run.call(called, args, kwargs)
 
-    return type(kind)(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
+    SKIPPABLE[kind] = type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
+    return SKIPPABLE[kind]
 
 
 @contextlib.contextmanager

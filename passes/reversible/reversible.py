@@ -154,7 +154,7 @@ class Reversible(Pass[ReversiblePlan]):
                     with collect_near_miss(layer.name or layer.exit, near_misses):
                         found = finder.swaps(layer, stack)
                 if found is not None:
-                    goes_on = previous is not None and finder.hands_over(previous, layer)
+                    goes_on = previous is not None and finder.leads_to(previous, layer)
                     if previous is not None and not goes_on:
                         notes.append(f"{layer.name}: the stream before it is read or changed by others, so two streams begin anew")
                     chains = chains if goes_on else [*chains, []]
@@ -173,8 +173,9 @@ class Reversible(Pass[ReversiblePlan]):
     def apply(self, plan: ReversiblePlan, edit: Edit) -> None:
         for link in plan.links:
             layer = edit.model.get_submodule(link.path)
-            places = {"stream_in": link.stream_in, "stream_out": link.stream_out}
-            edit.replace_module(link.path, TwoStreamLayer(layer, link.width, link.sums, link.parts, closes=link.closes, **places))
+            into, out = link.stream_in, link.stream_out
+            wrapped = TwoStreamLayer(layer, link.width, link.sums, link.parts, stream_in=into, stream_out=out, closes=link.closes)
+            edit.replace_module(link.path, wrapped)
         for step in plan.steps:
             layer = edit.model.get_submodule(step.path)
             edit.replace_module(step.path, ReversibleLayer(layer, self.bits, stream_in=step.stream_in, stream_out=step.stream_out))
@@ -201,13 +202,13 @@ class StepFinder:
         key_in, key_out = layer.stream_places()
         call = self.require_reversible(layer)
         if sum(one.path == layer.name for one in self.flow.program.calls) > 1:
-            raise unfit(layer.name, "several depths share it, and the last of two streams ends otherwise than the others", OTHER_SCHEME)
+            raise unfit(layer.name, "several depths share it, and the last of them ends two streams", OTHER_SCHEME)
         branches = branches_of(layer, self.anatomy)
         parts = parts_of(call, branches, layer, self.anatomy)
         sums = tuple(map(len, branches.sums))
         return SwapSite(layer.name, stack.name, key_in, key_out, stack.width, sums, parts)
 
-    def hands_over(self, layer: Layer, following: Layer) -> bool:
+    def leads_to(self, layer: Layer, following: Layer) -> bool:
         """Whether what a layer returns goes to the following one, and nowhere else."""
         same, call = same_as(self.anatomy.node(layer.exit), self.flow), self.call_of(following)
         others = [

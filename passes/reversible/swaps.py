@@ -1,7 +1,7 @@
 """The branches of a layer that can run on two streams, from the data flow: in which sums they end, and what each computes alone.
 
 A layer fits where its code adds each branch to the very stream that the branch reads (`x = x + f(norm(x))`), and returns the last
-sum. A stream that is normalized or scaled between its sums (post-norm) does not: what a branch is added to is then not what came in.
+sum. One that normalizes or scales the stream between its sums (post-norm) does not: what it adds to is then not what came in.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def same_as(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
 def is_sum_of(same: Collection[fx.Node], node: fx.Node) -> bool:
     """Whether a sum has one of these nodes, and another of its shape, as its terms as they are."""
     terms = [part for part in node.args if isinstance(part, fx.Node)]
-    plain = len(terms) == 2 and len(node.args) == 2 and not node.kwargs
-    return plain and sum(part in same for part in terms) == 1 and all(is_float(part) and shape(part) == shape(node) for part in terms)
+    plain = len(terms) == 2 and len(node.args) == 2 and not node.kwargs and sum(part in same for part in terms) == 1
+    return plain and all(is_float(part) and shape(part) == shape(node) for part in terms)
 
 
 def parts_of(call: Call, branches: LayerBranches, layer: Layer, anatomy: Anatomy) -> tuple[str, ...]:

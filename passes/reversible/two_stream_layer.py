@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.passes.reversible.intercepted_sums import Branches, call_intercepted
-from retrofit.passes.reversible.two_streams import Swaps, halves, scaled, two_stream_call
+from retrofit.passes.reversible.two_streams import Swaps, halves, two_stream_call
 from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, child_modules, find_argument, with_item
 
 
 class Streams:
     """Both streams as the branches of a layer are added, and the share of the way from the dense layer to two streams."""
 
-    def __init__(self, newer: Tensor, older: Tensor, share: float, gain: float) -> None:
-        self.newer, self.older, self.share, self.gain = newer, older, share, 1 + share * (gain - 1)
+    def __init__(self, newer: Tensor, older: Tensor, share: float) -> None:
+        self.newer, self.older, self.share = newer, older, share
 
     def add(self, _: int, value: Tensor) -> Tensor:
-        """x_{j+1} = (1 − λ) x_j + λ x_{j−1} + c f_j(x_j); the dense sum bit for bit where λ is 0."""
+        """x_{j+1} = (1 − λ) x_j + λ x_{j−1} + f_j(x_j); the dense sum bit for bit where λ is 0."""
         base = self.older if self.share == 1 else torch.lerp(self.newer, self.older.to(self.newer.dtype), self.share)
-        self.newer, self.older = base + scaled(value, self.gain), self.newer
+        self.newer, self.older = base + value, self.newer
         return self.newer
 
     def mean(self) -> Tensor:
@@ -48,11 +48,10 @@ class TwoStreamLayer(Wrapper):
         stream_in: int | str,
         stream_out: int | str | None,
         closes: bool,
-        gain: float = 1.0,
     ) -> None:
         super().__init__(layer)
         place = argument_place(layer, stream_in)
-        self.swaps = Swaps(width, place, stream_out, tuple(sums), tuple(parts), closes, gain)
+        self.swaps = Swaps(width, place, stream_out, tuple(sums), tuple(parts), closes)
         self.share = 1.0  # λ
 
     @property
@@ -71,9 +70,11 @@ class TwoStreamLayer(Wrapper):
                 remedy="apply reversible last",
             )
         if self.training and torch.is_grad_enabled() and self.share == 1 and not torch.compiler.is_exporting():
-            return two_stream_call(layer, swaps, args, kwargs)
+            output = two_stream_call(layer, swaps, args, kwargs)
+            if output is not NotImplemented:
+                return output
         newer, older = halves(x, swaps.width)
-        streams = Streams(newer, older, self.share, swaps.gain)
+        streams = Streams(newer, older, self.share)
         container[key] = newer
         output = self.on(streams, lambda: layer(*arguments, **keywords))
         out = None if isinstance(output, Tensor) else swaps.stream_out

@@ -1,9 +1,9 @@
 """Two streams, of which each branch reads the newer and is added to the older, one after the other; reversed without anything kept.
 
-    x_{j+1} = x_{j−1} + c f_j(x_j)          f_j the branches of all layers in order, x_{−1} = x_0 the stream before the first layer
+    x_{j+1} = x_{j−1} + f_j(x_j)          f_j the branches of all layers in order, x_{−1} = x_0 the stream before the first layer
 
-With two branches a layer this is y1 = x1 + c f(x2), y2 = x2 + c g(y1), and with three there are three swaps. In fixed point, where
-sums lose nothing, x_{j−1} = x_{j+1} − c f_j(x_j) exactly, so each branch is computed again from the very input that it had. Of all
+With two branches a layer this is y1 = x1 + f(x2), y2 = x2 + g(y1), and with three there are three swaps. In fixed point, where
+sums lose nothing, x_{j−1} = x_{j+1} − f_j(x_j) exactly, so each branch is computed again from the very input that it had. Of all
 layers only the last two streams are stored. Between two layers there is one tensor, [newer | older]; what comes out of the last is
 their mean.
 
@@ -36,7 +36,6 @@ class Swaps:
     sums: tuple[int, ...]  # of each branch, in how many sums it is added to the stream
     parts: tuple[str, ...]  # the modules of which each lies in one branch
     closes: bool  # whether the mean of both streams is returned
-    gain: float  # c
 
 
 @dataclasses.dataclass
@@ -48,7 +47,6 @@ class Link:
     begins: bool  # whether the chain begins with it
     opens: bool  # whether it was given one stream
     closes: bool
-    gain: float
 
 
 class TwoStreamChain:
@@ -69,12 +67,12 @@ class TwoStreamChain:
             self.start = current.sum(), previous.sum()
         else:
             current, previous = self.newest
-        link = Link(call, [x.dtype, x.dtype], begins, older is newer, swaps.closes, swaps.gain)
+        link = Link(call, [x.dtype, x.dtype], begins, older is newer, swaps.closes)
         newer = not_a_number_where(newer, to_float(current, x.dtype))
 
         def following(_: int, value: Tensor) -> Tensor:
             nonlocal newer, older, current, previous
-            current, previous = previous + to_fixed(scaled(value, swaps.gain)), current
+            current, previous = previous + to_fixed(value), current
             link.dtypes.append(torch.promote_types(older.dtype, value.dtype))
             newer, older = not_a_number_where(value, to_float(current, link.dtypes[-1])), newer
             return newer
@@ -99,13 +97,13 @@ class TwoStreamChain:
             after, current = self.newest
             x = to_float(current, link.dtypes[number + 1]).requires_grad_(with_graph)
             value, returned, given = call.branch(number, x, with_graph)
-            previous = after - to_fixed(scaled(value.detach(), link.gain))
+            previous = after - to_fixed(value.detach())
             self.newest = current, previous
             if not with_graph:
                 continue
             results = results_of(returned, of_others, call, number)
             if of_newer is not None and value.requires_grad:
-                results.append((value, scaled(of_newer.to(value.dtype), link.gain)))
+                results.append((value, of_newer.to(value.dtype)))
             found = gradients_of(results, [x, *given, *parameters], parameters)
             of_newer, of_older = plus(of_older, found[0], link.dtypes[number + 1]), plus(of_newer, None, link.dtypes[number])
             total = [plus(one, other) for one, other in zip(total, found[1:], strict=True)]
@@ -127,10 +125,6 @@ def mean(newer: Tensor, older: Tensor, current: Tensor, previous: Tensor) -> Ten
     """That of both streams, rounded once."""
     dtype = torch.promote_types(newer.dtype, older.dtype)
     return not_a_number_where(newer + older, to_float((current >> 1) + (previous >> 1) + (current & previous & 1), dtype))
-
-
-def scaled(value: Tensor, gain: float) -> Tensor:
-    return value if gain == 1 else value * gain
 
 
 def both(gradient: Tensor | None, link: Link) -> tuple[Tensor | None, Tensor | None]:
@@ -177,7 +171,7 @@ def results_of(
 
 
 class TwoStreamStep(torch.autograd.Function):
-    """Both streams behind a layer, and what else it returns or records; `others` are the tensors it is given, and its parameters."""
+    """Both streams behind a layer, and what else it returns or records; `others` are tensors it is given, and its parameters."""
 
     @staticmethod
     def forward(
@@ -206,17 +200,22 @@ class TwoStreamStep(torch.autograd.Function):
 
 @torch.compiler.disable
 def two_stream_call(layer: nn.Module, swaps: Swaps, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What the layer returns, its stream that of one layer more of the chain that its input is from, or of a new chain."""
+    """What the layer returns, its stream that of one layer more of the chain that its input is from, or of a new chain.
+
+    `NotImplemented` where no gradient passes.
+    """
     container, key = find_argument(swaps.stream_in, list(args), kwargs)
     x, parameters = container[key], [one for one in layer.parameters() if one.requires_grad]
     call = BranchCall(layer, swaps.stream_in, swaps.stream_out, args, kwargs, swaps.sums, swaps.parts)
+    if not (x.requires_grad or call.given or parameters):
+        return NotImplemented
     earlier = step_that_made(x, TwoStreamChain)
     goes_on = earlier is not None and len(earlier.chain.links) == earlier.index and x.shape[-1] != swaps.width
     chain = earlier.chain if goes_on else TwoStreamChain()
     made: list[Returned] = []
     tensors: tuple[Any, ...] = TwoStreamStep.apply(chain, call, swaps, made, x, *call.given, *parameters)  # type: ignore[no-untyped-call]
-    if tensors[0].grad_fn is not None:
-        tensors[0].grad_fn.place = Place.of(tensors[0])
+    node: Any = tensors[0].grad_fn
+    node.place = Place.of(tensors[0])
     for loss in tensors[len(tensors) - made[0].losses :]:
         record_auxiliary_loss(tensors[0], loss, layer)
     return made[0].rebuilt(tensors)

@@ -22,6 +22,7 @@ SPECS = {
     "recurrence": ("recurrence(rank=4)",),
     "lsh-attention": ("lsh-attention(rounds=2, buckets=4, chunk=4)",),
     "reversible": ("reversible",),
+    "two streams": ("reversible(scheme=terraformer)",),
     "shared-moe": ("shared-moe(experts=2, k=1)",),
     "sparse-ffn": ("sparse-ffn(sparsity=8)",),
     "sparse-loss": ("sparse-loss(modules=2)",),
@@ -30,7 +31,7 @@ SPECS = {
 }
 
 
-STATELESS = ("altup", "memory", "reversible", "shared-moe", "sparse-loss")  # nothing of theirs is remembered between the steps
+STATELESS = ("altup", "memory", "reversible", "two streams", "shared-moe", "sparse-loss")  # nothing of theirs is remembered between the steps
 DEAR = (*STATELESS, "three passes")
 CASES = [pytest.param(specs, id=name, marks=[pytest.mark.long] * (name in DEAR)) for name, specs in SPECS.items()]
 

@@ -32,6 +32,7 @@ LLAMA = {
     "lsh-attention": ("lsh-attention(rounds=2, buckets=4, chunk=4)",),
     "reversible": ("sum", "reversible"),
     "a mixture in reversible layers": ("shared-moe(experts=3, groups=0)", "reversible"),
+    "a mixture on two streams": ("shared-moe(experts=3, groups=0)", "reversible(scheme=terraformer)"),
     "sparse-ffn": ("sparse-ffn(sparsity=4)",),
     "sparse-qkv": ("sparse-qkv",),
     "sparse-loss": ("sparse-loss(modules=4)",),
