@@ -17,6 +17,7 @@ Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Tra
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +25,12 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from retrofit.passes.lsh_attention.hashing import hash_buckets
-from retrofit.passes.lsh_attention.key_buckets import buckets_of_keys
+from retrofit.passes.lsh_attention.key_buckets import in_heads, known_buckets
 from retrofit.passes.lsh_attention.key_orders import order_by_bucket, order_by_position
-from retrofit.passes.lsh_attention.seen_keys import HIDDEN, Operands, by_comparison, by_order
+from retrofit.passes.lsh_attention.seen_keys import HIDDEN, Operands, by_comparison, by_lists, by_order, most_seen
 from retrofit.sdk import cond, query_positions
 
-FEW = 4  # queries that compare their buckets with those of all keys, as in decoding
+FEW = 4  # queries that look for their keys one by one, as in decoding
 OWN = -1e5  # the score of a query's own key where keys are queries
 
 
@@ -107,9 +108,11 @@ class BucketedAttention(nn.Module):
             positions = query_positions(visible_to_some_head(mask).expand(-1, n_q, -1), n_q)
         else:
             positions = torch.arange(n_q, device=q.device) + (0 if is_causal else n_k - n_q)
+        few = self.causal and isinstance(n_q, int) and n_q <= FEW
         return Operands(
             q=q,
-            k=(F.normalize(key, dim=-1) if self.shared else key).flatten(0, 1),
+            k=(F.normalize(key, dim=-1) if self.shared and not few else key).flatten(0, 1),
+            unit_keys=self.shared and few,
             v=value.flatten(0, 1),
             mask=mask,
             positions=positions,
@@ -128,13 +131,20 @@ class BucketedAttention(nn.Module):
         if self.causal:  # what a query sees is not behind it
             operands = dataclasses.replace(operands, causal=False)
         query_buckets = hash_buckets(operands.q, self.rotations)  # (rounds, rows, n_q)
-        found = buckets_of_keys(key, n_q, self.rotations, cache, self.name)
+        known = known_buckets(key, n_q, self.rotations, cache, self.name)
+        few = self.causal and isinstance(n_q, int) and n_q <= FEW
+        if few and known is not None and most_seen(len(self.rotations), self.chunk) < n_k // 2:
+            hidden = hidden_from_all(operands, n_k)
+            if hidden is not NotImplemented:
+                lists = known.lists_for(hidden, n_q, self.buckets, self.chunk)
+                return by_lists(operands, query_buckets, lists, known.values, self.chunk)
+        found = hash_buckets(key, self.rotations) if known is None else in_heads(known.values, key.shape[1]).long()
         found = found.repeat_interleave(operands.group, 2) if operands.group > 1 else found  # (rounds, batch, heads, n_k)
         if operands.mask is not None:
             visible = visible_keys_of(operands.mask).any(2)  # to any query
             found = torch.where(visible, found, self.buckets)
         key_buckets = found.flatten(1, 2)
-        if self.causal and isinstance(n_q, int) and n_q <= FEW:
+        if few:
             return by_comparison(operands, (query_buckets, key_buckets), self.chunk)
         orders = [
             order_by_bucket(query, keys, operands.positions, self.buckets + 1, self.chunk, self.causal)
@@ -152,6 +162,21 @@ class BucketedAttention(nn.Module):
 def visible_keys_of(mask: Tensor) -> Tensor:
     """Which keys a mask of 4 dimensions shows, of its own shape."""
     return mask if mask.dtype == torch.bool else mask > HIDDEN
+
+
+def hidden_from_all(operands: Operands, n_k: int) -> Any:
+    """Which keys no query sees, (batch, n_k), None where there are none.
+
+    `NotImplemented` where heads differ in it, or where the queries are not the last tokens.
+    """
+    if operands.mask is None:
+        return None
+    visible = visible_keys_of(operands.mask).any(2)
+    n_q = operands.positions.shape[0]
+    last = torch.arange(n_k - n_q, n_k, device=visible.device)
+    if not bool((visible == visible[:, :1]).all()) or not torch.equal(operands.positions, last):
+        return NotImplemented
+    return ~visible[:, 0].expand(operands.q.shape[0] // operands.heads, -1)
 
 
 def first_visible(mask: Tensor | None, device: torch.device) -> Tensor:

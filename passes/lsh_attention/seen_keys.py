@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from retrofit.passes.lsh_attention.bucket_lists import BucketLists
 from retrofit.passes.lsh_attention.key_orders import KeyOrder, Tiles, tiles_of
 
 AT_ONCE = 1 << 20  # scores that are computed at once: those of some tiles stay in a processor's cache
@@ -34,6 +35,7 @@ class Operands:
     scale: float
     dropout: float = 0.0
     first: int = 0
+    unit_keys: bool = False  # whether keys are to be made of length 1 where they are read
 
     def part(self, rows: slice) -> Operands:
         """Those of some rows."""
@@ -48,6 +50,11 @@ class Operands:
         """x of the keys at `index` (rows, m): (rows, m, width)."""
         rows = (self.rows // self.group).unsqueeze(-1) * x.shape[1]
         return x.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*index.shape, x.shape[-1])
+
+    def keys_at(self, index: Tensor) -> Tensor:
+        """The keys at `index` (rows, m): (rows, m, d)."""
+        keys = self.at_keys(self.k, index)
+        return F.normalize(keys, dim=-1) if self.unit_keys else keys
 
     def at_queries(self, index: Tensor) -> Tensor:
         """scale · q of the queries at `index` (rows, m): (rows, m, d)."""
@@ -212,7 +219,7 @@ def by_comparison(operands: Operands, buckets: tuple[Tensor, Tensor] | None, chu
     n_k = operands.k.shape[1]
     place = torch.arange(n_k, device=operands.q.device)
     queries = torch.arange(n_q, device=place.device).view(1, -1, 1)
-    most = n_k if buckets is None else (len(buckets[0]) + 1) * chunk + 1
+    most = n_k if buckets is None else most_seen(len(buckets[0]), chunk)
     if buckets is None:
         visible = torch.ones((), dtype=torch.bool, device=place.device)
     else:
@@ -221,15 +228,53 @@ def by_comparison(operands: Operands, buckets: tuple[Tensor, Tensor] | None, chu
             visible = visible | (place == first.unsqueeze(-1))
     if most < n_k // 2:
         found, keys = torch.where(visible, place, -1).topk(most, sorted=False)  # (rows, n_q, most)
-        k, v = (operands.at_keys(x, keys.flatten(1)).view(*keys.shape, -1) for x in (operands.k, operands.v))
-        s = operands.scores(((operands.q * operands.scale).unsqueeze(-2) @ k.mT).squeeze(-2), found >= 0, queries, keys)
-        y, total = weighed(s.unsqueeze(-2), v, operands.dropout)
-        y, total = y.squeeze(-2), total.squeeze(-1)
-    else:
-        k, v = (operands.at_keys(x, place.expand(rows, -1)) for x in (operands.k, operands.v))
-        s = operands.scores((operands.q * operands.scale) @ k.mT, visible, queries, place.view(1, 1, -1))
-        y, total = weighed(s, v, operands.dropout)
+        return over_keys(operands, keys, found >= 0)
+    k, v = operands.keys_at(place.expand(rows, -1)), operands.at_keys(operands.v, place.expand(rows, -1))
+    s = operands.scores((operands.q * operands.scale) @ k.mT, visible, queries, place.view(1, 1, -1))
+    y, total = weighed(s, v, operands.dropout)
     return operands.own_values(y.to(operands.v.dtype), total)
+
+
+def most_seen(rounds: int, chunk: int) -> int:
+    """How many keys a query of causal attention sees at most."""
+    return (rounds + 1) * chunk + 1
+
+
+def over_keys(operands: Operands, keys: Tensor, visible: Tensor) -> Tensor:
+    """The result, (rows, n_q, d_v), over these keys of each query, (rows, n_q, m), as far as they are visible."""
+    k, v = (one.view(*keys.shape, -1) for one in (operands.keys_at(keys.flatten(1)), operands.at_keys(operands.v, keys.flatten(1))))
+    queries = torch.arange(keys.shape[1], device=keys.device).view(1, -1, 1)
+    s = operands.scores(((operands.q * operands.scale).unsqueeze(-2) @ k.mT).squeeze(-2), visible, queries, keys)
+    y, total = weighed(s.unsqueeze(-2), v, operands.dropout)
+    return operands.own_values(y.squeeze(-2).to(operands.v.dtype), total.squeeze(-1))
+
+
+def by_lists(operands: Operands, query: Tensor, lists: BucketLists, key: Tensor, chunk: int) -> Tensor:
+    """The result, (rows, n_q, d_v), of few queries of causal attention, which are the last tokens: no other keys are looked at.
+
+    `query` are the buckets of the queries, (rounds, rows, n_q), `key` those of all keys, (rounds, batch, heads, n_k).
+    """
+    rounds, rows, n_q = query.shape
+    own = operands.positions.view(-1, 1)
+    places, there = lists.newest(query, chunk + n_q - 1)  # (rounds, rows, n_q, …)
+    there = there & (places <= own)
+    there = there & (there.cumsum(-1) <= chunk)
+    oldest = torch.where(there, places, key.shape[-1]).amin(-1, keepdim=True)
+    near = own - torch.arange(chunk, device=own.device)
+    found = [(near.clamp(min=0).expand(rows, -1, -1), (near >= 0).expand(rows, -1, -1))]
+    owner = operands.rows.view(-1, 1, 1) // (rows // lists.counts.shape[1])
+    for number in range(rounds):
+        visible = there[number] & (places[number] <= own - chunk)
+        for other in range(number):
+            same = key[other].flatten(0, 1)[owner, places[number]] == query[other].unsqueeze(-1)
+            visible = visible & ~(same & (places[number] >= oldest[other]))
+        found.append((places[number], visible))
+    if (first := operands.first_of_rows()) is not None:
+        first = first.unsqueeze(-1)
+        known = (there & (places == first)).any(0).any(-1, keepdim=True)
+        found.append((first, (first <= own - chunk) & ~known))
+    keys, visible = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
+    return over_keys(operands, keys, visible)
 
 
 def seen_by_comparison(query: Tensor, key: Tensor, positions: Tensor, chunk: int) -> Tensor:

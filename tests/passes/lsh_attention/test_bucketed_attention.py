@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,10 +14,12 @@ from transformers import DynamicCache, ReformerConfig
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
 from retrofit.passes.lsh_attention import seen_keys
+from retrofit.passes.lsh_attention.bucket_lists import SPARE
 from retrofit.passes.lsh_attention.bucketed_attention import OWN, BucketedAttention
 from retrofit.passes.lsh_attention.hashing import hash_buckets, random_rotations
 from retrofit.passes.lsh_attention.key_orders import order_by_bucket
 from retrofit.passes.lsh_attention.seen_keys import Operands, combine, one_round
+from retrofit.runtime.peak_memory import peak_bytes
 
 CHUNK, WIDTH = 4, 6
 
@@ -180,6 +183,109 @@ def test_steps_on_a_cache_find_what_one_forward_finds(shared: bool, lengths: tup
         parts.append(module(q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop], attn_mask=mask, cache=cache))
         start = stop
     torch.testing.assert_close(torch.cat(parts, 2), whole)
+
+
+@dataclasses.dataclass
+class Decoding:
+    """An attention that decodes on a cache, next to the same without any: that compares its queries with all keys."""
+
+    module: BucketedAttention
+    batch: int
+    heads: int = 4
+    key_heads: int = 2
+    tokens: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.cache = DynamicCache()
+        self.mask = torch.ones(self.batch, 0, dtype=torch.bool)
+
+    def step(self, count: int, shown: Tensor | None = None, masked: bool = False) -> None:
+        """`count` tokens more, of which those `shown` (batch, count) are no padding; the last result is that without a cache."""
+        self.seed += 1
+        q, k, v = (
+            drawn(self.batch, heads, count, seed=10 * self.seed + n) for n, heads in enumerate((self.heads, *[self.key_heads] * 2))
+        )
+        keys, values = self.cache.update(k, v, 0)
+        self.mask = torch.cat([self.mask, torch.ones(self.batch, count, dtype=torch.bool) if shown is None else shown], 1)
+        n = keys.shape[2]
+        visible = torch.ones(n, n, dtype=torch.bool).tril()[n - count :] & self.mask[:, None, None]
+        given = {"attn_mask": visible} if masked or count > 1 or not bool(self.mask.all()) else {}
+        found = self.module(q, keys, values, **given, enable_gqa=True, cache=self.cache)
+        expected = self.module(q, keys, values, **given, enable_gqa=True)
+        torch.testing.assert_close(found, expected)
+
+    @property
+    def listed(self) -> Any:
+        """The lists that the cache keeps."""
+        return self.cache.histories["attention"].lists  # type: ignore[attr-defined]
+
+    def crop(self, length: int) -> None:
+        self.cache.crop(length - self.cache.get_seq_length())
+        self.mask = self.mask[:, :length]
+
+    def choose(self, rows: list[int]) -> None:
+        self.cache.reorder_cache(torch.tensor(rows))
+        self.mask = self.mask[rows]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@torch.no_grad()
+def test_a_step_by_the_lists_of_buckets_is_the_comparison_with_all_keys(shared: bool) -> None:
+    run = Decoding(attention(True, shared, heads=4, buckets=6), batch=3)
+    run.step(70)
+    for count in (1, 1, 3, 1, 2, 9, 1):  # what is behind nine new tokens is listed anew
+        run.step(count)
+    assert run.listed is not None and run.listed.room == CHUNK + SPARE
+    run.choose([2, 2, 0])  # beams
+    run.step(1)
+    for length in (83, 82, 60, 40):  # tokens taken back, a few and many
+        run.crop(length)
+        run.step(1)
+        run.step(2)
+    run.cache.batch_repeat_interleave(2)
+    run.mask, run.batch = run.mask.repeat_interleave(2, 0), 6
+    run.step(1)
+    run.cache.batch_select_indices(torch.tensor([5, 0, 3]))
+    run.mask, run.batch = run.mask[[5, 0, 3]], 3
+    run.step(1, masked=True)
+
+
+@torch.no_grad()
+def test_padding_is_in_no_list_wherever_it_is() -> None:
+    run = Decoding(attention(True, heads=4, buckets=2), batch=3)
+    shown = torch.ones(3, 60, dtype=torch.bool)
+    shown[0, :25], shown[1, 20:], shown[2, 5:40:2] = False, False, False  # left, right, in between
+    run.step(60, shown)
+    for number in range(12):
+        run.step(1, torch.tensor([[True], [number > 3], [number % 2 == 0]]))
+    hidden, run.mask = run.mask.clone(), run.mask | (torch.arange(72) == 30)
+    run.step(1)  # a key is shown that was hidden
+    run.mask = torch.cat([hidden, torch.ones(3, 1, dtype=torch.bool)], 1)
+    run.crop(70)
+    run.choose([1, 1, 2])
+    run.step(2)
+    run.mask[:] = True
+    run.step(1)
+
+
+@torch.no_grad()
+def test_a_step_reads_no_more_of_a_long_cache_than_of_a_short_one() -> None:
+    """What a step makes is the same at 8 times the length; it reads lists, and of keys and values those it sees."""
+    made: dict[int, int] = {}
+    for tokens in (500, 4000):
+        run = Decoding(attention(True, heads=4, buckets=64), batch=1)
+        run.step(tokens)
+        run.step(1)
+        q, k, v = drawn(1, 4, 1), drawn(1, 2, 1, seed=1), drawn(1, 2, 1, seed=2)
+        layer = run.cache.layers[0]
+        keys, values = torch.cat([layer.keys, k], 2), torch.cat([layer.values, v], 2)
+
+        def step(q: Tensor = q, keys: Tensor = keys, values: Tensor = values, run: Decoding = run) -> None:
+            run.module(q, keys, values, enable_gqa=True, cache=run.cache)
+
+        made[tokens] = peak_bytes(step)
+    assert made[4000] < 1.1 * made[500]
 
 
 def test_a_decoding_step_hashes_its_own_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
