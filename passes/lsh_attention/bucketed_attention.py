@@ -150,9 +150,8 @@ class BucketedAttention(nn.Module):
             order_by_bucket(query, keys, operands.positions, self.buckets + 1, self.chunk, self.causal)
             for query, keys in zip(query_buckets, key_buckets, strict=True)
         ]
-        if self.causal:
-            orders.insert(0, order_by_position(operands.positions, n_k, self.chunk))
-        return by_order(operands, orders, self.chunk)
+        local = order_by_position(operands.positions, n_k, self.chunk) if self.causal else None
+        return by_order(operands, orders, local, self.chunk)
 
     def extra_repr(self) -> str:
         rounds, width, _ = self.rotations.shape

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+AT_ONCE = 4096  # vectors
+
 
 def random_rotations(width: int, rounds: int, buckets: int, seed: int, like: Tensor) -> Tensor:
     """R of all rounds, (rounds, d, buckets / 2), the same for the same seed on every device; no values where `like` has none."""
@@ -23,10 +25,17 @@ def random_rotations(width: int, rounds: int, buckets: int, seed: int, like: Ten
 def hash_buckets(x: Tensor, rotations: Tensor) -> Tensor:
     """The bucket of each vector in each round: x (…, tokens, d) and R (rounds, d, b / 2) to (rounds, …, tokens). No gradient."""
     dtype = torch.promote_types(torch.promote_types(x.dtype, rotations.dtype), torch.float32)
-    x = x.detach().to(dtype)
-    rounds = []
-    for rotation in rotations.detach().to(dtype):
-        y = x @ rotation
-        largest = y.abs().argmax(-1, keepdim=True)
-        rounds.append((largest + rotation.shape[-1] * (y.gather(-1, largest) < 0)).squeeze(-1))
-    return torch.stack(rounds)
+    x, rotations = x.detach().to(dtype), rotations.detach().to(dtype)
+    vectors = x.numel() // x.shape[-1] if not torch.compiler.is_compiling() else 0
+    if vectors <= AT_ONCE:
+        return torch.stack([buckets_of(x, rotation) for rotation in rotations])
+    parts = x.reshape(-1, x.shape[-1]).split(AT_ONCE)  # of which the products stay in a processor's cache
+    rounds = [torch.cat([buckets_of(part, rotation) for part in parts]) for rotation in rotations]
+    return torch.stack(rounds).view(len(rotations), *x.shape[:-1])
+
+
+def buckets_of(x: Tensor, rotation: Tensor) -> Tensor:
+    """The bucket of each vector by one rotation."""
+    y = x @ rotation
+    largest = y.abs().argmax(-1, keepdim=True)
+    return (largest + rotation.shape[-1] * (y.gather(-1, largest) < 0)).squeeze(-1)

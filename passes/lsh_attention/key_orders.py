@@ -4,7 +4,8 @@ Keys are sorted by bucket, those of one bucket by position. The place of a query
 that is not after it. What it sees is a stretch of ranks:
 
     causal        the last `chunk` keys of its bucket up to its own position: the same whatever comes later, so that a token
-                  changes nothing before it and decoding finds what a prefill found
+                  changes nothing before it and decoding finds what a prefill found; without those among the last `chunk`
+                  keys of all, which it sees in a round of their own
     otherwise     the chunk of keys in which its place is and the one before, of whatever bucket (Reformer); of the first, the next
 
 Keys that no query may see, which are padding, have a bucket of their own behind all others.
@@ -25,15 +26,18 @@ class KeyOrder:
     keys: Tensor  # (rows, n_k), the key at each rank
     ranks: Tensor  # (rows, n_k), of each key
     query_ranks: Tensor  # (rows, n_q), of each query among the queries
-    chunks: Tensor  # (rows, n_q), the chunk of keys in which the place of each query is
+    chunks: Tensor  # (rows, n_q), the chunk of `tile` keys in which the place of each query is
     first: Tensor  # (rows, n_q)
     last: Tensor  # (rows, n_q)
+    tile: int  # queries that are computed together
+    window: int  # keys that hold all that they see, the last of them those of their chunk
 
     def rows(self, part: slice) -> KeyOrder:
         """The order of some of the rows."""
         if part.stop is None or self.keys.shape[0] == 1:
             return self
-        return KeyOrder(*(getattr(self, field.name)[part] for field in dataclasses.fields(self)))
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return KeyOrder(*(value[part] if isinstance(value, Tensor) else value for value in values))
 
 
 def order_by_bucket(query: Tensor, key: Tensor, positions: Tensor, buckets: int, chunk: int, causal: bool) -> KeyOrder:
@@ -43,17 +47,21 @@ def order_by_bucket(query: Tensor, key: Tensor, positions: Tensor, buckets: int,
     """
     n_q, n_k = query.shape[-1], key.shape[-1]
     place = torch.arange(n_k, device=key.device)
-    codes = torch.cat([(key * n_k + place) * 2, (query * n_k + positions) * 2 + 1], -1)  # a key before the query at its position
+    ends = query * n_k + positions  # the key at the query's own position is before it
+    codes = torch.cat([(key * n_k + place) * 2, ends * 2 + 1, *([(ends - chunk) * 2 + 1] if causal else [])], -1)
     joint = codes.argsort(-1)
-    slots = torch.zeros_like(joint).scatter(-1, joint, torch.arange(n_k + n_q, device=key.device).expand_as(joint))
+    slots = torch.zeros_like(joint).scatter(-1, joint, torch.arange(codes.shape[-1], device=key.device).expand_as(joint))
     so_far = (joint < n_k).long().cumsum(-1)  # keys up to each slot
     ranks = so_far.gather(-1, slots[..., :n_k]) - 1
-    before = so_far.gather(-1, slots[..., n_k:])  # the keys before each query
+    before = so_far.gather(-1, slots[..., n_k : n_k + n_q])  # the keys before each query
     keys = torch.zeros_like(ranks).scatter(-1, ranks, place.expand_as(ranks))
     counts = torch.zeros(*key.shape[:-1], buckets, dtype=torch.long, device=key.device).scatter_add(-1, key, torch.ones_like(key))
     start = (counts.cumsum(-1) - counts).gather(-1, query)  # of the bucket of each query
-    query_ranks = slots[..., n_k:] - before
-    return seen(keys, ranks, query_ranks, before, start, chunk, causal)
+    if not causal:
+        return seen(keys, ranks, slots[..., n_k:] - before, before, start, chunk, causal)
+    far = so_far.gather(-1, slots[..., n_k + n_q :]).maximum(start)  # the keys before those among the last of all
+    queries = ((joint >= n_k) & (joint < n_k + n_q)).long().cumsum(-1).gather(-1, slots[..., n_k : n_k + n_q]) - 1
+    return dataclasses.replace(seen(keys, ranks, queries, before, start, chunk, causal), last=far)
 
 
 def order_by_position(positions: Tensor, n_k: int, chunk: int) -> KeyOrder:
@@ -66,32 +74,35 @@ def order_by_position(positions: Tensor, n_k: int, chunk: int) -> KeyOrder:
 
 def seen(keys: Tensor, ranks: Tensor, query_ranks: Tensor, before: Tensor, start: Tensor, chunk: int, causal: bool) -> KeyOrder:
     """The order with what each query sees: it stands behind `before` keys, and its bucket begins at `start`."""
-    chunks = (before - 1).clamp(min=0) // chunk
+    tile = chunk // 2 if causal and chunk % 2 == 0 else chunk  # smaller ones have fewer places for keys that are not seen
+    chunks = (before - 1).clamp(min=0) // tile
     if causal:
-        return KeyOrder(keys, ranks, query_ranks, chunks, torch.maximum(before - chunk, start), before)
+        return KeyOrder(keys, ranks, query_ranks, chunks, torch.maximum(before - chunk, start), before, tile, chunk + tile)
     first = (chunks - 1).clamp(min=0) * chunk
-    return KeyOrder(keys, ranks, query_ranks, chunks, first, (first + 2 * chunk).clamp(max=keys.shape[-1]))
+    return KeyOrder(keys, ranks, query_ranks, chunks, first, (first + 2 * chunk).clamp(max=keys.shape[-1]), tile, 2 * chunk)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Queries in tiles of `chunk`, all of a tile in the same chunk of keys, so that two chunks of keys hold all that they see."""
+    """Queries in tiles, all of a tile in the same chunk of keys, so that one window of keys holds all that they see."""
 
-    queries: Tensor  # (rows, tiles · chunk), the query at each place, 0 where there is none
+    size: int  # of a tile
+    queries: Tensor  # (rows, tiles · size), the query at each place, 0 where there is none
     places: Tensor  # (rows, n_q), of each query
-    ranks: Tensor  # (rows, tiles, 2 · chunk), of the keys of each tile
+    ranks: Tensor  # (rows, tiles, window), of the keys of each tile
     keys: Tensor  # the same, these keys
 
-    def part(self, tiles: slice, chunk: int) -> Tiles:
+    def part(self, tiles: slice) -> Tiles:
         """Some of the tiles; the places stay those among all."""
         if tiles.stop is None:
             return self
-        queries = self.queries[:, tiles.start * chunk : tiles.stop * chunk]
-        return Tiles(queries, self.places, self.ranks[:, tiles], self.keys[:, tiles])
+        queries = self.queries[:, tiles.start * self.size : tiles.stop * self.size]
+        return Tiles(self.size, queries, self.places, self.ranks[:, tiles], self.keys[:, tiles])
 
 
-def tiles_of(order: KeyOrder, chunk: int) -> Tiles:
+def tiles_of(order: KeyOrder) -> Tiles:
     """The queries of an order in tiles: a chunk of keys with few queries has one too, so there are at most n_q/C + n_k/C."""
+    chunk = order.tile
     rows, n_q = order.chunks.shape
     n_k = order.keys.shape[-1]
     device, chunks = order.keys.device, n_k // chunk + 1
@@ -104,7 +115,7 @@ def tiles_of(order: KeyOrder, chunk: int) -> Tiles:
     every = torch.arange(n_q, device=device).expand_as(places)
     queries = torch.zeros(rows, tiles * chunk, dtype=torch.long, device=device).scatter(-1, places, every)
     chunk_of = torch.zeros(rows, tiles, dtype=torch.long, device=device).scatter(-1, tile, order.chunks)
-    first = (chunk_of - 1).clamp(min=0) * chunk
-    ranks = first.unsqueeze(-1) + torch.arange(2 * chunk, device=device)
+    first = ((chunk_of + 1) * chunk - order.window).clamp(min=0)
+    ranks = first.unsqueeze(-1) + torch.arange(order.window, device=device)
     keys = order.keys.gather(-1, ranks.flatten(1).clamp(max=n_k - 1)).view_as(ranks)
-    return Tiles(queries, places, ranks, keys)
+    return Tiles(chunk, queries, places, ranks, keys)

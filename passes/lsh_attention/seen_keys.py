@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from retrofit.passes.lsh_attention.bucket_lists import BucketLists
+from retrofit.passes.lsh_attention.fused_tiles import UNSEEN, fused, is_fused, last_keys, window_bias
 from retrofit.passes.lsh_attention.key_orders import KeyOrder, Tiles, tiles_of
 
 AT_ONCE = 1 << 20  # scores that are computed at once: those of some tiles stay in a processor's cache
 HIDDEN = -1e4  # an additive mask below this hides
-UNSEEN = -1e30  # the score of a key that is not seen
 NONE_SEEN = -1e29  # a logarithm of a sum below this is one of unseen keys
 
 
@@ -42,6 +42,12 @@ class Operands:
         return self if rows.stop is None else dataclasses.replace(self, q=self.q[rows], first=rows.start)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether nothing but their places says which keys are seen, and the fused kernel can be called."""
+        plain = self.mask is None and self.own is None and not self.causal and not self.dropout
+        return plain and is_fused(self.q, self.k, self.v)
+
+    @property
     def rows(self) -> Tensor:
         """The numbers of the rows."""
         return torch.arange(self.q.shape[0], device=self.q.device) + self.first
@@ -56,11 +62,11 @@ class Operands:
         keys = self.at_keys(self.k, index)
         return F.normalize(keys, dim=-1) if self.unit_keys else keys
 
-    def at_queries(self, index: Tensor) -> Tensor:
+    def at_queries(self, index: Tensor, scale: float) -> Tensor:
         """scale · q of the queries at `index` (rows, m): (rows, m, d)."""
         rows = torch.arange(self.q.shape[0], device=self.q.device).unsqueeze(-1) * self.q.shape[1]
         q = self.q.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*index.shape, self.q.shape[-1])
-        return q * self.scale
+        return q if scale == 1 else q * scale
 
     def scores(self, products: Tensor, visible: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """Scores in float32 or wider: products (rows, …, queries, keys), queries (rows, …, queries, 1), keys (rows, …, 1, keys).
@@ -110,12 +116,18 @@ def weighed(s: Tensor, v: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
 # In orders of the keys.
 
 
-def by_order(operands: Operands, orders: Sequence[KeyOrder], chunk: int) -> Tensor:
-    """The result, (rows, n_q, d_v), of rounds that are orders of the keys. A key counts in the first round in which it is seen."""
+def by_order(operands: Operands, orders: Sequence[KeyOrder], local: KeyOrder | None, chunk: int) -> Tensor:
+    """The result, (rows, n_q, d_v), of rounds that are orders of the keys. A key counts in the first round in which it is seen.
+
+    `local` is the order by position, of which no query sees keys in another round.
+    """
     found = []
     for part in parts_of(operands, chunk):
         some, ordered = operands.part(part), [order.rows(part) for order in orders]
-        rounds = [one_round(some, order, ordered[:number], chunk) for number, order in enumerate(ordered)]
+        rounds = [one_round(some, order, ordered[:number]) for number, order in enumerate(ordered)]
+        if local is not None:
+            rounds.append(last_keys_round(some, local, chunk))
+            ordered.append(local)
         if (first := some.first_of_rows()) is not None:
             rounds.append(first_key_round(some, first, ordered))
         found.append(combine(some, rounds))
@@ -138,29 +150,32 @@ def slices(count: int, scores: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def one_round(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], chunk: int) -> tuple[Tensor, Tensor]:
+def one_round(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder]) -> tuple[Tensor, Tensor]:
     """The result of one round, (rows, n_q, d_v), without what rounds `before` show, and the logarithm of its sum, (rows, n_q)."""
     rows = operands.q.shape[0]
-    tiles = tiles_of(order, chunk)
-    parts = (tiles.part(part, chunk) for part in slices(tiles.keys.shape[1], 2 * chunk * chunk * rows))
-    found = [some_tiles(operands, order, before, part, chunk) for part in parts]
+    tiles = tiles_of(order)
+    parts = (tiles.part(part) for part in slices(tiles.keys.shape[1], order.tile * order.window * rows))
+    found = [some_tiles(operands, order, before, part) for part in parts]
     y, total = (torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
     places = tiles.places.expand(rows, -1)
     index = places + torch.arange(rows, device=places.device).unsqueeze(-1) * y.shape[1]
     return y.flatten(0, 1).index_select(0, index.flatten()).view(*places.shape, -1), total.gather(1, places)
 
 
-def some_tiles(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles, chunk: int) -> tuple[Tensor, Tensor]:
-    """The result (rows, tiles · chunk, d_v) of the queries of some tiles, and the logarithm of its sum (rows, tiles · chunk)."""
+def some_tiles(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """The result (rows, tiles · size, d_v) of the queries of some tiles, and the logarithm of its sum (rows, tiles · size)."""
     rows = operands.q.shape[0]
     queries, keys = tiles.queries.expand(rows, -1), tiles.keys.expand(rows, -1, -1)
-    shape = rows, tiles.keys.shape[1], chunk  # rows, tiles, queries of a tile
+    shape = rows, tiles.keys.shape[1], tiles.size  # rows, tiles, queries of a tile
+    k, v = (operands.at_keys(x, keys.flatten(1)).view(*keys.shape, -1) for x in (operands.k, operands.v))
+    if operands.is_plain:
+        q = operands.at_queries(queries, 1.0).view(*shape, -1)
+        y, total = fused(q, k, v, bias_of(order, before, tiles, queries, keys), operands.scale)
+        return y.flatten(1, 2), total.flatten(1)
+    q = operands.at_queries(queries, operands.scale).view(*shape, -1)
     visible = in_window(order, tiles)
     for other in before:
-        ranks = other.ranks.expand(rows, -1).gather(-1, keys.flatten(1)).view_as(keys)
-        visible = visible & ~in_stretch(other, queries, ranks)
-    q = operands.at_queries(queries).view(*shape, -1)
-    k, v = (operands.at_keys(x, keys.flatten(1)).view(*keys.shape, -1) for x in (operands.k, operands.v))
+        visible = visible & ~seen_before(other, queries, keys)
     s = operands.scores(q @ k.mT, visible, queries.view(*shape, 1), keys.unsqueeze(-2))
     y, total = weighed(s, v, operands.dropout)
     return y.flatten(1, 2), total.flatten(1)
@@ -169,6 +184,13 @@ def some_tiles(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], 
 def first_key_round(operands: Operands, first: Tensor, orders: Sequence[KeyOrder]) -> tuple[Tensor, Tensor]:
     """The round in which each query sees the first key it may see, `first` (rows, n_q), where no other round shows it."""
     rows = operands.q.shape[0]
+    if operands.is_plain:  # it is the first of all, for every query
+        k, v = (x[:, :1].index_select(0, operands.rows // operands.group) for x in (operands.k, operands.v))
+        s = (operands.q @ k.mT).squeeze(-1) * operands.scale
+        ranks = (order.ranks[:, :1].expand(rows, 1) for order in orders)
+        for rank, order in zip(ranks, orders, strict=True):
+            s = s.masked_fill_((rank >= order.first) & (rank < order.last), UNSEEN)
+        return v.expand(-1, s.shape[1], -1), s
     visible = torch.ones_like(first, dtype=torch.bool)
     for order in orders:
         rank = order.ranks.expand(rows, -1).gather(-1, first)
@@ -179,6 +201,30 @@ def first_key_round(operands: Operands, first: Tensor, orders: Sequence[KeyOrder
     s = operands.scores(products, visible.unsqueeze(-1), queries, first.unsqueeze(-1))
     y, total = weighed(s.unsqueeze(-2), v.unsqueeze(-2), operands.dropout)
     return y.squeeze(-2), total.squeeze(-1)
+
+
+def bias_of(order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles, queries: Tensor, keys: Tensor) -> Tensor:
+    """0 where a query of a tile sees a key that no round before shows it: (rows, tiles, C, keys)."""
+    rows, count, size = tiles.ranks.shape
+    ends = (one.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1] for one in (order.first, order.last))
+    bias = window_bias(*ends, size)
+    for other in before:
+        bias.masked_fill_(seen_before(other, queries, keys), UNSEEN)
+    return bias
+
+
+def seen_before(other: KeyOrder, queries: Tensor, keys: Tensor) -> Tensor:
+    """Whether a query of a tile sees a key in another round: (rows, tiles, C, keys)."""
+    ranks = other.ranks.expand(len(keys), -1).gather(-1, keys.flatten(1)).view_as(keys)
+    return in_stretch(other, queries, ranks)
+
+
+def last_keys_round(operands: Operands, local: KeyOrder, chunk: int) -> tuple[Tensor, Tensor]:
+    """The round in which each query sees the last `chunk` keys, as `one_round` has it."""
+    if not operands.is_plain:
+        return one_round(operands, local, ())
+    k, v = (x.index_select(0, operands.rows // operands.group) for x in (operands.k, operands.v))
+    return last_keys(operands.q, k, v, int(operands.positions[0]), chunk, operands.scale)
 
 
 def in_window(order: KeyOrder, tiles: Tiles) -> Tensor:
@@ -201,10 +247,11 @@ def in_stretch(order: KeyOrder, queries: Tensor, ranks: Tensor) -> Tensor:
 
 def combine(operands: Operands, rounds: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """The results of all rounds, each weighed by its share of the sum."""
-    results, totals = (torch.stack(parts) for parts in zip(*rounds, strict=True))
-    weights = totals.softmax(0)
-    y = (results * weights.unsqueeze(-1)).sum(0).to(operands.v.dtype)
-    return operands.own_values(y, totals.amax(0))
+    totals = torch.stack([total for _, total in rounds])
+    weights = totals.softmax(0).unsqueeze(-1)
+    y = sum((result * weight for (result, _), weight in zip(rounds[1:], weights[1:], strict=True)), rounds[0][0] * weights[0])
+    y = y.to(operands.v.dtype)
+    return y if operands.is_plain else operands.own_values(y, totals.amax(0))  # without a mask every query sees a key
 
 
 # By comparison with all keys.

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, ReformerConfig
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
-from retrofit.passes.lsh_attention import seen_keys
+from retrofit.passes.lsh_attention import fused_tiles, seen_keys
 from retrofit.passes.lsh_attention.bucket_lists import SPARE
 from retrofit.passes.lsh_attention.bucketed_attention import OWN, BucketedAttention
 from retrofit.passes.lsh_attention.hashing import hash_buckets, random_rotations
@@ -102,6 +102,33 @@ def test_it_is_a_softmax_over_the_keys_of_its_buckets(causal: bool, shared: bool
     torch.testing.assert_close(found, expected)
     dense = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     assert not torch.allclose(found, dense, atol=1e-2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("key_heads", "tokens", "chunk"), [(2, 19, 4), (1, 57, 4), (2, 40, 5)])
+@torch.no_grad()
+def test_the_fused_kernel_computes_the_same(
+    causal: bool, key_heads: int, tokens: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, without gradients; part by part too."""
+    module = attention(causal, chunk=chunk)
+    q, k, v = drawn(2, 2, tokens, seed=1), drawn(2, key_heads, tokens, seed=2), drawn(2, key_heads, tokens, seed=3)
+    expected = in_loop(module, q, k, v, everything(2, tokens, causal)).float()
+    given = {"is_causal": causal, "enable_gqa": key_heads == 1}
+    calls: list[int] = []
+
+    def counting(*args: Any) -> Any:
+        calls.append(len(args[0]))
+        return fused_tiles.fused(*args)
+
+    monkeypatch.setattr(seen_keys, "fused", counting)
+    for at_once in (seen_keys.AT_ONCE, 1):
+        monkeypatch.setattr(seen_keys, "AT_ONCE", at_once)
+        torch.testing.assert_close(module.float()(q.float(), k.float(), v.float(), **given), expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) > 2
+    later = module(q[:, :, -9:].float(), k.float(), v.float(), enable_gqa=key_heads == 1) if causal else None
+    if later is not None:  # the last tokens alone
+        torch.testing.assert_close(later, expected[:, :, -9:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -358,7 +385,7 @@ def test_rounds_are_those_of_reformer(rounds: int, is_decoder: bool, padded: boo
         scale=1.0,
     )
     orders = [order_by_bucket(one, one, given.positions, number, CHUNK, causal=False) for one in buckets]
-    found = combine(given, [one_round(given, order, (), CHUNK) for order in orders])
+    found = combine(given, [one_round(given, order, ()) for order in orders])
     found = layer._merge_hidden_size_dims(found.view(2, 2, tokens, WIDTH), 2, WIDTH)
     first = torch.stack([order.chunks.view(2, 2, -1) == 0 for order in orders]).any(0).any(1)
     compared = ~first & mask.bool()
