@@ -31,7 +31,8 @@ SPECS = {
 }
 
 
-STATELESS = ("altup", "memory", "reversible", "two streams", "shared-moe", "sparse-loss")  # nothing of theirs is remembered between the steps
+# nothing of theirs is remembered between the steps
+STATELESS = ("altup", "memory", "reversible", "two streams", "shared-moe", "sparse-loss")
 DEAR = (*STATELESS, "three passes")
 CASES = [pytest.param(specs, id=name, marks=[pytest.mark.long] * (name in DEAR)) for name, specs in SPECS.items()]
 

@@ -111,6 +111,17 @@ def test_gradients_are_those_with_everything_kept_bit_for_bit(
     assert not any(torch.equal(found[name], one) for name, one in others.items()), "signs and dropout are drawn anew"  # type: ignore[arg-type]
 
 
+def test_48_layers_in_bfloat16_have_the_gradients_with_everything_kept_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.llama(num_hidden_layers=48, attention_dropout=0.2).to(torch.bfloat16)
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = ReversibleLayer(layer, 4, stream_in=0, stream_out=None)
+    _, found = step(model.train(), inputs("llama"))
+    with everything_kept(monkeypatch):
+        _, expected = step(model, inputs("llama"))
+    for name, gradient in expected.items():
+        assert gradient is not None and gradient.any() and torch.equal(found[name], gradient), name  # type: ignore[arg-type]
+
+
 # ── The formula, without fixed point ─────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -239,15 +239,30 @@ def test_a_branch_runs_twice_in_a_step_and_only_on_its_own_stream() -> None:
     assert {path: type(module) for path, module in model.named_modules()} == classes
 
 
-def peak(layers: int) -> int:
-    """Bytes that a training step takes at most, without the gradients of the parameters."""
-    model = tiny_models.llama(num_hidden_layers=layers, hidden_size=32, intermediate_size=96).train()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+def by_hand(layers: int, width: int, **sizes: Any) -> Any:
+    """A decoder whose layers were put on two streams without any analysis."""
+    model = tiny_models.llama(num_hidden_layers=layers, hidden_size=width, intermediate_size=3 * width, **sizes).train()
     parts = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
     for index, layer in enumerate(model.model.layers):
         closes = index == layers - 1
-        model.model.layers[index] = TwoStreamLayer(layer, 32, (1, 1), parts, stream_in=0, stream_out=None, closes=closes).train()
+        model.model.layers[index] = TwoStreamLayer(layer, width, (1, 1), parts, stream_in=0, stream_out=None, closes=closes).train()
+    return model
+
+
+def test_48_layers_in_bfloat16_have_the_gradients_with_everything_kept_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = by_hand(48, 16, attention_dropout=0.2).to(torch.bfloat16)
+    _, found = step(model, inputs("llama"))
+    with everything_kept(monkeypatch):
+        _, expected = step(model, inputs("llama"))
+    for name, gradient in expected.items():
+        assert gradient is not None and gradient.any() and torch.equal(found[name], gradient), name  # type: ignore[arg-type]
+
+
+def peak(layers: int) -> int:
+    """Bytes that a training step takes at most, without the gradients of the parameters."""
+    model = by_hand(layers, 32)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     ids = IDS.repeat(4, 4)
     return peak_bytes(lambda: model(input_ids=ids, labels=ids).loss.backward())
 
