@@ -27,14 +27,14 @@ MUTANTS = [
     ),
     hashes(
         "every round hashes by the first rotation",
-        "y = x @ rotation\n",
-        "y = x @ rotations[0].detach().to(dtype)\n",
+        "[buckets_of(x, rotation) for rotation in rotations]",
+        "[buckets_of(x, rotations[0]) for rotation in rotations]",
         trials=DEFAULT,
     ),
     orders(
         "a query stands before the key at its own position",
-        "(query * n_k + positions) * 2 + 1",
-        "(query * n_k + positions) * 2 - 1",
+        " ends * 2 + 1",
+        " ends * 2 - 1",
         trials=DEFAULT,
     ),
     orders(
@@ -63,14 +63,14 @@ MUTANTS = [
     ),
     attention(
         "a key counts in every round in which it is seen",
-        "visible = visible & ~in_stretch(other, queries, ranks)",
-        "visible = visible & in_window(order, tiles)",
+        "return in_stretch(other, queries, ranks)",
+        "return in_stretch(other, queries, ranks) & False",
         trials=DEFAULT,
     ),
     attention(
         "the rounds weigh the same",
         "weights = totals.softmax(0)",
-        "weights = torch.ones_like(totals) / len(totals)",
+        "weights = (torch.ones_like(totals) / len(totals))",
         trials=DEFAULT,
     ),
     attention(
@@ -81,7 +81,7 @@ MUTANTS = [
     ),
     attention(
         "scores are not scaled",
-        "return q * self.scale",
+        "return q if scale == 1 else q * scale",
         "return q",
         trials=DEFAULT,
     ),
@@ -117,8 +117,8 @@ MUTANTS = [
     ),
     module(
         "the last tokens are not seen where they hash to other buckets",
-        "orders.insert(0, order_by_position(operands.positions, n_k, self.chunk))",
-        "pass",
+        "order_by_position(operands.positions, n_k, self.chunk) if self.causal else None",
+        "None",
         trials=DECODING,
     ),
     module(
@@ -129,7 +129,7 @@ MUTANTS = [
     ),
     module(
         "keys that are queries keep their length",
-        "k=(F.normalize(key, dim=-1) if self.shared else key).flatten(0, 1)",
+        "k=(F.normalize(key, dim=-1) if self.shared and not few else key).flatten(0, 1)",
         "k=key.flatten(0, 1)",
         trials=SHARED,
     ),
@@ -141,14 +141,14 @@ MUTANTS = [
     ),
     kept(
         "beams do not take the buckets of their keys with them",
-        "self.values = self.values.index_select(1, rows.to(self.values.device))",
+        "self.stored = self.stored.index_select(1, rows)",
         "pass",
         trials=DECODING,
     ),
     kept(
         "tokens that are taken back leave their buckets",
-        "self.values = self.values[..., : max(0, self.values.shape[-1] - count)]",
-        "pass",
+        "left = max(0, self.length - count)",
+        "left = self.length",
         trials=DECODING,
         test="tests/passes/lsh_attention/test_lsh_attention.py::test_tokens_that_were_guessed_wrong_leave_no_trace",
     ),
