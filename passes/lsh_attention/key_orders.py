@@ -14,6 +14,8 @@ Keys that no query may see, which are padding, have a bucket of their own behind
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ class KeyOrder:
         """The order of some of the rows."""
         if part.stop is None or self.keys.shape[0] == 1:
             return self
-        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        values: Iterator[Any] = (getattr(self, field.name) for field in dataclasses.fields(self))
         return KeyOrder(*(value[part] if isinstance(value, Tensor) else value for value in values))
 
 

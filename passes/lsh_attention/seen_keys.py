@@ -207,7 +207,8 @@ def bias_of(order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles, queries: 
     """0 where a query of a tile sees a key that no round before shows it: (rows, tiles, C, keys)."""
     rows, count, size = tiles.ranks.shape
     ends = (one.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1] for one in (order.first, order.last))
-    bias = window_bias(*ends, size)
+    first, last = ends
+    bias = window_bias(first, last, size)
     for other in before:
         bias.masked_fill_(seen_before(other, queries, keys), UNSEEN)
     return bias
