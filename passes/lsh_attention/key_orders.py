@@ -14,7 +14,6 @@ Keys that no query may see, which are padding, have a bucket of their own behind
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -38,8 +37,8 @@ class KeyOrder:
         """The order of some of the rows."""
         if part.stop is None or self.keys.shape[0] == 1:
             return self
-        values: Iterator[Any] = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return KeyOrder(*(value[part] if isinstance(value, Tensor) else value for value in values))
+        parts: dict[str, Any] = {name: value[part] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **parts)
 
 
 def order_by_bucket(query: Tensor, key: Tensor, positions: Tensor, buckets: int, chunk: int, causal: bool) -> KeyOrder:
