@@ -348,10 +348,7 @@ class Planner:
             self.scales[name] = float(numpy.clip(measured / predicted, 0.5, 2.0))
 
     def nothing_within(self, target: Target) -> PlanningError:
-        if target.quality is None:
-            return PlanningError(
-                f"the target {str(target)!r} leaves nothing to do", why="the dense model reaches it as it is", remedy="ask for more"
-            )
+        assert target.quality is not None
         added = {index: self.lost(target, {index}) for index in range(len(self.sites))}
         problem = self.problem()
         useful = {index: loss for index, loss in added.items() if problem.cost(self.main(target), {index}) < 0}
