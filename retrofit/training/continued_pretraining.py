@@ -165,6 +165,7 @@ def shared_run_folder(
     """`run_folder` for all processes: the first one makes the folder, and removes it."""
     with contextlib.ExitStack() as stack:
         yield processes.in_first(lambda: stack.enter_context(run_folder(output, facts, settings, resume=resume)))
+        processes.wait()  # until nobody looks into the folder any more
 
 
 def new_parameters(model: nn.Module, rate: float) -> list[nn.Parameter]:

@@ -56,6 +56,12 @@ def in_first(action: Callable[[], Result]) -> Result:
     return cast(Result, answer)
 
 
+def wait() -> None:
+    """Every process has come so far."""
+    if count() > 1:
+        dist.barrier()
+
+
 def shared_batch(windows: int) -> int:
     """The windows of a step that this process works on; raises `TrainingError` where they cannot be shared evenly."""
     if windows % count():
