@@ -40,7 +40,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "in chunks": {"align": 0, "anneal": 0},
 }
 RUNS = [("sparse-ffn", way) for way in WAYS] + [(case, "anneal, distil") for case in SPECS if case != "sparse-ffn"]
-CLOSE = {"align, hidden states": 1e-2}  # the errors of sites and layers are relative to what each process computed itself
+CLOSE = {
+    "align, hidden states": 1e-2,  # errors of sites and layers are relative to what each process computed itself
+    "shared-moe": 1e-3,  # its router computes in float32 whatever the model is
+}
 
 
 def start_together(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -167,6 +170,7 @@ def test_every_pass_recovers_in_two_processes_as_in_one(tmp_path: Path) -> None:
         assert first == second
         for name, values in alone.items():
             if values is not None:
-                found, expected, close = torch.tensor(first[name]), torch.tensor(values), CLOSE.get(way, 1e-5)
+                close = max(CLOSE.get(one, 1e-5) for one in (case, way))
+                found, expected = torch.tensor(first[name]), torch.tensor(values)
                 said = f"{case}, {way}: {name}\n{found}\n{expected}"
                 torch.testing.assert_close(found, expected, rtol=close, atol=0.1 * close, msg=said)
