@@ -143,10 +143,7 @@ class Step(torch.autograd.Function):
         returned = chain.forward(call, x)
         ctx.chain, ctx.index = chain, len(chain.moves)
         ctx.parameters = others[len(call.values) :]
-        ctx.mark_non_differentiable(*(one for one in returned.tensors if not one.is_floating_point()))
-        tensors, returned.tensors = tuple(returned.tensors), []
-        made.append(returned)
-        return tensors
+        return outputs_of(ctx, returned, made)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
@@ -171,6 +168,14 @@ class Step(torch.autograd.Function):
         if past is not None:
             found[0] = past if found[0] is None else found[0] + past
         return None, None, None, found[0], before, *found[1:]
+
+
+def outputs_of(ctx: Any, returned: Returned, made: list[Returned]) -> tuple[Tensor, ...]:
+    """The tensors that a call returned, as outputs of a step; the rest of it is in `made`."""
+    ctx.mark_non_differentiable(*(one for one in returned.tensors if not one.is_floating_point()))
+    tensors, returned.tensors = tuple(returned.tensors), []
+    made.append(returned)
+    return tensors
 
 
 def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], parameters: Sequence[Tensor]) -> list[Any]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.passes.reversible.branch_calls import BranchCall
-from retrofit.passes.reversible.chain import Place, gradients_of, not_reproduced, step_that_made, used_up
+from retrofit.passes.reversible.chain import Place, gradients_of, not_reproduced, outputs_of, step_that_made, used_up
 from retrofit.passes.reversible.fixed_point import not_a_number_where, to_fixed, to_float
 from retrofit.passes.reversible.repeated_call import Returned
 from retrofit.sdk import ArgumentPlace, find_argument, record_auxiliary_loss
@@ -181,10 +181,7 @@ class TwoStreamStep(torch.autograd.Function):
         returned = chain.forward(call, swaps, x)
         ctx.chain, ctx.index = chain, len(chain.links)
         ctx.parameters = others[len(call.values) :]
-        ctx.mark_non_differentiable(*(one for one in returned.tensors if not one.is_floating_point()))
-        tensors, returned.tensors = tuple(returned.tensors), []
-        made.append(returned)
-        return tensors
+        return outputs_of(ctx, returned, made)
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
