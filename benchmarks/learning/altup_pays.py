@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 import torch
-from experiment import BATCH, LENGTH, DenseModel, Kept, held_out_losses, mean_and_deviation, rewritten, run_settings, trained_on
+from experiment import BATCH, LENGTH, SIZES, Kept, held_out_losses, mean_and_deviation, rewritten, run_settings, trained_on
 from step_cost import training_step
 
 import retrofit
@@ -29,7 +29,6 @@ from retrofit.program.cost import flops_per_token
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import side_by_side
 
-SIZES = {"small": DenseModel(128, 384, 4, 500), "demo": DenseModel()}
 SPECS = (
     "altup(k=2)",
     "altup(k=4)",

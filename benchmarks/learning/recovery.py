@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250, help="of a run, those of align among them")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--align-lr", type=float, default=ALIGN_LR, help="of the steps of align")
+    parser.add_argument("--lr-new", type=float, help="of parameters that the pass made; otherwise --lr")
     parser.add_argument("--specs", nargs="+", default=SPECS)
     parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way not in ONLY_NAMED], choices=list(WAYS))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
@@ -69,7 +70,8 @@ def main() -> None:
 
 def key_of(spec: str, way: str, seed: int, options: argparse.Namespace) -> str:
     aligned = f", aligned at {options.align_lr:g}" if "align" in WAYS[way] and options.align_lr != ALIGN_LR else ""
-    return f"{options.model} | {spec or 'dense'} | {way} | seed {seed} | {options.steps} steps at {options.lr:g}{aligned}"
+    new = f", new at {options.lr_new:g}" if spec and options.lr_new else ""
+    return f"{options.model} | {spec or 'dense'} | {way} | seed {seed} | {options.steps} steps at {options.lr:g}{aligned}{new}"
 
 
 def one_run(spec: str, way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -79,7 +81,7 @@ def one_run(spec: str, way: str, seed: int, options: argparse.Namespace) -> dict
     model = rewritten(dense, spec, seed, tokenizer=start.tokenizer)
     parts = WAYS[way]
     align, anneal = (round(parts.get(stage, 0.0) * options.steps) for stage in ("align", "anneal"))
-    settings = run_settings(options.steps - align, options.lr, seed)
+    settings = run_settings(options.steps - align, options.lr, seed, lr_new=options.lr_new if spec else None)
     if parts:
         settings = dataclasses.replace(
             settings,
