@@ -14,13 +14,23 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import math
 import statistics
 import sys
 from pathlib import Path
 
 import torch
-from experiment import BATCH, LENGTH, SIZES, Kept, held_out_losses, mean_and_deviation, rewritten, run_settings, trained_on
+from experiment import (
+    BATCH,
+    LENGTH,
+    SIZES,
+    Kept,
+    held_out_losses,
+    mean_and_deviation,
+    rewritten,
+    run_settings,
+    trained_on,
+    with_error,
+)
 from step_cost import training_step
 
 import retrofit
@@ -138,10 +148,7 @@ def dense_curves(size: str, kept: Kept, options: argparse.Namespace) -> dict[int
 
 def ahead(ends: dict[int, float], curves: dict[int, dict[float, float]], cost: float) -> str:
     """How much lower the losses are than the dense model's for that many times the steps: mean and standard error over seeds."""
-    gains = [interpolated(curves[seed], cost) - end for seed, end in ends.items()]
-    if len(gains) < 2:
-        return "".join(f"{one:+.4f}" for one in gains) or "not run"
-    return f"{statistics.mean(gains):+.4f} ± {statistics.stdev(gains) / math.sqrt(len(gains)):.4f}"
+    return with_error([interpolated(curves[seed], cost) - end for seed, end in ends.items()]) or "not run"
 
 
 def interpolated(curve: dict[float, float], cost: float) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import statistics
 import sys
 import time
@@ -144,3 +145,10 @@ def mean_and_deviation(values: Sequence[float]) -> str:
     if not values:
         return "not run"
     return f"{statistics.mean(values):.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
+
+
+def with_error(gains: list[float]) -> str:
+    """The mean of differences, signed, and its standard error where there are several."""
+    if len(gains) < 2:
+        return "".join(f"{one:+.4f}" for one in gains)
+    return f"{statistics.mean(gains):+.4f} ± {statistics.stdev(gains) / math.sqrt(len(gains)):.4f}"

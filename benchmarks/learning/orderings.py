@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from experiment import SIZES, Kept, held_out_losses, mean_and_deviation, rewritten, run_settings, trained_on
+from experiment import SIZES, Kept, held_out_losses, mean_and_deviation, rewritten, run_settings, trained_on, with_error
 from torch import nn
 
 import retrofit
@@ -157,13 +156,6 @@ def table(group: Group, kept: Kept, options: argparse.Namespace) -> str:
         before = f"{statistics.mean(start):.4f}" if start else "not run"
         lines.append(f"| {variant.name} | {before} | {mean_and_deviation(end)} | {with_error(gains)} |")
     return "\n".join(lines)
-
-
-def with_error(gains: list[float]) -> str:
-    """The mean, and its standard error where there are several."""
-    if len(gains) < 2:
-        return "".join(f"{one:+.4f}" for one in gains)
-    return f"{statistics.mean(gains):+.4f} ± {statistics.stdev(gains) / math.sqrt(len(gains)):.4f}"
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 A dense model is rewritten by each approximate pass with calibration, and trained on in several ways for the same number of tokens,
 the steps of `align` among them: the same windows in the same order for one seed. The dense model is trained on the same tokens too.
+With several `--steps` each way is a run of its own, with a schedule of its own, for each of these lengths.
 `--model demo` is the demo's byte-level Llama (2.8 million parameters, 500 steps), `converged` the same one trained four times as
 long, `SmolLM2` a real one. Every run is kept in the JSON file; the next call goes on from there. Prints held-out losses, mean and
 standard deviation over the seeds, and draws them.
 
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3
+    python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3 --steps 125 250 --ways plain distil
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3 --pictures docs/pictures
     python benchmarks/learning/recovery.py -o recovery.json --model SmolLM2 --seeds 1 --steps 293 --lr 1e-4 --specs sparse-ffn
 """
@@ -16,13 +18,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from experiment import DenseModel, Kept, SmolLM2, mean_and_deviation, rewritten, run_settings, trained_on
+from experiment import DenseModel, Kept, SmolLM2, mean_and_deviation, rewritten, run_settings, trained_on, with_error
 from seed_curves import draw_seed_curves
 
 SPECS = ("sparse-ffn(sparsity=8)", "sparse-qkv", "shared-moe(groups=1)", "sequence-altup(k=2)")
@@ -47,7 +50,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("recovery.json"))
     parser.add_argument("--model", choices=list(MODELS), default="demo")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=250, help="of a run, those of align among them")
+    parser.add_argument("--steps", type=int, nargs="+", default=[250], help="of a run, those of align among them")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--align-lr", type=float, default=ALIGN_LR, help="of the steps of align")
     parser.add_argument("--lr-new", type=float, help="of parameters that the pass made; otherwise --lr")
@@ -58,30 +61,29 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     kept = Kept(options.output, 0.0 if options.pictures else options.minutes)
-    for seed in range(1, options.seeds + 1):
-        for spec in (DENSE, *options.specs):
-            for way in ("plain",) if spec == DENSE else options.ways:
-                key = key_of(spec, way, seed, options)
-                kept.measure(key, functools.partial(one_run, spec, way, seed, options))
+    for seed, steps, spec in itertools.product(range(1, options.seeds + 1), options.steps, (DENSE, *options.specs)):
+        for way in ("plain",) if spec == DENSE else options.ways:
+            key = key_of(spec, way, steps, seed, options)
+            kept.measure(key, functools.partial(one_run, spec, way, steps, seed, options))
     print(table(kept.values, options))
     for spec in options.specs if options.pictures else ():
         draw(spec, kept.values, options)
 
 
-def key_of(spec: str, way: str, seed: int, options: argparse.Namespace) -> str:
+def key_of(spec: str, way: str, steps: int, seed: int, options: argparse.Namespace) -> str:
     aligned = f", aligned at {options.align_lr:g}" if "align" in WAYS[way] and options.align_lr != ALIGN_LR else ""
     new = f", new at {options.lr_new:g}" if spec and options.lr_new else ""
-    return f"{options.model} | {spec or 'dense'} | {way} | seed {seed} | {options.steps} steps at {options.lr:g}{aligned}{new}"
+    return f"{options.model} | {spec or 'dense'} | {way} | seed {seed} | {steps} steps at {options.lr:g}{aligned}{new}"
 
 
-def one_run(spec: str, way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def one_run(spec: str, way: str, steps: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """The numbers of one run."""
     start = MODELS[options.model]
     dense = start.trained(options.output.parent)
     model = rewritten(dense, spec, seed, tokenizer=start.tokenizer)
     parts = WAYS[way]
-    align, anneal = (round(parts.get(stage, 0.0) * options.steps) for stage in ("align", "anneal"))
-    settings = run_settings(options.steps - align, options.lr, seed, lr_new=options.lr_new if spec else None)
+    align, anneal = (round(parts.get(stage, 0.0) * steps) for stage in ("align", "anneal"))
+    settings = run_settings(steps - align, options.lr, seed, lr_new=options.lr_new if spec else None)
     if parts:
         settings = dataclasses.replace(
             settings,
@@ -99,29 +101,33 @@ def one_run(spec: str, way: str, seed: int, options: argparse.Namespace) -> dict
 
 
 def table(results: Mapping[str, Any], options: argparse.Namespace) -> str:
-    """A row for each pass and way: losses at the start and the end, and the steps to the last loss of plain training."""
-    lines = ["| pass | way | seeds | before any step | after all steps | steps to the last loss of plain |", "| --- " * 6 + "|"]
+    """A row for each pass, way and length: losses at the start and the end, beside those of the longest plain training."""
+    lines = [
+        "| pass | way | steps | seeds | before any step | after all steps | less the last loss of plain | steps to that loss |",
+        "| --- " * 8 + "|",
+    ]
     for spec in (DENSE, *options.specs):
-        plain = runs_of(results, spec, "plain", options)
-        for way in ("plain",) if spec == DENSE else options.ways:
-            runs = runs_of(results, spec, way, options)
+        plain = runs_of(results, spec, "plain", max(options.steps), options)
+        for way, steps in itertools.product(("plain",) if spec == DENSE else options.ways, options.steps):
+            runs = runs_of(results, spec, way, steps, options)
             if not runs:
                 continue
             last = [run["eval_losses"][-1][1] for run in runs.values()]
-            started = plain or runs
-            start = statistics.mean(run["eval_losses"][0][1] for run in started.values())
+            start = statistics.mean(run["eval_losses"][0][1] for run in (plain or runs).values())
+            apart = [run["eval_losses"][-1][1] - plain[seed]["eval_losses"][-1][1] for seed, run in runs.items() if seed in plain]
             reached = [steps_to(run, plain[seed]["eval_losses"][-1][1]) for seed, run in runs.items() if seed in plain]
             shown = ", ".join("not" if one is None else str(one) for one in reached)
             name = f"`{spec}`" if spec else "dense"
-            lines.append(f"| {name} | {way} | {len(runs)} | {start:.4f} | {mean_and_deviation(last)} | {shown} |")
+            ends = f"{start:.4f} | {mean_and_deviation(last)} | {with_error(apart)}"
+            lines.append(f"| {name} | {way} | {steps} | {len(runs)} | {ends} | {shown} |")
     return "\n".join(lines)
 
 
 def draw(spec: str, results: Mapping[str, Any], options: argparse.Namespace) -> None:
     """The curves of one pass, a line for each way; the step counts those of align."""
-    ways = {way: list(runs_of(results, spec, way, options).values()) for way in options.ways}
+    ways = {way: list(runs_of(results, spec, way, max(options.steps), options).values()) for way in options.ways}
     curves = {way: [curve_of(run) for run in runs] for way, runs in ways.items() if runs}
-    trained = [run["eval_losses"] for run in runs_of(results, DENSE, "plain", options).values()]
+    trained = [run["eval_losses"] for run in runs_of(results, DENSE, "plain", max(options.steps), options).values()]
     if not curves or not trained:
         return
     levels = {
@@ -138,9 +144,9 @@ def curve_of(run: Mapping[str, Any]) -> list[tuple[int, float]]:
     return [(step + run["align"], loss) for step, loss in run["eval_losses"]]
 
 
-def runs_of(results: Mapping[str, Any], spec: str, way: str, options: argparse.Namespace) -> dict[int, Any]:
-    """The runs of one pass and way, by seed."""
-    keys = {seed: key_of(spec, way, seed, options) for seed in range(1, options.seeds + 1)}
+def runs_of(results: Mapping[str, Any], spec: str, way: str, steps: int, options: argparse.Namespace) -> dict[int, Any]:
+    """The runs of one pass, way and length, by seed."""
+    keys = {seed: key_of(spec, way, steps, seed, options) for seed in range(1, options.seeds + 1)}
     return {seed: results[key] for seed, key in keys.items() if key in results}
 
 
