@@ -103,12 +103,11 @@ def steps_with_teacher(model: nn.Module, dense: nn.Module, ids: Tensor) -> dict[
             output = model(**batch, use_cache=False)
             return 0.5 * output.loss + 0.5 * teacher.divergence(output, batch, 1.0)
 
-    return {
-        "plain": training_step(model, ids),
-        "align": updating(model, aligned, list(teacher.sites.parameters())),
-        "distil": updating(model, distilled),
-        "distil, anneal": updating(model, lambda: distilled(0.5)),
-    }
+    steps = {"plain": training_step(model, ids), "distil": updating(model, distilled)}
+    learning = list(teacher.sites.parameters())
+    if not learning:  # the pass is exact
+        return steps
+    return {**steps, "align": updating(model, aligned, learning), "distil, anneal": updating(model, lambda: distilled(0.5))}
 
 
 def updating(model: nn.Module, loss: Callable[[], Tensor], parameters: list[nn.Parameter] | None = None) -> Callable[[], None]:
