@@ -101,10 +101,11 @@ def one_run(spec: str, way: str, steps: int, seed: int, options: argparse.Namesp
 
 
 def table(results: Mapping[str, Any], options: argparse.Namespace) -> str:
-    """A row for each pass, way and length: losses at the start and the end, beside those of the longest plain training."""
+    """A row for each pass, way and length: losses, beside the dense model's and the longest plain training's."""
     lines = [
-        "| pass | way | steps | seeds | before any step | after all steps | less the last loss of plain | steps to that loss |",
-        "| --- " * 8 + "|",
+        "| pass | way | steps | seeds | before any step | after all steps | above dense, trained as long "
+        "| above the longest plain training | steps to the loss of that |",
+        "| --- " * 9 + "|",
     ]
     for spec in (DENSE, *options.specs):
         plain = runs_of(results, spec, "plain", max(options.steps), options)
@@ -114,11 +115,15 @@ def table(results: Mapping[str, Any], options: argparse.Namespace) -> str:
                 continue
             last = [run["eval_losses"][-1][1] for run in runs.values()]
             start = statistics.mean(run["eval_losses"][0][1] for run in (plain or runs).values())
-            apart = [run["eval_losses"][-1][1] - plain[seed]["eval_losses"][-1][1] for seed, run in runs.items() if seed in plain]
+            dense = runs_of(results, DENSE, "plain", steps, options) if spec else {}
+            gap, apart = (
+                [run["eval_losses"][-1][1] - others[seed]["eval_losses"][-1][1] for seed, run in runs.items() if seed in others]
+                for others in (dense, plain)
+            )
             reached = [steps_to(run, plain[seed]["eval_losses"][-1][1]) for seed, run in runs.items() if seed in plain]
             shown = ", ".join("not" if one is None else str(one) for one in reached)
             name = f"`{spec}`" if spec else "dense"
-            ends = f"{start:.4f} | {mean_and_deviation(last)} | {with_error(apart)}"
+            ends = f"{start:.4f} | {mean_and_deviation(last)} | {with_error(gap)} | {with_error(apart)}"
             lines.append(f"| {name} | {way} | {steps} | {len(runs)} | {ends} | {shown} |")
     return "\n".join(lines)
 
