@@ -42,7 +42,7 @@ import side_by_side
 SPECS = (
     "altup(k=2)",
     "altup(k=4)",
-    "altup(k=2, init=hop)",
+    "altup(k=2, init=lockstep)",
     "altup(k=2, coefficients=dynamic)",
     "altup(k=2, embedding=recycled)",
     "altup(k=4, embedding=recycled)",
