@@ -17,6 +17,7 @@ from retrofit.pipeline.protocol import AnyPass, Dial
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.replaying import replayed_inputs, rewritten_part
 from retrofit.pipeline.running import run_passes
+from retrofit.runtime.offloading import value_of
 from retrofit.runtime.skeletons import without_weights
 from retrofit.surgery.edit import Edit, Fate
 
@@ -49,10 +50,10 @@ class Correspondence:
             if not fate.name.startswith(f"{site}.") or fate.name not in named:
                 continue
             if fate.layout is not None:
-                value = dense.get_parameter(name).detach().to(named[fate.name])
+                value = value_of(dense, name).to(named[fate.name])
                 fate.layout.put(value, named[fate.name], buffers.get(fate.layout.order))
             elif fate.kind in ("kept", "moved"):
-                named[fate.name].detach().copy_(dense.get_parameter(name))
+                named[fate.name].detach().copy_(value_of(dense, name))
 
 
 def corresponding_sites(model: nn.Module, dense: nn.Module) -> tuple[CorrespondingSite, ...]:

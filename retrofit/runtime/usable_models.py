@@ -9,6 +9,7 @@ from torch import nn
 
 from retrofit.errors import RetrofitError
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.offloading import offloaded_module
 
 
 def require_module(model: Any) -> None:
@@ -53,4 +54,15 @@ def require_values(model: nn.Module, what: str, remedy: str) -> None:
     if empty is not None:
         raise RetrofitError(
             f"{type(model).__name__} cannot be {what}", why=f"{empty} has no values: it is on the meta device", remedy=remedy
+        )
+
+
+def require_in_memory(model: nn.Module, what: str) -> None:
+    """No module has its weights elsewhere between its calls, else `RetrofitError` that says what cannot be done."""
+    path = offloaded_module(model)
+    if path is not None:
+        raise RetrofitError(
+            f"{type(model).__name__} cannot be {what}",
+            why=f"the weights of {path} are offloaded: accelerate brings them for every call of the module",
+            remedy="load it without device_map=, where memory allows",
         )

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from retrofit.pipeline.tokenization import Codec
+from retrofit.runtime.offloading import value_of
 
 SAMPLES = 64  # values of a parameter that are hashed
 
@@ -35,8 +36,9 @@ def hash_weights(model: nn.Module | None) -> str:
     if model is None:
         return ""
     digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().flatten()[:: max(1, parameter.numel() // SAMPLES)].float().cpu().numpy().tobytes())
+    for name, parameter in model.named_parameters():
+        value = value_of(model, name) if parameter.is_meta else parameter.detach()
+        digest.update(value.flatten()[:: max(1, value.numel() // SAMPLES)].float().cpu().numpy().tobytes())
     return f"{hash_architecture(model)} {digest.hexdigest()[:16]}"
 
 

@@ -15,6 +15,7 @@ from retrofit.pipeline.corresponding_sites import Correspondence, correspondence
 from retrofit.pipeline.replaying import rewritten_part
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.offloading import offloaded_module
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.training.dense_sites import DenseSites
 from retrofit.training.distillation import Predictions, WholePredictions, divergence_from_teacher
@@ -99,17 +100,24 @@ class Teacher:
 
     @contextlib.contextmanager
     def teaching(self, device: torch.device) -> Iterator[None]:
-        """Within this context the dense model is on `device`, evaluates, and has no gradients; afterwards it is as it was."""
+        """Within this context the dense model is on `device`, evaluates, and has no gradients; afterwards it is as it was.
+
+        Where it is offloaded it stays where accelerate has put it.
+        """
+        moves = offloaded_module(self.model) is None
         before = next(self.model.parameters()).device
         required = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
         try:
             with evaluation_mode(self.model):
-                self.model.to(device).requires_grad_(False)
+                self.model.requires_grad_(False)
+                if moves:
+                    self.model.to(device)
                 yield
         finally:
             for parameter, requires_grad in required:
                 parameter.requires_grad_(requires_grad)
-            self.model.to(before)
+            if moves:
+                self.model.to(before)
 
     def divergence(self, outputs: Any, batch: Mapping[str, Any], temperature: float) -> Tensor:
         """How far what the student returned for a batch, with labels, is from what the dense model returns.
@@ -144,14 +152,17 @@ class Teacher:
 def sharing_weights(student: nn.Module, dense: nn.Module, apart: Iterator[nn.Parameter]) -> Iterator[None]:
     """Within this context the student's parameters that are equal to the dense ones of their names take no memory of their own.
 
-    Those in `apart` are left alone. Afterwards every parameter is the student's own again.
+    Those in `apart` are left alone, and those that the dense model has on a disk. Afterwards every parameter is the student's own
+    again.
     """
     own = {id(parameter) for parameter in apart}
     theirs = dict(dense.named_parameters())
     shared: list[nn.Parameter] = []
     for name, parameter in student.named_parameters():
         other = theirs.get(name)
-        if other is None or id(parameter) in own or other.dtype != parameter.dtype or not torch.equal(other, parameter):
+        if other is None or other.is_meta or id(parameter) in own or other.dtype != parameter.dtype:
+            continue
+        if not torch.equal(other, parameter):
             continue
         parameter.data = other.data
         shared.append(parameter)

@@ -1,0 +1,59 @@
+"""A teacher whose layers accelerate keeps on a disk: trained with it, a model is what it is with the same teacher in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import has_offloaded_params
+from training.test_continued_pretraining import SMALL, TEXTS, llama, same_weights
+from transformers import AutoModelForCausalLM
+
+import retrofit
+from retrofit.training.continued_pretraining import continue_pretraining
+
+STAGES = dataclasses.replace(SMALL, steps=2, align=1, anneal=2, distil_hidden=0.1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("dense")
+    llama().save_pretrained(folder)
+    return folder
+
+
+def on_disk(folder: Path) -> Any:
+    """The model, of which the layers are on a disk."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    places = dict.fromkeys((name for name, _ in model.named_children()), "cpu")
+    del places["model"]
+    for name, child in model.model.named_children():
+        layers = [f"model.{name}.{place}" for place, _ in enumerate(child)] if isinstance(child, torch.nn.ModuleList) else []
+        places.update(dict.fromkeys(layers, "disk") if layers else {f"model.{name}": "cpu"})
+    return AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=folder / "offloaded")
+
+
+@pytest.mark.parametrize("dial", ["mixture", pytest.param("own", marks=pytest.mark.long)])
+def test_it_teaches_what_the_same_model_in_memory_teaches(folder: Path, dial: str) -> None:
+    results = []
+    for teacher in (AutoModelForCausalLM.from_pretrained(folder), on_disk(folder)):
+        model = retrofit.apply(AutoModelForCausalLM.from_pretrained(folder), "sparse-ffn(sparsity=4)", verify=False)
+        run = continue_pretraining(model, TEXTS, dataclasses.replace(STAGES, dial=dial), teacher=teacher)
+        results.append((model, run))
+    (expected, in_memory), (model, offloaded) = results
+    assert offloaded.alignment == in_memory.alignment
+    assert offloaded.eval_losses == in_memory.eval_losses
+    assert same_weights(model, expected)
+    assert has_offloaded_params(teacher.model.layers[0].mlp.up_proj)
+    assert teacher.model.layers[0].mlp.up_proj.weight.is_meta
+
+
+def test_it_is_inspected_but_not_rewritten(folder: Path) -> None:
+    model = on_disk(folder)
+    assert str(retrofit.inspect(model)) == str(retrofit.inspect(AutoModelForCausalLM.from_pretrained(folder)))
+    with pytest.raises(retrofit.RetrofitError, match=r"model\.layers\.0\.self_attn\.q_proj are offloaded"):
+        retrofit.apply(model, "altup(k=2)")
+    assert has_offloaded_params(model.model.layers[0].mlp.up_proj)
