@@ -27,7 +27,7 @@ from retrofit.passes.sparse_ffn import indexed_rows
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 
 SIZES = ((1024, 4096, 64), (4096, 16384, 128), (9216, 36864, 256))  # d, d_ff, N
-BYTES = 400e6  # of weights, many times the caches
+BYTES = 400e6  # of weights: many times the caches of a CPU, and of a GPU
 
 
 def main() -> None:
@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", type=int, default=64, help="other inputs in turn; 1: the same each time, its rows in the cache")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--bytes", type=float, default=BYTES, help="of weights, in copies that are used in turn")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: a busy machine disturbs one thread less")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -82,7 +83,7 @@ def products(options: argparse.Namespace) -> None:
     """x · rows[i] for one token and a row in eight: the rows read in place, and copied first."""
     print(f"{'d':>6} {'rows':>6} {'MB':>6} {'in place':>9} {'copied':>9}  µs")
     for d, count in itertools.product((256, 576, 1024, 2048, 4096), (64, 256, 1024)):
-        matrices = [torch.randn(8 * count, d) for _ in range(max(2, int(BYTES / (32 * count * d))))]
+        matrices = [torch.randn(8 * count, d) for _ in range(max(2, int(options.bytes / (32 * count * d))))]
         x, chosen = torch.randn(1, d), torch.randint(8, (options.tokens, 1, count)) + torch.arange(0, 8 * count, 8)
         ways = [products_with_limit(limit, x, chosen, matrices) for limit in (0, 1 << 40)]
         times = least(ways, options)
@@ -128,7 +129,7 @@ def make_blocks(d: int, d_ff: int, n: int, options: argparse.Namespace) -> list[
         "active": options.active,
     }
     blocks = []
-    for _ in range(max(1, round(BYTES / (2 * d * d_ff * torch.finfo(how["dtype"]).bits / 8)))):
+    for _ in range(max(1, round(options.bytes / (2 * d * d_ff * torch.finfo(how["dtype"]).bits / 8)))):
         up = linear(parameter(d_ff, d, **how), parameter(d_ff, **how))
         down = RowMajor(parameter(d_ff, d, **how), parameter(d, **how))
         order = torch.arange(d_ff, device=options.device)

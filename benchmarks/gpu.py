@@ -1,0 +1,258 @@
+"""Everything that this project claims or fears on CUDA, measured by one command in less than nine minutes.
+
+    python benchmarks/gpu.py                    # on a machine with a GPU; results in build/gpu.json, the page in docs/gpu.md
+    python benchmarks/gpu.py --minutes 9 --results gpu.json --page gpu.md
+    python benchmarks/gpu.py --rehearse --results /tmp/rehearsal.json      # every part at tiny sizes, on a CPU
+    python benchmarks/gpu.py --list             # the parts, in their order, and about how many seconds each takes
+
+The parts are ordered by what they decide; each is kept as soon as it is measured, and begun only while there is time for it; the
+next call goes on. They run in a process of their own: one that an error of the device has spoiled, or that hangs, is replaced by
+a new one, and what failed is a result. Nothing has to be installed but torch, transformers and what they bring: retrofit itself is
+built from this folder where it is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from on_cuda.parts import Part
+
+BENCHMARKS = Path(__file__).resolve().parent
+ROOT = BENCHMARKS.parent
+FOLDERS = (BENCHMARKS, BENCHMARKS / "learning", ROOT / "tests")  # whose files are imported by name
+GRACE = 15  # seconds after the end in which a part may still finish
+PATIENCE = 3  # times its estimate, and half a minute, that a part may take
+GO_ON = 75  # what a process exits with whose device is spoiled
+BEGINS = "> "  # as in on_cuda/parts.py, which is not found yet
+
+
+def main() -> int:
+    options = read_options()
+    add_paths(FOLDERS)
+    if importlib.util.find_spec("retrofit") is None:
+        add_paths([built_package(ROOT / "build/gpu-package")])
+    if options.page_only:
+        return write_page(options)
+    if options.worker:
+        return worker(options)
+    if options.list:
+        for part in all_parts("cpu", options.rehearse, options.results.parent):
+            print(f"{part.seconds:5.0f} s  {part.key}")
+        return 0
+    if options.rehearse:
+        return rehearse(options)
+    options.until = time.time() + 60 * options.minutes
+    supervise(options)
+    return write_page(options)
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which nothing is begun, and nothing goes on for long")
+    parser.add_argument("--results", type=Path, default=ROOT / "build/gpu.json", help="where results are kept, and found again")
+    parser.add_argument("--page", type=Path, help="where the page is written (docs/gpu.md; of a rehearsal: nowhere)")
+    parser.add_argument("--page-only", action="store_true", help="measure nothing")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="parts whose names begin so")
+    parser.add_argument("--rehearse", action="store_true", help="at tiny sizes on the CPU, in this process")
+    parser.add_argument("--list", action="store_true", help="print the parts")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.page is None and not options.rehearse:
+        options.page = ROOT / "docs/gpu.md"
+    return options
+
+
+def all_parts(device: str, rehearsal: bool, folder: Path) -> list[Part]:
+    """Every part, those that decide most first. Models that are trained for some are kept in `folder`."""
+    from on_cuda import decoding, long_sequences, machine, mixtures, recovery_run, rows, steps, whole_rewrites
+
+    return [
+        *machine.parts(device, rehearsal),
+        *rows.parts(device, rehearsal),
+        *decoding.parts(device, rehearsal),
+        *mixtures.parts(device, rehearsal),
+        *steps.parts(device, rehearsal),
+        *whole_rewrites.checked_parts(device, rehearsal)[: len(whole_rewrites.PASSES)],
+        *whole_rewrites.large_parts("1B", device, rehearsal),
+        *recovery_run.parts(device, rehearsal, folder),
+        *long_sequences.parts(device, rehearsal),
+        *steps.depth_parts(device, rehearsal),
+        *whole_rewrites.large_parts("7B", device, rehearsal),
+        *decoding.later_parts(device, rehearsal),
+        *whole_rewrites.checked_parts(device, rehearsal)[len(whole_rewrites.PASSES) :],
+    ]
+
+
+def chosen(parts: list[Part], only: list[str]) -> list[Part]:
+    return [part for part in parts if not only or part.key.startswith(tuple(only))]
+
+
+# ── The process that measures, and the one that watches it ──────────────────────────────────────────────────────────────────────
+
+
+def rehearse(options: argparse.Namespace) -> int:
+    """Every chosen part once, at tiny sizes; fails where a part fails."""
+    from on_cuda.page import failures
+    from on_cuda.parts import Kept, work
+
+    kept = Kept(options.results)
+    work(chosen(all_parts("cpu", True, options.results.parent), options.only), kept, float("inf"))
+    if options.page is not None:
+        write_page(options)
+    failed = list(failures(kept.values))
+    print("\n".join(["", *failed]) if failed else "")
+    return 1 if failed else 0
+
+
+def worker(options: argparse.Namespace) -> int:
+    """Measures on the GPU until the time is up."""
+    import torch
+    from on_cuda.parts import Kept, work
+
+    if not torch.cuda.is_available():
+        print("there is no CUDA device: --rehearse runs every part at tiny sizes on a CPU", file=sys.stderr)
+        return 2
+    parts = chosen(all_parts("cuda", False, options.results.parent), options.only)
+    return 0 if work(parts, Kept(options.results), options.until, lambda text: print(text, flush=True)) else GO_ON
+
+
+def supervise(options: argparse.Namespace) -> None:
+    """Workers one after the other, until one has nothing left to do or the time is up; exits where there is no device."""
+    while time.time() < options.until:
+        last, code = run_worker(worker_command(options), options.until + GRACE)
+        if code == 0:
+            return
+        if not last:  # no part was begun: there is no device, or something is missing
+            sys.exit(code)
+        note_death(options.results, last, code, in_time=time.time() < options.until)
+
+
+def worker_command(options: argparse.Namespace) -> list[str]:
+    given = ["--worker", "--until", str(options.until), "--results", str(options.results)]
+    return [sys.executable, str(Path(__file__).resolve()), *given, *(["--only", *options.only] if options.only else [])]
+
+
+def run_worker(command: list[str], end: float) -> tuple[str, int]:
+    """The part that was begun last, and what the process exited with; it is killed at `end`, or when a part takes far too long."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    limit, last = Limit(end, lambda: kill(process)), ""
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if line.startswith(BEGINS):
+                seconds, last = line.removeprefix(BEGINS).strip().split(" ", 1)
+                limit.move(min(end, time.time() + PATIENCE * float(seconds) + 30))
+        return last, process.wait()
+    finally:
+        limit.cancel()
+        kill(process)
+
+
+class Limit:
+    """Acts at a time that may be moved."""
+
+    def __init__(self, end: float, action: Callable[[], None]) -> None:
+        self.action = action
+        self.timer = threading.Timer(0, action)
+        self.move(end)
+
+    def move(self, end: float) -> None:
+        self.timer.cancel()
+        self.timer = threading.Timer(max(0.0, end - time.time()), self.action)
+        self.timer.start()
+
+    def cancel(self) -> None:
+        self.timer.cancel()
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """The process and what it started are gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def note_death(results: Path, key: str, code: int, in_time: bool) -> None:
+    """A part whose process died has failed, and is not tried again; one that was cut off at the end is tried in the next run."""
+    known = json.loads(results.read_text()) if results.exists() else {}
+    if not in_time or not key or key in known:
+        return
+    known[key] = {"failed": f"the process that measured it ended with {code}"}
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.write_text(json.dumps(known, indent=1))
+
+
+# ── What has to be there ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def add_paths(folders: Any) -> None:
+    """Files in these folders can be imported, here and in processes that are started."""
+    names = [str(folder) for folder in folders if str(folder) not in sys.path]
+    sys.path[:0] = names
+    os.environ["PYTHONPATH"] = os.pathsep.join([*names, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def built_package(folder: Path) -> Path:
+    """A folder with retrofit in it, as installed, built by setuptools from a copy of the sources."""
+    with scratch(folder) as source:
+        for name in ("retrofit", "passes", "cli"):
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(ROOT / name, source)
+        build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
+        subprocess.run([sys.executable, "-c", build], cwd=source, check=True, stdout=subprocess.DEVNULL)
+        (wheel,) = (source / "dist").glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder / "site")
+    return folder / "site"
+
+
+@contextlib.contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """The folder anew, with an empty one in it that is gone afterwards."""
+    shutil.rmtree(folder, ignore_errors=True)
+    source = folder / "source"
+    source.mkdir(parents=True)
+    try:
+        yield source
+    finally:
+        shutil.rmtree(source)
+
+
+def write_page(options: argparse.Namespace) -> int:
+    """The page that says what was measured and what was not."""
+    from on_cuda.page import page
+
+    results = json.loads(options.results.read_text()) if options.results.exists() else {}
+    if not results:
+        print(f"{options.results} holds no results: nothing to write a page of", file=sys.stderr)
+        return 2
+    options.page.parent.mkdir(parents=True, exist_ok=True)
+    options.page.write_text(page(results, known_keys(options)) + "\n", encoding="utf-8")
+    print(options.page)
+    return 0
+
+
+def known_keys(options: argparse.Namespace) -> list[str]:
+    """The names of all parts, measured or not."""
+    return [part.key for part in all_parts("cpu", options.rehearse, options.results.parent)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What `benchmarks/gpu.py` measures, one kind of measurement a file."""

