@@ -30,6 +30,8 @@ from retrofit.training.recovery import recover
 from retrofit.training.runs import TrainingRun, finish_folder, refuse_to_overwrite, run_folder
 from retrofit.training.sentence_embeddings import WithContrastiveLoss, embeds_sentences, same_text
 from retrofit.training.settings import Settings
+from retrofit.training.sharded_trainer import ShardedTrainer
+from retrofit.training.sharding import collect, sharded_copy
 from retrofit.training.stages import Stages
 from retrofit.training.step_monitor import StepMonitor
 from retrofit.training.teacher import Teacher
@@ -91,6 +93,12 @@ def continue_pretraining(
             why="they are of tokens, and it makes one vector of a text",
             remedy="name the dense sentence-transformers model itself",
         )
+    if settings.fsdp and (pipeline or teacher is not None):
+        raise TrainingError(
+            f"--fsdp with {'a sentence-transformers model' if pipeline else 'a teacher'} is not possible",
+            why="only a model that learns from text alone is divided among the processes",
+            remedy="leave --fsdp out: every process then holds the whole model",
+        )
     guide: Teacher | KeptTeacher | None = None
     numbering = None
     if isinstance(teacher, (str, Path)):
@@ -110,9 +118,12 @@ def continue_pretraining(
     with (
         as_ordinary_model(part),
         preserve_model(learner),
-        activation_checkpointing(model, settings.gradient_checkpointing),
         shared_run_folder(target, facts, settings, resume=resume) as (folder, checkpoint),
+        trained_copy(model, settings, cpu) as trained,
+        activation_checkpointing(trained, settings.gradient_checkpointing),
     ):
+        if trained is not model:
+            learner, new = add_loss(trained), [] if settings.lr_new is None else new_parameters(trained, settings.lr_new)
         trainer: PretrainingTrainer
         setup = TrainerSetup(
             learner,
@@ -129,7 +140,8 @@ def continue_pretraining(
         if guide is not None:
             trainer, findings = recover(setup, guide, stages, checkpoint, watch, progress)
         else:
-            trainer = setup.trainer(PretrainingTrainer, watch, folder=folder, settings=settings, fresh=not checkpoint)
+            kind = ShardedTrainer if settings.fsdp else PretrainingTrainer
+            trainer = setup.trainer(kind, watch, folder=folder, settings=settings, fresh=not checkpoint)
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     history = trainer.state.log_history
     run = TrainingRun(
@@ -166,6 +178,19 @@ def shared_run_folder(
     with contextlib.ExitStack() as stack:
         yield processes.in_first(lambda: stack.enter_context(run_folder(output, facts, settings, resume=resume)))
         processes.wait()  # until nobody looks into the folder any more
+
+
+@contextlib.contextmanager
+def trained_copy(model: nn.Module, settings: Settings, cpu: bool) -> Iterator[nn.Module]:
+    """What is trained: `model`, or a copy whose parameters are divided; the first process has its values in `model` afterwards."""
+    if not processes.sharded(settings.fsdp):
+        yield model
+        return
+    from accelerate import PartialState
+
+    copied = sharded_copy(model, PartialState(cpu=cpu).device, settings.bf16)
+    yield copied
+    collect(copied, model)
 
 
 def new_parameters(model: nn.Module, rate: float) -> list[nn.Parameter]:

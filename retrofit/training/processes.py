@@ -31,6 +31,11 @@ def count() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def sharded(asked: bool) -> bool:
+    """Whether parameters are divided among processes: where that is asked for, and there are several."""
+    return asked and count() > 1
+
+
 def number() -> int:
     """Which of them this one is, from 0."""
     return dist.get_rank() if count() > 1 else 0

@@ -54,6 +54,7 @@ class Settings:
     temperature: float = option(1.0, "of the predictions that are compared", minimum=1e-3)
     gradient_checkpointing: bool = option(False, "keep fewer activations: less memory, more time")
     bf16: bool = option(False, "compute in bfloat16, keep weights as they are")
+    fsdp: bool = option(False, "divide parameters, gradients and optimizer state among the processes (FSDP2)")
     device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:

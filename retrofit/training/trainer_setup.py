@@ -93,7 +93,7 @@ class TrainerSetup:
             label_names=["labels"],
             remove_unused_columns=False,
             dataloader_pin_memory=not self.cpu,
-            bf16=settings.bf16,
+            bf16=settings.bf16 and not processes.sharded(settings.fsdp),  # which computes in it group by group
             use_cpu=self.cpu,
             ddp_find_unused_parameters=True,  # a site at the end of its dial's way need not read all of its parameters
             seed=settings.seed,

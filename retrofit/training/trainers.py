@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,19 @@ class PretrainingTrainer(Trainer):
         size = self.args.per_device_eval_batch_size
         losses: list[tuple[Any, int]] = []
         with evaluation_mode(self.model), torch.no_grad(), self.compute_loss_context_manager():
-            for start in range(size * processes.number(), len(data), size * processes.count()):
-                rows = [data[row] for row in range(start, min(start + size, len(data)))]
-                losses.append((self.compute_loss(self.model, self._prepare_inputs(self.data_collator(rows))), len(rows)))
+            for chosen, counts in self.shared_batches(len(data), size):
+                rows = [data[row] for row in chosen]
+                loss = self.compute_loss(self.model, self._prepare_inputs(self.data_collator(rows)))
+                losses.append((loss, len(rows) if counts else 0))
         metrics = {"eval_loss": processes.weighted_mean(losses, self.args.device)}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+    def shared_batches(self, rows: int, size: int) -> Iterator[tuple[range, bool]]:
+        """The rows of each batch that this process computes, and whether they count."""
+        for start in range(size * processes.number(), rows, size * processes.count()):
+            yield range(start, min(start + size, rows)), True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         assert output_dir is not None and self.model is not None
@@ -69,9 +75,13 @@ class PretrainingTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
         if isinstance(resume_from_checkpoint, str):
-            assert self.model is not None
-            require_whole_checkpoint(Path(resume_from_checkpoint), self.model)
+            self.require_checkpoint(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *rest, **named)
+
+    def require_checkpoint(self, folder: Path) -> None:
+        """The checkpoint is whole, else `TrainingError`."""
+        assert self.model is not None
+        require_whole_checkpoint(folder, self.model)
 
 
 class AligningTrainer(PretrainingTrainer):

@@ -22,24 +22,34 @@ def require_whole_checkpoint(folder: Path, model: nn.Module) -> None:
 
     Raises `TrainingError` and names what is missing or damaged. Nothing that is read runs code.
     """
-    if not isinstance(read_json(folder / STATE), dict):
-        raise not_whole(folder, f"{STATE} holds no state")
+    require_state(folder)
     if not read_entry(folder / OPTIMIZER).get("state"):
         raise not_whole(folder, f"{OPTIMIZER} holds no state")
-    if "last_epoch" not in read_entry(folder / SCHEDULER):
-        raise not_whole(folder, f"{SCHEDULER} holds no state")
-    numbers = sorted(folder.glob(RANDOM))
-    if not numbers:
-        raise not_whole(folder, f"{RANDOM.replace('*', '')} is missing")
-    for file in numbers:
-        if not zipfile.is_zipfile(file):
-            raise not_whole(folder, f"{file.name} is cut short or damaged")
+    require_numbers(folder)
     saved = read_entry(folder / WEIGHTS_NAME)
     for name, weight in model.state_dict().items():
         if name not in saved:
             raise not_whole(folder, f"{WEIGHTS_NAME} lacks {name}")
         if saved[name].shape != weight.shape:
             raise not_whole(folder, f"in {WEIGHTS_NAME} {name} is {list(saved[name].shape)}, the model's {list(weight.shape)}")
+
+
+def require_state(folder: Path) -> None:
+    """The states of trainer and scheduler are there, else `TrainingError`."""
+    if not isinstance(read_json(folder / STATE), dict):
+        raise not_whole(folder, f"{STATE} holds no state")
+    if "last_epoch" not in read_entry(folder / SCHEDULER):
+        raise not_whole(folder, f"{SCHEDULER} holds no state")
+
+
+def require_numbers(folder: Path) -> None:
+    """The states of the random numbers are there and whole, else `TrainingError`."""
+    numbers = sorted(folder.glob(RANDOM))
+    if not numbers:
+        raise not_whole(folder, f"{RANDOM.replace('*', '')} is missing")
+    for file in numbers:
+        if not zipfile.is_zipfile(file):
+            raise not_whole(folder, f"{file.name} is cut short or damaged")
 
 
 def read_entry(file: Path) -> Mapping[str, Any]:

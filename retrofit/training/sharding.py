@@ -1,0 +1,146 @@
+"""A model whose parameters, gradients and optimizer state are divided among the processes (torch's FSDP2).
+
+Every process holds a part of the rows of each parameter. Groups of modules are gathered whole where they compute, and freed again.
+The groups follow from the anatomy: modules that several layers call, the layers, and the rest of the model. A parameter that is
+used outside a group belongs to the one around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from retrofit.anatomy.inspection import inspect
+from retrofit.errors import RetrofitError
+from retrofit.runtime.skeletons import without_weights
+from retrofit.training import processes
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # modules that are never called
+
+
+def sharded_copy(model: nn.Module, device: torch.device, bf16: bool) -> nn.Module:
+    """A copy of the model on the device, of whose parameters this process reads and holds its part alone; `model` stays as it is.
+
+    With `bf16` groups are gathered and compute in bfloat16; what is held, and sums of gradients, stay as they are.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(device.type, (processes.count(),))
+    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32) if bf16 else MixedPrecisionPolicy()
+    copied = without_weights(model)
+    twins = dict(zip(model.modules(), copied.modules(), strict=True))
+    for group in shard_groups(model):
+        fully_shard(twins[group], mesh=mesh, mp_policy=low)
+    fully_shard(copied, mesh=mesh, mp_policy=low)
+    fill(copied, model, device)
+    return copied
+
+
+def fill(sharded: nn.Module, model: nn.Module, device: torch.device) -> None:
+    """The copy has the values of the model: of a parameter the rows of this process, everything else whole."""
+    from torch.distributed.tensor import DTensor
+
+    placed: dict[int, nn.Parameter] = {}
+    empty = dict(sharded.named_parameters(remove_duplicate=False))
+    for name, full in model.named_parameters(remove_duplicate=False):
+        like = empty[name]
+        if id(full) not in placed:
+            assert isinstance(like, DTensor)
+            rows = full.detach()[own_rows(full)].to(device, copy=True)
+            how = {"run_check": False, "shape": full.shape, "stride": full.stride()}
+            found = DTensor.from_local(rows, like.device_mesh, like.placements, **how)
+            placed[id(full)] = nn.Parameter(found, like.requires_grad)
+    values = {name: placed[id(full)] for name, full in model.named_parameters(remove_duplicate=False)}
+    sharded.load_state_dict(values, strict=False, assign=True)
+    moved: dict[int, Tensor] = {}
+    for copied, own in zip(sharded.modules(), model.modules(), strict=True):
+        for table, theirs in ((copied._buffers, own._buffers), (vars(copied), vars(own))):
+            for name, one in list(theirs.items()):
+                if isinstance(one, Tensor):
+                    table[name] = moved.setdefault(id(one), one.detach().to(device, copy=True))
+
+
+def own_rows(whole: Tensor) -> slice:
+    """The rows of a tensor that this process holds: as many as the first one, while there are any."""
+    each = -(-whole.shape[0] // processes.count())
+    start = min(each * processes.number(), whole.shape[0])
+    return slice(start, min(start + each, whole.shape[0]))
+
+
+@torch.no_grad()
+def collect(sharded: nn.Module, model: nn.Module) -> None:
+    """In the first process `model` has the values of its sharded copy; in the others it stays as it was."""
+    theirs = (*sharded.named_parameters(), *sharded.named_buffers())
+    mine = dict((*model.named_parameters(), *model.named_buffers()))
+    for name, one in theirs:
+        whole = one.full_tensor() if hasattr(one, "full_tensor") else one  # sent by all processes, parameter by parameter
+        if processes.number() == 0:
+            mine[name].copy_(whole)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+# Which modules are gathered together.
+
+
+def shard_groups(model: nn.Module) -> list[nn.Module]:
+    """The groups, inner ones before those around them, without the model itself."""
+    layers = layer_modules(model)
+    candidates = [*called_by_several(layers), *layers]
+    owners: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, []).append(module)
+    found: list[nn.Module] = []
+    taken: set[nn.Parameter] = set()
+    for candidate in candidates:
+        inside = set(candidate.modules())
+        own = [one for one in candidate.parameters() if one not in taken]
+        if own and candidate is not model and all(set(owners[one]) <= inside for one in own):
+            found.append(candidate)
+            taken |= set(own)
+    return found
+
+
+def layer_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold one layer of a stack each, wrappers around it included; none where the model's anatomy is not found."""
+    try:
+        stacks = inspect(model).stacks
+    except RetrofitError:
+        return []
+    named = dict(model.named_modules())
+    names = list(dict.fromkeys(layer.name for stack in stacks for layer in stack.layers if layer.name in named and layer.name))
+    found = [outermost(name, names, named) for name in names]
+    return [one for one in dict.fromkeys(found) if one is not model and not isinstance(one, CONTAINERS)]
+
+
+def outermost(name: str, layers: list[str], named: dict[str, nn.Module]) -> nn.Module:
+    """The largest module around a layer that holds no other one."""
+    while True:
+        parent = name.rpartition(".")[0]
+        others = sum(one == parent or one.startswith(f"{parent}.") for one in layers)
+        if not parent or others > 1 or isinstance(named[parent], CONTAINERS):
+            return named[name]
+        name = parent
+
+
+def called_by_several(layers: list[nn.Module]) -> list[nn.Module]:
+    """Modules with parameters that are part of several layers; none of them is inside another."""
+    places: dict[nn.Module, set[int]] = {}
+    for number, layer in enumerate(layers):
+        for module in layer.modules():
+            places.setdefault(module, set()).add(number)
+    shared = {module for module, numbers in places.items() if len(numbers) > 1}
+
+    def outer(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child in shared and next(child.parameters(), None) is not None and not isinstance(child, CONTAINERS):
+                yield child
+            else:
+                yield from outer(child)
+
+    return list(dict.fromkeys(found for layer in layers for found in outer(layer)))
