@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any
 
 FAILED = "failed"  # the key of what an exception said
-DEVICE_WORDS = ("cuda error", "cuda driver error", "cublas_status", "captur", "device-side assert", "illegal memory")
+DEVICE_WORDS = (
+    "cuda error",
+    "cuda driver error",
+    "cublas_status",
+    "capturing",
+    "graph capture",
+    "device-side assert",
+    "illegal memory",
+)
 
 
 BEGINS = "> "  # of a line that names the part that begins, behind its estimate
@@ -53,7 +61,9 @@ class Trouble:
 
 
 def attempt(action: Callable[[], Any]) -> Any:
-    """What the action returns; where it raises, what it said, under `FAILED`."""
+    """What the action returns; where it raises, what it said, under `FAILED`. Nothing is tried on a device that is spoiled."""
+    if Trouble.device:
+        return {FAILED: "not tried after an error of the device"}
     try:
         return action()
     except Exception as error:
