@@ -30,6 +30,7 @@ An option after --pass belongs to that pass. What passes there are and what opti
   retrofit apply --pass altup --k 2 --pass sum hf_dir/       writes hf_dir.altup.sum/
   retrofit apply --pass altup --k 2 model.gguf               writes model.altup/, with the tokenizer
   retrofit apply --recipe passes.txt hf_dir/                 the passes in passes.txt, one a line: altup(k=2)
+  retrofit apply --stream --pass altup --k 2 hf_dir/         the same for a model larger than memory
 """
 
 
@@ -43,6 +44,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--force", action="store_true", help="replace an output that exists")
     parser.add_argument("--calibrate", metavar="FILE", type=Path, help="text to which starts that are not exact are fitted")
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer for --calibrate lies, if not in MODEL")
+    parser.add_argument(
+        "--stream", action="store_true", help="with one site in memory at a time: for directories of safetensors larger than memory"
+    )
     parser.add_argument("--no-verify", action="store_true", help="skip the checks of the rewritten model")
     parser.add_argument("--seed", metavar="N", type=seed, default=0, help="seed of whatever starts at random (default: 0)")
     parser.set_defaults(run=run)
@@ -57,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.calibrate is not None:
         require_calibration(arguments.calibrate, passes)
     output = check_model_output(arguments.output or default_output(arguments.model, [one.name for one in passes]), arguments.force)
+    if arguments.stream:
+        return run_streamed(arguments, passes, output)
 
     import torch
     from transformers import PreTrainedModel
@@ -87,6 +93,36 @@ def run(arguments: argparse.Namespace) -> int:
     if embedded is not None:
         rows.insert(-1, ("embeddings", embedded.measured(model)))
     print_table(rows)
+    return 0
+
+
+def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) -> int:
+    """The same, with one site of the model in memory at a time."""
+    if arguments.calibrate is not None:
+        raise UsageError(
+            "--calibrate does not go with --stream",
+            why="what the modules receive on the text is recorded in memory, for all of them at once",
+            remedy="leave --calibrate out: the passes then start from the weights alone",
+        )
+    if arguments.config is not None or arguments.allow_pickle:
+        raise UsageError(
+            "--config and --allow-pickle do not go with --stream",
+            why="a stream reads a directory of safetensors, which says itself how it is built",
+            remedy="leave them out",
+        )
+    from retrofit.streaming.streamed_apply import apply_streamed
+
+    with working(arguments.debug) as progress:
+        applied = apply_streamed(
+            arguments.model,
+            output,
+            *passes,
+            seed=arguments.seed,
+            force=arguments.force,
+            verify=not arguments.no_verify,
+            progress=progress,
+        )
+    print_table(summary(applied, output))
     return 0
 
 

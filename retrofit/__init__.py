@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from retrofit.storage.checkpoint import load as load
     from retrofit.storage.checkpoint import save as save
     from retrofit.storage.recipe_file import read_recipe as read_recipe
+    from retrofit.streaming.streamed_apply import apply_streamed as apply_streamed
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ HOMES = {
     "Anatomy": "retrofit.anatomy.anatomy",
     "RetrofitError": "retrofit.errors",
     "apply": "retrofit.rewriting",
+    "apply_streamed": "retrofit.streaming.streamed_apply",
     "export_onnx": "retrofit.onnx.exporter.export_onnx",
     "from_onnx": "retrofit.onnx.importer.from_onnx",
     "inspect": "retrofit.anatomy.inspection",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import fx, nn
@@ -34,7 +34,7 @@ from retrofit.runtime.state_preservation import preserve_state
 from retrofit.runtime.usable_models import require_in_memory, require_module, require_uncompiled, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery import transformers_bookkeeping
-from retrofit.surgery.edit import Edit
+from retrofit.surgery.edit import Edit, Fate, Keep
 
 Model = TypeVar("Model", bound=nn.Module)
 BECOMES_GRAPH = "the modules of the model cannot hold this, so the result is a graph module on the same parameters"
@@ -52,6 +52,7 @@ class Applied:
     parameters_after: int
     flops_before: int  # a token, forward
     flops_after: int  # 0 where they were not counted
+    fates: Mapping[str, Fate] = dataclasses.field(default_factory=dict)  # of the dense parameters, by their dense names
 
 
 def apply(
@@ -140,8 +141,12 @@ def rewrite_once(
     say: Progress,
     count_flops: bool,
     note: str = "",
+    keep: Keep | None = None,
 ) -> Applied:
-    """What `apply_reported` does, on the model's modules or on its graph; `note` is told with the first pass."""
+    """What `apply_reported` does, on the model's modules or on its graph; `note` is told with the first pass.
+
+    `keep` gets the parameters that the edits put into the model (`Edit`).
+    """
     whole, model = model, transformer_inside(model, example_inputs)
     fed = model if model is not whole else None
     before = sum(parameter.numel() for parameter in model.parameters())
@@ -151,7 +156,7 @@ def rewrite_once(
         say("measuring the dense model")
         reference = Reference.of(model, inputs, dense)
     require_finite(model, reference)
-    edit = Edit(model, None if calibration is None else calibration_from(model, calibration))
+    edit = Edit(model, None if calibration is None else calibration_from(model, calibration), keep)
     earlier = recipe_storage.stored_recipe(model)
     if example_inputs is not None:
         edit.set_attribute(model, "retrofit_inputs", recipe_storage.describe_inputs(inputs))
@@ -197,7 +202,7 @@ def rewrite_once(
         raise
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
-    return Applied(whole if model is fed else model, accounts, report, before, after, dense_flops, flops)
+    return Applied(whole if model is fed else model, accounts, report, before, after, dense_flops, flops, edit.account())
 
 
 def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:

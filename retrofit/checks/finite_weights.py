@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from retrofit.checks.fingerprint import chunks, is_finite
 from retrofit.checks.reference import Reference
@@ -21,11 +21,20 @@ def require_finite(model: nn.Module, reference: Reference | None = None) -> None
         wrong = [name for name, one in model.named_parameters() if not (one.is_meta or all(map(is_finite, chunks(one))))]
     if not wrong:
         return
-    weight = model.get_parameter(wrong[0])
+    raise not_finite(wrong[0], model.get_parameter(wrong[0]), len(wrong) - 1)
+
+
+def require_finite_weight(name: str, weight: Tensor) -> None:
+    """No value of the weight is NaN or infinite, else `RetrofitError`."""
+    if not all(map(is_finite, chunks(weight))):
+        raise not_finite(name, weight)
+
+
+def not_finite(name: str, weight: Tensor, others: int = 0) -> RetrofitError:
     nan, infinite = int(weight.isnan().sum()), int(weight.isinf().sum())
-    more = f" and {len(wrong) - 1} more weights" if wrong[1:] else ""
-    raise RetrofitError(
-        f"{wrong[0]}{more} {'hold' if more else 'holds'} values that are no numbers",
+    more = f" and {others} more weights" if others else ""
+    return RetrofitError(
+        f"{name}{more} {'hold' if more else 'holds'} values that are no numbers",
         why=f"of its {weight.numel():,} values {nan:,} are NaN and {infinite:,} infinite",
         remedy="give a checkpoint from before the training that made them",
     )

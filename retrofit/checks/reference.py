@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -28,16 +28,18 @@ class Reference:
     is_large: bool | None = None
 
     @staticmethod
-    def of(model: nn.Module, example_inputs: Any = None, program: Program | None = None) -> Reference:
-        """What `model` is now, from a dozen passes over a few dozen tokens; a `program` captured already spares the capture.
+    def of(
+        model: nn.Module, example_inputs: Any = None, program: Program | None = None, *, checks: Collection[str] = tuple(CHECKS)
+    ) -> Reference:
+        """What the named checks measure on `model` now, in a dozen passes over a few dozen tokens; `program` spares the capture.
 
         Raises `RetrofitError` where the model does not run on the example inputs.
         """
-        subject = runnable_subject(model, named_inputs(model, example_inputs), program)
+        subject = runnable_subject(model, named_inputs(model, example_inputs), program, checks)
         measurements = {}
-        for name, check in CHECKS.items():
+        for name in (one for one in CHECKS if one in checks):
             with preserve_state(model):
-                found = attempt(check.measure, subject)
+                found = attempt(CHECKS[name].measure, subject)
             if subject.is_large:
                 release_freed_memory()
             measurements[name] = None if isinstance(found, Raised) else found  # the rewritten model need not do it either
@@ -52,10 +54,12 @@ class Reference:
         return self.measurements.get(check)
 
 
-def runnable_subject(model: nn.Module, inputs: dict[str, Any], program: Program | None) -> Subject:
+def runnable_subject(
+    model: nn.Module, inputs: dict[str, Any], program: Program | None, checks: Collection[str] = tuple(CHECKS)
+) -> Subject:
     """The model with the shapes of inputs that it runs on; raises `RetrofitError` where the example inputs are not among them."""
     subject = Subject(model, (inputs, *other_shapes(model, inputs)), program)
-    subject.watches = watches(subject)
+    subject.watches = watches(subject, names=checks)
     with preserve_state(model):
         runs = [attempt(subject.run, shape) for shape in range(len(subject.shapes))]
     if isinstance(runs[0], Raised):

@@ -47,13 +47,18 @@ def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, 
         place = draft / transformer_folder(source).relative_to(source)
         place.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(place)
-        for file in files:
-            copy = draft / file.relative_to(source)
-            if not copy.exists():
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(file, copy)
-        write_card(model, draft)
+        add_companions(model, source, files, draft)
     return output
+
+
+def add_companions(model: PreTrainedModel, source: Path, files: list[Path], folder: Path) -> None:
+    """Beside the model in `folder` are those of the files of `source` that it did not write, and the card."""
+    for file in files:
+        copy = folder / file.relative_to(source)
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+    write_card(model, folder)
 
 
 def companion_files(source: Path) -> list[Path]:

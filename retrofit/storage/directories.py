@@ -26,12 +26,17 @@ def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: tor
     return from_state(kind, config_class(kind).from_pretrained(directory, **ONLY_DATA), state, dtype, path)
 
 
-def load_directory(path: Path, dtype: torch.dtype | None) -> nn.Module:
-    """The transformers model in the directory, or in one of sentence-transformers, every weight of it from there."""
+def load_directory(path: Path, dtype: torch.dtype | None, device_map: str | None = None) -> nn.Module:
+    """The transformers model in the directory, or in one of sentence-transformers, every weight of it from there.
+
+    With `device_map="meta"` it has no weights, and is otherwise the same.
+    """
     path = transformer_folder(path)
     kind: type[Any] = directory_class(path)
     with quiet(progress_bars=True):
-        model, found = kind.from_pretrained(path, dtype=dtype or "auto", output_loading_info=True, **ONLY_DATA)
+        model, found = kind.from_pretrained(
+            path, dtype=dtype or "auto", device_map=device_map, output_loading_info=True, **ONLY_DATA
+        )
     require_match(found["missing_keys"], (), found["mismatched_keys"])
     require_all_used(model, found["unexpected_keys"])
     return model

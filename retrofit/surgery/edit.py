@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from retrofit.surgery.fused_code import SWITCHES, switched_on
 if TYPE_CHECKING:
     from retrofit.runtime.calibration import Calibration
 
+Keep = Callable[[Iterable[nn.Parameter]], None]  # of parameters that have come into a model
 MISSING = object()
 
 
@@ -86,11 +87,17 @@ class Fate:
 class Edit:
     """A journal of edits on `model`: each takes effect at once, `undo` reverts all, `account` says where the parameters went.
 
-    `calibration` is data on which a pass may observe the model before it edits it, None where there is none.
+    `calibration` is data on which a pass may observe the model before it edits it, None where there is none. `keep` gets the
+    parameters of everything that an edit puts into the model, once they are there: it may move them out of memory.
     """
 
-    def __init__(self, model: nn.Module, calibration: Calibration | None = None) -> None:
-        self.model, self.calibration = model, calibration
+    def __init__(
+        self,
+        model: nn.Module,
+        calibration: Calibration | None = None,
+        keep: Keep | None = None,
+    ) -> None:
+        self.model, self.calibration, self.keep = model, calibration, keep
         self.dense = dict(model.named_parameters(remove_duplicate=False))
         self.widened: dict[int, Widened] = {}  # id of the dense parameter → what it became part of
         self.replaced: dict[int, nn.Parameter] = {}  # id of the dense parameter → its wider or rearranged successor
@@ -134,6 +141,7 @@ class Edit:
         before = owner.__dict__.get(name, MISSING) if hasattr(owner, "__dict__") else getattr(owner, name, MISSING)
         setattr(owner, name, value)
         self.journal.append(lambda: delattr(owner, name) if before is MISSING else setattr(owner, name, before))
+        self.keep_parameters(value)
 
     def delete_attribute(self, owner: Any, name: str) -> None:
         """`owner` has no attribute `name` of its own; it need not have had one."""
@@ -154,6 +162,12 @@ class Edit:
                 table[key] = before
 
         self.journal.append(restore)
+        self.keep_parameters(value)
+
+    def keep_parameters(self, value: Any) -> None:
+        """What has come into the model is where its parameters are kept."""
+        if self.keep is not None:
+            self.keep([value] if isinstance(value, nn.Parameter) else value.parameters() if isinstance(value, nn.Module) else ())
 
     def replace_module(self, path: str, module: nn.Module) -> None:
         """The submodule at `path`, under every name it is registered by, is `module`; no code of torch goes past it.

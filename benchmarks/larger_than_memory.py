@@ -1,0 +1,211 @@
+"""What `retrofit apply --stream` takes: memory at most, and time against that of copying the files it reads and writes.
+
+    python benchmarks/larger_than_memory.py --size 1b
+    python benchmarks/larger_than_memory.py --size 7b --pass "altup(k=2)" --verify
+    python benchmarks/larger_than_memory.py --size mixture-2b --load
+
+A model with random weights in bfloat16 is written shard by shard to a temporary folder in --folder; nothing of it is ever whole in
+memory. Each pass is applied to it in a process of its own, whose memory is looked at every 20 ms: resident is all of it, own is
+without the pages of mapped files, which the system can take back. Before each measurement the files that it reads are dropped from
+the page cache. Copying is `cp` of as many bytes as the result has, read from the source and brought to the disk (fsync).
+With --load the result is loaded by stock `from_pretrained(device_map="auto", max_memory=…)` with the layers on the disk, and makes
+one token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, dict[str, Any]] = {
+    "smoke": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 2000},
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32, "vocab_size": 32000},
+    "7b": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32000,
+    },
+    "mixture-smoke": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 2000,
+        "num_local_experts": 8,
+        "num_key_value_heads": 2,
+    },
+    "mixture-2b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "vocab_size": 32000,
+        "num_local_experts": 8,
+        "num_key_value_heads": 8,
+    },
+}
+SPECS = ("altup(k=2)", "memory(lookup=softmax, rank=16)", "shared-moe(groups=1)")
+GB = 1e9
+
+
+def layers_of(sizes: dict[str, Any]) -> Iterator[dict[str, tuple[int, ...]]]:
+    """The shapes of the weights by their published names, a part of the model at a time."""
+    d, units, rows = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
+    heads, keys = sizes["num_attention_heads"], sizes.get("num_key_value_heads", sizes["num_attention_heads"])
+    yield {"model.embed_tokens.weight": (rows, d)}
+    for layer in range(sizes["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        shapes: dict[str, tuple[int, ...]] = {f"{at}{norm}_layernorm.weight": (d,) for norm in ("input", "post_attention")}
+        shapes |= {f"{at}self_attn.{name}_proj.weight": (d, d) for name in "qo"}
+        shapes |= {f"{at}self_attn.{name}_proj.weight": (d // heads * keys, d) for name in "kv"}
+        if "num_local_experts" in sizes:
+            shapes[f"{at}block_sparse_moe.gate.weight"] = (sizes["num_local_experts"], d)
+            for expert in range(sizes["num_local_experts"]):
+                inner = f"{at}block_sparse_moe.experts.{expert}."
+                shapes |= {f"{inner}w1.weight": (units, d), f"{inner}w3.weight": (units, d), f"{inner}w2.weight": (d, units)}
+        else:
+            shapes |= {f"{at}mlp.{name}_proj.weight": (units, d) for name in ("gate", "up")}
+            shapes[f"{at}mlp.down_proj.weight"] = (d, units)
+        yield shapes
+    yield {"model.norm.weight": (d,), "lm_head.weight": (rows, d)}
+
+
+def write_model(sizes: dict[str, Any], folder: Path) -> None:
+    """A random model in `folder`, a shard a layer."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, MixtralConfig
+
+    folder.mkdir()
+    mixture = "num_local_experts" in sizes
+    config = (MixtralConfig if mixture else LlamaConfig)(**sizes, tie_word_embeddings=False, dtype="bfloat16")
+    config.architectures = ["MixtralForCausalLM" if mixture else "LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(0)
+    parts = list(layers_of(sizes))
+    names: dict[str, str] = {}
+    total = 0
+    for number, shapes in enumerate(parts, start=1):
+        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        tensors = {}
+        for name, shape in shapes.items():
+            values = torch.ones(shape) if len(shape) == 1 else torch.empty(shape).uniform_(-0.035, 0.035, generator=generator)
+            tensors[name] = values.to(torch.bfloat16)
+            names[name], total = file, total + tensors[name].nbytes
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": total}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            file = os.open(path, os.O_RDONLY)
+            os.fsync(file)
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(file)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def copying(source: Path, target: Path, size: int) -> float:
+    """Seconds to copy `size` bytes of the source's files, over and over if they are fewer, and to bring them to the disk."""
+    drop_from_page_cache(source)
+    target.mkdir()
+    files = sorted(source.glob("*.safetensors"))
+    start, copied = time.perf_counter(), 0
+    while copied < size:
+        for number, file in enumerate(files):
+            if copied < size:
+                place = target / f"{copied}-{number}"
+                shutil.copyfile(file, place)
+                descriptor = os.open(place, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+                copied += file.stat().st_size
+    seconds = (time.perf_counter() - start) * size / copied
+    shutil.rmtree(target)
+    return seconds
+
+
+def measured(command: list[str]) -> tuple[float, int, int]:
+    """Seconds that a command took, and the most bytes that were resident, and that were its own."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    resident = own = 0
+    while process.poll() is None:
+        try:
+            lines = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+            resident = max(resident, int(lines["VmHWM"].split()[0]) * 1024)
+            own = max(own, int(lines["RssAnon"].split()[0]) * 1024)
+        except (OSError, KeyError):
+            pass  # it has just ended
+        time.sleep(0.02)
+    seconds = time.perf_counter() - start
+    assert process.stdout is not None
+    said = process.stdout.read()
+    if process.returncode:
+        sys.exit(f"{' '.join(command)}\n{said}")
+    return seconds, resident, own
+
+
+LOAD = """
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], device_map="auto", max_memory={"cpu": sys.argv[2]}, offload_folder=sys.argv[1] + ".offload", dtype="auto"
+)
+assert "disk" in model.hf_device_map.values(), model.hf_device_map
+print(model(torch.tensor([[1, 2, 3]])).logits.argmax(-1).tolist())
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--pass", dest="specs", action="append", help=f"a pass with its options (default: {', '.join(SPECS)})")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="where there is room for three such models"
+    )
+    parser.add_argument("--verify", action="store_true", help="with the checks that run in a stream")
+    parser.add_argument("--load", action="store_true", help="load each result with its layers on the disk")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        source, output = Path(name) / "model", Path(name) / "result"
+        write_model(SIZES[options.size], source)
+        print(f"{options.size}: {size_of(source) / GB:.2f} GB in {len(list(source.glob('*.safetensors')))} shards, bfloat16")
+        print("| pass | result | resident | own | time | of copying as much |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        for spec in options.specs or SPECS:
+            drop_from_page_cache(source)
+            recipe = Path(name) / "recipe.txt"
+            recipe.write_text(spec + "\n")
+            command = [sys.executable, "-m", "retrofit.cli", "apply", "--stream", "--recipe", str(recipe), str(source)]
+            command += ["-o", str(output)] + ([] if options.verify else ["--no-verify"])
+            seconds, resident, own = measured(command)
+            size = size_of(output)
+            copied = copying(source, Path(name) / "copy", size)
+            figures = f"{resident / GB:.2f} GB | {own / GB:.2f} GB | {seconds:.1f} s | {seconds / copied:.2f} × {copied:.1f} s"
+            print(f"| `{spec}`{', verified' if options.verify else ''} | {size / GB:.2f} GB | {figures} |", flush=True)
+            if options.load:
+                allowed = f"{max(1, size // 4 // 2**20)}MiB"
+                seconds, resident, own = measured([sys.executable, "-c", LOAD, str(output), allowed])
+                print(f"    loaded with {allowed} for weights: {seconds:.1f} s, {resident / GB:.2f} GB resident", flush=True)
+                shutil.rmtree(f"{output}.offload", ignore_errors=True)
+            shutil.rmtree(output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""What a stream reads: a directory of safetensors, as a model without weights and as one whose weights are mapped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as registration
+
+from retrofit.errors import CheckpointError, first_line
+from retrofit.runtime.quiet import quiet
+from retrofit.storage.directories import directory_class, load_directory
+from retrofit.storage.filling import ONLY_DATA, config_class, require_all_used, require_match
+from retrofit.streaming.model_layout import INDEX, WEIGHTS
+from retrofit.streaming.tensor_files import Extent, TensorFiles, extents_in
+from retrofit.surgery.transformers_bookkeeping import leave_weights_mapped
+
+SAVE_ONCE = "save it once as one, where it fits in memory: retrofit.save(retrofit.load(path), 'directory/')"
+
+Place = Callable[[str, nn.Parameter], None]  # of a parameter that is not in a file, by its name in the model
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the model in a directory; raises `CheckpointError` where there are none."""
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{index} cannot be read", why=first_line(error), remedy="fetch it again") from error
+        files = [folder / name for name in names]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder} is not whole: {missing[0]} is missing", why=f"{INDEX} names it", remedy="fetch it again"
+            )
+        return files
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    raise CheckpointError(
+        f"{folder} holds no safetensors",
+        why=f"a stream reads {WEIGHTS}, or the shards that {INDEX} names",
+        remedy=SAVE_ONCE,
+    )
+
+
+def source_extents(folder: Path) -> dict[str, Extent]:
+    """Where each tensor of the model in a directory lies, by its name in the files."""
+    return {name: extent for file in weight_files(folder) for name, extent in extents_in(file).items()}
+
+
+def model_without_weights(folder: Path) -> Any:
+    """The model on the meta device, rewritten as its recipe says, its configuration as it is when it is loaded whole."""
+    return load_directory(folder, None, device_map="meta")
+
+
+def model_on_files(folder: Path, files: TensorFiles, place: Place) -> Any:
+    """The model, its weights where they lie in the files; those that loading computes go to `place`, one at a time."""
+    kind: type[Any] = directory_class(folder)
+    state = {name: files.tensor(extent) for name, extent in source_extents(folder).items()}
+    config = config_class(kind).from_pretrained(folder, **ONLY_DATA)
+    with quiet(progress_bars=True), leave_weights_mapped(), one_weight_at_a_time(), each_parameter(place):
+        model, found = kind.from_pretrained(
+            None, config=config, state_dict=state, dtype="auto", output_loading_info=True, **ONLY_DATA
+        )
+    require_match(found["missing_keys"], (), found["mismatched_keys"])
+    require_all_used(model, found["unexpected_keys"])
+    return model
+
+
+@contextlib.contextmanager
+def one_weight_at_a_time() -> Iterator[None]:
+    """Within this context transformers computes no weight before the one before it is in the model."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
+def each_parameter(place: Place) -> Iterator[None]:
+    """Within this context `place` gets every parameter on the CPU that a module registers, with its path from the outermost."""
+    parents: dict[int, tuple[nn.Module, nn.Module, str]] = {}  # by the id of the child, which is kept alive
+
+    def on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None:
+            parents[id(child)] = child, parent, name
+
+    def on_parameter(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or parameter.device.type != "cpu":
+            return
+        path = [name]
+        while id(owner) in parents:
+            _, owner, name = parents[id(owner)]
+            path.append(name)
+        place(".".join(reversed(path)), parameter)
+
+    handles = [
+        registration.register_module_module_registration_hook(on_module),
+        registration.register_module_parameter_registration_hook(on_parameter),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def same_file_contents(files: list[Path]) -> list[list[Any]]:
+    """What changes when a file does: name, size, time of the last change."""
+    found = [(file.name, file.stat()) for file in files]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
+
+
+def bytes_computed_on_loading(model: nn.Module, sources: dict[str, Extent]) -> dict[str, int]:
+    """By name, the sizes of the parameters that no file holds as they are: merged from several tensors, or of another dtype."""
+    held = {(extent.dtype, extent.shape, name.rpartition(".")[2]) for name, extent in sources.items()}
+    return {
+        name: parameter.nbytes
+        for name, parameter in model.named_parameters()
+        if (parameter.dtype, tuple(parameter.shape), name.rpartition(".")[2]) not in held
+    }

@@ -1,0 +1,252 @@
+"""`apply_streamed`: a model on disk rewritten into another directory, with one site of it in memory at a time.
+
+The passes run twice. First on the model without weights: that shows whether they fit, what the result's tensors are, and so how
+much room they take and where each will lie. Then on the model itself, whose weights are mapped from its files: the code, the order
+and the random numbers are those of `apply`, and so is every bit of what it makes. What a pass puts into the model goes to its place
+in the result as soon as it is there; what no pass touched is copied from file to file at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import shutil
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.checks.finite_weights import require_finite_weight
+from retrofit.errors import CheckpointError
+from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
+from retrofit.pipeline.running import Progress, run_passes
+from retrofit.rewriting import Applied, parse_passes, rewrite_once
+from retrofit.runtime.atomic_writes import final_name
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.quiet import quiet
+from retrofit.runtime.resumable_directory import Unfinished, resumable_directory, unfinished_of
+from retrofit.runtime.state_preservation import preserve_random_state
+from retrofit.storage.companions import add_companions, companion_files
+from retrofit.storage.file_names import is_file_name
+from retrofit.storage.pipeline_directories import transformer_folder
+from retrofit.streaming.model_layout import SHARD, WEIGHTS, ModelLayout, saved_tensors
+from retrofit.streaming.new_parameters import Expected, ParametersInOrder, expected_parameters
+from retrofit.streaming.result_files import ResultFiles
+from retrofit.streaming.source_directory import (
+    SAVE_ONCE,
+    bytes_computed_on_loading,
+    model_on_files,
+    model_without_weights,
+    same_file_contents,
+    source_extents,
+    weight_files,
+)
+from retrofit.streaming.streamed_verification import verify_streamed
+from retrofit.streaming.tensor_files import TensorFiles, kept_out_of_memory
+from retrofit.surgery.edit import Edit
+
+ROOM = 1 << 26  # bytes for what is written besides the weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Layouts:
+    """What a run on the model without weights shows."""
+
+    applied: Applied  # its model has no weights
+    result: ModelLayout
+    new: tuple[Expected, ...]
+    loaded: dict[str, str]  # names in the result of the dense parameters that it holds as they are
+    aside: int  # at most so many bytes are needed on the way
+    computed: int  # so many bytes of the dense model are not in its files as they are
+
+
+@one_at_a_time
+def apply_streamed(
+    source: str | Path,
+    output: str | Path,
+    *passes: AnyPass | str,
+    seed: int = 0,
+    force: bool = False,
+    verify: bool = True,
+    progress: Progress | None = None,
+    shard_size: int = SHARD,
+) -> Applied:
+    """The model in the directory `source`, rewritten by `passes`, is in the directory `output`, bit for bit what `apply` makes.
+
+    At no time is more in memory than what one site of a pass takes. Random starts are those of `torch.manual_seed(seed)`. A run
+    that was stopped goes on where it was when it is started again. The model of what is returned has no weights.
+
+    Raises `CheckpointError` before anything is written where the source is not a directory of safetensors, where the result does
+    not fit on the disk and where `output` exists (unless `force`), `DoesNotFitError` where a pass does not fit.
+    """
+    source, output = Path(source), Path(output)
+    say = progress or (lambda stage: None)
+    recipe = parse_passes(passes)
+    require_directories(source, output)
+    output = final_name(output, force=force, directory=True)
+    folder, companions = transformer_folder(source), companion_files(source)
+    with preserve_random_state():
+        say(f"reading {source} without its weights")
+        layouts = run_without_weights(folder, recipe, say, shard_size)
+        require_room(output, layouts, verify)
+        identity = identity_of(folder, layouts, seed)
+        with resumable_directory(output, identity, force=force) as unfinished:
+            place = unfinished.folder / folder.relative_to(source)
+            place.mkdir(parents=True, exist_ok=True)
+            accounts = write_weights(folder, place, layouts, recipe, seed, unfinished, say)
+            say(f"writing {output}")
+            write_configuration(layouts.applied.model, place)
+            add_companions(layouts.applied.model, source, companions, unfinished.folder)  # type: ignore[arg-type]
+            report = None
+            if verify:
+                gc.collect()  # the model whose parameters were set aside is gone
+                shutil.rmtree(unfinished.aside)
+                report = verify_streamed(folder, place, layouts.applied, accounts, unfinished.aside, say)
+    return dataclasses.replace(layouts.applied, rewrites=accounts, report=report)
+
+
+def require_directories(source: Path, output: Path) -> None:
+    """A stream goes from one directory to another, else `CheckpointError`."""
+    if not source.is_dir():
+        raise CheckpointError(f"{source} cannot be streamed", why="a stream reads a directory of safetensors", remedy=SAVE_ONCE)
+    if is_file_name(output):
+        raise CheckpointError(
+            f"{output} cannot be written by a stream", why="it writes a directory of safetensors", remedy="name a directory"
+        )
+
+
+def run_without_weights(folder: Path, passes: Recipe, say: Progress, shard_size: int) -> Layouts:
+    """What the passes make of the model, but for its values; raises `DoesNotFitError` where they do not fit."""
+    sources = source_extents(folder)
+    model = model_without_weights(folder)
+    computed = bytes_computed_on_loading(model, sources)
+    order = ParametersInOrder(model)
+    applied = rewrite_once(
+        model,
+        passes=passes,
+        example_inputs=None,
+        calibration=None,
+        verify=False,
+        emit="module",
+        say=say,
+        count_flops=True,
+        keep=order,
+    )
+    saved = saved_tensors(model)
+    result = ModelLayout.of(model, shard_size)
+    new = expected_parameters(order, model, saved)
+    loaded = {name: fate.name for name, fate in applied.fates.items() if fate.kind in ("kept", "moved") and fate.name in saved}
+    aside = sum(size for name, size in computed.items() if name not in loaded)
+    aside += sum(one.size for one in new if not one.name)
+    return Layouts(applied, result, new, loaded, aside, sum(computed.values()))
+
+
+def require_room(output: Path, layouts: Layouts, verify: bool) -> None:
+    """The disk has room for all that will be written, else `CheckpointError`; what an earlier run left is counted as room."""
+    left = unfinished_of(output)
+    held = sum(512 * file.stat().st_blocks for file in left.rglob("*") if file.is_file()) if left.is_dir() else 0
+    aside = max(layouts.aside, layouts.computed if verify else 0)
+    needed, free = layouts.result.size + aside + ROOM, shutil.disk_usage(output.parent).free + held
+    if needed > free:
+        on_the_way = f", {aside / 1e9:.2f} GB of them on the way" if aside else ""
+        raise CheckpointError(
+            f"{output} does not fit on the disk",
+            why=f"{needed / 1e9:.2f} GB are needed{on_the_way}, and {free / 1e9:.2f} GB are free",
+            remedy=f"make room in {output.parent}, or name an output on another disk",
+        )
+
+
+def identity_of(folder: Path, layouts: Layouts, seed: int) -> dict[str, Any]:
+    """What a run must have in common with one that was stopped to go on from there."""
+    return {
+        "source": [str(folder.resolve()), *same_file_contents([folder / "config.json", *weight_files(folder)])],
+        "recipe": [one.spec for one in layouts.applied.rewrites],
+        "seed": seed,
+        "layout": layouts.result.digest,
+        "versions": {name: metadata.version(name) for name in ("retrofit", "torch", "transformers")},
+    }
+
+
+def write_weights(
+    folder: Path, place: Path, layouts: Layouts, passes: Recipe, seed: int, unfinished: Unfinished, say: Progress
+) -> tuple[Rewrite, ...]:
+    """Every tensor of the result is in its file in `place`; returns what the passes say of what they did."""
+    files = TensorFiles()
+    with ResultFiles(place, layouts.result, files, unfinished) as result, kept_out_of_memory(files):
+        say("mapping its weights")
+        model = model_on_files(folder, files, lambda name, one: result.move_out_of_memory(layouts.loaded.get(name, ""), one))
+        for name, parameter in model.named_parameters():
+            if name not in layouts.loaded:  # the others when they are copied
+                require_finite_weight(name, parameter)
+                files.release()
+        order = ParametersInOrder(model)
+
+        def keep(parameters: Iterable[nn.Parameter]) -> None:
+            for number, parameter in order.new_among(parameters):
+                if number >= len(layouts.new):
+                    raise differs(f"{number + 1} parameters are new with weights, {len(layouts.new)} without")
+                layouts.new[number].require(parameter)
+                result.move_out_of_memory(layouts.new[number].name, parameter)
+
+        edit = Edit(model, keep=keep)
+        inputs = named_inputs(model)
+        torch.manual_seed(seed)
+        recipe_storage.make_room(model, edit)
+        accounts, _ = run_passes(model, passes, inputs, edit, say)
+        files.release()
+        require_same(accounts, layouts.applied.rewrites)
+        write_rest(model, result, {*layouts.loaded.values()}, say)
+    return accounts
+
+
+def write_rest(model: nn.Module, result: ResultFiles, dense: set[str], say: Progress) -> None:
+    """Every tensor that no edit has put into its place is there; the `dense` ones hold numbers, else `RetrofitError`."""
+    tensors = saved_by_layout(model, result.layout)
+    done = 0
+    for name, extent in result.layout.extents.items():
+        if name in dense and name not in result.unfinished.steps:
+            require_finite_weight(name, tensors[name])
+        result.write(name, tensors[name])
+        result.files.release()
+        done += extent.size
+        say(f"writing, {done / result.layout.size:.0%}")
+    result.record()
+
+
+def saved_by_layout(model: nn.Module, layout: ModelLayout) -> dict[str, torch.Tensor]:
+    """The tensors that the layout names, of its shapes and dtypes; else `CheckpointError`."""
+    tensors = model.state_dict()
+    for name, extent in layout.extents.items():
+        if name not in tensors or (tuple(tensors[name].shape), tensors[name].dtype) != (extent.shape, extent.dtype):
+            raise differs(f"{name} is not the same with weights and without")
+    return tensors
+
+
+def require_same(accounts: Sequence[Rewrite], planned: Sequence[Rewrite]) -> None:
+    """The passes did with weights what they did without, else `CheckpointError`."""
+    for one, other in zip(accounts, planned, strict=True):
+        if (one.spec, one.sites) != (other.spec, other.sites):
+            raise differs(f"{one.spec} was {other.spec} without weights, or rewrote other sites")
+
+
+def differs(why: str) -> CheckpointError:
+    return CheckpointError(
+        "the model cannot be rewritten in a stream", why=why, remedy="rewrite it without --stream, where it fits in memory"
+    )
+
+
+def write_configuration(model: Any, place: Path) -> None:
+    """What `save_pretrained` writes besides weights is in `place`."""
+    beside = place / ".configuration"
+    shutil.rmtree(beside, ignore_errors=True)
+    with quiet():
+        model.save_pretrained(beside, state_dict={})
+    for file in beside.iterdir():
+        if file.name != WEIGHTS:
+            file.replace(place / file.name)
+    shutil.rmtree(beside)

@@ -1,0 +1,228 @@
+"""The tensors of safetensors files, mapped one by one: what is read is in memory only until it is released.
+
+A file is the length of its header (8 bytes, little endian), a header in JSON, which may end in spaces, and the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.errors import CheckpointError, first_line
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CACHE_LINE = 64  # bytes; tensors that torch makes begin at a multiple
+PIECE = 1 << 25  # bytes that are copied at a time
+METADATA = "__metadata__"
+RESIDENT = 1 << 29  # bytes of files that may stay in memory before they are released
+EVERY = 0.02  # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """Where a tensor's bytes lie."""
+
+    file: Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def extents_in(file: Path) -> dict[str, Extent]:
+    """Where the tensors of a safetensors file lie, by name; raises `CheckpointError` where it is not one, or is cut short."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            whole = os.fstat(opened.fileno()).st_size
+            if not 2 <= length <= whole - 8:
+                raise ValueError("its header does not end within it")
+            header: dict[str, Any] = json.loads(opened.read(length))
+        found = {
+            name: Extent(file, 8 + length + entry["data_offsets"][0], DTYPES[entry["dtype"]], tuple(entry["shape"]))
+            for name, entry in header.items()
+            if name != METADATA
+        }
+        if any(one.start + one.size > whole for one in found.values()):
+            raise ValueError("it ends before its last tensor does")
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read as safetensors", why=first_line(error), remedy="fetch it again, or save the model again"
+        ) from error
+    return found
+
+
+def header_and_extents(file: Path, tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Extent]]:
+    """The beginning of a safetensors file of such tensors, and where each is to be written.
+
+    Those whose bytes fill whole cache lines come first, and the first begins a line, so that all of these begin one.
+    """
+    order = sorted(tensors, key=lambda name: (tensors[name].nbytes % CACHE_LINE != 0, -tensors[name].itemsize))
+    entries: dict[str, Any] = {METADATA: {"format": "pt"}}
+    end = 0
+    for name in order:
+        one = tensors[name]
+        if one.dtype not in NAMES:
+            raise CheckpointError(
+                f"{name} cannot be written", why=f"it is {one.dtype}", remedy="rewrite the model without --stream"
+            )
+        entries[name] = {"dtype": NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [end, end + one.nbytes]}
+        end += one.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % CACHE_LINE)
+    first = 8 + len(text)
+    extents = {
+        name: Extent(file, first + entries[name]["data_offsets"][0], tensors[name].dtype, tuple(tensors[name].shape))
+        for name in order
+    }
+    return len(text).to_bytes(8, "little") + text, extents
+
+
+class TensorFiles:
+    """Files whose tensors are mapped: what of them is in memory can be read there again."""
+
+    def __init__(self) -> None:
+        self.maps: dict[Path, mmap.mmap] = {}
+        self.extents: dict[int, Extent] = {}  # by the address of the storage
+
+    def tensor(self, extent: Extent, *, writable: bool = False) -> Tensor:
+        """The tensor that lies there; where it is writable, what is written into it is written into the file."""
+        if extent.size == 0:
+            return torch.empty(extent.shape, dtype=extent.dtype)
+        whole = self.maps.get(extent.file)
+        if whole is None:
+            with extent.file.open("rb+" if writable else "rb") as opened:
+                access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
+                whole = self.maps[extent.file] = mmap.mmap(opened.fileno(), 0, access=access)
+        flat = torch.frombuffer(whole, dtype=extent.dtype, count=math.prod(extent.shape), offset=extent.start)
+        self.extents[flat.untyped_storage().data_ptr()] = extent
+        return flat.view(extent.shape)
+
+    def find(self, tensor: Tensor) -> Extent | None:
+        """Where the bytes of a mapped tensor lie, in order and without gaps; None of any other."""
+        if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
+            return None
+        whole = self.extents.get(tensor.untyped_storage().data_ptr())
+        if whole is None:
+            return None
+        start = whole.start + tensor.storage_offset() * tensor.itemsize
+        return Extent(whole.file, start, tensor.dtype, tuple(tensor.shape))
+
+    def is_mapped(self, tensor: Tensor) -> bool:
+        """Whether the tensor's memory is that of a file."""
+        return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self.extents
+
+    def release(self) -> None:
+        """Nothing of the files is in this process's memory; what is read again comes from the file."""
+        for one in self.maps.values():
+            if hasattr(mmap, "MADV_DONTNEED"):
+                one.madvise(mmap.MADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def reserved_file(file: Path, header: bytes, size: int) -> Iterator[int]:
+    """The descriptor of a file that begins with the header and has its size on the disk already; it may have been there."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if os.fstat(descriptor).st_size != size:
+            if size and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, size)
+            os.ftruncate(descriptor, size)
+        write_at(descriptor, 0, memoryview(header))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_at(descriptor: int, start: int, content: memoryview) -> None:
+    """The bytes are in the file from there on."""
+    done = 0
+    while done < len(content):
+        done += os.pwrite(descriptor, content[done : done + PIECE], start + done)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, in order."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+
+
+def copy_bytes(source: Extent, descriptor: int, start: int) -> None:
+    """The bytes of a tensor in one file are in another from `start` on; they do not pass through this process where it can be."""
+    with source.file.open("rb") as opened:
+        done = 0
+        while done < source.size:
+            count = min(PIECE, source.size - done)
+            done += copy_piece(opened.fileno(), source.start + done, descriptor, start + done, count)
+
+
+def copy_piece(source: int, from_byte: int, target: int, to_byte: int, count: int) -> int:
+    """Copies up to `count` bytes; returns how many."""
+    if hasattr(os, "copy_file_range"):
+        with contextlib.suppress(OSError):  # of two file systems, or one that cannot
+            copied = os.copy_file_range(source, target, count, from_byte, to_byte)
+            if copied:
+                return copied
+    content = os.pread(source, count, from_byte)
+    if not content:
+        raise EOFError("the file has become shorter while it was read")
+    write_at(target, to_byte, memoryview(content))
+    return len(content)
+
+
+@contextlib.contextmanager
+def kept_out_of_memory(files: TensorFiles) -> Iterator[None]:
+    """Within this context the files are released whenever much of them is in memory, whoever reads them."""
+    stopped = threading.Event()
+
+    def watch() -> None:
+        while not stopped.wait(EVERY):
+            if mapped_bytes() > most:
+                files.release()
+
+    most = mapped_bytes() + RESIDENT
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        watcher.join()
+        files.release()
+
+
+def mapped_bytes() -> int:
+    """How much of this process's memory is that of files; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE
+    except (OSError, IndexError, ValueError):
+        return 0

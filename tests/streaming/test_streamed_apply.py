@@ -1,0 +1,293 @@
+"""`apply_streamed` writes what `apply` in memory writes, bit for bit, goes on after a kill, and says what it cannot do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import tiny_models
+from support.directories import differences, tensors_in
+
+import retrofit
+from retrofit.cli import main
+from retrofit.errors import CheckpointError, DoesNotFitError, RetrofitError
+from retrofit.rewriting import apply_reported
+from retrofit.runtime import resumable_directory
+from retrofit.storage.companions import save_with_companions
+from retrofit.streaming import result_files, streamed_apply, streamed_verification
+from retrofit.streaming.streamed_apply import apply_streamed
+from retrofit.streaming.tensor_files import CACHE_LINE, extents_in
+
+SHARD = 12_000  # bytes: a few tensors a file
+LLAMA = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
+MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2, **LLAMA}
+
+
+def mixture(**options: Any) -> Any:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3, "vocab_size": tiny_models.VOCABULARY}
+    return tiny_models.built(transformers.MixtralConfig(**sizes, **MIXTURE, **options), transformers.MixtralForCausalLM)
+
+
+@pytest.fixture(autouse=True)
+def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor of a tiny model counts as a large one."""
+    monkeypatch.setattr(result_files, "SMALL", 1)
+    monkeypatch.setattr(result_files, "STEP", 4_000)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories of models: in shards, in one file, in bfloat16, with a tied head, a mixture, an encoder-decoder."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_models.llama(**LLAMA).save_pretrained(folder / "llama", max_shard_size=SHARD)
+    tiny_models.llama(**LLAMA).to(torch.bfloat16).save_pretrained(folder / "half")
+    tiny_models.gpt2(n_layer=3, n_embd=32, n_head=4).save_pretrained(folder / "gpt2", max_shard_size=SHARD)
+    mixture().save_pretrained(folder / "mixture", max_shard_size=SHARD)
+    tiny_models.t5(num_layers=2, d_model=32, d_ff=64, feed_forward_proj="gated-gelu").save_pretrained(folder / "t5")
+    (folder / "llama" / "notes.txt").write_text("kept")
+    assert len(list((folder / "llama").glob("*.safetensors"))) > 3
+    return folder
+
+
+def in_memory(source: Path, output: Path, *specs: str) -> None:
+    """What `retrofit apply --no-verify` writes."""
+    model = retrofit.load(source)
+    torch.manual_seed(0)
+    apply_reported(model, *specs, verify=False)
+    save_with_companions(model, source, output, force=False)  # type: ignore[arg-type]
+
+
+EVERY_PASS = [
+    ("llama", "altup(k=2)"),
+    ("mixture", "memory(lookup=softmax, buckets=8, rank=4)"),
+    ("llama", "sparse-ffn(sparsity=4)", "altup(k=2, embedding=recycled)"),
+    ("gpt2", "shared-moe(groups=1)", "sum"),
+    ("half", "sparse-qkv", "sparse-loss"),
+    ("llama", "memory"),
+    ("llama", "memory(lookup=lsh, buckets=8)"),
+    ("llama", "sequence-altup(k=2)"),
+    ("llama", "shared-moe(groups=0, reinit=0.5)"),
+    ("llama", "shared-moe(groups=1, share_attention=true)"),
+    ("llama", "recurrence"),
+    ("llama", "reversible"),
+    ("llama", "lsh-attention(chunk=4, buckets=4)"),
+    ("llama", "sparse-qkv"),
+    ("llama", "sparse-loss"),
+    ("llama", "sum"),
+    ("gpt2", "sparse-ffn(sparsity=4)"),
+    ("gpt2", "altup(k=2, init=lockstep)"),
+    ("gpt2", "altup(k=3, extra=16)"),
+    ("half", "sparse-ffn(sparsity=4, active=2, controller=gate)"),
+    ("mixture", "altup(k=2)"),
+    ("mixture", "sparse-qkv"),
+    ("mixture", "shared-moe"),
+    ("t5", "merge-cross-attention"),
+    ("t5", "altup(k=2)", "sparse-ffn(sparsity=4)"),
+]
+
+
+@pytest.mark.first(5)
+@pytest.mark.parametrize("case", EVERY_PASS, ids=" ".join)
+def test_it_writes_what_apply_in_memory_writes(case: tuple[str, ...], models: Path, tmp_path: Path) -> None:
+    source, *specs = case
+    try:
+        in_memory(models / source, tmp_path / "whole", *specs)
+    except DoesNotFitError as refusal:
+        with pytest.raises(DoesNotFitError, match=refusal.what.split(":")[0]):
+            apply_streamed(models / source, tmp_path / "streamed", *specs, verify=False)
+        assert os.listdir(tmp_path) == []
+        return
+    applied = apply_streamed(models / source, tmp_path / "streamed", *specs, verify=False, shard_size=SHARD)
+    assert differences(tmp_path / "whole", tmp_path / "streamed") == []
+    assert sorted(os.listdir(tmp_path)) == ["streamed", "whole"]
+    assert applied.parameters_after == sum(one.numel() for one in retrofit.load(tmp_path / "whole").parameters())
+
+
+def test_a_streamed_result_loads_verified_and_is_rewritten_again(models: Path, tmp_path: Path) -> None:
+    source = models / "llama"
+    applied = apply_streamed(source, tmp_path / "one", "memory(rank=2)", shard_size=SHARD)
+    assert applied.report is not None
+    statuses = {check.name: check.status for check in applied.report.checks}
+    assert [name for name, status in statuses.items() if status == "passed"] == ["graph", "parameters", "function", "cost"]
+    assert {*statuses.values()} == {"passed", "skipped"}
+    dense = transformers.AutoModelForCausalLM.from_pretrained(source)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one", device_map={"": "cpu"})
+    ids = torch.arange(12).view(1, -1) + 3
+    assert torch.equal(model(ids).logits, dense(ids).logits)
+    large = [one for file in (tmp_path / "one").glob("*.safetensors") for one in extents_in(file).values() if one.size % 64 == 0]
+    assert large
+    assert all(one.start % CACHE_LINE == 0 for one in large)
+    in_memory(tmp_path / "one", tmp_path / "whole", "altup(k=2)")
+    apply_streamed(tmp_path / "one", tmp_path / "two", "altup(k=2)", verify=False)
+    assert differences(tmp_path / "whole", tmp_path / "two") == []
+    assert retrofit.recipe(retrofit.load(tmp_path / "two"))[0].name == "memory"  # type: ignore[index]
+
+
+def test_a_wrong_byte_in_a_result_is_found(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(place: Path, *others: Any) -> Any:
+        file = next(iter(sorted(place.glob("*.safetensors"))))
+        one = max(extents_in(file).values(), key=lambda extent: extent.size)
+        with file.open("rb+") as opened:
+            opened.seek(one.start + one.size - 1)
+            last = opened.read(1)
+            opened.seek(one.start + one.size - 1)
+            opened.write(bytes([last[0] ^ 1]))
+        return verify(models / "llama", place, *others)
+
+    verify = streamed_verification.verify_streamed
+    monkeypatch.setattr(streamed_apply, "verify_streamed", lambda folder, place, *others: spoil(place, *others))
+    with pytest.raises(retrofit.RetrofitError, match=r"failed: .*parameters"):
+        apply_streamed(models / "llama", tmp_path / "out", "memory")
+    assert os.listdir(tmp_path) == []
+
+
+# Stopped and started again
+
+KILLED = """
+import os, signal, sys
+from retrofit.streaming import result_files, streamed_apply
+result_files.SMALL, result_files.STEP = 1, 4000
+record, records = result_files.ResultFiles.record, []
+
+def recording(self):
+    record(self)
+    records.append(1)
+    if len(records) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+result_files.ResultFiles.record = recording
+streamed_apply.apply_streamed(sys.argv[1], sys.argv[2], "altup(k=2)", verify=False, shard_size=12_000)
+"""
+
+
+@pytest.mark.parametrize("records", [1, 6])
+def test_what_was_killed_goes_on_where_it_was(records: int, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = models / "llama", tmp_path / "out"
+    command = [sys.executable, "-c", KILLED, str(source), str(output), str(records)]
+    assert subprocess.run(command, timeout=200).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left == resumable_directory.unfinished_of(output)
+    done = {*resumable_directory.read_steps(left / "steps")}
+    assert done
+    written = []
+    monkeypatch.setattr(result_files, "copy_bytes", remembering(written, result_files.copy_bytes, 0))
+    monkeypatch.setattr(result_files, "write_at", remembering(written, result_files.write_at, 1))
+    apply_streamed(source, output, "altup(k=2)", verify=False, shard_size=SHARD)
+    in_memory(source, tmp_path / "whole", "altup(k=2)")
+    assert differences(tmp_path / "whole", output) == []
+    assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
+    everything = tensors_in(output)
+    assert len(written) == len(everything) - len(done)
+
+
+def remembering(calls: list[Any], function: Any, argument: int) -> Any:
+    def wrapped(*arguments: Any) -> Any:
+        calls.append(arguments[argument])
+        return function(*arguments)
+
+    return wrapped
+
+
+def test_another_recipe_or_seed_begins_anew(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = models / "gpt2", tmp_path / "out"
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(streamed_apply, "write_configuration", stop)
+        with pytest.raises(KeyboardInterrupt):
+            apply_streamed(source, output, "memory(lookup=softmax, buckets=4)", seed=1, verify=False)
+    assert [file.name for file in tmp_path.iterdir()] == [".retrofit-out.unfinished"]
+    apply_streamed(source, output, "memory(lookup=softmax, buckets=4)", verify=False)
+    in_memory(source, tmp_path / "whole", "memory(lookup=softmax, buckets=4)")
+    assert differences(tmp_path / "whole", output) == []
+
+
+# What it cannot do
+
+
+def test_a_result_that_does_not_fit_on_the_disk_is_not_begun(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(file.stat().st_size for file in (models / "llama").glob("*.safetensors"))
+    full = shutil._ntuple_diskusage(10**9, 10**9, streamed_apply.ROOM + size)  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
+    with pytest.raises(CheckpointError, match="does not fit on the disk") as error:
+        apply_streamed(models / "llama", tmp_path / "out", "altup(k=2)", verify=False)
+    assert "GB are needed" in error.value.why
+    assert os.listdir(tmp_path) == []
+
+
+def test_weights_that_are_no_numbers_are_refused(models: Path, tmp_path: Path) -> None:
+    model = retrofit.load(models / "llama")
+    model.model.layers[1].self_attn.q_proj.weight.data[0, 0] = torch.nan  # type: ignore[union-attr, index]
+    model.save_pretrained(tmp_path / "spoilt")  # type: ignore[operator]
+    with pytest.raises(RetrofitError, match=r"layers.1\S*q_proj.weight holds values that are no numbers"):
+        apply_streamed(tmp_path / "spoilt", tmp_path / "out", "memory", verify=False)
+    assert os.listdir(tmp_path) == ["spoilt"]
+
+
+def test_what_cannot_be_streamed_names_the_way_out(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    retrofit.save(tiny_models.gpt2(), tmp_path / "model.pt")
+    (tmp_path / "text.txt").write_text("text")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    shutil.copy(models / "llama" / "config.json", empty)
+    cut = shutil.copytree(models / "gpt2", tmp_path / "cut")
+    shard = next(cut.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    gone = shutil.copytree(models / "gpt2", tmp_path / "gone")
+    next(gone.glob("*.safetensors")).unlink()
+    llama = models / "llama"
+    for arguments, what, remedy in (
+        ([tmp_path / "model.pt", "-o", tmp_path / "out"], "cannot be streamed", "save it once as one"),
+        ([llama, "-o", tmp_path / "out.pt"], "cannot be written by a stream", "name a directory"),
+        ([empty, "-o", tmp_path / "out"], "holds no safetensors", "save it once as one"),
+        ([cut, "-o", tmp_path / "out"], "it ends before its last tensor does", "fetch it again"),
+        ([gone, "-o", tmp_path / "out"], "is missing", "fetch it again"),
+        ([llama, "-o", tmp_path / "out", "--allow-pickle"], "do not go with --stream", "leave them out"),
+    ):
+        assert main(["apply", "--stream", "--pass", "memory", *map(str, arguments)]) == 2
+        said = capsys.readouterr().err
+        assert what in said
+        assert remedy in said
+    calibrated = ["--pass", "sparse-ffn", "--sparsity", "4", "--calibrate", str(tmp_path / "text.txt")]
+    assert main(["apply", "--stream", *calibrated, str(llama), "-o", str(tmp_path / "out")]) == 2
+    assert "--calibrate does not go with --stream" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_line_streams(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = models / "half"
+    arguments = [
+        "--stream",
+        "--pass",
+        "memory",
+        "--rank",
+        "2",
+        str(source),
+        "-o",
+        str(tmp_path / "out"),
+        "--no-verify",
+        "--seed",
+        "5",
+    ]
+    assert main(["apply", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "FLOPs per token" in said
+    assert str(tmp_path / "out") in said
+    model = retrofit.load(source)
+    torch.manual_seed(5)
+    apply_reported(model, "memory(rank=2)", verify=False)
+    save_with_companions(model, source, tmp_path / "whole", force=False)  # type: ignore[arg-type]
+    assert differences(tmp_path / "whole", tmp_path / "out") == []
+    recipe = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["recipe"]
+    assert recipe[0].startswith("memory(")
