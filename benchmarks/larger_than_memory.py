@@ -7,7 +7,8 @@
 A model with random weights in bfloat16 is written shard by shard to a temporary folder in --folder; nothing of it is ever whole in
 memory. Each pass is applied to it in a process of its own, whose memory is looked at every 20 ms: resident is all of it, own is
 without the pages of mapped files, which the system can take back. Before each measurement the files that it reads are dropped from
-the page cache. Copying is `cp` of as many bytes as the result has, read from the source and brought to the disk (fsync).
+the page cache. Copying is that of as many bytes as the result has, read from the source and brought to the disk (fsync). Seconds
+are those that passed; busy are those that the process kept a processor, which say more on a machine that others use too.
 With --load the result is loaded by stock `from_pretrained(device_map="auto", max_memory=…)` with the layers on the disk, and makes
 one token.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -121,12 +123,12 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def copying(source: Path, target: Path, size: int) -> float:
-    """Seconds to copy `size` bytes of the source's files, over and over if they are fewer, and to bring them to the disk."""
+def copying(source: Path, target: Path, size: int) -> tuple[float, float]:
+    """Seconds, and busy ones, to copy `size` bytes of the source's files, again if they are fewer, and bring them to the disk."""
     drop_from_page_cache(source)
     target.mkdir()
     files = sorted(source.glob("*.safetensors"))
-    start, copied = time.perf_counter(), 0
+    start, busy, copied = time.perf_counter(), time.process_time(), 0
     while copied < size:
         for number, file in enumerate(files):
             if copied < size:
@@ -136,14 +138,21 @@ def copying(source: Path, target: Path, size: int) -> float:
                 os.fsync(descriptor)
                 os.close(descriptor)
                 copied += file.stat().st_size
-    seconds = (time.perf_counter() - start) * size / copied
+    part = size / copied
+    seconds = (time.perf_counter() - start) * part, (time.process_time() - busy) * part
     shutil.rmtree(target)
     return seconds
 
 
-def measured(command: list[str]) -> tuple[float, int, int]:
-    """Seconds that a command took, and the most bytes that were resident, and that were its own."""
-    start = time.perf_counter()
+def busy_seconds() -> float:
+    """That processors were busy with commands that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def measured(command: list[str]) -> tuple[float, float, int, int]:
+    """Seconds that a command took, and was busy, and the most bytes that were resident, and that were its own."""
+    start, before = time.perf_counter(), busy_seconds()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     resident = own = 0
     while process.poll() is None:
@@ -159,7 +168,7 @@ def measured(command: list[str]) -> tuple[float, int, int]:
     said = process.stdout.read()
     if process.returncode:
         sys.exit(f"{' '.join(command)}\n{said}")
-    return seconds, resident, own
+    return seconds, busy_seconds() - before, resident, own
 
 
 LOAD = """
@@ -186,22 +195,23 @@ def main() -> None:
         source, output = Path(name) / "model", Path(name) / "result"
         write_model(SIZES[options.size], source)
         print(f"{options.size}: {size_of(source) / GB:.2f} GB in {len(list(source.glob('*.safetensors')))} shards, bfloat16")
-        print("| pass | result | resident | own | time | of copying as much |")
-        print("| --- | --- | --- | --- | --- | --- |")
+        print("| pass | result | resident | own | time | busy | copying as much | busy |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
         for spec in options.specs or SPECS:
             drop_from_page_cache(source)
             recipe = Path(name) / "recipe.txt"
             recipe.write_text(spec + "\n")
             command = [sys.executable, "-m", "retrofit.cli", "apply", "--stream", "--recipe", str(recipe), str(source)]
             command += ["-o", str(output)] + ([] if options.verify else ["--no-verify"])
-            seconds, resident, own = measured(command)
+            seconds, busy, resident, own = measured(command)
             size = size_of(output)
-            copied = copying(source, Path(name) / "copy", size)
-            figures = f"{resident / GB:.2f} GB | {own / GB:.2f} GB | {seconds:.1f} s | {seconds / copied:.2f} × {copied:.1f} s"
+            copied, copied_busy = copying(source, Path(name) / "copy", size)
+            memory, times = (resident, own), (seconds, busy, copied, copied_busy)
+            figures = " | ".join([*(f"{one / GB:.2f} GB" for one in memory), *(f"{one:.1f} s" for one in times)])
             print(f"| `{spec}`{', verified' if options.verify else ''} | {size / GB:.2f} GB | {figures} |", flush=True)
             if options.load:
                 allowed = f"{max(1, size // 4 // 2**20)}MiB"
-                seconds, resident, own = measured([sys.executable, "-c", LOAD, str(output), allowed])
+                seconds, _, resident, own = measured([sys.executable, "-c", LOAD, str(output), allowed])
                 print(f"    loaded with {allowed} for weights: {seconds:.1f} s, {resident / GB:.2f} GB resident", flush=True)
                 shutil.rmtree(f"{output}.offload", ignore_errors=True)
             shutil.rmtree(output)

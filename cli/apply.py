@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from retrofit.anatomy.wording import format_change
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output
-from retrofit.cli.parser import Subparsers, add_model_arguments, require_path, seed
+from retrofit.cli.parser import STREAMS, Subparsers, add_model_arguments, require_path, seed
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
 from retrofit.cli.tables import print_table
@@ -107,7 +107,7 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
     if arguments.config is not None or arguments.allow_pickle:
         raise UsageError(
             "--config and --allow-pickle do not go with --stream",
-            why="a stream reads a directory of safetensors, which says itself how it is built",
+            why=STREAMS,
             remedy="leave them out",
         )
     from retrofit.streaming.streamed_apply import apply_streamed

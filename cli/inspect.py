@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
-from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
+from retrofit.cli.parser import STREAMS, Subparsers, add_model_arguments, require_path
 from retrofit.cli.printable import printable
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
@@ -18,6 +18,8 @@ from retrofit.cli.tables import print_table
 from retrofit.runtime.atomic_writes import whole_file
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from retrofit.pipeline.protocol import Recipe
 
 EXAMPLES = """\
@@ -38,6 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_pass_arguments(parser)
     add_model_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the anatomy, or the plan, as JSON")
+    parser.add_argument("--stream", action="store_true", help="without the weights of a directory: for models larger than memory")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw the anatomy into FILE")
     parser.add_argument("--force", action="store_true", help="replace a drawing that exists")
     parser.set_defaults(run=run)
@@ -62,11 +65,10 @@ def print_anatomy(arguments: argparse.Namespace) -> int:
         check_output(arguments.svg, arguments.force)
 
     from retrofit.anatomy.inspection import inspect
-    from retrofit.storage.checkpoint import load
 
     with working(arguments.debug) as progress:
         progress(f"reading {arguments.model}")
-        model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+        model = read_model(arguments)
         progress("capturing")
         anatomy = inspect(model)
         if arguments.svg is not None:
@@ -81,14 +83,28 @@ def print_anatomy(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def read_model(arguments: argparse.Namespace) -> nn.Module:
+    """The model to look at; with `--stream` it has no weights."""
+    if not arguments.stream:
+        from retrofit.storage.checkpoint import load
+
+        return load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+    from retrofit.streaming.source_directory import model_without_weights, require_directory
+
+    require_directory(arguments.model)
+    if arguments.config is not None or arguments.allow_pickle:
+        raise UsageError("--config and --allow-pickle do not go with --stream", why=STREAMS, remedy="leave them out")
+    model: nn.Module = model_without_weights(arguments.model)
+    return model
+
+
 def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
     """What the passes would do is on stdout; 0 where `apply` would find something to rewrite for each of them, else 2."""
     from retrofit.preview import plan_of
-    from retrofit.storage.checkpoint import load
 
     with working(arguments.debug) as progress:
         progress(f"reading {arguments.model}")
-        model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+        model = read_model(arguments)
         plan = plan_of(model, *passes, progress=progress)
     if arguments.json:
         print(json.dumps(plan.to_dict(), indent=2))

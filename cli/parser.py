@@ -13,6 +13,8 @@ from retrofit.errors import CheckpointError
 
 MODEL = "a .pt checkpoint, a Hugging Face or sentence-transformers directory, a .gguf, .pt2 or .onnx file"
 
+STREAMS = "a stream reads a directory of safetensors, which says itself how it is built"
+
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 Gather: TypeAlias = Callable[[list[str], Sequence[str]], tuple[list[str], dict[str, Any]]]

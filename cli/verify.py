@@ -17,7 +17,7 @@ from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from retrofit.checks.report import CheckResult
+    from retrofit.checks.report import CheckResult, Report
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -27,6 +27,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "--against", metavar="DENSE", type=Path, help="the dense model it was rewritten from: compare the two functions"
     )
     parser.add_argument("--onnx", action="store_true", help="also export to ONNX and compare; takes longer than all other checks")
+    parser.add_argument(
+        "--stream", action="store_true", help="with a part of both models in memory at a time, by the checks that can"
+    )
     parser.set_defaults(run=run)
 
 
@@ -41,6 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "an ONNX file is verified against a model", why="it makes no promises itself", remedy="name the model with --against"
         )
+
+    if arguments.stream:
+        return report_on_stream(arguments)
 
     from retrofit.checks.registry import CHECKS
     from retrofit.checks.verify import verify, verify_onnx
@@ -60,6 +66,26 @@ def run(arguments: argparse.Namespace) -> int:
             model = load(arguments.model, **loading)
             progress("verifying")
             report = verify(model, reference, checks=(*CHECKS, *(["onnx"] if arguments.onnx else [])))
+    return show(report)
+
+
+def report_on_stream(arguments: argparse.Namespace) -> int:
+    """The same, of directories that are larger than memory."""
+    if arguments.onnx or arguments.config is not None or arguments.allow_pickle:
+        raise UsageError(
+            "--onnx, --config and --allow-pickle do not go with --stream",
+            why="a stream reads directories of safetensors, and an export needs a whole model in memory",
+            remedy="leave them out",
+        )
+    from retrofit.streaming.streamed_verification import verify_directory
+
+    with working(arguments.debug) as progress:
+        report = verify_directory(arguments.model, arguments.against, progress)
+    return show(report)
+
+
+def show(report: Report) -> int:
+    """The report is on stdout; 0 where every check held, 1 where one failed."""
     print_table(row for check in report.checks for row in check_rows(check))
     outcomes = Counter(check.status for check in report.checks)
     print(", ".join(f"{outcomes[status]} {status}" for status in ("passed", "failed", "skipped") if outcomes[status]))

@@ -25,6 +25,12 @@ SAVE_ONCE = "save it once as one, where it fits in memory: retrofit.save(retrofi
 Place = Callable[[str, nn.Parameter], None]  # of a parameter that is not in a file, by its name in the model
 
 
+def require_directory(source: Path) -> None:
+    """A stream reads a directory, else `CheckpointError`."""
+    if not source.is_dir():
+        raise CheckpointError(f"{source} cannot be streamed", why="a stream reads a directory of safetensors", remedy=SAVE_ONCE)
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of the model in a directory; raises `CheckpointError` where there are none."""
     index = folder / INDEX

@@ -38,10 +38,10 @@ from retrofit.streaming.model_layout import SHARD, WEIGHTS, ModelLayout, saved_t
 from retrofit.streaming.new_parameters import Expected, ParametersInOrder, expected_parameters
 from retrofit.streaming.result_files import ResultFiles
 from retrofit.streaming.source_directory import (
-    SAVE_ONCE,
     bytes_computed_on_loading,
     model_on_files,
     model_without_weights,
+    require_directory,
     same_file_contents,
     source_extents,
     weight_files,
@@ -112,8 +112,7 @@ def apply_streamed(
 
 def require_directories(source: Path, output: Path) -> None:
     """A stream goes from one directory to another, else `CheckpointError`."""
-    if not source.is_dir():
-        raise CheckpointError(f"{source} cannot be streamed", why="a stream reads a directory of safetensors", remedy=SAVE_ONCE)
+    require_directory(source)
     if is_file_name(output):
         raise CheckpointError(
             f"{output} cannot be written by a stream", why="it writes a directory of safetensors", remedy="name a directory"

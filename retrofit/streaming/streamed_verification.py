@@ -2,25 +2,64 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
-
-from torch import nn
 
 from retrofit.checks.reference import Reference
 from retrofit.checks.registry import CHECKS
 from retrofit.checks.report import CheckResult, Report
-from retrofit.checks.verify import check_rewrite
-from retrofit.errors import VerificationError
+from retrofit.checks.verify import check_rewrite, verify
+from retrofit.errors import CheckpointError, VerificationError
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.pipeline.running import Progress
 from retrofit.rewriting import Applied
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.storage.pipeline_directories import transformer_folder
 from retrofit.streaming.result_files import SetAside
-from retrofit.streaming.source_directory import model_on_files
+from retrofit.streaming.source_directory import (
+    bytes_computed_on_loading,
+    model_on_files,
+    model_without_weights,
+    require_directory,
+    source_extents,
+)
 from retrofit.streaming.tensor_files import TensorFiles, kept_out_of_memory
 
 STREAMED = ("graph", "parameters", "function", "cost")  # each reads all weights a few times
 ELSEWHERE = "it reads the weights many times over, or needs a gradient for each: retrofit verify, where the model fits in memory"
+
+
+@one_at_a_time
+def verify_directory(model: Path, dense: Path | None, progress: Progress | None = None) -> Report:
+    """The report on the model in a directory, held against the one in the directory `dense` where one is named.
+
+    Where loading one merges weights, these are in files beside `model` meanwhile. Raises `CheckpointError` where there is no room
+    for them, and where something is no directory of safetensors.
+    """
+    say = progress or (lambda stage: None)
+    for one in filter(None, (model, dense)):
+        require_directory(one)
+    folders = [transformer_folder(one) for one in (model, dense) if one is not None]
+    computed = sum(sum(bytes_computed_on_loading(model_without_weights(one), source_extents(one)).values()) for one in folders)
+    if computed > (free := shutil.disk_usage(model.resolve().parent).free):
+        raise CheckpointError(
+            f"{model} cannot be verified here",
+            why=f"weights merged on loading take {computed / 1e9:.2f} GB on the disk, and {free / 1e9:.2f} GB are free",
+            remedy=f"make room in {model.resolve().parent}",
+        )
+    files = TensorFiles()
+    with tempfile.TemporaryDirectory(prefix=".retrofit-", dir=model.resolve().parent) as aside, kept_out_of_memory(files):
+        reference = None
+        keep = SetAside(Path(aside), files)
+        if dense is not None:
+            say(f"measuring {dense}")
+            before = model_on_files(folders[1], files, keep)
+            reference = Reference.of(before, named_inputs(before), checks=STREAMED)
+        say(f"verifying {model}")
+        report = verify(model_on_files(folders[0], files, keep), reference, checks=STREAMED)
+    return with_others(report)
 
 
 def verify_streamed(
@@ -33,13 +72,12 @@ def verify_streamed(
     files = TensorFiles()
     with kept_out_of_memory(files):
         say("measuring the dense model")
-        dense = model_on_files(folder, files, SetAside(aside, files))
+        keep = SetAside(aside, files)
+        dense = model_on_files(folder, files, keep)
         reference = Reference.of(dense, named_inputs(dense), checks=STREAMED)
         say("verifying")
-        model = model_on_files(result, files, stays_in_memory)
-        report = check_rewrite(model, reference, rewrites, applied.fates, checks=STREAMED)
-    others = tuple(CheckResult(name, "skipped", "", ELSEWHERE, 0.0) for name in CHECKS if name not in STREAMED)
-    report = Report((*report.checks, *others))
+        model = model_on_files(result, files, keep)
+        report = with_others(check_rewrite(model, reference, rewrites, applied.fates, checks=STREAMED))
     if not report.ok:
         raise VerificationError(
             f"the rewritten model failed: {', '.join(check.name for check in report.failed)}",
@@ -50,5 +88,6 @@ def verify_streamed(
     return report
 
 
-def stays_in_memory(name: str, parameter: nn.Parameter) -> None:
-    """Loading a result computes nothing: its files have the model's own tensors."""
+def with_others(report: Report) -> Report:
+    """The report, with every check that was not made."""
+    return Report((*report.checks, *(CheckResult(name, "skipped", "", ELSEWHERE, 0.0) for name in CHECKS if name not in STREAMED)))

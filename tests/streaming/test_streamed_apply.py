@@ -89,7 +89,6 @@ EVERY_PASS = [
     ("half", "sparse-ffn(sparsity=4, active=2, controller=gate)"),
     ("mixture", "altup(k=2)"),
     ("mixture", "sparse-qkv"),
-    ("mixture", "shared-moe"),
     ("t5", "merge-cross-attention"),
     ("t5", "altup(k=2)", "sparse-ffn(sparsity=4)"),
 ]
@@ -99,17 +98,25 @@ EVERY_PASS = [
 @pytest.mark.parametrize("case", EVERY_PASS, ids=" ".join)
 def test_it_writes_what_apply_in_memory_writes(case: tuple[str, ...], models: Path, tmp_path: Path) -> None:
     source, *specs = case
-    try:
-        in_memory(models / source, tmp_path / "whole", *specs)
-    except DoesNotFitError as refusal:
-        with pytest.raises(DoesNotFitError, match=refusal.what.split(":")[0]):
-            apply_streamed(models / source, tmp_path / "streamed", *specs, verify=False)
-        assert os.listdir(tmp_path) == []
-        return
+    in_memory(models / source, tmp_path / "whole", *specs)
     applied = apply_streamed(models / source, tmp_path / "streamed", *specs, verify=False, shard_size=SHARD)
     assert differences(tmp_path / "whole", tmp_path / "streamed") == []
     assert sorted(os.listdir(tmp_path)) == ["streamed", "whole"]
     assert applied.parameters_after == sum(one.numel() for one in retrofit.load(tmp_path / "whole").parameters())
+
+
+@pytest.mark.long
+def test_it_refuses_what_apply_in_memory_refuses(models: Path, tmp_path: Path) -> None:
+    said = []
+    for rewrite in (
+        lambda: retrofit.apply(retrofit.load(models / "mixture"), "shared-moe", verify=False),
+        lambda: apply_streamed(models / "mixture", tmp_path / "out", "shared-moe", verify=False),
+    ):
+        with pytest.raises(DoesNotFitError) as refusal:
+            rewrite()
+        said.append(str(refusal.value))
+    assert said[0] == said[1]
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_streamed_result_loads_verified_and_is_rewritten_again(models: Path, tmp_path: Path) -> None:
@@ -132,19 +139,43 @@ def test_a_streamed_result_loads_verified_and_is_rewritten_again(models: Path, t
     assert retrofit.recipe(retrofit.load(tmp_path / "two"))[0].name == "memory"  # type: ignore[index]
 
 
+@pytest.mark.parametrize("arguments", [[], ["--pass", "altup", "--k", "2"]])
+def test_what_is_inspected_without_weights_is_what_is_inspected_with_them(
+    arguments: list[str], models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "--json", *arguments, str(models / "mixture")]) == 0
+    whole = capsys.readouterr().out
+    assert main(["inspect", "--json", "--stream", *arguments, str(models / "mixture")]) == 0
+    assert capsys.readouterr().out == whole
+
+
+def test_the_command_line_verifies_a_stream(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    apply_streamed(models / "mixture", tmp_path / "out", "altup(k=2)", verify=False)
+    against = ["--stream", "--against", str(models / "mixture")]
+    assert main(["verify", str(tmp_path / "out"), *against]) == 0
+    assert "4 passed, 6 skipped" in capsys.readouterr().out
+    spoil(tmp_path / "out")
+    assert main(["verify", str(tmp_path / "out"), *against]) == 1
+    assert os.listdir(tmp_path) == ["out"]
+    assert main(["verify", str(tmp_path / "out"), "--stream", "--onnx"]) == 2
+
+
+def spoil(folder: Path) -> None:
+    """A bit of a weight is another one."""
+    file = min(folder.glob("*.safetensors"))
+    one = max(extents_in(file).values(), key=lambda extent: extent.size)
+    content = bytearray(file.read_bytes())
+    content[one.start + one.size - 2] ^= 64
+    file.write_bytes(content)
+
+
 def test_a_wrong_byte_in_a_result_is_found(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def spoil(place: Path, *others: Any) -> Any:
-        file = next(iter(sorted(place.glob("*.safetensors"))))
-        one = max(extents_in(file).values(), key=lambda extent: extent.size)
-        with file.open("rb+") as opened:
-            opened.seek(one.start + one.size - 1)
-            last = opened.read(1)
-            opened.seek(one.start + one.size - 1)
-            opened.write(bytes([last[0] ^ 1]))
-        return verify(models / "llama", place, *others)
+    def spoiled(folder: Path, place: Path, *others: Any) -> Any:
+        spoil(place)
+        return verify(folder, place, *others)
 
     verify = streamed_verification.verify_streamed
-    monkeypatch.setattr(streamed_apply, "verify_streamed", lambda folder, place, *others: spoil(place, *others))
+    monkeypatch.setattr(streamed_apply, "verify_streamed", spoiled)
     with pytest.raises(retrofit.RetrofitError, match=r"failed: .*parameters"):
         apply_streamed(models / "llama", tmp_path / "out", "memory")
     assert os.listdir(tmp_path) == []
