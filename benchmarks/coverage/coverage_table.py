@@ -16,7 +16,7 @@ import re
 import sys
 import time
 
-from sweeping import Row, Task, all_ids, assessed, cell, line, parser_of, write_whole
+from sweeping import Row, Task, all_ids, assessed, cell, in_mixed_order, line, parser_of, write_whole
 
 HEADINGS = ("architecture", "captured", "anatomy", "AltUp exact", "generates", "trains", "saved and loaded")
 CELLS = ("captured", "anatomy", "exact", "generates", "trains", "saved")
@@ -42,7 +42,7 @@ def main() -> int:
     everything = all_ids()
     selected = [name for name in everything if re.search(options.only, name)]
     passes = [name for name in ("altup", *OTHERS) if re.search(options.passes, name)]
-    tasks = [(name, one) for name in selected for one in passes]
+    tasks = [(name, one) for name in in_mixed_order(selected) for one in passes]
     waiting = [task for task in tasks if options.again or task[1] not in results.get(task[0], {})]
     started = time.monotonic()
     for count, ((name, one), found) in enumerate(assessed(waiting, options.jobs, options.limit, find, failed), start=1):

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import zlib
 
 from graph_assessment import BOTH, PASSES
 from support.other_zoos import MODELS
-from sweeping import Row, Task, all_ids, cell, key, line, parser_of, sweep
+from sweeping import Row, Task, all_ids, cell, in_mixed_order, key, line, parser_of, sweep
 
 COLUMNS = ("graph", ".pt2", *PASSES)
 ZOO_COLUMNS = ("inlined", *BOTH)
@@ -29,8 +28,7 @@ def main() -> int:
 
 def tasks() -> list[Task]:
     """What there is to assess: (model, column), the column empty for an architecture of the zoo."""
-    names = sorted(all_ids(), key=lambda name: zlib.crc32(name.encode()))
-    return [(kind, column) for kind in MODELS for column in COLUMNS] + [(name, "") for name in names]
+    return [(kind, column) for kind in MODELS for column in COLUMNS] + [(name, "") for name in in_mixed_order(all_ids())]
 
 
 def find(task: Task) -> Row:

@@ -10,12 +10,16 @@ SPEC = "lsh-attention(rounds=2, buckets=4, chunk=4)"
 MODELS, DECODERS = "gpt2 llama bert", "gpt2 llama"
 DEFAULT, DECODING, ENCODING = on(MODELS, SPEC), on(DECODERS, SPEC), on("bert", SPEC)
 SHARED = on("bert", "lsh-attention(rounds=2, buckets=4, chunk=4, share=queries)")
+LISTED = on(DECODERS, "lsh-attention(rounds=1, buckets=2, chunk=2)")  # few keys are seen, so that lists are read
+TESTS = "tests/passes/lsh_attention/test_bucketed_attention.py::"
 
 hashes = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/hashing.py")
 orders = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/key_orders.py")
 attention = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/seen_keys.py")
 module = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/bucketed_attention.py")
 kept = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/key_buckets.py")
+lists = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/bucket_lists.py")
+tiles = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/fused_tiles.py")
 whole = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/lsh_attention.py")
 
 MUTANTS = [
@@ -109,6 +113,27 @@ MUTANTS = [
         "rows = (self.rows // self.group // 2 * 2).unsqueeze(-1) * x.shape[1]",
         trials=on("llama", SPEC),
     ),
+    attention(
+        "in the fused kernel a key counts in every round in which it is seen",
+        "        bias.masked_fill_(seen_before(other, queries, keys), UNSEEN)",
+        "        seen_before(other, queries, keys)",
+        trials=DEFAULT,
+        test=f"{TESTS}test_the_fused_kernel_computes_the_same",
+    ),
+    attention(
+        "where it decodes by lists a key counts in every round in which it is seen",
+        "visible = visible & ~(same & (places[number] >= oldest[other]))",
+        "visible = visible & ~(same & (places[number] < 0))",
+        trials=LISTED,
+        test=f"{TESTS}test_a_step_by_the_lists_of_buckets_is_the_comparison_with_all_keys",
+    ),
+    attention(
+        "where it decodes by lists the first key counts twice where a list has it",
+        "(first <= own - chunk) & ~known)",
+        "(first <= own - chunk))",
+        trials=LISTED,
+        test=f"{TESTS}test_a_step_by_the_lists_of_buckets_is_the_comparison_with_all_keys",
+    ),
     module(
         "padding is in the buckets of what it hashes to",
         "found = torch.where(visible, found, self.buckets)",
@@ -151,6 +176,55 @@ MUTANTS = [
         "left = self.length",
         trials=DECODING,
         test="tests/passes/lsh_attention/test_lsh_attention.py::test_tokens_that_were_guessed_wrong_leave_no_trace",
+    ),
+    tiles(
+        "in the fused kernel a query sees one key too many behind it",
+        "bias = torch.where((place > own) & (place <= own + chunk), 0.0, UNSEEN)",
+        "bias = torch.where((place >= own) & (place <= own + chunk), 0.0, UNSEEN)",
+        trials=DECODING,
+        test=f"{TESTS}test_the_fused_kernel_computes_the_same",
+    ),
+    tiles(
+        "in the fused kernel the first queries see zeros before all keys",
+        "bias.where(place >= chunk - first - part.start * size, UNSEEN)",
+        "bias",
+        trials=DECODING,
+        test=f"{TESTS}test_the_fused_kernel_computes_the_same",
+    ),
+    tiles(
+        "in the fused kernel a query sees the key behind its stretch",
+        "before = torch.where(place[:-1] < place.unsqueeze(-1), 0.0, UNSEEN)",
+        "before = torch.where(place[:-1] <= place.unsqueeze(-1), 0.0, UNSEEN)",
+        trials=DEFAULT,
+        test=f"{TESTS}test_the_fused_kernel_computes_the_same",
+    ),
+    lists(
+        "a decoding step sees the oldest keys of its bucket, not the newest",
+        "number = total - 1 - torch.arange(count, device=bucket.device)",
+        "number = (total - count).clamp(max=0) + torch.arange(count, device=bucket.device).flip(0)",
+        trials=LISTED,
+        test=f"{TESTS}test_a_step_by_the_lists_of_buckets_is_the_comparison_with_all_keys",
+    ),
+    lists(
+        "a new key is not counted in its list",
+        "self.counts.scatter_(-1, bucket, count + 1)",
+        "self.counts.scatter_(-1, bucket, count)",
+        trials=LISTED,
+        test=f"{TESTS}test_a_step_by_the_lists_of_buckets_is_the_comparison_with_all_keys",
+    ),
+    lists(
+        "padding is in the lists of what it hashes to",
+        "codes = values if hidden is None else torch.where(hidden.unsqueeze(1), buckets, values)",
+        "codes = values",
+        trials=LISTED,
+        test=f"{TESTS}test_padding_is_in_no_list_wherever_it_is",
+    ),
+    kept(
+        "beams do not take the lists of their keys with them",
+        "            self.lists.choose(rows, self.stored.shape[2])",
+        "            pass",
+        trials=LISTED,
+        test=f"{TESTS}test_a_step_by_the_lists_of_buckets_is_the_comparison_with_all_keys",
     ),
     whole(
         "all attentions have the same rotations",

@@ -10,7 +10,7 @@ BOTH = on("t5 t5-gated", "merge-cross-attention")
 ONE = on("t5 t5-gated", "merge-cross-attention(attentions=1)")
 AT_FIRST = on("t5", "merge-cross-attention(positions=first)")
 WEIGHED = on("t5", "merge-cross-attention(weight=0.1)")
-TESTS = "tests/passes/merge_cross_attention/test_merge_cross_attention.py::"
+OPERATOR = "tests/passes/merge_cross_attention/test_joint_attention.py::"
 
 joint = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/joint_attention.py")
 layer = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/merged_layer.py")
@@ -41,7 +41,7 @@ MUTANTS = [
         "boolean masks show what they hide",
         "s.masked_fill(~self.mask, torch.finfo(s.dtype).min)",
         "s.masked_fill(self.mask, torch.finfo(s.dtype).min)",
-        trials=BOTH,
+        trials=on("bart", "merge-cross-attention"),
     ),
     joint(
         "the scale of the model's scores is left out",
@@ -53,8 +53,7 @@ MUTANTS = [
         "causal calls see later tokens",
         'if given.get("is_causal"):',
         "if False:",
-        trials=on("t5", "merge-cross-attention"),
-        equivalent="this model gives its attentions a mask always",
+        trials=on("bart", "merge-cross-attention"),
     ),
     joint(
         "the weight of the other keys is applied to the attention's own",
@@ -73,6 +72,20 @@ MUTANTS = [
         "bias = torch.where(bias > HIDDEN, bias, 0.0)",
         "bias = torch.zeros_like(bias)",
         trials=AT_FIRST,
+    ),
+    joint(
+        "of many queries the other keys have no weight",
+        "parts[1] = (parts[1] + self.added()).to(q.dtype)",
+        "parts[1] = parts[1].to(q.dtype)",
+        trials=WEIGHED,
+        test=f"{OPERATOR}test_it_is_one_softmax_over_the_keys_of_both_sets",
+    ),
+    joint(
+        "many queries see what the masks hide",
+        "if own.mask is None and others.mask is None and not self.weighs:",
+        "if not self.weighs:",
+        trials=BOTH,
+        test=f"{OPERATOR}test_it_is_one_softmax_over_the_keys_of_both_sets",
     ),
     layer(
         "the encoder's states are not seen by the first attention",

@@ -68,6 +68,13 @@ def models() -> dict[str, Callable[[], Any]]:
         given = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "initializer_range": 0.3, **sizes}
         return built(transformers.GPTNeoXConfig(**given), transformers.GPTNeoXForCausalLM)
 
+    def bart() -> Any:
+        """Encoder and decoder, whose masks say what is visible, and whose causal calls have none."""
+        sizes = {"encoder_layers": 1, "decoder_layers": 2, "d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "decoder_start_token_id": 2}
+        given = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "init_std": 0.3, **sizes, **heads}
+        return built(transformers.BartConfig(**given), transformers.BartForConditionalGeneration)
+
     return {
         "gpt2": gpt2,
         "gpt2-4-layers": lambda: gpt2(n_layer=4),
@@ -80,4 +87,5 @@ def models() -> dict[str, Callable[[], Any]]:
         "t5-without-dropout": lambda: t5(num_layers=2, d_model=64, d_kv=32, d_ff=64, dropout_rate=0.0),
         "bert": bert,
         "gpt-neox": gpt_neox,
+        "bart": bart,
     }

@@ -1,4 +1,4 @@
-"""Faults of reversible: the step forwards and backwards, what is kept of it, its gradient, what is run twice, the options."""
+"""Faults of reversible: the step forwards and backwards, what is kept of it, its gradient, two streams, what is run twice."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ DEFAULT = on("gpt2-4-layers llama-3-layers", "reversible(bits=2)")
 DECODER = on("llama-4-layers", "reversible(bits=2)")
 BOTH_STACKS = on("t5-gated", "reversible(bits=2)")
 MIXTURES = on("llama-3-layers", "reversible(bits=2)")
+TWO_STREAMS = on("gpt2-4-layers llama-3-layers t5-gated", "reversible(scheme=terraformer)")
 LAYERS = "tests/passes/reversible/test_reversible_layers.py"
+SWAPS = "tests/passes/reversible/test_two_streams.py"
 
 chain = functools.partial(Mutant, "reversible", "passes/reversible/chain.py")
 fixed = functools.partial(Mutant, "reversible", "passes/reversible/fixed_point.py")
 call = functools.partial(Mutant, "reversible", "passes/reversible/repeated_call.py")
 layer = functools.partial(Mutant, "reversible", "passes/reversible/reversible_layer.py")
+streams = functools.partial(Mutant, "reversible", "passes/reversible/two_streams.py")
+branches = functools.partial(Mutant, "reversible", "passes/reversible/branch_calls.py")
+swapped = functools.partial(Mutant, "reversible", "passes/reversible/two_stream_layer.py")
 whole = functools.partial(Mutant, "reversible", "passes/reversible/reversible.py")
 
 MUTANTS = [
@@ -167,6 +172,95 @@ MUTANTS = [
         "if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_exporting():",
         "if True:",
         trials=DEFAULT,
+    ),
+    streams(
+        "on two streams a branch is added to the stream that it read",
+        "current, previous = previous + to_fixed(value), current",
+        "current, previous = current + to_fixed(value), current",
+        trials=TWO_STREAMS,
+    ),
+    streams(
+        "on two streams a branch is not taken away in the backward pass",
+        "previous = after - to_fixed(value.detach())",
+        "previous = after",
+        trials=TWO_STREAMS,
+    ),
+    streams(
+        "on two streams the gradient does not go through the branches",
+        "plus(of_older, found[0], link.dtypes[number + 1])",
+        "plus(of_older, None, link.dtypes[number + 1])",
+        trials=TWO_STREAMS,
+    ),
+    streams(
+        "the gradient of the mean goes whole to both streams",
+        "return (0.5 * gradient).to(newer), (0.5 * gradient).to(older)",
+        "return gradient.to(newer), gradient.to(older)",
+        trials=TWO_STREAMS,
+    ),
+    streams(
+        "trained, the newer stream is returned and not the mean of both",
+        "mean(newer, older, current, previous) if swaps.closes",
+        "mean(newer, newer, current, current) if swaps.closes",
+        trials=TWO_STREAMS,
+    ),
+    streams(
+        "where one stream becomes two only the newer has a gradient",
+        "return plus(of_newer, of_older)",
+        "return of_newer",
+        trials=TWO_STREAMS,
+    ),
+    streams(
+        "what two streams do not reproduce is no error",
+        "if not all(torch.equal(one, other) for one, other in zip(found_sums, self.start or (), strict=True)):",
+        "if False:",
+        trials=TWO_STREAMS,
+        test=f"{SWAPS}::test_what_cannot_be_computed_again_is_an_error_with_the_reason",
+    ),
+    branches(
+        "random numbers are drawn anew when a branch is computed again",
+        "random = state.restored() if state is not None else RandomState(self.device).kept()",
+        "random = RandomState(self.device).kept()",
+        trials=TWO_STREAMS,
+        test=f"{SWAPS}::test_gradients_are_those_with_everything_kept_bit_for_bit",
+    ),
+    branches(
+        "a branch computed again has the losses of all branches",
+        "own = losses[span[0] : span[1]]",
+        "own = losses",
+        trials=TWO_STREAMS,
+        test=f"{SWAPS}::test_other_methods_inside_have_the_gradients_of_the_formula",
+    ),
+    branches(
+        "for one branch all of them are computed again",
+        "            skipping.active = False\n            return blank.detach()",
+        "            return blank.detach()",
+        trials=TWO_STREAMS,
+        test=f"{SWAPS}::test_a_branch_runs_twice_in_a_step_and_only_on_its_own_stream",
+    ),
+    swapped(
+        "evaluated, the older stream stays the first one",
+        "self.newer, self.older = base + value, self.newer",
+        "self.newer, self.older = base + value, self.older",
+        trials=TWO_STREAMS,
+    ),
+    swapped(
+        "evaluated, the newer stream is returned and not the mean of both",
+        "return torch.lerp(self.newer, self.older.to(self.newer.dtype), self.share / 2)",
+        "return self.newer",
+        trials=TWO_STREAMS,
+    ),
+    swapped(
+        "the dial turns the wrong way",
+        "torch.lerp(self.newer, self.older.to(self.newer.dtype), self.share)",
+        "torch.lerp(self.newer, self.older.to(self.newer.dtype), 1 - self.share)",
+        trials=TWO_STREAMS,
+        test=f"{SWAPS}::test_a_decoder_is_the_loop_over_its_branches_anywhere_on_the_dial",
+    ),
+    whole(
+        "two streams never end: no mean is taken",
+        "links += [*chain[:-1], dataclasses.replace(chain[-1], closes=True)]",
+        "links += chain",
+        trials=TWO_STREAMS,
     ),
     whole(
         "the option bits has no effect",
