@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from retrofit.passes.merge_cross_attention import reference as once_more
-from retrofit.passes.merge_cross_attention.joint_attention import FIRST, NONE, JointAttention
+from retrofit.passes.merge_cross_attention.joint_attention import FEW, FIRST, NONE, JointAttention
 from retrofit.passes.merge_cross_attention.merged_layer import (
     MergedCrossAttention,
     MergedLayer,
@@ -67,7 +67,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
     rewrites: ClassVar[str] = "decoder layer"
     recovery: ClassVar[Recovery] = Recovery(align=0.25, anneal=0.5, dial=OtherTokens())
     reference: ClassVar[MethodReference] = MethodReference(
-        {JointAttention: ModuleReference(once_more.joint_attention)}, wiring=once_more.wiring, start=once_more.start
+        {JointAttention: ModuleReference(once_more.joint_attention, length=FEW)}, wiring=once_more.wiring, start=once_more.start
     )
 
     attentions: int = option(

@@ -19,7 +19,7 @@ from retrofit.checks.site_recording import MOST, CallRecorder, has_cache, map_te
 from retrofit.checks.stepping import PADDED, PLAIN, section, step_batch, ways_to_step
 from retrofit.errors import RetrofitError, first_line
 from retrofit.pipeline.method_reference import ModuleReference, RecordedCall
-from retrofit.runtime.probes import Inputs, accepts, extent_of, output_ids_name, resized, run
+from retrofit.runtime.probes import Inputs, accepts, extent_of, is_per_token, output_ids_name, resized, run
 
 STEPS = 5  # tokens decoded one at a time: of a few in a row some are anchors and some are not
 CHUNKS = (2, 3)  # tokens decoded at a time
@@ -83,6 +83,12 @@ class SiteWays:
             large = {path: one for path, one in self.references.items() if one.tokens > batch * length}
             many = lambda: recorded(self.model, large, resized(self.model, self.inputs, rows, length, 13))  # noqa: E731
             yield Way(f" on {rows * length} tokens", many, trains=True)
+        shortest = shortest_of(self.inputs)
+        for_longer = {path: one for path, one in self.references.items() if one.length >= shortest > 1}
+        if for_longer:
+            total = length + 1 + max(one.length for one in for_longer.values()) - shortest
+            long = lambda: recorded(self.model, for_longer, resized(self.model, self.inputs, 1, total, 19))  # noqa: E731
+            yield Way(f" on {total} tokens", long, trains=True)
 
     def calls(self) -> Iterator[tuple[Way, Calls]]:
         """What was recorded in each way; what stopped one is kept in `missing`."""
@@ -132,6 +138,11 @@ class SiteWays:
             why = "several depths share it" if len(calls) > count else "it receives no cache"
             self.missing.append((f"{path} was not compared {words}", why))
         return False
+
+
+def shortest_of(inputs: Inputs) -> int:
+    """The length of the shortest side of the inputs; 0 where none has tokens."""
+    return min((value.shape[1] for value in inputs.values() if is_per_token(value)), default=0)
 
 
 def first_shape(call: RecordedCall) -> Any:

@@ -144,8 +144,9 @@ class ModuleReference:
 
     `given` are its children that were there before, `functions` those that compute an element-wise part of the dense model: the
     formula calls these too. `key` is the attribute that says where in what the module returns the output is, "" where that is the
-    value itself or its first item. `tokens`: from so many tokens on it computes in another way. `trainings`: how many times it is
-    trained on other random numbers; 0: not by itself, but with others, in `MethodReference.wiring`.
+    value itself or its first item. `tokens`: of more tokens in all it computes in another way, `length`: of a sequence with more.
+    `trainings`: how many times it is trained on other random numbers; 0: not by itself, but with others, in
+    `MethodReference.wiring`.
     """
 
     compute: Callable[[SiteCall], Tensor]
@@ -153,6 +154,7 @@ class ModuleReference:
     functions: tuple[str, ...] = ()
     key: str = ""
     tokens: int = 0
+    length: int = 0
     trainings: int = 1
     cached: bool = False  # whether it keeps something in the model's cache
 

@@ -19,6 +19,7 @@ from retrofit.passes.altup.layers import AltUpLayer, DynamicAltUpLayer
 from retrofit.passes.altup.widening import WidthPropagation
 from retrofit.passes.memory.external_memory import ExternalMemory, SoftmaxMemory
 from retrofit.passes.memory.token_ids import TokenIdReader
+from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
 from retrofit.passes.sequence_altup.anchors import EvenAnchors
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
 from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
@@ -249,6 +250,14 @@ fault("the head is never fitted", "sparse-loss(modules=4)", "the fit to input fe
 )
 fault("the extra embedding of the next id", "sum", "model.embed_tokens")(
     around(SummedEmbedding, "look_up", lambda old, self, ids: old(self, (ids + 1) % VOCABULARY))
+)
+
+fault("of many queries the other values in reverse", "merge-cross-attention", "on 13 tokens", t5)(
+    around(
+        JointAttention,
+        "fused",
+        lambda old, self, own, others, *more: old(self, own, dataclasses.replace(others, v=others.v.flip(2)), *more),
+    )
 )
 
 
