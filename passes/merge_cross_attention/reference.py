@@ -79,9 +79,15 @@ def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 def wiring(observed: Observed) -> Problems:
-    """Of both sets of tokens, the keys and the values of an attention are what its own matrices make of them."""
-    with streams_of(observed) as streams:
+    """Of both sets of tokens, the keys and the values of an attention are what its own matrices make of them.
+
+    A cross-attention that is gone adds nothing.
+    """
+    with streams_of(observed) as streams, added_by_gone(observed) as added:
         observed.model(**observed.inputs)
+    for path, values in added.items():
+        if any(bool(value.any()) for value in values):
+            yield path, "what replaces the cross-attention of its layer returns something to be added to the stream, and not zeros"
     for site in observed.sites:
         outer = observed.model.get_submodule(site.path.rpartition(".")[0])
         for (x, source), arguments in streams.get(site.path, []):
@@ -128,6 +134,33 @@ def streams_of(observed: Observed) -> Iterator[dict[str, list[tuple[tuple[Tensor
     try:
         with torch.no_grad():
             yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def added_by_gone(observed: Observed) -> Iterator[dict[str, list[Tensor]]]:
+    """Within this context, where one attention is left: what replaces the other returns in the shape of the stream, by site."""
+    found: dict[str, list[Tensor]] = {}
+    handles = []
+
+    def hook_of(path: str) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            container, key = find_argument(module.stream_in, list(args), kwargs)
+            parts = (
+                list(output.values()) if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else [output]
+            )
+            streams = [one for one in parts if isinstance(one, Tensor) and one.shape[:-1] == container[key].shape[:-1]]
+            found.setdefault(path, []).extend(one for one in streams if one.is_floating_point())
+
+        return hook
+
+    for site in observed.sites if observed.options.attentions == 1 else ():
+        replacing = observed.model.get_submodule(site.path.rpartition(".")[0]).__dict__["cross"]
+        handles.append(replacing.register_forward_hook(hook_of(site.path), with_kwargs=True))
+    try:
+        yield found
     finally:
         for handle in handles:
             handle.remove()

@@ -12,6 +12,7 @@ import transformers
 from support.method_verdicts import verdict
 from support.tiny_models import VOCABULARY, bert, built, gpt2, llama, t5, vit
 
+from retrofit.checks.site_recording import map_tensors
 from retrofit.errors import DoesNotFitError
 from retrofit.passes import SparseLoss
 from retrofit.passes.altup.contraction import Contraction
@@ -20,6 +21,7 @@ from retrofit.passes.altup.widening import WidthPropagation
 from retrofit.passes.memory.external_memory import ExternalMemory, SoftmaxMemory
 from retrofit.passes.memory.token_ids import TokenIdReader
 from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
+from retrofit.passes.merge_cross_attention.merged_layer import NoCrossAttention
 from retrofit.passes.sequence_altup.anchors import EvenAnchors
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
 from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
@@ -258,6 +260,9 @@ fault("of many queries the other values in reverse", "merge-cross-attention", "o
         "fused",
         lambda old, self, own, others, *more: old(self, own, dataclasses.replace(others, v=others.v.flip(2)), *more),
     )
+)
+fault("a cross-attention that is gone adds something", "merge-cross-attention(attentions=1)", "and not zeros", t5)(
+    around(NoCrossAttention, "forward", lambda old, *args, **kwargs: map_tensors(old(*args, **kwargs), lambda one: one + 1))
 )
 
 
