@@ -107,6 +107,7 @@ MUTANTS = [
         "keep, added = torch.where(kept, keep, 1.0), torch.where(kept, added, 0.0)",
         "added = torch.where(kept, added, 0.0)",
         trials=DEFAULT,
+        test="tests/passes/recurrence/test_recurrence.py::test_padding_between_tokens_leaves_the_state_as_it_was",
     ),
     unit(
         "padding is read like any token",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Observed, Problems, SiteCall
+from retrofit.sdk import Deviation, Observed, Problems, SiteCall
 
 
 def recurrent_feed_forward(call: SiteCall) -> Tensor:
@@ -26,7 +26,9 @@ def recurrent_feed_forward(call: SiteCall) -> Tensor:
     state = call.before[-1].kept["state"] if call.before else None
     low = projected(rows, unit.w_in[:, : options.rank])
     h, call.kept["state"] = read(low, unit.forwards, options.rank, real, state, range(rows.shape[1]))
-    if options.bidirectional and unit.backwards is not None:
+    if (unit.backwards is not None) != (options.bidirectional and not module.causal):
+        raise Deviation(f"it reads {'one direction' if unit.backwards is None else 'both directions'}")
+    if unit.backwards is not None:
         back, _ = read(low, unit.backwards, options.rank, real, None, reversed(range(rows.shape[1])))
         h = torch.cat([h, back], -1)
     added = projected(h, unit.w_out)
@@ -72,14 +74,10 @@ def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | N
 
 
 def wiring(observed: Observed) -> Problems:
-    """Where one feed-forward of a causal stack gets the cache, all of them do: one without forgets with every step."""
-    caches = {site.path: has_cache(site.calls[0]) for site in observed.sites if site.calls and site.module.causal}
-    if any(caches.values()):
-        yield from ((path, "it receives no cache, and others do") for path, has in caches.items() if not has)
-
-
-def has_cache(call: Any) -> bool:
-    return (call.kwargs.get("recurrence") or {}).get("cache") is not None
+    """Where the model decodes on a cache, every feed-forward of a causal stack gets it: one without forgets with every step."""
+    for site in observed.sites:
+        if site.module.causal and site.path in observed.uncached:
+            yield site.path, "the model decodes on a cache, and it receives none"
 
 
 def start(observed: Observed) -> Problems:

@@ -207,6 +207,7 @@ class Comparison:
         self.problems: list[tuple[str, str]] = []
         self.missing: list[tuple[str, str]] = []  # what was not compared, and why
         self.calls, self.gap = 0, 0.0
+        self.uncached: set[str] = set()
 
     def run(self) -> MethodMeasurement:
         unknown = tuple(dict.fromkeys(one.name for one in self.passes if one.reference is None))
@@ -222,6 +223,7 @@ class Comparison:
             for path, calls in found.items():
                 groups.setdefault(path, []).append((way, calls))
         self.missing += others.missing
+        self.uncached = others.uncached
         for words, why in others.raised.items():
             if words in self.before.ways:
                 self.problems.append(("", f"it does not run{words}, and the dense model does: {why}"))
@@ -334,6 +336,7 @@ class Comparison:
             self.recorded_losses,
             self.context.calibration,
             self.context.dense_parameters,
+            self.uncached,
         )
         checks = {"what lies between its modules": one.reference.wiring, "its start": one.reference.start}
         for name, check in checks.items():

@@ -60,6 +60,7 @@ class SiteWays:
         self.model, self.references, self.inputs, self.logits = model, references, inputs, logits
         self.missing: list[tuple[str, str]] = []  # what was not recorded, and why
         self.raised: dict[str, str] = {}  # by the words of a way: the error that the model's own code raised
+        self.uncached: set[str] = set()  # sites that received no cache though the model decoded on one
 
     def ways(self) -> Iterator[Way]:
         batch, length = extent_of(self.inputs)
@@ -135,7 +136,9 @@ class SiteWays:
         if len(calls) == count and all(map(has_cache, calls)):
             return True
         if calls and first_shape(calls[0]) != first_shape(calls[-1]):
-            why = "several depths share it" if len(calls) > count else "it receives no cache"
+            is_shared = len(calls) > count
+            why = "several depths share it" if is_shared else "it receives no cache"
+            self.uncached |= set() if is_shared else {path}
             self.missing.append((f"{path} was not compared {words}", why))
         return False
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -200,6 +200,7 @@ class Observed:
     recorded_losses: Callable[[], float]  # the sum of the auxiliary ones that its modules record, on these numbers too
     calibration: Calibration | None = None  # the data itself
     dense_parameters: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # the dense model's own, where at hand
+    uncached: Collection[str] = ()  # sites that received no cache though the model decoded on one
     missing: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # sites that were not compared, and why
 
     def not_compared(self, path: str, why: str) -> None:

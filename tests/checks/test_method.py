@@ -22,6 +22,8 @@ from retrofit.passes.memory.external_memory import ExternalMemory, SoftmaxMemory
 from retrofit.passes.memory.token_ids import TokenIdReader
 from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
 from retrofit.passes.merge_cross_attention.merged_layer import NoCrossAttention
+from retrofit.passes.recurrence import recurrent_feed_forward
+from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence as RecurrentUnit
 from retrofit.passes.sequence_altup.anchors import EvenAnchors
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
 from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
@@ -254,6 +256,12 @@ fault("the extra embedding of the next id", "sum", "model.embed_tokens")(
     around(SummedEmbedding, "look_up", lambda old, self, ids: old(self, (ids + 1) % VOCABULARY))
 )
 
+fault("the recurrence keeps no state in the cache", "recurrence(rank=3)", "decodes on a cache, and it receives none")(
+    lambda monkeypatch: monkeypatch.setattr(recurrent_feed_forward, "cache_among", lambda *_: None)
+)
+fault("a causal stack is read backwards too", "recurrence(rank=3, bidirectional=true)", "it reads both directions", t5)(
+    around(RecurrentUnit, "__init__", lambda old, self, width, rank, _, like: old(self, width, rank, True, like))
+)
 fault("of many queries the other values in reverse", "merge-cross-attention", "on 13 tokens", t5)(
     around(
         JointAttention,

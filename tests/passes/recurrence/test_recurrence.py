@@ -18,6 +18,7 @@ import retrofit
 from retrofit.errors import DoesNotFitError
 from retrofit.passes import Recurrence
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward, RecurrentLayer
+from retrofit.passes.recurrence.simple_recurrent_unit import SimpleRecurrentUnit
 from retrofit.rewriting import apply_reported
 
 RANK = 4
@@ -173,6 +174,19 @@ def test_a_padded_sequence_is_continued_as_if_it_were_alone(how: dict[str, Any])
     both = model.generate(tokens, attention_mask=mask, **how)
     alone = model.generate(tokens[1:, 3:], **how)
     assert torch.equal(both[1, 6:], alone[0, 3:])
+
+
+def test_padding_between_tokens_leaves_the_state_as_it_was() -> None:
+    torch.manual_seed(0)
+    unit, x = SimpleRecurrentUnit(4, torch.empty(0, dtype=torch.float64)), torch.randn(3, 9, 4, dtype=torch.float64)
+    real = torch.ones(3, 9, dtype=torch.bool)
+    real[0, 3:6], real[1, 1::2], real[2, 8] = False, False, False
+    h, c = unit(x, None, real)
+    for row, shown in enumerate(real):
+        alone = unit(x[row : row + 1, shown])
+        torch.testing.assert_close((h[row : row + 1, shown], c[row : row + 1, shown]), alone)
+        last = shown.long().cumsum(0) - 1  # of the tokens so far that are no padding
+        torch.testing.assert_close(c[row], alone[1][0, last])
 
 
 def test_tokens_that_were_guessed_wrong_leave_no_trace() -> None:
