@@ -18,6 +18,7 @@ from retrofit.errors import DoesNotFitError
 from retrofit.passes import Reversible
 from retrofit.passes.reversible import reference, reversible_layer
 from retrofit.passes.reversible.chain import Step
+from retrofit.passes.reversible.repeated_call import KeptCache
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer
 
 IDS = torch.randint(5, 40, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -206,6 +207,9 @@ def test_the_check_method_finds_a_wrong_step_and_a_wrong_gradient(monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(Step, "backward", staticmethod(without_the_past))
         assert "the gradient of" in str(method(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(KeptCache, "copied", lambda self, values: self.cache)
+        assert "in training" in str(method(model))
     with monkeypatch.context() as patch:
         patch.setattr(reversible_layer, "reversible_call", lambda layer, *_: layer(*_[-2], **_[-1]))
         assert "in training" in str(method(model))
