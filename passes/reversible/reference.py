@@ -40,7 +40,8 @@ def wiring(observed: Observed) -> Problems:
     try:
         ours = gradients(observed)
     except Exception as error:  # where the formula has a result the step is to have one
-        yield called[0].path, f"in training it raises an error, and with everything kept it does not: {str(error).partition(chr(10))[0]}"
+        what = str(error).partition("\n")[0]
+        yield called[0].path, f"in training it raises an error, and with everything kept it does not: {what}"
         return
     sizes = [float(one.abs().max()) if one is not None and one.numel() else 0.0 for _, one in theirs]
     floor = LEAST * max(sizes, default=0.0)
