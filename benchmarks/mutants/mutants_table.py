@@ -6,7 +6,8 @@ Each mutant is put into a copy of the sources; the pass is applied from there to
 report. The sources as they are must come through the trials with a report without one. Of a mutant that no check reports the test
 that it names is run on that copy. Results are kept in a JSON file as they come, each under a hash of
 the mutant and of its pass: a later run makes anew what has changed. `--again` makes anew all that `--only` selects, as after a
-change of a check; `--passed` selects those that no check reported.
+change of a check; `--passed` selects those that no check reported. The page is written once every mutant has a result, and says of
+which passes some are those of earlier sources.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import altup_mutants
@@ -61,15 +63,16 @@ def main() -> int:
     require_sound(MUTANTS)
     results = Results(options)
     finished = results.make(mutant_keys()) and results.make(control_keys(results))
-    known = results.known(mutant_keys())
-    controls = results.known(control_keys(results))
+    known, latest = results.known(mutant_keys()), results.latest(mutant_keys())
+    controls, all_controls = results.known(control_keys(results)), len(control_keys(results))
     alarms = {task: row for task, row in controls.items() if row["by"] and not is_right_refusal(task, row, known)}
     for task, row in alarms.items():
         print(f"without a fault, {name_of(task)} is reported by {row['by']}: {row['why']}")
-    rows = [(mutant, known[mutant.method, mutant.wrong]) for mutant in ordered() if (mutant.method, mutant.wrong) in known]
-    print(f"{len(rows)} of {len(MUTANTS)} mutants have a result for the sources as they are; {score(rows)}")
-    if finished and not alarms and len(rows) == len(MUTANTS) and controls.keys() == control_keys(results).keys():
-        write_whole(options.output, page(rows, controls))
+    rows = [(mutant, latest[mutant.method, mutant.wrong]) for mutant in ordered() if (mutant.method, mutant.wrong) in latest]
+    print(f"{len(known)} of {len(MUTANTS)} mutants have a result for the sources as they are, {len(rows)} have one; {score(rows)}")
+    if finished and not alarms and len(rows) == len(MUTANTS):
+        earlier = Counter(method for method, _ in latest.keys() - known.keys())
+        write_whole(options.output, page(rows, controls, all_controls, earlier))
     return bool(alarms)
 
 
@@ -120,8 +123,11 @@ class Results:
 
     def known(self, keys: Mapping[Task, str]) -> dict[Task, Row]:
         """The results that are those of the sources as they are."""
-        found = {task: self.rows.get(name_of(task), {}) for task in keys}
-        return {task: row for task, row in found.items() if row.get("key") == keys[task]}
+        return {task: row for task, row in self.latest(keys).items() if row["key"] == keys[task]}
+
+    def latest(self, tasks: Iterable[Task]) -> dict[Task, Row]:
+        """The last result of each task, of earlier sources too."""
+        return {task: self.rows[name_of(task)] for task in tasks if name_of(task) in self.rows}
 
 
 def ordered() -> list[Mutant]:
@@ -145,8 +151,9 @@ def mutant_keys() -> dict[Task, str]:
 
 def control_keys(results: Results) -> dict[Task, str]:
     """The trials in which something was reported, without a fault: only where these pass does a report say something."""
-    reported = {(task[0], row["trial"]) for task, row in results.known(mutant_keys()).items() if row["by"]}
-    return {(method, f"{CONTROL} {trial}"): key_of(method, trial) for method, trial in sorted(reported)}
+    trials = {(mutant.method, str(trial)) for mutant in MUTANTS for trial in mutant.trials}
+    reported = {(task[0], row["trial"]) for task, row in results.latest(mutant_keys()).items() if row["by"]}
+    return {(method, f"{CONTROL} {trial}"): key_of(method, trial) for method, trial in sorted(reported & trials)}
 
 
 def name_of(task: Task) -> str:
@@ -179,17 +186,21 @@ def score(rows: Sequence[tuple[Mutant, Row]]) -> str:
     return f"{reported} of {len(faults)} that are faults are reported by a check ({share:.1f} %)"
 
 
-def page(rows: Sequence[tuple[Mutant, Row]], controls: Mapping[Task, Row]) -> str:
-    """The Markdown page: the score, a count a pass, a line a mutant."""
+def page(rows: Sequence[tuple[Mutant, Row]], controls: Mapping[Task, Row], all_controls: int, earlier: Mapping[str, int]) -> str:
+    """The Markdown page: the score, a count a pass, a line a mutant; `earlier` counts results of earlier sources by pass."""
     refused = sum(bool(row["by"]) for row in controls.values())
+    tried = f"the {all_controls}" if len(controls) == all_controls else f"{len(controls)} of the {all_controls}"
     but = f", but for {refused} that they refuse and a mutant does not" if refused else ""
+    counted = ", ".join(f"`{method}` ({count})" for method, count in sorted(earlier.items()))
+    of_earlier = [f"Of earlier sources, and not made again since, are the results of {counted}."] if earlier else []
     lines = [
         "# Mutants",
         "",
         f"{len(rows)} faults were put into the sources of the passes, one at a time; from each mutated copy the pass was applied",
         "to a tiny GPT-2, Llama, GPT-NeoX, T5, BART or BERT with every check, up to the first report. The sources as they are come",
-        f"through the {len(controls)} trials in which something was reported without a report{but}. {score(rows)}.",
+        f"through {tried} trials in which something was reported without a report{but}. {score(rows)}.",
         "Written by `make mutants`; the mutants are in `benchmarks/mutants/`; do not edit.",
+        *of_earlier,
         "",
         line(["pass", "mutants", "reported by a check", "by a unit test", "equivalent"]),
         line(["---", *["---:"] * 4]),
