@@ -134,7 +134,7 @@ class TensorFiles:
         whole = self.extents.get(tensor.untyped_storage().data_ptr())
         if whole is None:
             return None
-        start = whole.start + tensor.storage_offset() * tensor.itemsize
+        start = whole.start + int(tensor.storage_offset()) * tensor.itemsize
         return Extent(whole.file, start, tensor.dtype, tuple(tensor.shape))
 
     def is_mapped(self, tensor: Tensor) -> bool:
@@ -173,7 +173,7 @@ def write_at(descriptor: int, start: int, content: memoryview) -> None:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor on the CPU, in order."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def copy_bytes(source: Extent, descriptor: int, start: int) -> None:

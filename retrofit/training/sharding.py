@@ -51,8 +51,8 @@ def fill(sharded: nn.Module, model: nn.Module, device: torch.device) -> None:
         if id(full) not in placed:
             assert isinstance(like, DTensor)
             rows = full.detach()[own_rows(full)].to(device, copy=True)
-            how = {"run_check": False, "shape": full.shape, "stride": full.stride()}
-            found = DTensor.from_local(rows, like.device_mesh, like.placements, **how)
+            mesh, placements = like.device_mesh, like.placements
+            found = DTensor.from_local(rows, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
             placed[id(full)] = nn.Parameter(found, like.requires_grad)
     values = {name: placed[id(full)] for name, full in model.named_parameters(remove_duplicate=False)}
     sharded.load_state_dict(values, strict=False, assign=True)
