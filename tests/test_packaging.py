@@ -81,7 +81,7 @@ def test_what_is_tested_is_what_is_supported() -> None:
 
 ORDER = (  # a package imports only those before it
     "errors runtime program surgery anatomy pipeline graphs onnx storage checks training drawing rewriting preview streaming "
-    "planning sdk passes cli"
+    "planning sdk passes cli __main__"
 ).split()
 FILES = {  # by the name they are imported by
     ".".join((*package.split("/"), *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): file
@@ -167,6 +167,12 @@ def test_no_module_shadows_a_name_of_the_library() -> None:
 def test_importing_the_library_imports_no_torch() -> None:
     code = "import retrofit, retrofit.cli, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["retrofit", "retrofit.cli"])
+def test_the_command_line_is_a_module_too(module: str) -> None:
+    ran = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0 and ran.stdout.startswith("retrofit "), ran.stderr
 
 
 # The README
