@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM, set_seed
 
 import retrofit
 from retrofit.pipeline.registry import as_pass
@@ -45,12 +45,12 @@ class DenseModel:
     units: int = 512
     layers: int = 6
     steps: int = 500
-    masked: bool = False  # a BERT that predicts masked bytes, not a Llama that predicts the next one
+    masked: bool = False  # a ModernBERT that predicts masked bytes, not a Llama that predicts the next one
     tokenizer: ClassVar[None] = None
 
     def trained(self, folder: Path) -> nn.Module:
         """The model, from its file in `folder` where it was trained before."""
-        kind = "bert" if self.masked else "llama"
+        kind = "modernbert" if self.masked else "llama"
         path = folder / f"dense.{kind}.d{self.width}.l{self.layers}.{self.steps}.pt"
         if not path.exists():
             torch.manual_seed(0)
@@ -63,9 +63,11 @@ class DenseModel:
 
     def untrained(self) -> nn.Module:
         sizes = {"hidden_size": self.width, "intermediate_size": self.units, "num_hidden_layers": self.layers}
-        if self.masked:
-            heads = {"num_attention_heads": 4, "max_position_embeddings": LENGTH}
-            return BertForMaskedLM(BertConfig(vocab_size=259, **sizes, **heads))
+        if self.masked:  # its positions are rotary: a BERT of this size learns no more than the frequencies of bytes
+            first = dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 256)
+            last = dict.fromkeys(("eos_token_id", "sep_token_id"), 257)
+            reach = {"max_position_embeddings": LENGTH, "global_attn_every_n_layers": 1}
+            return ModernBertForMaskedLM(ModernBertConfig(vocab_size=259, num_attention_heads=4, **sizes, **reach, **first, **last))
         tokens = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 1024}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": self.width // 4}
         return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, **heads))

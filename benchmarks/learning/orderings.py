@@ -1,8 +1,8 @@
 """Whether the papers' orderings hold from a trained start: methods and their baselines, trained on side by side.
 
 Each of the groups below is one claim of a paper, best variant first. A byte-level Llama, the demo's or a smaller one (for the
-encoder's strides a BERT of its size), is trained once, rewritten by every variant, and trained on, all on the same windows in the
-same order for one seed. Every run is kept in the JSON file; the next call goes on from there. Prints held-out losses, mean and
+encoder's strides a ModernBERT of its size), is trained once, rewritten by every variant, and trained on, all on the same windows in
+the same order for one seed. Every run is kept in the JSON file; the next call goes on from there. Prints held-out losses, mean and
 standard deviation over the seeds, and for each two neighbours the mean difference, paired by seed, with its standard error.
 
     python benchmarks/learning/orderings.py -o orderings.json --seeds 3
@@ -24,7 +24,7 @@ from torch import nn
 
 import retrofit
 
-MASKED_STEPS = 1500  # of a BERT before anything is rewritten: it learns from 15 % of its tokens
+MASKED_STEPS = 1500  # of a ModernBERT before anything is rewritten: it learns from 15 % of its tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Group:
 
     claim: str
     variants: tuple[Variant, ...]
-    masked: bool = False  # rewritten from a BERT
+    masked: bool = False  # rewritten from a ModernBERT
 
 
 def share_norms(model: nn.Module) -> None:
@@ -125,7 +125,8 @@ def main() -> None:
 
 def key_of(group: Group, variant: Variant, seed: int, options: argparse.Namespace) -> str:
     what = (variant.spec or "dense") + ("" if variant.change is None else f", {variant.name}")
-    return f"{options.size} {'BERT' if group.masked else 'Llama'} | {what} | seed {seed} | {options.steps} steps at {options.lr:g}"
+    kind = "ModernBERT" if group.masked else "Llama"
+    return f"{options.size} {kind} | {what} | seed {seed} | {options.steps} steps at {options.lr:g}"
 
 
 def losses(group: Group, variant: Variant, seed: int, options: argparse.Namespace) -> list[float]:
