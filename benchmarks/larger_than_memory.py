@@ -59,6 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 SPECS = ("altup(k=2)", "memory(lookup=softmax, rank=16)", "shared-moe(groups=1)")
 GB = 1e9
+POOL = 10_000_019  # random numbers; each weight is these, from a place of its own on, over and over
 
 
 def layers_of(sizes: dict[str, Any]) -> Iterator[dict[str, tuple[int, ...]]]:
@@ -95,6 +96,7 @@ def write_model(sizes: dict[str, Any], folder: Path) -> None:
     config.architectures = ["MixtralForCausalLM" if mixture else "LlamaForCausalLM"]
     config.save_pretrained(folder)
     generator = torch.Generator().manual_seed(0)
+    pool = torch.empty(POOL).uniform_(-0.035, 0.035, generator=generator).to(torch.bfloat16)  # drawn once: drawing is slow
     parts = list(layers_of(sizes))
     names: dict[str, str] = {}
     total = 0
@@ -102,8 +104,10 @@ def write_model(sizes: dict[str, Any], folder: Path) -> None:
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
         tensors = {}
         for name, shape in shapes.items():
-            values = torch.ones(shape) if len(shape) == 1 else torch.empty(shape).uniform_(-0.035, 0.035, generator=generator)
-            tensors[name] = values.to(torch.bfloat16)
+            count = torch.Size(shape).numel()
+            start = int(torch.randint(POOL, (1,), generator=generator))
+            drawn = torch.cat([pool[start:], *[pool] * (count // POOL), pool])[:count].view(shape)
+            tensors[name] = drawn.clone() if len(shape) > 1 else torch.ones(shape, dtype=torch.bfloat16)
             names[name], total = file, total + tensors[name].nbytes
         save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {"metadata": {"total_size": total}, "weight_map": names}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from retrofit.errors import CheckpointError
-from retrofit.runtime.atomic_writes import draft_of, explained, final_name, flush_directory, flush_file, place_directory, put_away
+from retrofit.runtime.atomic_writes import draft_of, final_name, flush_directory, flush_file, place_directory, put_away
 from retrofit.runtime.deferred_signals import deferred_signals
 
 STEPS, IDENTITY, LOCK = "steps", "identity.json", "lock"
@@ -77,7 +77,7 @@ def resumable_directory(path: Path, identity: Mapping[str, Any], *, force: bool 
     path = final_name(path, force=force, directory=True)
     state, previous = unfinished_of(path), draft_of(path)
     placed = keeps = False
-    with explained(path), locked(state, path) as lock:
+    with locked(state, path) as lock:
         if not is_same(state, identity):
             clear(state, lock)
             (state / IDENTITY).write_text(json.dumps(identity), encoding="utf-8")
@@ -93,8 +93,15 @@ def resumable_directory(path: Path, identity: Mapping[str, Any], *, force: bool 
             place_directory(unfinished.folder, path)
             placed = True
             flush_directory(path.parent)
+        except OSError as error:
+            keeps = True
+            raise CheckpointError(
+                f"{path} cannot be written",
+                why=error.strerror or str(error),
+                remedy=f"check the free space and the permissions of {path.parent}; the same command goes on from where it stopped",
+            ) from error
         except BaseException as error:
-            keeps = isinstance(error, OSError) or not isinstance(error, Exception)
+            keeps = not isinstance(error, Exception)
             raise
         finally:
             with deferred_signals():
@@ -115,7 +122,12 @@ def locked(state: Path, path: Path) -> Iterator[IO[str]]:
     """The folder is there, and no other process has it."""
     import fcntl  # of Unix alone
 
-    state.mkdir(exist_ok=True)
+    try:
+        state.mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written", why=error.strerror or str(error), remedy=f"check the permissions of {path.parent}"
+        ) from error
     with (state / LOCK).open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
