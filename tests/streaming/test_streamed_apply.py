@@ -139,7 +139,8 @@ def test_a_streamed_result_loads_verified_and_is_rewritten_again(models: Path, t
     assert retrofit.recipe(retrofit.load(tmp_path / "two"))[0].name == "memory"  # type: ignore[index]
 
 
-@pytest.mark.parametrize("arguments", [[], ["--pass", "altup", "--k", "2"]])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("arguments", [["--pass", "altup", "--k", "2"], []])
 def test_what_is_inspected_without_weights_is_what_is_inspected_with_them(
     arguments: list[str], models: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,7 +201,8 @@ streamed_apply.apply_streamed(sys.argv[1], sys.argv[2], "altup(k=2)", verify=Fal
 """
 
 
-@pytest.mark.parametrize("records", [1, 6])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("records", [6, 1])
 def test_what_was_killed_goes_on_where_it_was(records: int, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output = models / "llama", tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(source), str(output), str(records)]
@@ -228,7 +230,8 @@ def remembering(calls: list[Any], function: Any, argument: int) -> Any:
     return wrapped
 
 
-def test_another_recipe_or_seed_begins_anew(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_another_seed_begins_anew(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output = models / "gpt2", tmp_path / "out"
 
     def stop(*_: Any) -> None:
