@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -80,23 +82,35 @@ def read_options() -> argparse.Namespace:
 
 def all_parts(device: str, rehearsal: bool, folder: Path) -> list[Part]:
     """Every part, those that decide most first. Models that are trained for some are kept in `folder`."""
-    from on_cuda import decoding, long_sequences, machine, mixtures, recovery_run, rows, steps, whole_rewrites
+    from on_cuda.parts import Part
 
-    return [
-        *machine.parts(device, rehearsal),
-        *rows.parts(device, rehearsal),
-        *decoding.parts(device, rehearsal),
-        *mixtures.parts(device, rehearsal),
-        *steps.parts(device, rehearsal),
-        *whole_rewrites.checked_parts(device, rehearsal)[: len(whole_rewrites.PASSES)],
-        *whole_rewrites.large_parts("1B", device, rehearsal),
-        *recovery_run.parts(device, rehearsal, folder),
-        *long_sequences.parts(device, rehearsal),
-        *steps.depth_parts(device, rehearsal),
-        *whole_rewrites.large_parts("7B", device, rehearsal),
-        *decoding.later_parts(device, rehearsal),
-        *whole_rewrites.checked_parts(device, rehearsal)[len(whole_rewrites.PASSES) :],
+    given = (device, rehearsal)
+    order: list[tuple[str, Callable[[Any], list[Part]]]] = [
+        ("machine", lambda one: one.parts(*given)),
+        ("rows", lambda one: one.parts(*given)),
+        ("decoding", lambda one: one.parts(*given)),
+        ("mixtures", lambda one: one.parts(*given)),
+        ("steps", lambda one: one.parts(*given)),
+        ("whole_rewrites", lambda one: one.checked_parts("float32", device)),
+        ("whole_rewrites", lambda one: one.large_parts("1B", *given)),
+        ("recovery_run", lambda one: one.parts(*given, folder)),
+        ("long_sequences", lambda one: one.parts(*given)),
+        ("steps", lambda one: one.depth_parts(*given)),
+        ("whole_rewrites", lambda one: one.large_parts("7B", *given)),
+        ("decoding", lambda one: one.later_parts(*given)),
+        ("whole_rewrites", lambda one: one.checked_parts("bfloat16", device)),
     ]
+    found: list[Part] = []
+    for name, parts in order:
+        try:
+            found += parts(importlib.import_module(f"on_cuda.{name}"))
+        except ImportError as error:  # of what is not installed there; the other parts go on
+            found.append(Part(f"import of {name}", 0, functools.partial(raise_again, error)))
+    return list({part.key: part for part in found}.values())
+
+
+def raise_again(error: Exception) -> dict[str, Any]:
+    raise error
 
 
 def chosen(parts: list[Part], only: list[str]) -> list[Part]:

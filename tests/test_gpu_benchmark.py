@@ -151,3 +151,13 @@ def test_what_is_missing_is_built_from_the_sources(gpu: Any, tmp_path: Path) -> 
     (entries,) = site.glob("retrofit-*.dist-info/entry_points.txt")
     assert "sparse-ffn = retrofit.passes.sparse_ffn.sparse_ffn:SparseFFN" in entries.read_text()
     assert not (tmp_path / "package/source").exists()
+
+
+def test_what_is_not_installed_takes_its_own_parts_away_alone(gpu: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    every = [part.key for part in gpu.all_parts("cpu", True, tmp_path)]
+    monkeypatch.setitem(sys.modules, "on_cuda.recovery_run", None)
+    left = gpu.all_parts("cpu", True, tmp_path)
+    assert {part.key for part in left} - set(every) == {"import of recovery_run"}
+    assert set(every) - {part.key for part in left} == {key for key in every if key.startswith("recovery")}
+    with pytest.raises(ImportError):
+        next(part for part in left if part.key.startswith("import")).run()

@@ -30,12 +30,13 @@ def sharded_copy(model: nn.Module, device: torch.device, bf16: bool) -> nn.Modul
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (processes.count(),))
-    low = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32) if bf16 else MixedPrecisionPolicy()
+    low, returned = (torch.bfloat16, torch.float32) if bf16 else (None, None)
+    inside, outside = (MixedPrecisionPolicy(low, returned, output) for output in (None, returned))
     copied = without_weights(model)
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
     for group in shard_groups(model):
-        fully_shard(twins[group], mesh=mesh, mp_policy=low)
-    fully_shard(copied, mesh=mesh, mp_policy=low)
+        fully_shard(twins[group], mesh=mesh, mp_policy=inside)
+    fully_shard(copied, mesh=mesh, mp_policy=outside)
     fill(copied, model, device)
     return copied
 
