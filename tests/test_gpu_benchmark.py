@@ -105,7 +105,7 @@ def test_every_part_runs_at_tiny_sizes(gpu: Any, tmp_path: Path, capsys: pytest.
 def test_a_part_that_fails_hangs_or_dies_stops_no_other(
     gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = Namespace(results=tmp_path / "gpu.json", until=time.time() + 4)
+    options = Namespace(results=tmp_path / "gpu.json", until=time.time() + 6)
     code = WORKER.format(benchmarks=str(ROOT / "benchmarks"), results=str(options.results), until=options.until)
     monkeypatch.setattr(gpu, "worker_command", lambda options: [sys.executable, "-c", code])
     monkeypatch.setattr(gpu, "GRACE", 0)
