@@ -2,28 +2,50 @@
 
 A score is computed, weighed and multiplied by its value while it is in the processor's cache. Which keys a query sees is said by a
 bias, made of rows of small tables.
+
+The kernel is private to torch: where a version has none of this name, or one that takes or returns something else, tiles are a
+product, a softmax and a product as everywhere else, and no other numbers.
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 UNSEEN = -1e30  # what is added to the score of a key that is not seen
+KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+TAKES = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
+
+
+@functools.cache
+def kernel(name: str) -> Any:
+    """Torch's operation of this name, None where there is none that takes and returns what is expected here."""
+    packet = getattr(torch.ops.aten, name, None)
+    operation = getattr(packet, "default", None)
+    if operation is None:
+        return None
+    takes = tuple(one.name for one in operation._schema.arguments)
+    returns = [str(one.type) for one in operation._schema.returns]
+    return operation if takes == TAKES and returns == ["Tensor", "Tensor"] else None
 
 
 def is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernel can be called: in float32 on a CPU, outside of any tracing, where no gradient is wanted."""
+    """Whether the kernel can be called: it is there, in float32 on a CPU, outside of any tracing, where no gradient is wanted."""
     followed = torch.is_grad_enabled() and any(one.requires_grad for one in (q, k, v))
     plain = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in (q, k, v))
-    return plain and q.shape[-1] == v.shape[-1] and not followed and not torch.compiler.is_compiling()
+    return (
+        plain and q.shape[-1] == v.shape[-1] and not followed and not torch.compiler.is_compiling() and kernel(KERNEL) is not None
+    )
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Σ softmax(s) v and the logarithm of Σ exp(s): q (rows, tiles, C, d), k and v (rows, tiles, keys, d), bias likewise."""
     bias = bias.expand(q.shape[0], q.shape[1], -1, -1)
-    y, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, attn_mask=bias, scale=scale)[:2]
+    y, total = kernel(KERNEL)(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     return y, total
 
 

@@ -132,6 +132,20 @@ def test_the_fused_kernel_computes_the_same(
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["_no_such_kernel", "_scaled_dot_product_flash_attention"], ids=["none", "with-other-arguments"])
+@torch.no_grad()
+def test_without_the_private_kernel_the_numbers_are_the_same(causal: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = attention(causal).float()
+    q, k, v = (drawn(2, 2, 57, seed=seed).float() for seed in (1, 2, 3))
+    expected = module(q, k, v, is_causal=causal)
+    assert fused_tiles.is_fused(q, k, v)
+    monkeypatch.setattr(fused_tiles, "KERNEL", name)
+    monkeypatch.setattr(seen_keys, "fused", None)  # an error where it is called
+    assert not fused_tiles.is_fused(q, k, v)
+    torch.testing.assert_close(module(q, k, v, is_causal=causal), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
 def test_masks_and_biases_hide_and_weigh_what_they_do_in_the_dense_attention(causal: bool) -> None:
     module, (q, k, v) = attention(causal), operands(21)
     visible = everything(2, 21, causal)
