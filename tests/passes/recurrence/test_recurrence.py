@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support import tiny_models, zoo
+from support import cached_decoding, tiny_models, zoo
 from support.retrofitted import moved
 from torch import Tensor, nn
 
@@ -155,25 +155,13 @@ def test_step_0_is_the_dense_function_and_the_parameters_are_the_formulas(name: 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-@torch.no_grad()
 def test_a_state_in_the_cache_goes_on_in_steps_and_in_chunks(name: str) -> None:
-    model, tokens = trained(name), ids(2, 12)
-    whole = logits(model, input_ids=tokens, use_cache=False)
-    for lengths in ((1,) * 12, (5, 1, 3, 1, 2)):
-        cache, parts = transformers.DynamicCache(config=model.config), []
-        for part in tokens.split(lengths, 1):
-            parts.append(logits(model, input_ids=part, past_key_values=cache))
-        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-4)
+    cached_decoding.check_steps(trained(name), ids(2, 12), (1,) * 12, (5, 1, 3, 1, 2))
 
 
-@pytest.mark.parametrize("how", [{"num_beams": 3}, {"do_sample": False}, {"do_sample": False, "cache_implementation": "static"}])
+@pytest.mark.parametrize("how", cached_decoding.HOW, ids=str)
 def test_a_padded_sequence_is_continued_as_if_it_were_alone(how: dict[str, Any]) -> None:
-    model, tokens, mask = trained("llama"), ids(2, 6, seed=4), torch.ones(2, 6, dtype=torch.long)
-    mask[1, :3] = 0
-    how = {"max_new_tokens": 7, "min_new_tokens": 7, "pad_token_id": 0, **how}
-    both = model.generate(tokens, attention_mask=mask, **how)
-    alone = model.generate(tokens[1:, 3:], **how)
-    assert torch.equal(both[1, 6:], alone[0, 3:])
+    cached_decoding.check_padding(trained("llama"), ids(2, 6, seed=4), 3, **how)
 
 
 def test_padding_between_tokens_leaves_the_state_as_it_was() -> None:
@@ -190,9 +178,7 @@ def test_padding_between_tokens_leaves_the_state_as_it_was() -> None:
 
 
 def test_tokens_that_were_guessed_wrong_leave_no_trace() -> None:
-    model, prompt = trained("llama"), ids(1, 12)
-    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **how), model.generate(prompt, **how))
+    cached_decoding.check_wrong_guesses(trained("llama"), ids(1, 12))
 
 
 @torch.no_grad()
