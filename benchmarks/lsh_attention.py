@@ -33,9 +33,9 @@ import retrofit
 from retrofit.passes import LSHAttention
 from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention
 from retrofit.passes.lsh_attention.hashing import hash_buckets, random_rotations
-from retrofit.passes.lsh_attention.intercepted_attention import InterceptedCalls
 from retrofit.passes.lsh_attention.seen_keys import seen_by_comparison
 from retrofit.runtime.peak_memory import peak_bytes
+from retrofit.surgery.fused_attention import AnsweredFusedAttention
 
 HEAD, TOP, CHUNKS = 64, 16, 4
 
@@ -144,7 +144,7 @@ class Recorder(torch.nn.Module):
         super().__init__()
         self.found: list[tuple[Tensor, Tensor]] = []
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: object, cache: object = None, **how: object) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: object, **how: object) -> Tensor:
         self.found.append((query[0], key[0].repeat_interleave(query.shape[1] // key.shape[1], 0)))
         return F.scaled_dot_product_attention(query, key, value, *args, **how)
 
@@ -156,7 +156,7 @@ class Local(torch.nn.Module):
         super().__init__()
         self.chunk = chunk
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, cache: object = None, **how: object) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: object, **how: object) -> Tensor:
         place = torch.arange(query.shape[2])
         apart = place[:, None] - place
         how |= {"is_causal": False, "attn_mask": (apart >= 0) & ((apart < self.chunk) | (place == 0))}
@@ -166,13 +166,13 @@ class Local(torch.nn.Module):
 def vectors(model: torch.nn.Module, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Queries and keys, (heads, tokens, d) each, of every layer."""
     recorder = Recorder()
-    with InterceptedCalls(recorder, None):
+    with AnsweredFusedAttention(recorder):
         model(input_ids=rows, use_cache=False)
     return recorder.found
 
 
 def local_loss(model: torch.nn.Module, rows: Tensor, chunk: int) -> float:
-    with InterceptedCalls(Local(chunk), None):
+    with AnsweredFusedAttention(Local(chunk)):
         return loss(model, rows)
 
 

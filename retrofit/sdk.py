@@ -50,6 +50,7 @@ from retrofit.anatomy.weight_matrices import Matrix as Matrix
 from retrofit.anatomy.weight_matrices import weight_and_bias as weight_and_bias
 from retrofit.anatomy.weight_matrices import weight_out_first as weight_out_first
 from retrofit.anatomy.attention_cores import Attention as Attention
+from retrofit.anatomy.attention_cores import SOFTMAX as SOFTMAX
 from retrofit.anatomy.attention_cores import find_attentions as find_attentions
 from retrofit.anatomy.attention_parsing import find_attention_sites as find_attention_sites
 from retrofit.anatomy.attention_sites import REST as REST
@@ -93,6 +94,8 @@ from retrofit.surgery.cache_memory import SLACK as SLACK
 from retrofit.surgery.cache_memory import TokenHistory as TokenHistory
 from retrofit.surgery.cache_memory import cache_among as cache_among
 from retrofit.surgery.cache_memory import histories_of as histories_of
+from retrofit.surgery.fused_attention import FUSED_ARGUMENTS as FUSED_ARGUMENTS
+from retrofit.surgery.fused_attention import AnsweredFusedAttention as AnsweredFusedAttention
 from retrofit.surgery.keyword_injection import InjectingForward as InjectingForward
 from retrofit.surgery.keyword_injection import call_with_keywords as call_with_keywords
 from retrofit.surgery.keyword_injection import child_modules as child_modules

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
-from retrofit.passes.merge_cross_attention.core_calls import RecordedCore, no_values
+from retrofit.passes.merge_cross_attention.core_calls import no_values
 from retrofit.sdk import child_modules
 
 HOOKS = (
@@ -28,6 +29,9 @@ HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+
+Recorded = Callable[[list[dict[str, Any]]], AbstractContextManager[Any]]  # what an attention attends with goes into the list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +55,9 @@ class NoQuery(nn.Module):
 
 
 def borrowed_operands(
-    code: nn.Module, lender: nn.Module, borrowing: Borrowing, args: Any, kwargs: Mapping[str, Any]
+    code: nn.Module, lender: nn.Module, borrowing: Borrowing, recorded: Recorded, args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Any]:
-    """What `code`, with the modules of `lender`, calls torch's attention with, and what it returns then: a result of zeros."""
+    """What `code`, with the modules of `lender`, attends with, as `recorded` has it; and its result, made of zeros."""
     replaced = {path: module_at(lender, other) for path, other in borrowing.modules.items()}
     path, width = borrowing.query
     if path:
@@ -61,7 +65,7 @@ def borrowed_operands(
     if borrowing.out:
         replaced[borrowing.out] = nn.Identity()
     calls: list[dict[str, Any]] = []
-    with RecordedCore(calls):
+    with recorded(calls):
         returned = copy_with(code, replaced)(*args, **kwargs)
     operands = {key: value for key, value in calls[0].items() if key not in ("dropout_p", "enable_gqa")} if calls else {}
     return (operands | {"query": None} if path and operands else operands), returned

@@ -5,42 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-FUSED = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
-ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+from retrofit.sdk import FUSED_ARGUMENTS, AnsweredFusedAttention
 
 
-class RecordedCore(TorchFunctionMode):
-    """Within this context the arguments of torch's fused attention go into `calls`, by name, and its result is zero."""
+def recorded_core(calls: list[dict[str, Any]]) -> AnsweredFusedAttention:
+    """A context in which the arguments of torch's fused attention go into `calls`, by name, and its result is zero."""
 
-    def __init__(self, calls: list[dict[str, Any]]) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function not in FUSED:
-            return function(*args, **(kwargs or {}))
-        given = {**dict(zip(ARGUMENTS, args, strict=False)), **(kwargs or {})}
-        self.calls.append(given)
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        given = {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}
+        calls.append(given)
         return no_values(given["query"], given["value"].shape[-1])
 
+    return AnsweredFusedAttention(record)
 
-class AnsweredCore(TorchFunctionMode):
-    """Within this context `attention`, with the keys `other` besides, answers for torch's fused attention."""
 
-    def __init__(self, attention: nn.Module, other: Mapping[str, Any] | None, calls: list[bool]) -> None:
-        super().__init__()
-        self.attention, self.other, self.calls = attention, other, calls
+def answered_core(attention: nn.Module, other: Mapping[str, Any] | None, calls: list[bool]) -> AnsweredFusedAttention:
+    """A context in which `attention`, with the keys `other` besides, answers for torch's fused attention."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function not in FUSED:
-            return function(*args, **(kwargs or {}))
-        self.calls.append(True)
-        return self.attention(*args, **(kwargs or {}), other=self.other)
+    def answer(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(True)
+        return attention(*args, **kwargs, other=other)  # type: ignore[no-any-return]
+
+    return AnsweredFusedAttention(answer)
 
 
 def no_values(x: Tensor, width: int) -> Tensor:

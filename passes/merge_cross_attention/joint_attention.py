@@ -13,17 +13,19 @@ Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.1.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
+
+from retrofit.passes.merge_cross_attention.core_calls import answered_core, recorded_core
+from retrofit.passes.merge_cross_attention.other_keys import FIRST, AttentionToOthers
+from retrofit.sdk import AnsweredFusedAttention
 
 FEW = 8  # queries whose scores are written out, as in decoding: no copy of the keys is made then
 HIDDEN = -1e4  # an additive mask below this hides
-NONE, FIRST = "none", "first"  # positions between a token of the decoder and one of the encoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,17 +101,10 @@ class Part:
         return (folded @ self.v).reshape(batch, heads, tokens, -1)
 
 
-class JointAttention(nn.Module):
-    """Attention over the keys of the call and others; `share` of the others' weight is in use, all of it but while a dial turns."""
+class JointAttention(AttentionToOthers):
+    """Attention over the keys of the call and others."""
 
-    def __init__(self, heads: int, positions: str, encoder_is_own: bool, weight: float, like: Tensor) -> None:
-        """`weight` is w at the start; below 1 it is trained, a number for each head."""
-        super().__init__()
-        self.heads, self.positions, self.encoder_is_own = heads, positions, encoder_is_own
-        self.share = 1.0
-        self.log_weight: nn.Parameter | None = None
-        if weight < 1:
-            self.log_weight = nn.Parameter(torch.full((heads,), math.log(weight), dtype=like.dtype, device=like.device))
+    replaces = "torch's scaled_dot_product_attention"
 
     def forward(
         self,
@@ -177,18 +172,14 @@ class JointAttention(nn.Module):
             mask = torch.cat([part.expand(*leading, -1, -1) for part in parts], -1)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=own.scale)
 
-    @property
-    def weighs(self) -> bool:
-        """Whether the other keys count with a weight other than 1."""
-        return self.log_weight is not None or self.share != 1
+    @staticmethod
+    def recorded(calls: list[dict[str, Any]]) -> AnsweredFusedAttention:
+        """A context in which the operands of torch's fused attention go into `calls`."""
+        return recorded_core(calls)
 
-    def added(self) -> Tensor | float:
-        """log w of each head, (1, heads, 1, 1), and of the share that is in use; 0 where w is 1."""
-        share = math.log(self.share) if self.share != 1 else 0.0
-        return share if self.log_weight is None else self.log_weight.view(1, -1, 1, 1) + share
-
-    def extra_repr(self) -> str:
-        return f"heads={self.heads}, positions={self.positions}, encoder_is_own={self.encoder_is_own}"
+    def answering(self, other: Mapping[str, Any] | None, calls: list[bool]) -> AnsweredFusedAttention:
+        """A context in which this module, with the keys `other` besides, answers for torch's fused attention."""
+        return answered_core(self, other, calls)
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:

@@ -5,7 +5,8 @@
     y   = y_2 + FFN(y_2)
 
 A decoder token sees all tokens of the encoder that are no padding, and of the decoder those up to itself. The attention over both
-is in `joint_attention.py`, the layer around it in `merged_layer.py`, what is found in a model in `merged_sites.py`.
+is in `joint_attention.py`, where scores are written out in `joint_softmax.py`; the layer around it is in `merged_layer.py`, what is
+found in a model in `merged_sites.py`.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.1.
 """
@@ -19,8 +20,10 @@ import torch
 from torch import nn
 
 from retrofit.passes.merge_cross_attention import reference as once_more
-from retrofit.passes.merge_cross_attention.joint_attention import FEW, FIRST, NONE, JointAttention
+from retrofit.passes.merge_cross_attention.joint_attention import FEW, JointAttention
+from retrofit.passes.merge_cross_attention.joint_softmax import JointSoftmax
 from retrofit.passes.merge_cross_attention.merged_layer import (
+    Joint,
     MergedCrossAttention,
     MergedLayer,
     MergedSelfAttention,
@@ -28,6 +31,7 @@ from retrofit.passes.merge_cross_attention.merged_layer import (
     Nothing,
 )
 from retrofit.passes.merge_cross_attention.merged_sites import GoneBranch, MergedSite, SiteFinder
+from retrofit.passes.merge_cross_attention.other_keys import FIRST, NONE
 from retrofit.passes.merge_cross_attention.weight_dial import OtherTokens
 from retrofit.sdk import (
     Anatomy,
@@ -67,7 +71,12 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
     rewrites: ClassVar[str] = "decoder layer"
     recovery: ClassVar[Recovery] = Recovery(align=0.25, anneal=0.5, dial=OtherTokens())
     reference: ClassVar[MethodReference] = MethodReference(
-        {JointAttention: ModuleReference(once_more.joint_attention, length=FEW)}, wiring=once_more.wiring, start=once_more.start
+        {
+            JointAttention: ModuleReference(once_more.joint_attention, length=FEW),
+            JointSoftmax: ModuleReference(once_more.joint_softmax),
+        },
+        wiring=once_more.wiring,
+        start=once_more.start,
     )
 
     attentions: int = option(
@@ -173,8 +182,8 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
         layer = edit.model.get_submodule(site.path)
         edit.replace_module(site.path, MergedLayer(layer, (site.own.path, site.cross.path), site.arguments))
 
-    def attention(self, site: MergedSite, like: torch.Tensor, encoder_is_own: bool) -> JointAttention:
-        return JointAttention(site.heads, self.positions, encoder_is_own, self.weight, like)
+    def attention(self, site: MergedSite, like: torch.Tensor, encoder_is_own: bool) -> Joint:
+        return (JointSoftmax if site.written_out else JointAttention)(site.heads, self.positions, encoder_is_own, self.weight, like)
 
     def drop_branch(self, gone: GoneBranch, cross_path: str, edit: Edit) -> None:
         """The cross-attention's weights are gone, and those of modules around it that only it needed."""

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from retrofit.passes.merge_cross_attention.borrowed_code import Borrowing, borrowed_operands, copy_with
-from retrofit.passes.merge_cross_attention.core_calls import AnsweredCore
 from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
+from retrofit.passes.merge_cross_attention.joint_softmax import JointSoftmax
 from retrofit.passes.merge_cross_attention.second_layers import second_layers
 from retrofit.sdk import (
     ArgumentPlace,
@@ -34,6 +34,8 @@ from retrofit.sdk import (
 )
 
 KEYWORD = "merged"
+
+Joint = JointAttention | JointSoftmax  # one instead of torch's fused attention, one where scores are written out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,7 @@ class MergedSelfAttention(Wrapper):
     """Self-attention whose keys are those of the encoder's tokens too, by its own weights: the first attention of the layer."""
 
     def __init__(
-        self, layer: nn.Module, call: AttentionCall, cross: AttentionCall, arguments: CrossArguments, attention: JointAttention
+        self, layer: nn.Module, call: AttentionCall, cross: AttentionCall, arguments: CrossArguments, attention: Joint
     ) -> None:
         super().__init__(layer)
         self.stream_in, self.borrowing = argument_place(layer, call.stream_in), cross.borrowing
@@ -97,7 +99,9 @@ class MergedSelfAttention(Wrapper):
             with_cache = given["cache"] is not None and cache_among(args, kwargs) is not None
             with own_cache(given["cache"] if with_cache else None, self.cache_layers) as cache:
                 positional, keywords = self.cross_call(container[key], given, cache, cache_keyword(kwargs))
-                other, given["returned"] = borrowed_operands(self.cross_code(), layer, self.borrowing, positional, keywords)
+                other, given["returned"] = borrowed_operands(
+                    self.cross_code(), layer, self.borrowing, self.attention.recorded, positional, keywords
+                )
         return answered(layer, self.attention, other, args, kwargs)
 
     def cross_code(self) -> nn.Module:
@@ -117,7 +121,7 @@ class MergedSelfAttention(Wrapper):
 class MergedCrossAttention(Wrapper):
     """Cross-attention whose keys are those of the decoder's tokens too, by its own weights: the second attention of the layer."""
 
-    def __init__(self, layer: nn.Module, call: AttentionCall, own: AttentionCall, attention: JointAttention, layers: int) -> None:
+    def __init__(self, layer: nn.Module, call: AttentionCall, own: AttentionCall, attention: Joint, layers: int) -> None:
         super().__init__(layer)
         self.stream_in, self.borrowing = argument_place(layer, call.stream_in), own.borrowing
         self.attention, self.cache_layers = attention, layers
@@ -135,7 +139,8 @@ class MergedCrossAttention(Wrapper):
             arguments = [x if value is before else value for value in arguments]
             keywords = {word: x if value is before else value for word, value in keywords.items()}
             with cache_replaced(arguments, keywords, self.cache_layers):
-                other, _ = borrowed_operands(child_modules(first)["layer"], layer, self.borrowing, arguments, keywords)
+                code, recorded = child_modules(first)["layer"], self.attention.recorded
+                other, _ = borrowed_operands(code, layer, self.borrowing, recorded, arguments, keywords)
         return answered(layer, self.attention, other, args, kwargs)
 
 
@@ -187,19 +192,19 @@ def required(merged: dict[str, Any] | None) -> dict[str, Any]:
     return merged
 
 
-def answered(layer: nn.Module, attention: nn.Module, other: Mapping[str, Any] | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What `layer` returns when `attention`, with the other keys, answers for torch's; raises `RetrofitError` where it calls none.
+def answered(layer: nn.Module, attention: Joint, other: Mapping[str, Any] | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What `layer` returns when `attention`, with the other keys, answers in it; raises `RetrofitError` where it attends otherwise.
 
-    Where the other keys could not be found, as its code calls none either, they are empty.
+    Where the other keys could not be found, as its code attends otherwise too, they are empty.
     """
     calls: list[bool] = []
-    with AnsweredCore(attention, other, calls):
+    with attention.answering(other, calls):
         result = layer(*args, **kwargs)
     if not calls or other == {}:
         raise RetrofitError(
-            "an attention does not call torch's scaled_dot_product_attention any more",
+            f"an attention does not call {attention.replaces} any more",
             why="merged attention replaces that call",
-            remedy="choose attn_implementation='sdpa', as when the model was rewritten",
+            remedy="choose the attn_implementation with which the model was rewritten",
         )
     return result
 

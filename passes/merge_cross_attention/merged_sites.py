@@ -12,8 +12,10 @@ from retrofit.passes.merge_cross_attention.borrowed_code import Borrowing
 from retrofit.passes.merge_cross_attention.merged_layer import AttentionCall, CrossArguments, MergedLayer
 from retrofit.sdk import (
     CAST,
+    DROPOUT,
     LAYOUT,
     REST,
+    SOFTMAX,
     Anatomy,
     Attention,
     AttentionSite,
@@ -34,8 +36,11 @@ from retrofit.sdk import (
 
 FUSED = "scaled_dot_product_attention"
 NOT_INTERCEPTED = "multi_head_attention_forward"
-WRITTEN_OUT = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
+CALLS_FUSED = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
 LEFT_OUT = "layers= leaves depths out"
+FOLLOWED = (
+    CAST | DROPOUT | {"view", "reshape", "_unsafe_view", "expand", "contiguous", "clone", "getitem"}
+)  # what a softmax may pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,7 @@ class MergedSite:
     own: AttentionCall
     cross: AttentionCall
     arguments: CrossArguments
+    written_out: bool  # whether scores are, and torch's fused attention is not called
     gone: GoneBranch | None  # where one attention is left
 
 
@@ -103,13 +109,15 @@ class SiteFinder:
         self.check_above(call.path, name)
         own, cross = (self.attention(one, call) for (one,) in branches)
         self.check_shapes(own, cross)
+        written_out = self.written_out(own, cross)
         decoders = self.positions == "first"  # whether the decoder's queries are those of the encoder's keys too
         numbers = query_numbers(own, self.flow)
-        one = numbers is not None and numbers == query_numbers(cross, self.flow)
+        one = numbers is not None and numbers == query_numbers(cross, self.flow) and not written_out
         of_cross = AttentionCall(inside(cross.path, call.path), cross.site.stream_in, self.borrowing(cross, own, one or decoders))
         of_own = AttentionCall(inside(own.path, call.path), own.site.stream_in, self.borrowing(own, cross, one))
         gone = self.gone(cross) if self.attentions_left == 1 else None
-        return MergedSite(call.path, own.site.heads, len(stack.layers), of_own, of_cross, self.arguments(call, cross), gone)
+        arguments = self.arguments(call, cross)
+        return MergedSite(call.path, own.site.heads, len(stack.layers), of_own, of_cross, arguments, written_out, gone)
 
     # The two attentions of a layer.
 
@@ -121,8 +129,8 @@ class SiteFinder:
         if len(cores) != 1:
             raise unfit(name, f"the branch holds {len(cores)} attentions, not one")
         (core,) = cores
-        if op(core.result) != FUSED:
-            raise unfit(name, f"its scores are written out, and no call of {FUSED} is there to be replaced", WRITTEN_OUT)
+        if op(core.result) != FUSED and (why := why_not_followed(core, self.flow)):
+            raise unfit(name, f"it calls no {FUSED}, and {why}", CALLS_FUSED)
         call = self.flow.call_of(core.result)
         if not call.path or call is layer or not layer.encloses(call):
             raise unfit(name, "it is computed in the code of its layer, and no module owns it", "emit='graph' makes each a module")
@@ -166,11 +174,23 @@ class SiteFinder:
             ours, theirs = (f"{one[0].stream_width} → {one[0].width}" for one in reversed(found))
             if ours != theirs:
                 raise unfit(cross.path, f"its projection of {letter} is {ours}, and that of self-attention {theirs}")
-        for one, other in zip((cross.core.query, cross.core.key, cross.core.value),
-                              (own.core.query, own.core.key, own.core.value), strict=True):  # fmt: skip
+        for one, other in zip(operands(cross.core), operands(own.core), strict=True):
             first, second = shape(one) or (), shape(other) or ()
-            if len(first) != 4 or len(second) != 4 or (first[1], first[3]) != (second[1], second[3]):
+            ranks = (4,) if own.core.softmax is None else (3, 4)  # written out, batch and heads may be one dimension
+            if len(first) not in ranks or len(second) != len(first) or (first[-3], first[-1]) != (second[-3], second[-1]):
                 raise unfit(cross.path, f"its heads are {first}, and those of self-attention {second}")
+
+    def written_out(self, own: FoundAttention, cross: FoundAttention) -> bool:
+        """Whether the scores of both are written out; raises `DoesNotFitError` where those of one are, or a bias is needed."""
+        kinds = [one.core.softmax is not None for one in (own, cross)]
+        if kinds[0] != kinds[1]:
+            raise unfit(
+                cross.path, f"one of it and {own.path} calls {FUSED}, and the scores of the other are written out", CALLS_FUSED
+            )
+        if kinds[0] and self.positions == "first":
+            why = "its scores are written out, so the bias towards the decoder's first token is not known apart from them"
+            raise unfit(cross.path, why, f"positions=none needs no bias; {CALLS_FUSED}")
+        return kinds[0]
 
     def borrowing(self, code: FoundAttention, lender: FoundAttention, one_query: bool) -> Borrowing:
         """What the code of one attention takes of the other; raises `DoesNotFitError` where the other has not all it needs."""
@@ -232,6 +252,29 @@ class SiteFinder:
                 raise unfit(cross.path, f"the weights of {path or 'the model'} would have no use, and its module cannot go")
         returned = site.returns_out and site.out.module.startswith(f"{cross.path}.")
         return GoneBranch(tuple(emptied), tuple(dropped), returned, site.out.module, site.out_key, site.out_shape[1])
+
+
+def operands(core: Attention) -> list[fx.Node]:
+    """Queries, keys and values, with the tokens in the last dimension but one: written out, keys are transposed."""
+    return [core.query, core.value] if core.softmax is not None else [core.query, core.key, core.value]
+
+
+def why_not_followed(core: Attention, flow: Dataflow) -> str:
+    """Why a softmax in an attention's code cannot be joined with another, "" where it can."""
+    softmax, call = core.softmax, flow.call_of(core.result)
+    if softmax is None:
+        return f"{op(core.result)} cannot be replaced"
+    if sum(op(node) in SOFTMAX for node in flow.nodes if call.encloses(flow.call_of(node))) != 1:
+        return "its code computes more than one softmax"
+    before, after = shape(softmax) or (), core.result
+    if int(softmax.args[1]) % len(before) != len(before) - 1:  # type: ignore[call-overload]
+        return "its softmax is not over the last dimension"
+    between = [node for node in flow.between(softmax, after) if node is not after and node is not softmax]
+    if any(op(node) not in FOLLOWED or (shape(node) or ())[-2:] != before[-2:] for node in between):
+        return "its weights are changed before they weigh the values"
+    if op(after) not in ("matmul", "bmm") or not isinstance(after.args[0], fx.Node) or not flow.reaches(softmax, after.args[0]):
+        return "its weights are not the first factor of a product with the values"
+    return ""
 
 
 def query_numbers(attention: FoundAttention, flow: Dataflow) -> list[Any] | None:

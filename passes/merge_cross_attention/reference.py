@@ -58,6 +58,28 @@ def joint_attention(call: SiteCall) -> Tensor:
     return torch.stack(rows).reshape(*size[:-1], own["value"].shape[-1])
 
 
+def joint_softmax(call: SiteCall) -> Tensor:
+    """For each query the weights of its own keys and of the others: softmax over s_j and t_j + log w, one after the other."""
+    module: Any = call.module
+    scores, other = call.argument((0, "scores")), call.kwargs.get("other")
+    sets = [scores] if other is None else [scores, other["scores"]]
+    rows = [list(one.reshape(-1, one.shape[-2], one.shape[-1])) for one in sets]  # of each batch row and head, (T, keys)
+    result, unseen = [], []
+    for number in range(len(rows[0])):
+        for i in range(len(rows[0][number])):
+            s = list(rows[0][number][i])
+            for one in rows[1:]:
+                added = 0.0 if module.log_weight is None else module.log_weight[number % module.heads]
+                s += [value + added for value in one[number][i]]
+            top = max(float(value) for value in s)
+            weights = [(value - top).exp() for value in s]
+            total = torch.stack(weights).sum()
+            result.append(torch.stack([weight / total for weight in weights]))
+            unseen.append(top < HIDDEN)
+    call.irrelevant = torch.tensor(unseen).reshape(scores.shape[:-1])
+    return torch.stack(result).reshape(*scores.shape[:-1], -1)
+
+
 def visibility(given: Mapping[str, Any], batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Which keys the mask shows to each query, and what it adds: (batch, heads, tokens, keys) each."""
     keys = given["key"].shape[2]
@@ -81,7 +103,8 @@ def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
 def wiring(observed: Observed) -> Problems:
     """Of both sets of tokens, the keys and the values of an attention are what its own matrices make of them.
 
-    A cross-attention that is gone adds nothing.
+    Where scores are written out no keys are at hand, and of the other tokens the values are held against its matrices. A
+    cross-attention that is gone adds nothing.
     """
     with streams_of(observed) as streams, added_by_gone(observed) as added:
         observed.model(**observed.inputs)
@@ -92,17 +115,22 @@ def wiring(observed: Observed) -> Problems:
         outer = observed.model.get_submodule(site.path.rpartition(".")[0])
         for (x, source), arguments in streams.get(site.path, []):
             module: Any = site.module
-            encoder, decoder = batch_first(source, x, arguments["own"]["key"])
-            own, other = (encoder, decoder) if module.encoder_is_own else (decoder, encoder)
             if arguments["other"] is None:
                 yield site.path, "it sees the keys that it had before, and no others"
+                continue
+            values = by_head(arguments["other"]["value"], module.heads)
+            encoder, decoder = batch_first(source, x, values)
+            own, other = (encoder, decoder) if module.encoder_is_own else (decoder, encoder)
+            which = "decoder" if module.encoder_is_own else "encoder"
+            if "scores" in arguments["other"]:
+                if not any(is_made(values, part, other) for part in projections(outer)):
+                    yield site.path, f"the values of the {which}'s tokens are not what a matrix of its own makes of them"
                 continue
             for name in ("key", "value"):
                 made = [part for part in projections(outer) if is_made(arguments["own"][name], part, own)]
                 if not made:
                     observed.not_compared(site.path, f"no one matrix makes its {name}s")
                 elif not any(is_made(arguments["other"][name], part, other) for part in made):
-                    which = "decoder" if module.encoder_is_own else "encoder"
                     yield site.path, f"the {name}s of the {which}'s tokens are not what the matrix of its own {name}s makes of them"
 
 
@@ -164,6 +192,11 @@ def added_by_gone(observed: Observed) -> Iterator[dict[str, list[Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def by_head(values: Tensor, heads: int) -> Tensor:
+    """Values with the heads in a dimension of their own."""
+    return values.reshape(-1, heads, *values.shape[-2:]) if values.dim() == 3 else values
 
 
 def batch_first(source: Tensor, x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ import dataclasses
 
 from torch import nn
 
-from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
 from retrofit.passes.merge_cross_attention.merged_layer import MergedCrossAttention
+from retrofit.passes.merge_cross_attention.other_keys import AttentionToOthers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,5 +23,5 @@ class OtherTokens:
     def turn(self, site: nn.Module, share: float) -> None:
         """The keys that an attention did not have count with this share of their weight."""
         for module in site.modules():
-            if isinstance(module, JointAttention):
+            if isinstance(module, AttentionToOthers):
                 module.share = share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import fx
 
@@ -40,6 +41,8 @@ class Attention:
     result: fx.Node
     masks: tuple[fx.Node, ...]
     causal_flag: bool
+    softmax: fx.Node | None = None  # where it is written out
+    further_keys: tuple[fx.Node, ...] = ()  # of further products, where one softmax normalises the scores of several
 
     @property
     def heads(self) -> int | None:
@@ -67,13 +70,14 @@ def find_attentions(flow: Dataflow) -> list[Attention]:
 
 def attention_around(softmax: fx.Node, flow: Dataflow) -> Attention | None:
     """The attention around a softmax: scores are a product of two representations, and its result weighs a third."""
-    scores, masks = score_product(softmax, flow)
+    scores, masks = score_products(softmax, flow)
     result = weighing_product(softmax, flow)
-    if scores is None or result is None:
+    if not scores or result is None:
         return None
-    query, key = (part for part in product_operands(scores) if part in flow.depends)
+    (query, key), *further = ([part for part in product_operands(one) if part in flow.depends] for one in scores)
     values = [part for part in product_operands(result) if not flow.reaches(softmax, part)]
-    return Attention(query, key, values[0], result, tuple(masks), False) if values else None
+    keys = tuple(other for _, other in further)
+    return Attention(query, key, values[0], result, tuple(masks), False, softmax, keys) if values else None
 
 
 def product_operands(node: fx.Node) -> list[fx.Node]:
@@ -85,9 +89,31 @@ def product_operands(node: fx.Node) -> list[fx.Node]:
     return [part for part in node.args[first : first + 2] if isinstance(part, fx.Node)]
 
 
-def score_product(softmax: fx.Node, flow: Dataflow) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The product of two input-dependent operands that the softmax normalises, and the masks and biases added on the way."""
-    pending, seen, masks = [softmax.args[0]], set(), []
+def score_products(softmax: fx.Node, flow: Dataflow) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The product of two input-dependent operands that the softmax normalises, and the masks and biases added on the way.
+
+    Where the scores of several sets of keys are joined there is a product for each.
+    """
+    joined = join_before(softmax)
+    if joined is not None:
+        found = [score_product(part, flow) for part in joined.all_input_nodes]
+        if all(product is not None for product, _ in found):
+            return [product for product, _ in found if product is not None], [mask for _, masks in found for mask in masks]
+    product, masks = score_product(softmax.args[0], flow)
+    return ([] if product is None else [product]), masks
+
+
+def join_before(softmax: fx.Node) -> fx.Node | None:
+    """The operation that joins what the softmax normalises, None where it is not joined."""
+    node = softmax.args[0]
+    while isinstance(node, fx.Node) and op(node) in CAST:
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) and op(node) in JOIN else None
+
+
+def score_product(scores: Any, flow: Dataflow) -> tuple[fx.Node | None, list[fx.Node]]:
+    """The product of two input-dependent operands that scores are made of, and the masks and biases added on the way."""
+    pending, seen, masks = [scores], set(), []
     while pending:
         node = pending.pop(0)
         if not isinstance(node, fx.Node) or node in seen:

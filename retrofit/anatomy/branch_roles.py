@@ -22,7 +22,9 @@ def role_of(region: list[fx.Node], cores: list[Attention], origin: fx.Node, flow
     inside = set(region)
     attentions = [core for core in cores if core.result in inside]
     if attentions:
-        crossing = [core for core in attentions if not flow.reaches(origin, core.key) and not has_earlier_keys(core, origin, flow)]
+        crossing = [
+            core for core in attentions if not reads_own_keys(core, origin, flow) and not has_earlier_keys(core, origin, flow)
+        ]
         return "cross-attention" if len(crossing) == len(attentions) else "self-attention"
     routed = any(op(node) in ROUTING for node in region)
     products = [found for node in region if (found := weight_product(node, flow)) is not None]
@@ -34,6 +36,11 @@ def role_of(region: list[fx.Node], cores: list[Attention], origin: fx.Node, flow
     if any(op(node) in PRODUCT and sum(part in flow.depends for part in product_operands(node)) == 2 for node in region):
         return "other mixer"
     return "ffn" if products else "other mixer"
+
+
+def reads_own_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:
+    """Whether any keys are computed from the stream at `origin`."""
+    return any(flow.reaches(origin, key) for key in (core.key, *core.further_keys))
 
 
 def has_earlier_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:

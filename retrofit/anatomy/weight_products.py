@@ -58,7 +58,7 @@ def weight_product(node: fx.Node, flow: Dataflow) -> WeightProduct | None:
 
 def nearest_products(starts: list[fx.Node], flow: Dataflow) -> list[WeightProduct]:
     """The products with weights that the nodes are computed from with no other such product in between."""
-    pending, seen, found = list(starts), set(starts), []
+    pending, seen, found = list(dict.fromkeys(starts)), set(starts), []
     while pending:
         node = pending.pop()
         product = weight_product(node, flow)

@@ -354,26 +354,46 @@ def turned(x: Tensor) -> Tensor:
     return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
 
 
+def fused(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """In double precision, and with batch and heads as one dimension."""
+    q, k, values = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.bmm(q, k.mT) * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
+    p = scores.softmax(-1, dtype=torch.float64).to(q.dtype)
+    return torch.bmm(p, values).unflatten(0, v.shape[:2])
+
+
+def changed_weights(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """The weights of a query do not sum to one."""
+    p = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+    return (p * (1 - p)) @ v
+
+
 class OwnAttention(nn.Module):
     """An attention of no library; its queries and keys are turned where `rotary`."""
 
-    def __init__(self, rotary: bool) -> None:
+    def __init__(self, rotary: bool, core: Any) -> None:
         super().__init__()
         self.to_q, self.to_k, self.to_v, self.out = (nn.Linear(16, 16) for _ in range(4))
-        self.rotary = rotary
+        self.rotary, self.core = rotary, core
 
     def forward(self, x: Tensor, source: Tensor) -> Tensor:
         pairs = (self.to_q, x), (self.to_k, source), (self.to_v, source)
         q, k, v = (module(y).unflatten(-1, (2, 8)).transpose(1, 2) for module, y in pairs)
         if self.rotary:
             q, k = turned(q), turned(k)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=self.rotary).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return self.out(self.core(q, k, v, self.rotary).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 class OwnLayer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, core: Any) -> None:
         super().__init__()
-        self.first, self.second = OwnAttention(True), OwnAttention(False)
+        self.first, self.second = OwnAttention(True, core), OwnAttention(False, core)
         self.mlp = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16))
 
     def forward(self, x: Tensor, states: Tensor) -> Tensor:
@@ -383,11 +403,11 @@ class OwnLayer(nn.Module):
 
 
 class Own(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, core: Any = fused) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
         self.encoder = nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16))
-        self.layers = nn.ModuleList([OwnLayer(), OwnLayer()])
+        self.layers = nn.ModuleList([OwnLayer(core), OwnLayer(core)])
 
     def forward(self, source_ids: Tensor, input_ids: Tensor) -> Tensor:
         states = self.embedding(source_ids)
@@ -415,11 +435,20 @@ def own_by_hand(model: Own, source: Tensor, tokens: Tensor, first: bool) -> Tens
     return model.head(x)
 
 
-@pytest.mark.parametrize(("emit", "positions"), [("module", "none"), ("graph", "none"), ("module", "first")])
+@pytest.mark.parametrize(
+    ("core", "emit", "positions"),
+    [
+        (fused, "module", "none"),
+        (fused, "graph", "none"),
+        (fused, "module", "first"),
+        (written_out, "module", "none"),
+        (written_out, "graph", "none"),
+    ],
+)
 @torch.no_grad()
-def test_in_a_model_of_no_library_positions_are_among_the_decoders_tokens_alone(emit: str, positions: str) -> None:
+def test_in_a_model_of_no_library_positions_are_among_the_decoders_tokens_alone(core: Any, emit: str, positions: str) -> None:
     torch.manual_seed(0)
-    model = Own().eval()
+    model = Own(core).eval()
     for parameter in model.parameters():
         parameter.mul_(3)
     given = {"source_ids": ids(2, 9), "input_ids": ids(2, 11, seed=1)}
@@ -430,22 +459,45 @@ def test_in_a_model_of_no_library_positions_are_among_the_decoders_tokens_alone(
     assert model(**shorter).shape == (1, 4, 40)
 
 
-def eager() -> Any:
-    return BUILD["t5"](attn_implementation="eager")
+@pytest.mark.long
+@pytest.mark.parametrize("core", [fused, written_out])
+@torch.no_grad()
+def test_an_exported_program_is_merged_saved_and_loaded(core: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Own(core).eval()
+    for parameter in model.parameters():
+        parameter.mul_(3)
+    expected = own_by_hand(model, *OWN_INPUTS.values(), False)
+    batch, source, length = (torch.export.Dim(name, min=2, max=64) for name in ("batch", "source", "length"))
+    sizes = {"source_ids": {0: batch, 1: source}, "input_ids": {0: batch, 1: length}}
+    torch.export.save(torch.export.export(model, (), OWN_INPUTS, dynamic_shapes=sizes, strict=False), tmp_path / "dense.pt2")
+    merged = retrofit.apply(retrofit.load(tmp_path / "dense.pt2"), MergeCrossAttention(), example_inputs=OWN_INPUTS, verify=False)
+    torch.testing.assert_close(merged(**OWN_INPUTS), expected, rtol=1e-3, atol=1e-4)
+    retrofit.save(merged, tmp_path / "merged.pt2")
+    again = retrofit.load(tmp_path / "merged.pt2")
+    shorter = {"source_ids": ids(3, 5), "input_ids": ids(3, 4, seed=1)}
+    for given in (OWN_INPUTS, shorter):
+        torch.testing.assert_close(again(**given), merged(**given))
+
+
+OWN_INPUTS = {"source_ids": ids(2, 9), "input_ids": ids(2, 11, seed=1)}
 
 
 @pytest.mark.first(2)
 @pytest.mark.parametrize(
-    ("build", "why"),
+    ("build", "options", "why"),
     [
-        (eager, "its scores are written out"),
-        (tiny_models.llama, "no attention reads the result of another stack"),
-        (lambda: copy.deepcopy(rewritten("t5")), "its attentions are merged already"),
+        (lambda: Own(changed_weights), {}, "its weights are changed before they weigh the values"),
+        (lambda: Own(written_out), {"positions": "first"}, "is not known apart from them"),
+        (tiny_models.llama, {}, "no attention reads the result of another stack"),
+        (lambda: copy.deepcopy(rewritten("t5")), {}, "its attentions are merged already"),
     ],
 )
-def test_what_cannot_be_merged_is_refused_with_the_reason(build: Any, why: str) -> None:
+def test_what_cannot_be_merged_is_refused_with_the_reason(build: Any, options: dict[str, Any], why: str) -> None:
+    model = build()
+    given = OWN_INPUTS if isinstance(model, Own) else None
     with pytest.raises(DoesNotFitError) as caught:
-        retrofit.apply(build(), MergeCrossAttention(), verify=False, emit="module")
+        retrofit.apply(model, MergeCrossAttention(**options), example_inputs=given, verify=False, emit="module")
     assert why in str(caught.value) and caught.value.remedy
 
 
