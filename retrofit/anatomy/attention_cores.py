@@ -45,6 +45,11 @@ class Attention:
     further_keys: tuple[fx.Node, ...] = ()  # of further products, where one softmax normalises the scores of several
 
     @property
+    def keys(self) -> tuple[fx.Node, ...]:
+        """The keys of all its products."""
+        return (self.key, *self.further_keys)
+
+    @property
     def heads(self) -> int | None:
         size = shape(self.query)
         return size[1] if size is not None and len(size) == 4 else None

@@ -11,7 +11,7 @@ from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import Attention, find_attentions
 from retrofit.anatomy.attention_masks import with_mask_arguments
 from retrofit.anatomy.attention_sites import LETTERS, REST, AttentionSite, SiteProjection, StreamReader
-from retrofit.anatomy.branches import owner_of
+from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, holds_other_sums, owner_of
 from retrofit.anatomy.parts import Branch, Stack
 from retrofit.anatomy.projection_columns import column_letters
 from retrofit.anatomy.sites import NearMiss, collect_near_miss
@@ -58,11 +58,15 @@ class AttentionParser:
         self.region = flow.between(flow.node(branch.source), flow.node(branch.output))
         inside = set(self.region)
         self.cores = [core for core in cores if core.result in inside]
+        self.others: list[WeightProduct] = []  # of other streams, by weights that project the stream too
 
-    def unfit(self, why: str) -> DoesNotFitError:
-        return DoesNotFitError(f"the attention {self.branch.name or self.branch.output} does not come apart", why=why)
+    def unfit(self, why: str, remedy: str = "") -> DoesNotFitError:
+        what = f"the attention {self.branch.name or self.branch.output} does not come apart"
+        return DoesNotFitError(what, why=why, remedy=remedy)
 
     def site(self) -> AttentionSite:
+        if len(self.cores) != 1 and holds_other_sums(self.branch, self.stack, self.flow):
+            raise self.unfit(ON_TWO_STREAMS, BEFORE_TWO_STREAMS)
         if len(self.cores) != 1:
             raise self.unfit(f"the branch holds {len(self.cores)} attentions, not one")
         (core,) = self.cores
@@ -117,25 +121,37 @@ class AttentionParser:
     def products(self, core: Attention) -> list[WeightProduct]:
         """The products that make q, k and v, each once, in order, without keys and values that another layer has made."""
         found: dict[fx.Node, WeightProduct] = {}
-        for letter, operand in zip(LETTERS, (core.query, core.key, core.value), strict=True):
-            nearest = nearest_products([operand], self.flow)
+        operands = [core.query], [*core.keys], [core.value]
+        for letter, made in zip(LETTERS, operands, strict=True):
+            nearest = nearest_products(made, self.flow)
             if any(
                 product.node not in found and self.flow.reaches(product.node, core.query) for product in nearest if letter != "q"
             ):
                 continue  # an earlier layer's
+            nearest = self.of_own_stream(nearest)
             if len(nearest) != 1:
                 names = ", ".join(sorted({product.parameter for product in nearest})) or "none"
-                raise self.unfit(
-                    f"{letter} is made by {len(nearest)} matrices ({names}), and only one can be replaced for each letter"
-                )
+                why = f"{letter} is made by {len(nearest)} matrices ({names}), and only one can be replaced for each letter"
+                raise self.unfit(why, "a pass that put them there goes after this one; layers= leaves depths out")
             if nearest[0].batched:
                 raise self.unfit(f"the weight {nearest[0].parameter} has more than two dimensions")
             found.setdefault(nearest[0].node, nearest[0])
         return sorted(found.values(), key=lambda product: self.flow.position[product.node])
 
+    def of_own_stream(self, nearest: list[WeightProduct]) -> list[WeightProduct]:
+        """The one of several products with one weight that reads the branch's own stream; the others are of other streams."""
+        if len(nearest) < 2 or len({one.parameter for one in nearest}) > 1:
+            return nearest
+        source = self.flow.node(self.branch.source)
+        own = [one for one in nearest if self.flow.reaches(source, one.node)]
+        if len(own) != 1:
+            return nearest
+        self.others += [one for one in nearest if one is not own[0]]
+        return own
+
     def owner(self, products: list[WeightProduct]) -> Call:
-        """The innermost module call in which all the products are made by modules inside it."""
-        owner = owner_of([product.node for product in products], self.flow)
+        """The innermost module call in which all the products, and the others, are made by modules inside it."""
+        owner = owner_of([product.node for product in (*products, *self.others)], self.flow)
         while owner.path and any(self.flow.call_of(product.node) is owner for product in products):
             if owner.parent is None or len(products) > 1:
                 break
@@ -160,7 +176,9 @@ class AttentionParser:
             and (other := weight_product(node, flow)) is not None
             and other.parameter == product.parameter
         ]
-        whys = [f"the weight {product.parameter} also projects something else ({node.name})" for node in others]
+        streams = [one.node for one in self.others]
+        what = {node: "another stream" if node in streams else "something else" for node in others}
+        whys = [f"the weight {product.parameter} also projects {what[node]} ({node.name})" for node in others]
         if any(flow.call_of(node).path != call.path for node in others):
             raise self.unfit(whys[0])
         return whys

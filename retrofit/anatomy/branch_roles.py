@@ -40,7 +40,7 @@ def role_of(region: list[fx.Node], cores: list[Attention], origin: fx.Node, flow
 
 def reads_own_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:
     """Whether any keys are computed from the stream at `origin`."""
-    return any(flow.reaches(origin, key) for key in (core.key, *core.further_keys))
+    return any(flow.reaches(origin, key) for key in core.keys)
 
 
 def has_earlier_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:

@@ -6,7 +6,7 @@ from torch import fx
 
 from retrofit.anatomy.attention_cores import Attention
 from retrofit.anatomy.branch_roles import role_of
-from retrofit.anatomy.parts import Branch
+from retrofit.anatomy.parts import Branch, Stack
 from retrofit.anatomy.projection_roles import describe_projections
 from retrofit.anatomy.residual_streams import Residual
 from retrofit.program.aten_ops import is_heavy
@@ -52,6 +52,16 @@ def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataf
             )
         table.append(branches)
     return table
+
+
+ON_TWO_STREAMS = "it reads the stream behind another branch, and is added to the stream before that one: these are two streams"
+BEFORE_TWO_STREAMS = "a pass that puts a model on two streams goes last"
+
+
+def holds_other_sums(branch: Branch, stack: Stack, flow: Dataflow) -> bool:
+    """Whether other sums of the stream lie within the branch, as on two streams, where it is added to the older one."""
+    sums = {other.add for layer in stack.layers for other in layer.branches} - {branch.add}
+    return any(node.name in sums for node in flow.between(flow.node(branch.source), flow.node(branch.output)))
 
 
 def owner_of(nodes: list[fx.Node], flow: Dataflow) -> Call:

@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from retrofit.anatomy.attention_cores import Attention
 from retrofit.program.aten_ops import (
+    CAST,
+    JOIN,
     extent,
     op,
     shape,
@@ -21,15 +23,34 @@ from retrofit.program.dataflow import Dataflow
 LARGEST_MASK_INPUT = 1 << 20  # elements of a parameter that a mask may be computed from
 
 
-def is_causal(core: Attention, flow: Dataflow) -> bool:
-    """Whether no query position can see a later key; masks are computed with every input position real."""
+def is_causal(core: Attention, stream: fx.Node, flow: Dataflow) -> bool:
+    """Whether no query position can see a later key of the stream; masks are computed with every input position real."""
     if core.causal_flag:
         return True
+    own = keys_of_stream(core, stream, flow)
     with torch.device("cpu"):  # also where the default device is another
         values = [value for mask in core.masks if (value := mask_value(mask, flow)) is not None]
-        square = [value for value in values if value.dim() >= 2 and value.shape[-1] == value.shape[-2]]
+        among_others = [value[..., own] for value in values if own is not None and value.dim() >= 2 and value.shape[-1] >= own.stop]
+        square = [value for value in among_others or values if value.dim() >= 2 and value.shape[-1] == value.shape[-2]]
         visible = [unmasked_keys(value) for value in square]
         return bool(visible) and not bool(functools.reduce(torch.logical_and, visible).triu(1).any())
+
+
+def keys_of_stream(core: Attention, stream: fx.Node, flow: Dataflow) -> slice | None:
+    """Which of the keys are computed from the stream, where others are joined to them in the dimension of the tokens."""
+    node = core.key
+    while op(node) in CAST and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    size = shape(node) or ()
+    if op(node) not in JOIN or len(node.args) < 2 or int(node.args[1]) % len(size) != len(size) - 2:  # type: ignore[call-overload]
+        return None
+    found, start = [], 0
+    for part in node.all_input_nodes:
+        count = (shape(part) or size)[-2]
+        if flow.reaches(stream, part):
+            found.append(slice(start, start + count))
+        start += count
+    return found[0] if len(found) == 1 and start == size[-2] else None
 
 
 def unmasked_keys(mask: torch.Tensor) -> torch.Tensor:

@@ -26,10 +26,11 @@ def describe_stack(
     layers = tuple(describe_layer(group, by_residual, flow, latest) for group in groups)
     used = [one for group in groups for one in group.residuals]
     inside = [core for core in cores if is_in_branch(core, used, flow)]
-    attending_itself = [core for core in inside if flow.reaches(chain[0].base, core.key)]
+    base = chain[0].base
+    attending_itself = [core for core in inside if any(flow.reaches(base, key) for key in core.keys)]
     crossing = any(branch.role == "cross-attention" for one in used for branch in by_residual[one])
     if attending_itself:
-        causal = all(is_causal(core, flow) for core in attending_itself)
+        causal = all(is_causal(core, base, flow) for core in attending_itself)
     else:
         mixing = any(branch.role == "other mixer" for one in used for branch in by_residual[one])
         causal = mixing and not crossing and flow.program.inputs != {}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from support import tiny_models, zoo
+from support.retrofitted import moved
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,6 +20,7 @@ from retrofit.errors import DoesNotFitError, RetrofitError, SpecError
 from retrofit.passes import MergeCrossAttention
 from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
 from retrofit.passes.merge_cross_attention.weight_dial import OtherTokens
+from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection
 from retrofit.rewriting import apply_reported
 
 
@@ -344,6 +346,48 @@ def test_onnx_files_compute_it_and_the_decoder_with_past_gets_the_encoders_keys(
     assert found.status == "passed" and "3 files" in found.measured and not found.why, found
 
 
+@pytest.mark.parametrize("options", [{}, {"attentions": 1}], ids=str)
+@torch.no_grad()
+def test_merged_attentions_with_sparse_projections_are_those_with_the_matrices_that_these_multiply_by(
+    options: dict[str, Any],
+) -> None:
+    sparse = copy.deepcopy(rewritten("t5", **options))
+    retrofit.apply(sparse, "sparse-qkv(kernel=1, output=keep, stacks=decoder)", verify=False)
+    plain, replaced = copy.deepcopy(rewritten("t5", **options)), 0
+    for path, module in sparse.named_modules():
+        if isinstance(module, ColumnProjection):
+            plain.get_submodule(path).weight.copy_(module(torch.eye(16)[None])[0].T)
+            replaced += 1
+    assert replaced == 6 * options.get("attentions", 2)  # queries, keys and values in two layers
+    expected = logits(plain, **inputs())
+    torch.testing.assert_close(logits(sparse, **inputs()), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+    given = {"attention_mask": inputs()["attention_mask"], "num_beams": 3, **HOW}
+    found, expected = (model.generate(ids(), **given) for model in (sparse, plain))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("build", [lambda: rewritten("t5"), lambda: merged_own(written_out)], ids=["fused", "written-out"])
+def test_a_merged_decoder_is_a_causal_stack_that_attends_to_itself(build: Any) -> None:
+    """So what other passes put there keeps its state in the cache, and reads no later token."""
+    model = build()
+    *_, decoder = retrofit.inspect(model, OWN_INPUTS if isinstance(model, Own) else None).stacks
+    assert decoder.causal and decoder.kind == "decoder"
+    assert [branch.role for branch in decoder.layers[0].branches] == ["self-attention", "self-attention", "ffn"]
+
+
+def test_a_recurrence_in_merged_layers_goes_on_from_the_cache() -> None:
+    model = moved(retrofit.apply(copy.deepcopy(rewritten("t5")), "recurrence(rank=4)", verify=False))
+    given = {"attention_mask": inputs()["attention_mask"], "do_sample": False, **HOW}
+    assert torch.equal(model.generate(ids(), **given), model.generate(ids(), **given, use_cache=False))
+
+
+def test_with_convolutions_over_tokens_merged_attentions_stay_and_the_reason_names_the_way_out() -> None:
+    (planned,) = retrofit.plan_of(rewritten("t5"), "sparse-qkv").passes
+    assert [site.name.split(".")[0] for site in planned.plan.sites] == ["encoder", "encoder"]
+    misses = planned.plan.near_misses
+    assert len(misses) == 4 and all("also projects another stream" in miss.why and "kernel=1" in miss.remedy for miss in misses)
+
+
 # ── Other models, and what is refused ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -433,6 +477,11 @@ def own_by_hand(model: Own, source: Tensor, tokens: Tensor, first: bool) -> Tens
             x = x + a.out((p @ torch.cat([v_e, v], 2)).transpose(1, 2).flatten(2))
         x = x + layer.mlp(x)
     return model.head(x)
+
+
+@functools.cache
+def merged_own(core: Any) -> Any:
+    return retrofit.apply(Own(core), MergeCrossAttention(), example_inputs=OWN_INPUTS, verify=False)
 
 
 @pytest.mark.parametrize(

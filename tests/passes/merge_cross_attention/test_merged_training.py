@@ -63,7 +63,7 @@ def test_at_the_beginning_of_its_dial_it_is_the_dense_model_bit_for_bit() -> Non
     assert shares(model) == {1.0}
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 def test_a_run_by_its_dial_begins_at_the_dense_model_ends_at_the_method_and_resumes_between(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole.pt")
     assert len(whole.dials) == 2
