@@ -5,6 +5,9 @@
 
 The stream is known by identity, so that no name of a module or a variable plays a part. How many sums a branch takes to be added
 (`x + f(x) + g(x)` takes two) is known from the data flow.
+
+In float16 some code clamps its stream between two sums, so that infinite numbers become finite. Where it changes nothing the stream
+is the same tensor as before.
 """
 
 from __future__ import annotations
@@ -29,15 +32,23 @@ SUMS = (
     torch.ops.aten.add_.Tensor,
 )
 
+CLAMPS = (torch.clamp, torch.clip, Tensor.clamp, Tensor.clip, torch.ops.aten.clamp.default, torch.ops.aten.clamp.Tensor)
+
 Following = Callable[[int, Tensor], Tensor]  # the number of a branch and what it adds, to the stream that the layer goes on with
 
 
 class Branches:
     """How far the code of a layer has come: the stream as it has it, and which of its branches have ended."""
 
-    def __init__(self, sums: Sequence[int], stream: Tensor, following: Following) -> None:
-        """`sums`: of each branch, in how many sums it is added to the stream."""
-        self.sums, self.following = tuple(sums), following
+    def __init__(
+        self, sums: Sequence[int], stream: Tensor, following: Following, clamped: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """`sums`: of each branch, in how many sums it is added to the stream.
+
+        `clamped` receives the stream where it is clamped; without it a clamp that changes a number is an error.
+        """
+        self.sums, self.following, self.clamped = tuple(sums), following, clamped
+        self.stream: Tensor | None = stream  # None within a branch of several sums
         self.carrier: Tensor | None = stream if self.sums else None  # the tensor that the next sum of the stream has as a term
         self.ended = 0
         self.part: Tensor | None = None  # the terms of a branch so far
@@ -51,10 +62,28 @@ class Branches:
         if self.terms == self.sums[self.ended]:
             stream = self.following(self.ended, self.part)
             self.ended += 1
-            self.part, self.terms = None, 0
+            self.part, self.terms, self.stream = None, 0, stream
             self.carrier = stream if self.ended < len(self.sums) else None
             return stream
+        self.stream = None
         return self.part
+
+    def clamp(self, result: Tensor) -> Tensor:
+        """The stream that the code goes on with where it clamps it to `result`; raises `RetrofitError` where that is not undone."""
+        assert self.stream is not None
+        if self.clamped is None:
+            if not torch.equal(result, self.stream):
+                raise RetrofitError(
+                    "reversible: the code of a layer clamps a number of its stream, which cannot be computed backwards",
+                    why=f"the number is beyond the range of {self.stream.dtype}, or none",
+                    remedy="train in bfloat16 or float32",
+                )
+            return self.stream
+        self.clamped(result)
+        if self.carrier is self.stream:
+            self.carrier = result
+        self.stream = result
+        return result
 
 
 class InterceptedSums(TorchFunctionMode):
@@ -71,6 +100,8 @@ class InterceptedSums(TorchFunctionMode):
                 return self.branches.add(other)
             if other is self.branches.carrier and isinstance(one, Tensor):
                 return self.branches.add(one)
+        if function in CLAMPS and args and args[0] is self.branches.stream:
+            return self.branches.clamp(function(*args, **(kwargs or {})))
         return function(*args, **(kwargs or {}))
 
 
@@ -81,7 +112,7 @@ def call_intercepted(call: Callable[[], Any], branches: Branches) -> Any:
     if branches.ended != len(branches.sums):
         raise RetrofitError(
             f"reversible: {branches.ended} of the {len(branches.sums)} branches of a layer were added to its stream",
-            why="its code takes another way than when it was rewritten (in half precision some layers clamp their stream)",
-            remedy="float32 or bfloat16, and the arguments it had then; layers= leaves it out",
+            why="its code takes another way than when it was rewritten",
+            remedy="call it with the arguments it had then, in that precision; layers= leaves it out",
         )
     return output

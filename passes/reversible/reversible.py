@@ -26,7 +26,7 @@ from torch import fx, nn
 from retrofit.passes.reversible import reference as once_more
 from retrofit.passes.reversible import two_stream_reference as swaps_once_more
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer
-from retrofit.passes.reversible.swaps import SwapSite, branches_of, parts_of, same_as
+from retrofit.passes.reversible.swaps import SwapSite, bounds_of, branches_of, parts_of, same_as
 from retrofit.passes.reversible.two_stream_layer import SecondStream, TwoStreamLayer
 from retrofit.sdk import (
     LIKE,
@@ -211,11 +211,12 @@ class StepFinder:
     def leads_to(self, layer: Layer, following: Layer) -> bool:
         """Whether what a layer returns goes to the following one, and nowhere else."""
         same, call = same_as(self.anatomy.node(layer.exit), self.flow), self.call_of(following)
+        bounds = bounds_of(same, self.flow)
         others = [
             one
             for alias in same
             for one in self.flow.uses[alias]
-            if one not in same and not call.encloses(self.flow.call_of(one)) and op(one) not in LIKE
+            if one not in same and one not in bounds and not call.encloses(self.flow.call_of(one)) and op(one) not in LIKE
         ]
         is_output = any(one in same for one in self.flow.program.outputs.values())
         return self.anatomy.node(following.entry) in same and not others and not is_output

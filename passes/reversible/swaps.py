@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 from collections.abc import Collection
 
+import torch
 from torch import fx
 
 from retrofit.sdk import CAST, LIKE, Anatomy, Call, Dataflow, DoesNotFitError, Layer, is_float, op, shape
@@ -60,7 +61,8 @@ def sums_to(stream: fx.Node, end: fx.Node, layer: Layer, flow: Dataflow) -> tupl
     node = stream
     while node is not end:
         same = same_as(node, flow)
-        readers = dict.fromkeys(one for alias in same for one in flow.uses[alias] if one not in same)
+        bounds = bounds_of(same, flow)
+        readers = dict.fromkeys(one for alias in same for one in flow.uses[alias] if one not in same and one not in bounds)
         users = [one for one in readers if op(one) == "add" and is_sum_of(same, one)]
         if len(users) != 1 or not flow.reaches(users[0], end) or (node is not stream and len(readers) != 1):
             why = "a branch is not added to the stream that it reads: this is normalized, scaled or added to on its way"
@@ -71,13 +73,27 @@ def sums_to(stream: fx.Node, end: fx.Node, layer: Layer, flow: Dataflow) -> tupl
 
 
 def same_as(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
-    """The node, and what is the very same tensor: casts to the dtype that it has, which a tracer records all the same."""
+    """The node, and what is the very same tensor: casts to the dtype that it has, which a tracer records all the same.
+
+    So is what is clamped in float16, where no number is beyond its range: a run finds out.
+    """
     found = [node]
     for one in found:
         for user in flow.uses[one]:
-            if op(user) in SAME and user.meta["val"].dtype == one.meta["val"].dtype and user.args[0] is one and user not in found:
+            dtype = user.meta["val"].dtype if isinstance(user.meta.get("val"), torch.Tensor) else None
+            is_same = op(user) in SAME or (op(user) == "clamp" and dtype == torch.float16)
+            if is_same and dtype == one.meta["val"].dtype and user.args[0] is one and user not in found:
                 found.append(user)
     return found
+
+
+def bounds_of(same: Collection[fx.Node], flow: Dataflow) -> set[fx.Node]:
+    """What the bounds of clamps among these nodes are made of, where that is made of the nodes themselves."""
+    made: set[fx.Node] = set()
+    for one in same:
+        for bound in one.all_input_nodes[1:] if op(one) == "clamp" else ():
+            made |= {node for source in same if flow.reaches(source, bound) for node in flow.between(source, bound)}
+    return made
 
 
 def is_sum_of(same: Collection[fx.Node], node: fx.Node) -> bool:

@@ -26,6 +26,10 @@ class Streams:
         self.newer, self.older = base + value, self.newer
         return self.newer
 
+    def clamped(self, newer: Tensor) -> None:
+        """The newer stream is this one."""
+        self.newer = newer
+
     def mean(self) -> Tensor:
         return torch.lerp(self.newer, self.older.to(self.newer.dtype), self.share / 2)
 
@@ -82,7 +86,7 @@ class TwoStreamLayer(Wrapper):
 
     def on(self, streams: Streams, call: Callable[[], Any]) -> Any:
         """What a call of the layer returns that works on these streams."""
-        return call_intercepted(call, Branches(self.swaps.sums, streams.newer, streams.add))
+        return call_intercepted(call, Branches(self.swaps.sums, streams.newer, streams.add, streams.clamped))
 
     def extra_repr(self) -> str:
         return f"{len(self.swaps.sums)} swaps"

@@ -179,8 +179,11 @@ def everything_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, dtype) for name in ("llama", "t5") for dtype in (torch.float32, torch.bfloat16)]
+    + [("t5", torch.float16)],  # its code clamps the stream
+)
 def test_gradients_are_those_with_everything_kept_bit_for_bit(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +196,22 @@ def test_gradients_are_those_with_everything_kept_bit_for_bit(
         assert gradient is not None and gradient.any() and torch.equal(found[parameter], gradient), parameter  # type: ignore[arg-type]
     _, others = step(model, inputs(name), seed=4)
     assert not any(torch.equal(found[name], one) for name, one in others.items()), "dropout is drawn anew"  # type: ignore[arg-type]
+
+
+def test_in_half_precision_a_stream_may_be_clamped_where_nothing_is_reversed() -> None:
+    model = copy.deepcopy(rewritten("t5")).half()
+    with torch.no_grad():
+        model.decoder.block[0].layer.layer[0].SelfAttention.o.weight.fill_(6e4)
+        logits = model.eval()(**inputs("t5")).logits
+    assert logits.isfinite().all()
+    with pytest.raises(RetrofitError, match="clamps a number of its stream"):
+        step(model, inputs("t5"))
+
+
+@pytest.mark.long
+def test_a_model_in_half_precision_whose_code_clamps_the_stream_is_rewritten() -> None:
+    (planned,) = retrofit.plan_of(copy.deepcopy(dense("t5")).half(), PASS).passes
+    assert len(planned.plan.sites) == 2 and not planned.plan.near_misses
 
 
 def test_under_autocast_the_gradients_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
