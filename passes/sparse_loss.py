@@ -94,6 +94,13 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     assert product is not None
     call = program.owner.get(node, program.root)
     inside = [one for one, owner in program.owner.items() if call.encloses(owner) and one in flow.depends]
+    if sparse := [one.path for one in call.chain if isinstance(anatomy.model.get_submodule(one.path), MultiplicativeHead)]:
+        raise DoesNotFitError(
+            f"sparse-loss: the head {sparse[0]} is sparse already",
+            why="another modules= needs the dense head",
+            remedy="apply sparse-loss once, to a model that was not rewritten so",
+            in_any_form=True,
+        )
     operand = next((part for part in node.all_input_nodes if reads(part, head.parameter, anatomy)), None)
     if operand is None or not is_stored(operand, anatomy):
         parts = sorted(anatomy.flow.parameters_of([part for part in node.all_input_nodes if part not in flow.depends]))

@@ -267,7 +267,7 @@ def why_not_followed(core: Attention, flow: Dataflow) -> str:
     if sum(op(node) in SOFTMAX for node in flow.nodes if call.encloses(flow.call_of(node))) != 1:
         return "its code computes more than one softmax"
     before, after = shape(softmax) or (), core.result
-    if int(softmax.args[1]) % len(before) != len(before) - 1:  # type: ignore[call-overload]
+    if int(softmax.args[1]) % len(before) != len(before) - 1:  # type: ignore[arg-type]
         return "its softmax is not over the last dimension"
     between = [node for node in flow.between(softmax, after) if node is not after and node is not softmax]
     if any(op(node) not in FOLLOWED or (shape(node) or ())[-2:] != before[-2:] for node in between):

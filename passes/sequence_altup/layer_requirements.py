@@ -32,7 +32,7 @@ def unfit(why: str, remedy: str = "") -> DoesNotFitError:
 
 def require_unstrided(module: nn.Module) -> None:
     if any(isinstance(part, StridedLayer) for part in module.modules()):
-        raise unfit("it is strided already")
+        raise unfit("it is strided already", "other options need a model that was not rewritten so; layers= names other depths")
 
 
 def require_all_calls(stack: Stack, layer: Layer, depths: set[int]) -> None:
@@ -164,7 +164,8 @@ def require_no_numbering(one: Candidate, replayed: bool) -> None:
     """
     for node in numberings_inside(one):
         if not is_invariant_cut(one, node, replayed):
-            raise unfit("its own code numbers the tokens it receives, and the anchors would lose their positions")
+            why = "its own code numbers the tokens it receives, and the anchors would lose their positions"
+            raise unfit(why, "a pass that put such code there goes after this one; layers= leaves depths out")
 
 
 def is_invariant_cut(one: Candidate, node: fx.Node, replayed: bool) -> bool:

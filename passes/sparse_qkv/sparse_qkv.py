@@ -18,6 +18,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
+from torch import nn
+
 from retrofit.passes.sparse_qkv import reference as once_more
 from retrofit.passes.sparse_qkv import start_reference
 from retrofit.passes.sparse_qkv.attention_plan import AttentionPlan, separate_streams
@@ -35,6 +37,7 @@ from retrofit.sdk import (
     Edit,
     MethodReference,
     ModuleReference,
+    NearMiss,
     Pass,
     Plan,
     Site,
@@ -94,7 +97,8 @@ class SparseQKV(Pass[SparseQKVPlan]):
         return False
 
     def plan(self, anatomy: Anatomy) -> SparseQKVPlan:
-        sites, near_misses = find_attention_sites(anatomy, self.selected(anatomy))
+        sites, found = find_attention_sites(anatomy, self.selected(anatomy))
+        near_misses = [sparse_already(one) if has_columns(anatomy.model, one.name) else one for one in found]
         attentions: list[AttentionPlan] = []
         for site in sites:
             with collect_near_miss(site.name, near_misses):
@@ -259,6 +263,20 @@ class SparseQKV(Pass[SparseQKVPlan]):
         kinds = {self.variant, self.output} & set(VARIANTS)
         terms = {"mult": "mult d·(S + M)", "conv": "conv F²·M² + M"}
         return ", ".join(term for word, term in terms.items() if any(word in kind for kind in kinds))
+
+
+def has_columns(model: nn.Module, path: str) -> bool:
+    """Whether projections in the module at the path are sparse."""
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return False
+    return bool(path) and any(isinstance(one, ColumnProjection) for one in module.modules())
+
+
+def sparse_already(miss: NearMiss) -> NearMiss:
+    remedy = "other options need a model that was not rewritten so; layers= and stacks= name others"
+    return dataclasses.replace(miss, why="its projections are sparse already", remedy=remedy)
 
 
 def values_of(projections: SparseProjections) -> Values:

@@ -11,7 +11,7 @@ from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import Attention, find_attentions
 from retrofit.anatomy.attention_masks import with_mask_arguments
 from retrofit.anatomy.attention_sites import LETTERS, REST, AttentionSite, SiteProjection, StreamReader
-from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, holds_other_sums, owner_of
+from retrofit.anatomy.branches import owner_of
 from retrofit.anatomy.parts import Branch, Stack
 from retrofit.anatomy.projection_columns import column_letters
 from retrofit.anatomy.sites import NearMiss, collect_near_miss
@@ -65,8 +65,6 @@ class AttentionParser:
         return DoesNotFitError(what, why=why, remedy=remedy)
 
     def site(self) -> AttentionSite:
-        if len(self.cores) != 1 and holds_other_sums(self.branch, self.stack, self.flow):
-            raise self.unfit(ON_TWO_STREAMS, BEFORE_TWO_STREAMS)
         if len(self.cores) != 1:
             raise self.unfit(f"the branch holds {len(self.cores)} attentions, not one")
         (core,) = self.cores

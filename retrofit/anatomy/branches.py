@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 
 from retrofit.anatomy.attention_cores import Attention
@@ -58,9 +60,9 @@ ON_TWO_STREAMS = "it reads the stream behind another branch, and is added to the
 BEFORE_TWO_STREAMS = "a pass that puts a model on two streams goes last"
 
 
-def holds_other_sums(branch: Branch, stack: Stack, flow: Dataflow) -> bool:
-    """Whether other sums of the stream lie within the branch, as on two streams, where it is added to the older one."""
-    sums = {other.add for layer in stack.layers for other in layer.branches} - {branch.add}
+def is_on_two_streams(branch: Branch, stacks: Iterable[Stack], flow: Dataflow) -> bool:
+    """Whether sums of other branches lie within the branch: it reads the newer of two streams, and is added to the older one."""
+    sums = {other.add for stack in stacks for layer in stack.layers for other in layer.branches} - {branch.add}
     return any(node.name in sums for node in flow.between(flow.node(branch.source), flow.node(branch.output)))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from torch import fx, nn
 
 from retrofit.anatomy.anatomy import Anatomy
-from retrofit.anatomy.branches import owner_of
+from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, is_on_two_streams, owner_of
 from retrofit.anatomy.elementwise_outline import ElementwiseOutline
 from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock
 from retrofit.anatomy.feed_forward_places import is_computed_by, place_in_owner, place_over_modules
@@ -20,6 +20,8 @@ from retrofit.anatomy.sites import NearMiss, collect_near_miss
 from retrofit.anatomy.weight_matrices import matrix_of, operand_chain, product_result
 from retrofit.anatomy.weight_products import WeightProduct, nearest_products, weight_product
 from retrofit.program.dataflow import Dataflow
+
+REPLACED = "a feed-forward is replaced once; layers= divides the depths between passes"
 
 
 def feed_forwards(anatomy: Anatomy, layers: Iterable[int] | None = None) -> tuple[list[FeedForward], list[NearMiss]]:
@@ -34,6 +36,9 @@ def feed_forwards(anatomy: Anatomy, layers: Iterable[int] | None = None) -> tupl
         for depth, layer in enumerate(stack.layers):
             if depths is not None and depth not in depths:
                 continue
+            for branch in () if layer.ffns else layer.branches:
+                if is_on_two_streams(branch, anatomy.stacks, anatomy.flow):
+                    near_misses.append(NearMiss(layer.name or branch.output, ON_TWO_STREAMS, BEFORE_TWO_STREAMS))
             for branch in layer.ffns:
                 with collect_near_miss(branch.name or layer.name or branch.output, near_misses):
                     site = parse_feed_forward(branch, anatomy.model, anatomy.flow)
@@ -47,9 +52,9 @@ def feed_forwards(anatomy: Anatomy, layers: Iterable[int] | None = None) -> tupl
 def parse_feed_forward(branch: Branch, model: nn.Module, flow: Dataflow) -> FeedForward:
     """The feed-forward that `branch` computes; raises `DoesNotFitError` with the reason where it is not of that form."""
     if branch.role != "ffn":
-        raise no_feed_forward(branch, "it is a mixture of experts already", in_any_form=True)
+        raise no_feed_forward(branch, "it is a mixture of experts already", REPLACED, in_any_form=True)
     if branch.name and isinstance(model.get_submodule(branch.name), FeedForwardBlock):
-        raise no_feed_forward(branch, "another pass has replaced it already")
+        raise no_feed_forward(branch, "another pass has replaced it already", REPLACED)
     region = flow.between(flow.node(branch.source), flow.node(branch.output))
     out, into = products_of(branch, region, flow)
     chains = [operand_chain(product, flow) for product in into]

@@ -74,7 +74,7 @@ def bind(function: fx.GraphModule, paths: tuple[tuple[str, str], ...], model: nn
     return fx.GraphModule(children, copy.deepcopy(function.graph), type(function).__name__)
 
 
-def no_feed_forward(branch: Branch, why: str, *, in_any_form: bool = False) -> DoesNotFitError:
+def no_feed_forward(branch: Branch, why: str, remedy: str = "", *, in_any_form: bool = False) -> DoesNotFitError:
     """The error for a branch that is not of the form above."""
     what = f"the branch {branch.name or branch.output} is not parsed as a feed-forward"
-    return DoesNotFitError(what, why=why, in_any_form=in_any_form)
+    return DoesNotFitError(what, why=why, remedy=remedy, in_any_form=in_any_form)

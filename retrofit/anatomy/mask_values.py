@@ -42,7 +42,7 @@ def keys_of_stream(core: Attention, stream: fx.Node, flow: Dataflow) -> slice | 
     while op(node) in CAST and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     size = shape(node) or ()
-    if op(node) not in JOIN or len(node.args) < 2 or int(node.args[1]) % len(size) != len(size) - 2:  # type: ignore[call-overload]
+    if op(node) not in JOIN or len(node.args) < 2 or int(node.args[1]) % len(size) != len(size) - 2:  # type: ignore[arg-type]
         return None
     found, start = [], 0
     for part in node.all_input_nodes:
