@@ -19,6 +19,7 @@ import copy
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +104,22 @@ class Run:
 
     def keep(self) -> None:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "draws": self.draws.get_state()}
-        unfinished = self.path.with_suffix(".part")
-        torch.save({**state, "done": self.done, "points": self.points}, unfinished)
-        unfinished.replace(self.path)
+        state |= {"done": self.done, "points": self.points}
+        whole(self.path, lambda path: torch.save(state, path))
 
     def go_on(self, results: dict[str, Any], end: float) -> bool:
         """Whether the run is done; it goes on until then or until `end`."""
+        if self.points:  # of a call that may have ended between keeping a state and its results
+            results[self.key] = self.points
         while self.done < self.steps and time.monotonic() < end:
+            began = time.monotonic()
             losses = [self.step() for _ in range(min(self.options.every, self.steps - self.done))]
+            seconds = (time.monotonic() - began) / len(losses)
             self.points.append({"step": self.done, "loss": statistics.fmean(losses), **self.evaluate()})
             self.keep()
             results[self.key] = self.points
-            self.options.output.write_text(json.dumps(results, indent=1))
-            print(f"{self.key}: {self.points[-1]}", flush=True)
+            whole(self.options.output, lambda path: path.write_text(json.dumps(results, indent=1)))
+            print(f"{self.key}: {self.points[-1]} ({seconds:.3f} s a step)", flush=True)
         return self.done >= self.steps
 
     def step(self) -> float:
@@ -149,6 +153,13 @@ class Run:
                 whole, answers = whole + int(same.all(1).sum()), answers + len(same)
             found |= {f"{name}, digits": right / digits, f"{name}, answers": whole / answers}
         return found
+
+
+def whole(path: Path, write: Callable[[Path], Any]) -> None:
+    """The file is there as a whole, or as it was."""
+    unfinished = path.with_name(f"{path.name}.part")
+    write(unfinished)
+    unfinished.replace(path)
 
 
 def t5(options: argparse.Namespace) -> Any:
