@@ -41,12 +41,15 @@ LLAMA = {
     "a mixture a layer in altup": ("altup(k=2)", "shared-moe(experts=3, groups=0)", "memory(beside=ffns)"),
 }
 BLOOM = {"ids bound for each call": ("memory",), "ids bound twice": ("memory(beside=ffns)", "shared-moe(experts=3)")}
+T5 = {"merged attentions": ("merge-cross-attention(weight=0.5)",), "one written out": ("merge-cross-attention(attentions=1)",)}
 QUICK = ("shared-moe and memory",)
 
 
 def dense(case: str) -> Any:
     if case in LLAMA:
         return tiny_models.llama(num_hidden_layers=3)
+    if case in T5:
+        return tiny_models.t5(num_layers=2, attn_implementation="eager" if "written out" in case else "sdpa")
     config = transformers.BloomConfig(vocab_size=tiny_models.VOCABULARY, hidden_size=16, n_layer=2, n_head=2)
     return tiny_models.built(config, transformers.BloomForCausalLM)
 
@@ -54,7 +57,7 @@ def dense(case: str) -> Any:
 def rewritten(case: str) -> Any:
     """The model of the case, all its parameters moved from their start, in training."""
     model = dense(case)
-    retrofit.apply(model, *(LLAMA | BLOOM)[case], verify=False)
+    retrofit.apply(model, *(LLAMA | BLOOM | T5)[case], verify=False)
     return moved(model).train()
 
 
@@ -75,9 +78,16 @@ def sharded(model: Any) -> nn.Module:
     for module in list(model.modules()):
         if isinstance(module, MixtureOfExperts):
             fully_shard(module)
-    for layer in model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h:
+    for layer in layers_of(model):
         fully_shard(layer)
     return fully_shard(model)  # type: ignore[return-value]
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """The modules of the layers, those of an encoder first."""
+    if model.config.is_encoder_decoder:
+        return [*model.encoder.block, *model.decoder.block]
+    return list(model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h)
 
 
 WRAPPED = {"ddp": DistributedDataParallel, "fsdp": sharded}
@@ -119,7 +129,7 @@ def alone(case: str, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | Non
     return [loss.detach() for loss in losses], whole(copy.copy(model))
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param((*LLAMA, *BLOOM), marks=pytest.mark.long)], ids=["quick", "all"])
+@pytest.mark.parametrize("cases", [QUICK, pytest.param((*LLAMA, *BLOOM, *T5), marks=pytest.mark.long)], ids=["quick", "all"])
 def test_two_processes_compute_what_one_does(cases: tuple[str, ...], tmp_path: Path) -> None:
     together(tmp_path, cases)
     for case in cases:
