@@ -13,6 +13,7 @@ WEIGHED = on("t5", "merge-cross-attention(weight=0.1)")
 OPERATOR = "tests/passes/merge_cross_attention/test_joint_attention.py::"
 
 joint = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/joint_attention.py")
+others = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/other_keys.py")
 layer = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/merged_layer.py")
 borrowed = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/borrowed_code.py")
 cache = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/second_layers.py")
@@ -61,7 +62,7 @@ MUTANTS = [
         "            s = s + self.added()",
         trials=WEIGHED,
     ),
-    joint(
+    others(
         "the weight begins as the logarithm's argument",
         "math.log(weight)",
         "weight",

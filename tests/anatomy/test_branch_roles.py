@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from retrofit.anatomy.attention_cores import find_attentions
@@ -97,6 +97,18 @@ def banded_mask(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
     return m.out(joined(F.scaled_dot_product_attention(heads(m.q(h)), heads(m.k(h)), heads(m.v(h)), attn_mask=near)))
 
 
+def among_others(m: OneBranch, h: Tensor, memory: Tensor, own: str = "tril") -> Tensor:
+    """The memory's tokens stand before the branch's own, and all are seen."""
+    k, v = (torch.cat([heads(one(memory)), heads(one(h))], 2) for one in (m.k, m.v))
+    shown = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool)
+    mask = torch.cat([torch.ones(h.shape[1], memory.shape[1], dtype=torch.bool), shown.tril() if own == "tril" else shown], 1)
+    return m.out(joined(F.scaled_dot_product_attention(heads(m.q(h)), k, v, attn_mask=mask)))
+
+
+def among_others_not_causal(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
+    return among_others(m, h, memory, "all")
+
+
 def crossing(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
     return m.out(joined(F.scaled_dot_product_attention(heads(m.q(h)), heads(m.k(memory)), heads(m.v(memory)))))
 
@@ -150,6 +162,8 @@ ATTENTIONS = {
     mask_of_the_hidden: True,
     mask_of_the_visible: True,
     banded_mask: False,
+    among_others: True,
+    among_others_not_causal: False,
 }
 ROLES = {
     **dict.fromkeys(ATTENTIONS, "self-attention"),
@@ -160,8 +174,8 @@ ROLES = {
 }
 
 
-def branch_of(code: Code) -> tuple[str, dict[str, str], Dataflow]:
-    """The role of the branch, and what each of its matrices projects by the name of its module."""
+def branch_of(code: Code) -> tuple[str, dict[str, str], Dataflow, fx.Node]:
+    """The role of the branch, what each of its matrices projects by the name of its module, and where its stream begins."""
     torch.manual_seed(0)
     model = OneBranch(code)
     inputs = {"ids": torch.arange(2 * LENGTH).view(2, LENGTH) % 11, "memory_ids": torch.arange(2 * 9).view(2, 9) % 11}
@@ -172,7 +186,7 @@ def branch_of(code: Code) -> tuple[str, dict[str, str], Dataflow]:
     region = flow.between(residual.base, residual.branches[0])
     role = role_of(region, cores, residual.base, flow)
     found: tuple[Projection, ...] = describe_projections(region, role, cores, flow)
-    return role, {one.name.removesuffix(".weight"): one.role for one in found}, flow
+    return role, {one.name.removesuffix(".weight"): one.role for one in found}, flow, residual.base
 
 
 @pytest.mark.parametrize("code", ROLES, ids=lambda code: code.__name__)
@@ -182,9 +196,9 @@ def test_the_role(code: Code) -> None:
 
 @pytest.mark.parametrize("code", ATTENTIONS, ids=lambda code: code.__name__)
 def test_whether_an_attention_is_causal(code: Code) -> None:
-    flow = branch_of(code)[2]
+    _, _, flow, stream = branch_of(code)
     (core,) = find_attentions(flow)
-    assert is_causal(core, flow) is ATTENTIONS[code] and core.heads == HEADS
+    assert is_causal(core, stream, flow) is ATTENTIONS[code] and core.heads == HEADS
 
 
 @pytest.mark.parametrize(
