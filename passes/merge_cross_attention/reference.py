@@ -118,12 +118,12 @@ def wiring(observed: Observed) -> Problems:
             if arguments["other"] is None:
                 yield site.path, "it sees the keys that it had before, and no others"
                 continue
-            values = by_head(arguments["other"]["value"], module.heads)
-            encoder, decoder = batch_first(source, x, values)
+            beside = by_head(arguments["other"]["value"], module.heads)
+            encoder, decoder = batch_first(source, x, beside)
             own, other = (encoder, decoder) if module.encoder_is_own else (decoder, encoder)
             which = "decoder" if module.encoder_is_own else "encoder"
             if "scores" in arguments["other"]:
-                if not any(is_made(values, part, other) for part in projections(outer)):
+                if not any(is_made(beside, part, other) for part in projections(outer)):
                     yield site.path, f"the values of the {which}'s tokens are not what a matrix of its own makes of them"
                 continue
             for name in ("key", "value"):
