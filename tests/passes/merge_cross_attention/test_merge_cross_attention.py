@@ -526,7 +526,7 @@ def test_an_exported_program_is_merged_saved_and_loaded(core: Any, tmp_path: Pat
     again = retrofit.load(tmp_path / "merged.pt2")
     shorter = {"source_ids": ids(3, 5), "input_ids": ids(3, 4, seed=1)}
     for given in (OWN_INPUTS, shorter):
-        torch.testing.assert_close(again(**given), merged(**given))
+        torch.testing.assert_close(again(**given), merged(**given), rtol=1e-3, atol=1e-4)  # one call for all keys, or two products
 
 
 OWN_INPUTS = {"source_ids": ids(2, 9), "input_ids": ids(2, 11, seed=1)}
