@@ -10,6 +10,7 @@ from retrofit.storage import transformers_hook
 if TYPE_CHECKING:
     from retrofit.anatomy.anatomy import Anatomy as Anatomy
     from retrofit.anatomy.inspection import inspect as inspect
+    from retrofit.bundling.bundle import bundle as bundle
     from retrofit.checks.verify import verify as verify
     from retrofit.errors import RetrofitError as RetrofitError
     from retrofit.onnx.exporter.export_onnx import export_onnx as export_onnx
@@ -31,6 +32,7 @@ HOMES = {
     "RetrofitError": "retrofit.errors",
     "apply": "retrofit.rewriting",
     "apply_streamed": "retrofit.streaming.streamed_apply",
+    "bundle": "retrofit.bundling.bundle",
     "export_onnx": "retrofit.onnx.exporter.export_onnx",
     "from_onnx": "retrofit.onnx.importer.from_onnx",
     "inspect": "retrofit.anatomy.inspection",

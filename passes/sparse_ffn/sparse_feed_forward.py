@@ -92,7 +92,7 @@ class SparseFeedForward(FeedForwardBlock):
         if self.controller == "gate":
             self.gate_port, self.activation = gate_activation(site)
             self.register_buffer("lengths", torch.ones(self.units, device=down.weight.device), persistent=False)
-            self.register_load_state_dict_post_hook(lambda module, keys: module.measure_lengths())
+            self.register_load_state_dict_post_hook(measure_loaded_lengths)
             self.measure_lengths()
 
     def compute(self, x: Tensor) -> Tensor:
@@ -248,3 +248,8 @@ class SparseFeedForward(FeedForwardBlock):
     def extra_repr(self) -> str:
         choice = f"r={self.c1.shape[1]}" if self.controller == "low-rank" else f"controller={self.controller}"
         return f"d={self.width}, d_ff={self.units}, N={self.sparsity}, k={self.active}, {choice}"
+
+
+def measure_loaded_lengths(module: Any, keys: Any) -> None:
+    """A hook of `load_state_dict`: `lengths` are those of the new weights."""
+    module.measure_lengths()

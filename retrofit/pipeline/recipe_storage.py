@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+BUNDLE = "retrofit_bundle"  # of the entry in config.json by which a bundle says what it was made of
 METHOD = "retrofit"  # the name in transformers' table of quantizers, and `quant_method` in config.json
 
 
@@ -146,6 +147,7 @@ def rewritten_class(config: Any) -> str | None:
 
 def require_room(model: Any) -> None:
     """The weights are not quantized and no persistent buffer has two names, else `CheckpointError`."""
+    refuse_bundle(vars(model.config), type(model).__name__)
     present = getattr(model.config, "quantization_config", None)
     if is_quantized(model):
         method = present.get("quant_method") if isinstance(present, dict) else getattr(present, "quant_method", present)
@@ -160,4 +162,14 @@ def require_room(model: Any) -> None:
             f"the buffer {names[0]} is also registered as {', '.join(names[1:])}",
             why="transformers ties parameters, not buffers, when it loads a model",
             remedy="register it in one place, or make it a parameter with requires_grad=False",
+        )
+
+
+def refuse_bundle(config: Mapping[str, Any], what: str) -> None:
+    """Raises `CheckpointError` where a config is that of a bundle, whose modules no recipe makes."""
+    if BUNDLE in config:
+        raise CheckpointError(
+            f"{what} is a bundle, which is retrofitted no further",
+            why="it has modelling code of its own, made for where retrofit is not installed",
+            remedy="take the directory that it was bundled from",
         )

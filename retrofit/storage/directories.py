@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError, first_line
+from retrofit.pipeline.recipe_storage import refuse_bundle
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
 from retrofit.storage.filling import ONLY_DATA, config_class, from_state, require_all_used, require_match
@@ -57,6 +58,7 @@ def directory_class(path: Path) -> type[PreTrainedModel]:
         architectures = named.get("architectures")
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} is not a config", why=first_line(error)) from error
+    refuse_bundle(named, str(path))
     if not architectures:
         raise CheckpointError(f'{file} does not say which model it is: "architectures" is missing', remedy="add the class's name")
     kind = transformers_class(architectures[0])

@@ -24,8 +24,12 @@ def write_card(model: nn.Module, folder: Path) -> None:
     What a card said before comes after that, its metadata before it; what was said of an earlier recipe is gone.
     """
     said = description(model)
-    if said is None:
-        return
+    if said is not None:
+        put_on_card(said, folder)
+
+
+def put_on_card(said: str, folder: Path) -> None:
+    """README.md in `folder` says this of the model, before what it said of the dense one."""
     file = folder / CARD
     before = file.read_text(encoding="utf-8", errors="surrogateescape") if file.is_file() else ""
     found = FRONT.match(before)

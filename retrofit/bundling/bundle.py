@@ -1,0 +1,283 @@
+"""`bundle`: a retrofitted model as a directory that loads where retrofit is not installed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, initialization
+from transformers.models.auto import modeling_auto
+
+from retrofit.bundling.modelling_file import ModelClass, ModellingFile, modelling_file
+from retrofit.bundling.structure import DenseState, Structure
+from retrofit.errors import CheckpointError
+from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.replaying import added_parameters
+from retrofit.runtime.atomic_writes import whole_directory
+from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.quiet import quiet
+from retrofit.runtime.state_preservation import preserve_random_state
+from retrofit.storage.architecture import transformers_class
+from retrofit.storage.companions import companion_files
+from retrofit.storage.filling import ONLY_DATA, config_class
+from retrofit.storage.model_card import put_on_card, row
+from retrofit.storage.pipeline_directories import is_pipeline
+from retrofit.storage.recipe_quantizer import rewrite_skeleton
+from retrofit.surgery.transformers_bookkeeping import is_transformers
+
+CODE = "modeling_retrofitted.py"
+CONFIG = "config.json"
+DEFAULT = torch.bfloat16  # of skeletons: a weight that is in another dtype has one of its own
+MEANWHILE = "load it where retrofit is installed: from_pretrained needs no code there"
+
+
+@one_at_a_time
+def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, force: bool = False) -> Path:
+    """The retrofitted model is in the directory `path` with code of its own, which needs torch and transformers alone.
+
+    `AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`, or whatever auto class loads the original, gives the same
+    model bit for bit. It cannot be retrofitted further. Raises `CheckpointError` for what is not a retrofitted transformers model, and
+    where a layer cannot be written down.
+    """
+    path = Path(path)
+    if isinstance(model_or_dir, (str, Path)):
+        return bundle_directory(Path(model_or_dir), path, force=force)
+    model = getattr(model_or_dir, "_orig_mod", model_or_dir)  # torch.compile's wrapper
+    if not is_transformers(model) or not recipe_storage.stored_recipe(model):
+        what = "no transformers model" if not is_transformers(model) else "not retrofitted"
+        raise CheckpointError(
+            f"{type(model).__name__} cannot be bundled", why=f"it is {what}", remedy="give a transformers model that retrofit has rewritten"
+        )
+    with tempfile.TemporaryDirectory(prefix="retrofit-bundle-") as folder:
+        model.save_pretrained(folder)
+        return bundle_directory(Path(folder), path, force=force)
+
+
+def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
+    """What `bundle` does, for the directory of a model."""
+    config = read_config(source)
+    whole, kind = classes_named(config, source)
+    weights = weight_files(source)
+    others = [file for file in companion_files(source) if file.name != CONFIG]
+    with quiet():
+        dense_config = config_class(whole).from_pretrained(source, **ONLY_DATA)
+        model = skeleton(whole, dense_config)
+        dense = DenseState(model)
+        rewrite_skeleton(model, config["quantization_config"]["recipe"])
+        table = Structure(model, dense, DEFAULT).table
+    model_type = f"retrofitted_{config['model_type']}"
+    classes = model_classes(model, whole, kind, config["model_type"])
+    recipe = list(config["quantization_config"]["recipe"])
+    written = modelling_file(table, classes, recipe, model_type)
+    with whole_directory(path, force=force) as draft:
+        (draft / CODE).write_text(written.text, encoding="utf-8")
+        require_equal(draft / CODE, written, classes[0].name, dense_config, model)
+        for file in (*weights, *others):
+            copy = draft / file.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+        bundled = bundled_config(config, classes, kind, written.config_name, model_type, recipe)
+        (draft / CONFIG).write_text(json.dumps(bundled, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        put_on_card(card(model, kind, recipe, classes), draft)
+    return path
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """The directory's config; raises `CheckpointError` where it is not that of a retrofitted transformers model."""
+    if not source.exists():
+        raise CheckpointError(f"{source} does not exist", remedy="give the directory of a retrofitted model")
+    if not source.is_dir():
+        raise CheckpointError(
+            f"{source} is no directory", why="a bundle is made of a Hugging Face directory", remedy="retrofit.load it, and bundle the model"
+        )
+    if is_pipeline(source):
+        raise CheckpointError(
+            f"{source} is a directory of sentence-transformers",
+            why="it loads its transformer by code of its own, which trusts no other",
+            remedy="bundle the folder of its transformer alone",
+        )
+    file = source / CONFIG
+    if not file.is_file():
+        raise CheckpointError(f"there is no {CONFIG} in {source}", remedy="give a directory that save_pretrained wrote")
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not a config", why=str(error)) from error
+    if recipe_storage.BUNDLE in config:
+        raise CheckpointError(f"{source} is a bundle already", remedy="copy it")
+    entry = config.get("quantization_config")
+    if not recipe_storage.is_recipe(entry) or not entry["recipe"]:
+        raise CheckpointError(
+            f"{source} holds no retrofitted model", why=f"{CONFIG} holds no recipe", remedy="apply a pass first: retrofit apply"
+        )
+    if "auto_map" in config:
+        raise CheckpointError(
+            f"{source} has modelling code of its own",
+            why="a bundle is transformers' code and retrofit's, in one file",
+            remedy=MEANWHILE,
+        )
+    return config
+
+
+def classes_named(config: dict[str, Any], source: Path) -> tuple[type[PreTrainedModel], type[PreTrainedModel]]:
+    """The class that the recipe was applied to, and the one that was saved: that, or its base."""
+    names = [config["quantization_config"].get("architecture") or config["architectures"][0], config["architectures"][0]]
+    found: list[type[PreTrainedModel]] = []
+    for name in names:
+        kind = transformers_class(name)
+        if kind is None or not kind.__module__.startswith("transformers."):
+            raise CheckpointError(
+                f"{source}: {name} cannot be bundled", why="transformers does not have this class, so a bundle could not", remedy=MEANWHILE
+            )
+        found.append(kind)
+    return found[0], found[1]
+
+
+def weight_files(source: Path) -> list[Path]:
+    """The files with the model's weights."""
+    index = source / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return [index, *(source / Path(name).name for name in names)]
+    if (source / "model.safetensors").is_file():
+        return [source / "model.safetensors"]
+    raise CheckpointError(
+        f"{source} has no model.safetensors", why="a bundle's weights are safetensors", remedy="load the model and save it: save_pretrained"
+    )
+
+
+def skeleton(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
+    """The dense model of this config without weights, its weights in the dtype `DEFAULT` unless they have one of their own."""
+    before = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(preserve_random_state())
+        stack.enter_context(initialization.no_tie_weights())
+        stack.enter_context(torch.device("meta"))
+        stack.enter_context(initialization.meta_device_safe_creation_ops())
+        torch.set_default_dtype(DEFAULT)
+        stack.callback(torch.set_default_dtype, before)
+        return kind(config)
+
+
+def model_classes(
+    model: PreTrainedModel, whole: type[PreTrainedModel], kind: type[PreTrainedModel], model_type: str
+) -> list[ModelClass]:
+    """The classes of the bundle, with the auto classes that load them: the class that was saved, and its base."""
+    inside = [(path, type(part)) for path, part in model.named_modules() if part is model.base_model and part is not model]
+    found = [ModelClass(whole, "", auto_classes(model_type, whole))]
+    if inside:
+        path, base = inside[0]
+        found.append(ModelClass(base, path, auto_classes(model_type, base)))
+    return found
+
+
+def auto_classes(model_type: str, kind: type) -> tuple[str, ...]:
+    """The names of transformers' auto classes that load a model of this type as an object of that class."""
+    names: list[str] = []
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None)
+        if isinstance(auto, type) and mapping is not None:
+            known = mapping._model_mapping.get(model_type, ())
+            if kind.__name__ in ((known,) if isinstance(known, str) else known):
+                names.append(name)
+    return tuple(names)
+
+
+def require_equal(file: Path, written: ModellingFile, name: str, config: Any, model: nn.Module) -> None:
+    """The model that the modelling code makes has the modules, the weights and the ties of `model`, else `CheckpointError`."""
+    with imported(file) as module, quiet():
+        kind = getattr(module, written.config_name)
+        fields = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
+        same = kind.from_dict({**fields, "model_type": kind.model_type})
+        made = skeleton(getattr(module, name), same)
+    ours, theirs = outline(made), outline(model)
+    wrong = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    if wrong:
+        raise CheckpointError(
+            "the bundle is not the model that it was made of: a defect of retrofit",
+            why="; ".join(f"{key}: {ours.get(key)} where it was {theirs.get(key)}" for key in wrong[:3]),
+            remedy=f"report it; {MEANWHILE}",
+        )
+
+
+def outline(model: Any) -> dict[str, Any]:
+    """What a model consists of: its weights and buffers, and which are tied; the paths of its modules."""
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
+    found: dict[str, Any] = {name: (tuple(one.shape), one.dtype, one.requires_grad) for name, one in tensors.items()}
+    found |= {f"{path} as a module": True for path, _ in model.named_modules(remove_duplicate=False)}
+    found |= {f"{name} in the file": True for name in model.state_dict()}
+    return found | {"ties": dict(model.all_tied_weights_keys)}
+
+
+@contextlib.contextmanager
+def imported(file: Path) -> Iterator[Any]:
+    """The module in a file, which no other code finds, and which is forgotten afterwards."""
+    name = f"retrofit_bundle_{id(file)}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.dont_write_bytecode = before
+        del sys.modules[name]
+
+
+def bundled_config(
+    config: dict[str, Any], classes: list[ModelClass], kind: type, config_name: str, model_type: str, recipe: list[str]
+) -> dict[str, Any]:
+    """The config of the bundle: that of the model, with the code that belongs to it instead of the recipe."""
+    code = Path(CODE).stem
+    autos = {auto: f"{code}.{one.name}" for one in reversed(classes) for auto in one.autos}
+    saved = next(one for one in classes if one.dense is kind)
+    kept = {key: value for key, value in config.items() if key != "quantization_config"}
+    return {
+        **kept,
+        "architectures": [saved.name],
+        "auto_map": {"AutoConfig": f"{code}.{config_name}", **autos},
+        "model_type": model_type,
+        recipe_storage.BUNDLE: {"architecture": kind.__name__, "recipe": recipe},
+    }
+
+
+def card(model: nn.Module, kind: type, recipe: list[str], classes: list[ModelClass]) -> str:
+    """What README.md says of the bundle."""
+    saved = next(one for one in classes if one.dense is kind)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    new = added_parameters(model)
+    said = f", {sum(one.numel() for one in new):,} of them new" if new else ""
+    auto = next(iter(saved.autos), "AutoModel")
+    return "\n".join(
+        [
+            f"# {kind.__name__}, retrofitted",
+            "",
+            f"A dense model that retrofit rewrote, bundled with its code. It has {count:,} parameters{said}.",
+            "",
+            "| pass | what it does | from | its function before any training |",
+            "| --- | --- | --- | --- |",
+            *map(row, recipe),
+            "",
+            f"It needs torch and transformers, not retrofit. Its code is in `{CODE}`: read it before you trust it.",
+            "",
+            "```python",
+            f"from transformers import {auto}",
+            "",
+            f'model = {auto}.from_pretrained("this directory", trust_remote_code=True)',
+            "```",
+            "",
+            "retrofit rewrites it no further: that needs the directory that it was bundled from.",
+        ]
+    )
+

@@ -1,0 +1,193 @@
+"""The modules of a rewritten model, put where a table says: nothing is analyzed, and nothing has weights yet.
+
+    TABLE = {
+        "model.embed_tokens.weight": Weight(99, 128),                 # a parameter of another size than the dense model's
+        "model.layers.0": New(Layer, layer=Dense("model.layers.0"), p=Weight(2, 2), k=2),
+    }
+
+A key is the path of a module of the dense model and one of its attributes: a child, a parameter, a buffer, or any other. A new
+module has the attributes that the table gives it, and no constructor runs. This file's code is part of every bundle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+HOOKS = {"_forward_pre_hooks": "register_forward_pre_hook", "_forward_hooks": "register_forward_hook"}
+
+
+class New:
+    """An object of the class `kind` with these attributes; those of a module are its children, parameters and buffers too."""
+
+    def __init__(self, kind: Any, /, **attributes: Any) -> None:
+        self.kind, self.attributes = kind, attributes
+
+
+class Dense:
+    """The dense model's module at `path`, or the attribute `name` that it has there."""
+
+    def __init__(self, path: str, name: str = "") -> None:
+        self.path, self.name = path, name
+
+
+class Shared:
+    """An object that the table names several times: in one place with its `value`, in the others by its name alone."""
+
+    def __init__(self, name: str, value: New | None = None) -> None:
+        self.name, self.value = name, value
+
+
+class Weight:
+    """A parameter of this size, in the dtype that the model is loaded in unless it has its own; `None` for a size: there is none."""
+
+    def __init__(self, *size: int | None, dtype: torch.dtype | None = None, trained: bool = True) -> None:
+        self.size, self.dtype, self.trained = size, dtype, trained
+
+
+class Buffer:
+    """A buffer of this size; `None` for a size: there is none."""
+
+    def __init__(self, *size: int | None, dtype: torch.dtype | None = None, saved: bool = True) -> None:
+        self.size, self.dtype, self.saved = size, dtype, saved
+
+
+class Child:
+    """What is registered as a child without being a module of the table: `Child()` is None."""
+
+
+class Unregistered:
+    """A module that is an attribute and not a child: it is saved, moved and counted elsewhere."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+
+class Method:
+    """The method `name` of an object."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+
+class Hook:
+    """A hook of a module; `keywords`: whether it gets the keywords of the call too."""
+
+    def __init__(self, function: Any, keywords: bool = False) -> None:
+        self.function, self.keywords = function, keywords
+
+
+class Gone:
+    """In place of an attribute that the dense model has, and this one has not."""
+
+
+class Placing:
+    """Puts modules in place in `model`, which is the dense model, or its part at `path`."""
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        within = f"{path}." if path else ""
+        inner = model.named_modules(remove_duplicate=False)
+        self.dense = {f"{within}{name}" if name else path: module for name, module in inner}
+        self.held = {place: dict(vars(module)) for place, module in self.dense.items()}
+        self.named: dict[str, New] = {}  # what the table shares
+        self.shared: dict[str, Any] = {}  # of these, what has been made
+
+    def place(self, table: Mapping[str, Any]) -> None:
+        """Every entry of the table that belongs to a module of the model is in place."""
+        for shared in shared_values(list(table.values())):
+            if shared.value is not None:
+                self.named[shared.name] = shared.value
+        for key, spec in table.items():
+            path, _, name = key.rpartition(".")
+            if path in self.dense:
+                self.put(self.dense[path], name, spec)
+
+    def put(self, owner: Any, name: str, spec: Any) -> None:
+        """`owner.name` is what `spec` says."""
+        if not isinstance(owner, nn.Module):
+            vars(owner)[name] = self.value(spec)
+        elif name in HOOKS:
+            vars(owner)[name].clear()
+            for hook in spec:
+                getattr(owner, HOOKS[name])(self.value(hook.function), with_kwargs=hook.keywords)
+        elif name == "_load_state_dict_post_hooks":
+            for hook in spec:
+                owner.register_load_state_dict_post_hook(self.value(hook))
+        elif isinstance(spec, Weight):
+            owner._buffers.pop(name, None)
+            owner._parameters[name] = made_parameter(spec)
+        elif isinstance(spec, Buffer):
+            owner._parameters.pop(name, None)
+            owner._buffers[name] = made_buffer(spec)
+            (owner._non_persistent_buffers_set.discard if spec.saved else owner._non_persistent_buffers_set.add)(name)
+        elif isinstance(spec, Child):
+            owner._modules[name] = None
+        elif isinstance(spec, Gone):
+            for held in (owner._modules, owner._parameters, owner._buffers, vars(owner)):
+                held.pop(name, None)
+        else:
+            value = self.value(spec)
+            (owner._modules if isinstance(value, nn.Module) and not isinstance(spec, Unregistered) else vars(owner))[name] = value
+
+    def value(self, spec: Any) -> Any:
+        """What `spec` stands for; whatever is none of the table's own words stands for itself."""
+        if isinstance(spec, New):
+            return self.filled(bare(spec.kind), spec)
+        if isinstance(spec, Shared):
+            if spec.name not in self.shared:
+                new = self.named[spec.name]
+                self.shared[spec.name] = bare(new.kind)  # before its attributes, which may lead back to it
+                self.filled(self.shared[spec.name], new)
+            return self.shared[spec.name]
+        if isinstance(spec, Dense):
+            return self.held[spec.path][spec.name] if spec.name else self.dense[spec.path]
+        if isinstance(spec, Unregistered):
+            return self.value(spec.module)
+        if isinstance(spec, Method):
+            return getattr(self.value(spec.owner), spec.name)
+        if type(spec) in (list, tuple, set, frozenset):
+            return type(spec)(map(self.value, spec))
+        if type(spec) is dict:
+            return {self.value(key): self.value(value) for key, value in spec.items()}
+        return spec
+
+    def filled(self, made: Any, spec: New) -> Any:
+        for name, value in spec.attributes.items():
+            self.put(made, name, value)
+        return made
+
+
+def bare(kind: Any) -> Any:
+    """An object of a class, without any attributes of its own."""
+    made = object.__new__(kind)
+    if isinstance(made, nn.Module):
+        nn.Module.__init__(made)
+    return made
+
+
+def made_parameter(spec: Weight) -> nn.Parameter | None:
+    return None if None in spec.size else nn.Parameter(torch.zeros(spec.size, dtype=spec.dtype), requires_grad=spec.trained)  # type: ignore[arg-type]
+
+
+def made_buffer(spec: Buffer) -> torch.Tensor | None:
+    return None if None in spec.size else torch.zeros(spec.size, dtype=spec.dtype)  # type: ignore[arg-type]
+
+
+def shared_values(spec: Any) -> Iterator[Shared]:
+    """What is shared within a part of the table."""
+    if isinstance(spec, Shared):
+        yield spec
+    inner: Any = ()
+    if isinstance(spec, New):
+        inner = spec.attributes.values()
+    elif isinstance(spec, (Shared, Unregistered, Method, Hook)):
+        inner = vars(spec).values()
+    elif isinstance(spec, (list, tuple, set, frozenset)):
+        inner = spec
+    elif isinstance(spec, dict):
+        inner = (*spec.keys(), *spec.values())
+    for one in inner:
+        yield from shared_values(one)

@@ -1,0 +1,203 @@
+"""The table of a bundle as Python text: what is the same at several depths is written once, for all of them."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from retrofit.bundling.placing import Buffer, Child, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
+from retrofit.bundling.source_files import Import
+from retrofit.bundling.written_graph import WrittenGraph
+from retrofit.errors import CheckpointError
+
+WIDTH = 120
+INDEX = "i"
+Named = Callable[[Any], str]  # the expression for a class or function of the bundle's own code; "" for others
+
+
+class TableText:
+    """Writes a table; `own` names what the bundle's own code defines, `imports` is what the text needs from elsewhere."""
+
+    def __init__(self, own: Named) -> None:
+        self.own, self.imports = own, set[Import]()
+        self.prefix = self.depth = ""  # of the entry that is written for several depths: its path, the number there
+
+    def write(self, table: Mapping[str, Any]) -> str:
+        """The dict display of the table."""
+        lines = ["{"]
+        for keys, spec in self.grouped(table):
+            if len(keys) == 1:
+                lines += self.entry(f"{self.expression(keys[0])}: ", spec, 1)
+                continue
+            self.at(prefix_of(keys[0]))
+            lines.append("    **{")
+            entry = self.entry(f"{self.expression(keys[0])}: ", spec, 2)
+            self.at("")
+            numbers = numbers_text([int(prefix_of(key).rpartition(".")[2]) for key in keys])
+            lines += [*entry[:-1], entry[-1].removesuffix(","), f"        for {INDEX} in {numbers}", "    },"]
+        return "\n".join([*lines, "}"])
+
+    def grouped(self, table: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
+        """The entries, those that are the same but for one number in their paths together, in order of the first."""
+        groups: dict[tuple[str, str], list[str]] = {}
+        for key, spec in table.items():
+            groups.setdefault(self.form(key, spec), []).append(key)
+        return [(keys, table[keys[0]]) for keys in groups.values()]
+
+    def form(self, key: str, spec: Any) -> tuple[str, str]:
+        """The entry as it is written for several depths: of those with the same form one text is written."""
+        if not prefix_of(key):
+            return key, ""
+        self.at(prefix_of(key))
+        form = self.expression(key), "\n".join(self.entry("", spec, 1))
+        self.at("")
+        return form
+
+    def at(self, prefix: str) -> None:
+        """From now on paths that begin so are written for several depths; with an empty one none are."""
+        self.prefix, self.depth = prefix, prefix.rpartition(".")[2]
+
+    # One entry.
+
+    def entry(self, head: str, spec: Any, indent: int) -> list[str]:
+        """The lines of `head` and a value, with a comma behind."""
+        space = "    " * indent
+        whole = f"{space}{head}{self.expression(spec)},"
+        if len(whole) <= WIDTH:
+            return [whole]
+        opening, parts, closing = self.opened(spec)
+        if not parts:
+            return [whole]
+        lines = [f"{space}{head}{opening}"]
+        for name, part in parts:
+            lines += self.entry(name, part, indent + 1)
+        return [*lines, f"{space}{closing},"]
+
+    def opened(self, spec: Any) -> tuple[str, list[tuple[str, Any]], str]:
+        """How a value that does not fit into a line begins, its parts with what is before each, and how it ends."""
+        if isinstance(spec, New):
+            return "New(", [("", Plain(self.reference(spec.kind))), *self.keywords(spec.attributes)], ")"
+        if isinstance(spec, Shared) and spec.value is not None:
+            return "Shared(", [("", spec.name), ("", spec.value)], ")"
+        if isinstance(spec, Unregistered):
+            return "Unregistered(", [("", spec.module)], ")"
+        if isinstance(spec, Method):
+            return "Method(", [("", spec.owner), ("", spec.name)], ")"
+        if isinstance(spec, Hook):
+            return "Hook(", [("", spec.function), *([("keywords=", True)] if spec.keywords else [])], ")"
+        if type(spec) is list:
+            return "[", [("", one) for one in spec], "]"
+        if type(spec) is tuple:
+            return "(", [("", one) for one in spec], ")"
+        if type(spec) is dict:
+            return "{", [(f"{self.expression(key)}: ", one) for key, one in spec.items()], "}"
+        return "", [], ""
+
+    def keywords(self, attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        plain = [(f"{name}=", one) for name, one in attributes.items() if name.isidentifier()]
+        others = {name: one for name, one in attributes.items() if not name.isidentifier()}
+        return [*plain, ("**", others)] if others else plain
+
+    def expression(self, spec: Any) -> str:
+        """A value in one line."""
+        if isinstance(spec, Plain):
+            return spec.text
+        if isinstance(spec, (New, Unregistered, Method, Hook)) or (isinstance(spec, Shared) and spec.value is not None):
+            opening, parts, closing = self.opened(spec)
+            return opening + ", ".join(f"{name}{self.expression(part)}" for name, part in parts) + closing
+        if isinstance(spec, Shared):
+            return f"Shared({self.text(spec.name)})"
+        if isinstance(spec, Dense):
+            return f"Dense({', '.join(self.text(one) for one in (spec.path, spec.name)[: 1 + bool(spec.name)])})"
+        if isinstance(spec, (Weight, Buffer)):
+            return self.tensor(spec)
+        if isinstance(spec, (Child, Gone)):
+            return f"{type(spec).__name__}()"
+        if isinstance(spec, enum.Enum):
+            return f"{self.reference(type(spec))}.{spec.name}"
+        if isinstance(spec, str):
+            return self.text(spec)
+        if type(spec) is list or (type(spec) is dict and spec) or (type(spec) is tuple and len(spec) != 1):
+            opening, parts, closing = self.opened(spec)
+            return opening + ", ".join(f"{name}{self.expression(part)}" for name, part in parts) + closing
+        if type(spec) is tuple:
+            return f"({self.expression(spec[0])},)"
+        if type(spec) in (set, frozenset):
+            inner = "{" + ", ".join(sorted(map(self.expression, spec))) + "}" if spec else ""
+            return (inner or "set()") if type(spec) is set else f"frozenset({inner})"
+        if isinstance(spec, float) and spec != spec or spec in (float("inf"), float("-inf")):
+            return f'float("{spec}")'
+        if isinstance(spec, torch.Size):
+            return f"torch.Size({self.expression(tuple(spec))})"
+        if isinstance(spec, (type, WrittenGraph)) or callable(spec):
+            return self.reference(spec)
+        return repr(spec)  # plain numbers, None, dtypes, slices
+
+    def tensor(self, spec: Weight | Buffer) -> str:
+        given = [str(size) for size in spec.size] + ([f"dtype={spec.dtype}"] if spec.dtype is not None else [])
+        if isinstance(spec, Weight):
+            return f"Weight({', '.join([*given, *([] if spec.trained else ['trained=False'])])})"
+        return f"Buffer({', '.join([*given, *([] if spec.saved else ['saved=False'])])})"
+
+    def text(self, value: str) -> str:
+        """A string; where an entry is written for several depths, a path at its depth has their number in it."""
+        quoted = '"' + repr('"' + value)[2:-1].replace('"', '\\"').replace("\\'", "'") + '"'
+        if not self.prefix or not (value == self.prefix or value.startswith(f"{self.prefix}.")):
+            return quoted
+        before = self.prefix[: -len(self.depth)]
+        return "f" + quoted[0] + before + "{" + INDEX + "}" + quoted[1 + len(self.prefix) :]
+
+    def reference(self, value: Any) -> str:
+        """The expression for a class or a function, imported where that is needed."""
+        own = self.own(value)
+        if own:
+            return own
+        if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            self.imports.add(Import("torch", None, "torch"))
+            return f"torch.ops.{value}"
+        name = value.__name__
+        for module, alias, found in ((F, "F", Import("torch.nn", "functional", "F")), (nn, "nn", Import("torch", "nn", "nn"))):
+            if getattr(module, name, None) is value:
+                self.imports.add(found)
+                return f"{alias}.{name}"
+        if getattr(torch, name, None) is value:
+            self.imports.add(Import("torch", None, "torch"))
+            return f"torch.{name}"
+        module = inspect.getmodule(value)
+        if isinstance(module, types.ModuleType) and getattr(module, name, None) is value:
+            if module.__name__ != "builtins":
+                self.imports.add(Import(module.__name__, name, name))
+            return str(name)
+        raise CheckpointError(
+            f"the model cannot be bundled: one of its modules keeps {value!r}", why="it cannot be imported by a name", remedy="give it one"
+        )
+
+
+class Plain:
+    """Text that is an expression already."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def prefix_of(key: str) -> str:
+    """The beginning of a path up to its first number; empty where it has none."""
+    match = re.search(r"(?:^|\.)\d+(?=\.|$)", key)
+    return "" if match is None else key[: match.end()]
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Depths as a range, where they are one."""
+    step = numbers[1] - numbers[0]
+    if step > 0 and list(numbers) == list(range(numbers[0], numbers[-1] + 1, step)):
+        bounds = [str(numbers[0])] * bool(numbers[0] or step > 1) + [str(numbers[-1] + step)] + [str(step)] * (step > 1)
+        return f"range({', '.join(bounds)})"
+    return f"({', '.join(map(str, numbers))})"
