@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import dis
 import importlib.util
 import json
 import shutil
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -195,6 +198,7 @@ def auto_classes(model_type: str, kind: type) -> tuple[str, ...]:
 def require_equal(file: Path, written: ModellingFile, name: str, config: Any, model: nn.Module) -> None:
     """The model that the modelling code makes has the modules, the weights and the ties of `model`, else `CheckpointError`."""
     with imported(file) as module, quiet():
+        require_closed(written.text, module)
         kind = getattr(module, written.config_name)
         fields = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
         same = kind.from_dict({**fields, "model_type": kind.model_type})
@@ -205,6 +209,26 @@ def require_equal(file: Path, written: ModellingFile, name: str, config: Any, mo
         raise CheckpointError(
             "the bundle is not the model that it was made of: a defect of retrofit",
             why="; ".join(f"{key}: {ours.get(key)} where it was {theirs.get(key)}" for key in wrong[:3]),
+            remedy=f"report it; {MEANWHILE}",
+        )
+
+
+def require_closed(text: str, module: Any) -> None:
+    """Every global that the code reads is there, else `CheckpointError`: code that a model seldom runs is not tried here."""
+    wanted, assigned = set[str](), set(dir(builtins)) | set(vars(module))
+    waiting = [compile(text, CODE, "exec")]
+    while waiting:
+        code = waiting.pop()
+        waiting.extend(one for one in code.co_consts if isinstance(one, types.CodeType))
+        for one in dis.get_instructions(code):
+            if one.opname == "LOAD_GLOBAL":
+                wanted.add(str(one.argval))
+            elif one.opname == "STORE_NAME":
+                assigned.add(str(one.argval))  # also where a package is missing that a part of the code needs
+    if wanted - assigned:
+        raise CheckpointError(
+            "the bundle's code is not whole: a defect of retrofit",
+            why=f"not there: {', '.join(sorted(wanted - assigned))}",
             remedy=f"report it; {MEANWHILE}",
         )
 

@@ -166,8 +166,8 @@ class Closure:
 
 
 def live(definition: Definition) -> object:
-    """The object that a definition made."""
-    return getattr(sys.modules[definition.module], definition.name)
+    """The object that a definition made; None where its file has not been imported."""
+    return getattr(sys.modules.get(definition.module), definition.name, None)
 
 
 def class_names(node: ast.AST) -> Iterator[str]:

@@ -12,13 +12,13 @@ from typing import Any
 from retrofit import __version__
 from retrofit.bundling.bundled_model import Bundled
 from retrofit.bundling.closure import Closure
-from retrofit.bundling.placing import Buffer, Child, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
+from retrofit.bundling.placing import Buffer, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
 from retrofit.bundling.source_files import Definition, Import
 from retrofit.bundling.source_text import SourceText
 from retrofit.bundling.table_text import TableText
 from retrofit.bundling.written_graph import WrittenGraph
 
-WORDS = (Buffer, Child, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight)  # of tables
+WORDS = (Buffer, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight)  # of tables
 TABLE = "TABLE"
 WIDTH = 120
 LICENSE = """\
@@ -27,7 +27,7 @@ LICENSE = """\
 # Licensed under the Apache License, Version 2.0 (the "License"); you may not use this file except in compliance with the License.
 # You may obtain a copy of the License at http://www.apache.org/licenses/LICENSE-2.0. Unless required by applicable law or agreed
 # to in writing, software distributed under the License is distributed on an "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF ANY
-# KIND, either express or implied. See the License for the specific language governing permissions and limitations under the License.
+# KIND, either express or implied. See the License for the specific language governing permissions and limitations under it.
 #
 # The dense model's own code is that of transformers. The weights have a license of their own.
 """
@@ -126,6 +126,8 @@ def objects_in(spec: Any) -> Iterator[Any]:
     """The classes, functions and methods that a part of a table names."""
     if isinstance(spec, New):
         yield spec.kind
+        yield from objects_in(spec.attributes)
+    elif isinstance(spec, Copy):
         yield from objects_in(spec.attributes)
     elif isinstance(spec, (Shared, Unregistered, Method, Hook)):
         yield from (spec,) if isinstance(spec, Method) else ()

@@ -34,6 +34,13 @@ class Dense:
         self.path, self.name = path, name
 
 
+class Copy:
+    """A copy of the dense model's module at `path`, which shares all that it holds with it but these attributes."""
+
+    def __init__(self, path: str, /, **attributes: Any) -> None:
+        self.path, self.attributes = path, attributes
+
+
 class Shared:
     """An object that the table names several times: in one place with its `value`, in the others by its name alone."""
 
@@ -91,7 +98,7 @@ class Placing:
         within = f"{path}." if path else ""
         inner = model.named_modules(remove_duplicate=False)
         self.dense = {f"{within}{name}" if name else path: module for name, module in inner}
-        self.held = {place: dict(vars(module)) for place, module in self.dense.items()}
+        self.held = {place: {**vars(module), "_modules": dict(module._modules)} for place, module in self.dense.items()}
         self.named: dict[str, New] = {}  # what the table shares
         self.shared: dict[str, Any] = {}  # of these, what has been made
 
@@ -136,6 +143,10 @@ class Placing:
         """What `spec` stands for; whatever is none of the table's own words stands for itself."""
         if isinstance(spec, New):
             return self.filled(bare(spec.kind), spec)
+        if isinstance(spec, Copy):
+            made = object.__new__(type(self.dense[spec.path]))
+            vars(made).update({**self.held[spec.path], "_modules": dict(self.held[spec.path]["_modules"])})
+            return self.filled(made, spec)
         if isinstance(spec, Shared):
             if spec.name not in self.shared:
                 new = self.named[spec.name]
@@ -154,7 +165,8 @@ class Placing:
             return {self.value(key): self.value(value) for key, value in spec.items()}
         return spec
 
-    def filled(self, made: Any, spec: New) -> Any:
+    def filled(self, made: Any, spec: New | Copy) -> Any:
+        """An object with the attributes that it is described by."""
         for name, value in spec.attributes.items():
             self.put(made, name, value)
         return made
@@ -169,10 +181,12 @@ def bare(kind: Any) -> Any:
 
 
 def made_parameter(spec: Weight) -> nn.Parameter | None:
+    """The parameter, of zeros."""
     return None if None in spec.size else nn.Parameter(torch.zeros(spec.size, dtype=spec.dtype), requires_grad=spec.trained)  # type: ignore[arg-type]
 
 
 def made_buffer(spec: Buffer) -> torch.Tensor | None:
+    """The buffer, of zeros."""
     return None if None in spec.size else torch.zeros(spec.size, dtype=spec.dtype)  # type: ignore[arg-type]
 
 
@@ -181,7 +195,7 @@ def shared_values(spec: Any) -> Iterator[Shared]:
     if isinstance(spec, Shared):
         yield spec
     inner: Any = ()
-    if isinstance(spec, New):
+    if isinstance(spec, (New, Copy)):
         inner = spec.attributes.values()
     elif isinstance(spec, (Shared, Unregistered, Method, Hook)):
         inner = vars(spec).values()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -45,8 +44,8 @@ class SourceFile:
 
     def __init__(self, module: str) -> None:
         self.module = module
-        found = sys.modules.get(module) or importlib.import_module(module)
-        path = getattr(found, "__file__", None)
+        found = sys.modules.get(module) or importlib.util.find_spec(module)  # which does not run it: what it imports may be missing
+        path = getattr(found, "__file__", None) or getattr(found, "origin", None)
         if path is None or not path.endswith(".py"):
             raise CheckpointError(
                 f"{module} has no source file", why="a bundle holds the source of its layers", remedy="install it as plain Python files"
@@ -123,5 +122,6 @@ def follow(found: Import, ours: frozenset[str]) -> Definition | Import | None:
 
 def is_module(package: str, name: str) -> bool:
     """Whether a name imported from a package is one of its modules."""
-    parent = sys.modules.get(package) or importlib.import_module(package)
-    return hasattr(parent, "__path__") and importlib.util.find_spec(f"{package}.{name}") is not None
+    parent = importlib.util.find_spec(package)
+    is_package = parent is not None and parent.submodule_search_locations is not None
+    return is_package and importlib.util.find_spec(f"{package}.{name}") is not None

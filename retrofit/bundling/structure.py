@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 from transformers import PretrainedConfig
 
-from retrofit.bundling.placing import HOOKS, Buffer, Child, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
+from retrofit.bundling.placing import HOOKS, Buffer, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
 from retrofit.bundling.written_graph import WrittenGraph
 from retrofit.errors import CheckpointError
 
@@ -26,7 +26,7 @@ OURS = frozenset(  # what retrofit and transformers keep about a model, and a bu
     "training retrofit_rewrites retrofit_rearranged retrofit_added retrofit_recipe retrofit_inputs hf_quantizer _published_conversions "
     "_weight_conversions _is_hf_initialized config generation_config".split()
 )
-GRAPHS = frozenset("_graph _code _lineno_map _prologue_start _tracer_cls meta shape_env _replace_hooks _create_node_hooks".split())
+GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - TORCHS  # what a graph module keeps of its graph
 
 
 class DenseState:
@@ -50,7 +50,7 @@ class Structure:
     def __init__(self, model: nn.Module, dense: DenseState, default: torch.dtype) -> None:
         self.model, self.dense, self.default = model, dense, default
         self.places = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-        self.met: dict[int, tuple[Any, New]] = {}  # an object and its description, by id
+        self.met: dict[int, tuple[Any, New | Copy]] = {}  # an object and its description, by id
         self.named: dict[int, str] = {}  # ids of those that are met again, with the name they are shared by
         self.mentioned: list[str] = []  # paths of dense modules that an entry names
         self.table: dict[str, Any] = {}
@@ -66,6 +66,9 @@ class Structure:
                 done.add(path)
                 self.compare(path)
             waiting = [path for path in dict.fromkeys(self.mentioned) if path not in done]
+        unmet = [name for one, name in self.named.items() if one not in self.met]
+        if unmet:
+            raise refused(unmet[0], "something refers to it, and it is not in the model")
         names = {id(self.met[one][1]): name for one, name in self.named.items()}
         self.table = {key: with_names(spec, names) for key, spec in self.table.items()}
 
@@ -100,8 +103,7 @@ class Structure:
         elif name == POST_HOOKS:
             entries[key] = [self.described(hook, key) for hook in value.values()]
         elif name not in TORCHS:
-            one = self.described(value, key)
-            entries[key] = Unregistered(one) if isinstance(value, nn.Module) else one
+            entries[key] = self.attribute(value, key)
         elif not name.endswith(("_with_kwargs", "_always_called")) or not value:
             raise refused(key, f"it has hooks of a kind that a bundle cannot have ({name})")
 
@@ -133,6 +135,23 @@ class Structure:
             raise refused(where, f"it keeps an object of {type(value).__name__}, which a table cannot describe")
         return self.shared(value, where)
 
+    def attribute(self, value: Any, where: str) -> Any:
+        """The description of what is no child: a module that is one elsewhere is described there."""
+        if not isinstance(value, nn.Module):
+            return self.described(value, where)
+        if id(value) in self.places and id(value) not in self.dense.paths:
+            return Unregistered(Shared(self.named.setdefault(id(value), self.places[id(value)])))
+        return Unregistered(self.described(value, where))
+
+    def copied_from(self, module: nn.Module) -> str | None:
+        """The path of the dense module of which this one is a copy, with other children; None where there is none."""
+        for path, held in self.dense.held.items():
+            if type(self.dense.modules[path]) is type(module) and vars(module).keys() == held.keys():
+                names = vars(module).keys() - {"_modules", "training"}
+                if not any(differs(value, held[name]) for name, value in vars(module).items() if name in names):
+                    return path
+        return None
+
     def config(self, value: Any, where: str) -> Any:
         """A copy of one of the model's configs, as that."""
         for one in self.dense.attributes.values():
@@ -145,10 +164,16 @@ class Structure:
         """The description of an object that is not plain; by a name where it is met again."""
         if id(value) in self.met:
             return Shared(self.named.setdefault(id(value), self.places.get(id(value), f"{type(value).__name__} of {where}")))
-        new = New(type(value))
+        original = self.copied_from(value) if isinstance(value, nn.Module) and id(value) not in self.places else None
+        new: New | Copy = New(type(value)) if original is None else Copy(original)
         self.met[id(value)] = value, new
-        if isinstance(value, nn.Module):
-            self.describe_module(value, new, where)
+        if original is not None:
+            self.mentioned.append(original)
+            before = self.dense.held[original]["_modules"]
+            changed = {name: child for name, child in value._modules.items() if child is not before.get(name, ...)}
+            new.attributes.update({name: self.described(child, f"{where}.{name}") for name, child in changed.items()})
+        elif isinstance(value, nn.Module):
+            self.describe_module(value, new, where)  # type: ignore[arg-type]
         else:
             new.attributes.update({name: self.described(one, f"{where}.{name}") for name, one in vars(value).items()})
         return new
@@ -166,8 +191,7 @@ class Structure:
                 if name not in (*REGISTRIES, "_non_persistent_buffers_set", "training") and differs(value, fresh[name]):
                     self.add(new.attributes, name, name, module)
             elif not (isinstance(module, fx.GraphModule) and name in GRAPHS) and name != "_is_hf_initialized":
-                one = self.described(value, key)
-                new.attributes[name] = Unregistered(one) if isinstance(value, nn.Module) else one
+                new.attributes[name] = self.attribute(value, key)
         for name, child in module._modules.items():
             new.attributes[name] = Child() if child is None else self.described(child, f"{where}.{name}")
         for name, value in {**module._parameters, **module._buffers}.items():
@@ -191,7 +215,7 @@ class Structure:
 
 def with_names(spec: Any, names: Mapping[int, str]) -> Any:
     """A part of the table in which what is met again is `Shared` where it was met first; `names` by the id of its description."""
-    if isinstance(spec, New):
+    if isinstance(spec, (New, Copy)):
         spec.attributes = {name: with_names(one, names) for name, one in spec.attributes.items()}
         return Shared(names[id(spec)], spec) if id(spec) in names else spec
     if isinstance(spec, (Unregistered, Method, Hook)):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from retrofit.bundling.placing import Buffer, Child, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
+from retrofit.bundling.placing import Buffer, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
 from retrofit.bundling.source_files import Import
 from retrofit.bundling.written_graph import WrittenGraph
 from retrofit.errors import CheckpointError
@@ -38,11 +38,12 @@ class TableText:
                 lines += self.entry(f"{self.expression(keys[0])}: ", spec, 1)
                 continue
             self.at(prefix_of(keys[0]))
-            lines.append("    **{")
             entry = self.entry(f"{self.expression(keys[0])}: ", spec, 2)
             self.at("")
-            numbers = numbers_text([int(prefix_of(key).rpartition(".")[2]) for key in keys])
-            lines += [*entry[:-1], entry[-1].removesuffix(","), f"        for {INDEX} in {numbers}", "    },"]
+            depths = f"for {INDEX} in {numbers_text([int(prefix_of(key).rpartition('.')[2]) for key in keys])}"
+            entry[-1] = entry[-1].removesuffix(",")
+            whole = f"    **{{{entry[0].strip()} {depths}}},"
+            lines += [whole] if len(entry) == 1 and len(whole) <= WIDTH else ["    **{", *entry, f"        {depths}", "    },"]
         return "\n".join([*lines, "}"])
 
     def grouped(self, table: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
@@ -85,6 +86,8 @@ class TableText:
         """How a value that does not fit into a line begins, its parts with what is before each, and how it ends."""
         if isinstance(spec, New):
             return "New(", [("", Plain(self.reference(spec.kind))), *self.keywords(spec.attributes)], ")"
+        if isinstance(spec, Copy):
+            return "Copy(", [("", spec.path), *self.keywords(spec.attributes)], ")"
         if isinstance(spec, Shared) and spec.value is not None:
             return "Shared(", [("", spec.name), ("", spec.value)], ")"
         if isinstance(spec, Unregistered):
@@ -110,7 +113,7 @@ class TableText:
         """A value in one line."""
         if isinstance(spec, Plain):
             return spec.text
-        if isinstance(spec, (New, Unregistered, Method, Hook)) or (isinstance(spec, Shared) and spec.value is not None):
+        if isinstance(spec, (New, Copy, Unregistered, Method, Hook)) or (isinstance(spec, Shared) and spec.value is not None):
             opening, parts, closing = self.opened(spec)
             return opening + ", ".join(f"{name}{self.expression(part)}" for name, part in parts) + closing
         if isinstance(spec, Shared):
