@@ -58,7 +58,9 @@ def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, forc
     if not is_transformers(model) or not recipe_storage.stored_recipe(model):
         what = "no transformers model" if not is_transformers(model) else "not retrofitted"
         raise CheckpointError(
-            f"{type(model).__name__} cannot be bundled", why=f"it is {what}", remedy="give a transformers model that retrofit has rewritten"
+            f"{type(model).__name__} cannot be bundled",
+            why=f"it is {what}",
+            remedy="give a transformers model that retrofit has rewritten",
         )
     with tempfile.TemporaryDirectory(prefix="retrofit-bundle-") as folder:
         model.save_pretrained(folder)
@@ -100,7 +102,9 @@ def read_config(source: Path) -> dict[str, Any]:
         raise CheckpointError(f"{source} does not exist", remedy="give the directory of a retrofitted model")
     if not source.is_dir():
         raise CheckpointError(
-            f"{source} is no directory", why="a bundle is made of a Hugging Face directory", remedy="retrofit.load it, and bundle the model"
+            f"{source} is no directory",
+            why="a bundle is made of a Hugging Face directory",
+            remedy="retrofit.load it, and bundle the model",
         )
     if is_pipeline(source):
         raise CheckpointError(
@@ -139,7 +143,9 @@ def classes_named(config: dict[str, Any], source: Path) -> tuple[type[PreTrained
         kind = transformers_class(name)
         if kind is None or not kind.__module__.startswith("transformers."):
             raise CheckpointError(
-                f"{source}: {name} cannot be bundled", why="transformers does not have this class, so a bundle could not", remedy=MEANWHILE
+                f"{source}: {name} cannot be bundled",
+                why="transformers does not have this class, so a bundle could not",
+                remedy=MEANWHILE,
             )
         found.append(kind)
     return found[0], found[1]
@@ -154,7 +160,9 @@ def weight_files(source: Path) -> list[Path]:
     if (source / "model.safetensors").is_file():
         return [source / "model.safetensors"]
     raise CheckpointError(
-        f"{source} has no model.safetensors", why="a bundle's weights are safetensors", remedy="load the model and save it: save_pretrained"
+        f"{source} has no model.safetensors",
+        why="a bundle's weights are safetensors",
+        remedy="load the model and save it: save_pretrained",
     )
 
 
@@ -304,4 +312,3 @@ def card(model: nn.Module, kind: type, recipe: list[str], classes: list[ModelCla
             "retrofit rewrites it no further: that needs the directory that it was bundled from.",
         ]
     )
-

@@ -97,7 +97,9 @@ class Closure:
 
     def follow_weak(self, module: str, name: str, target: Definition | Import | None) -> None:
         """A name in an annotation: a type alias is collected, a class only where something else needs it."""
-        if isinstance(target, Definition) and isinstance(source_file(target.module).statements[target.name], (ast.Assign, ast.AnnAssign)):
+        if isinstance(target, Definition) and isinstance(
+            source_file(target.module).statements[target.name], (ast.Assign, ast.AnnAssign)
+        ):
             self.waiting.append(target)
         self.weak.append((module, name))
 

@@ -65,7 +65,9 @@ class ModellingFile:
     config_name: str
 
 
-def modelling_file(table: Mapping[str, Any], classes: Iterable[ModelClass], recipe: Iterable[str], model_type: str) -> ModellingFile:
+def modelling_file(
+    table: Mapping[str, Any], classes: Iterable[ModelClass], recipe: Iterable[str], model_type: str
+) -> ModellingFile:
     """The modelling code of the model with this table; raises `CheckpointError` where a layer needs what a bundle cannot have."""
     classes = list(classes)
     config = classes[0].dense.config_class  # type: ignore[attr-defined]
@@ -77,7 +79,15 @@ def modelling_file(table: Mapping[str, Any], classes: Iterable[ModelClass], reci
     called = [one.name for one in objects if isinstance(one, Method)]
     closure = Closure(roots, words, ours, [*called, *vars(Bundled)])
     config_name = f"Retrofitted{config.__name__}"
-    reserved = {TABLE, config_name, config.__name__, *(one.name for one in classes), *(one.dense.__name__ for one in classes), "nn", "F"}
+    reserved = {
+        TABLE,
+        config_name,
+        config.__name__,
+        *(one.name for one in classes),
+        *(one.dense.__name__ for one in classes),
+        "nn",
+        "F",
+    }
     source = SourceText(closure, reserved)
     taken = {*source.names.values(), *reserved}
     graph_names: dict[WrittenGraph, str] = {}

@@ -48,7 +48,9 @@ class SourceFile:
         path = getattr(found, "__file__", None) or getattr(found, "origin", None)
         if path is None or not path.endswith(".py"):
             raise CheckpointError(
-                f"{module} has no source file", why="a bundle holds the source of its layers", remedy="install it as plain Python files"
+                f"{module} has no source file",
+                why="a bundle holds the source of its layers",
+                remedy="install it as plain Python files",
             )
         self.text = Path(path).read_text(encoding="utf-8")
         self.lines = self.text.splitlines()

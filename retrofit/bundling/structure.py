@@ -40,7 +40,9 @@ class DenseState:
         self.attributes: dict[int, Dense] = {}  # objects that the model's own code made, by which attribute they are found
         for path, module in self.modules.items():
             for name, value in vars(module).items():
-                if name not in TORCHS and not isinstance(value, (*PLAIN, *CALLABLE, list, tuple, dict, set, nn.Module, torch.Tensor)):
+                if name not in TORCHS and not isinstance(
+                    value, (*PLAIN, *CALLABLE, list, tuple, dict, set, nn.Module, torch.Tensor)
+                ):
                     self.attributes.setdefault(id(value), Dense(path, name))
 
 
@@ -88,7 +90,11 @@ class Structure:
                 if name not in vars(module)[registry]:
                     self.table[f"{within}{name}"] = Gone()
         for name, value in vars(module).items():
-            if name not in (*REGISTRIES, "_non_persistent_buffers_set") and name not in OURS and differs(value, before.get(name, ...)):
+            if (
+                name not in (*REGISTRIES, "_non_persistent_buffers_set")
+                and name not in OURS
+                and differs(value, before.get(name, ...))
+            ):
                 self.add(self.table, f"{within}{name}", name, module)
         for name in before:
             if name not in vars(module) and name not in OURS:
@@ -264,4 +270,3 @@ def refused(where: str, why: str) -> CheckpointError:
         why=why,
         remedy="give its attributes names and plain values; or install retrofit where the model is loaded",
     )
-

@@ -180,7 +180,9 @@ class TableText:
                 self.imports.add(Import(module.__name__, name, name))
             return str(name)
         raise CheckpointError(
-            f"the model cannot be bundled: one of its modules keeps {value!r}", why="it cannot be imported by a name", remedy="give it one"
+            f"the model cannot be bundled: one of its modules keeps {value!r}",
+            why="it cannot be imported by a name",
+            remedy="give it one",
         )
 
 

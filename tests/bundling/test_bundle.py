@@ -1,0 +1,284 @@
+"""Bundles compute what the retrofitted models do, bit for bit, in an environment that does not have retrofit."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import bundle_outputs, tiny_models, zoo
+from support.without_retrofit import packages_without_retrofit, run_without_retrofit
+
+import retrofit
+from retrofit.bundling.bundle import CODE
+from retrofit.cli import main
+from retrofit.errors import CheckpointError
+
+CAUSAL, SEQ2SEQ, MASKED, IMAGE = (f"AutoModelFor{task}" for task in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification"))
+
+
+def llama(layers: int = 2, **options: Any) -> Any:
+    return tiny_models.llama(num_hidden_layers=layers, intermediate_size=32, **options)
+
+
+Case = tuple[Callable[[], Any], str, tuple[str, ...], str]  # the dense model, its auto class, passes, how it is loaded and used
+
+FIRST: dict[str, Case] = {
+    "several passes, a tied head": (
+        lambda: llama(tie_word_embeddings=True),
+        CAUSAL,
+        ("altup(k=2)", "memory(rank=2)", "sparse-ffn(sparsity=4, rank=4)"),
+        "whole, bfloat16, saved again, trained",
+    ),
+    "merged attentions": (tiny_models.t5, SEQ2SEQ, ("merge-cross-attention(attentions=1, weight=0.5)",), "whole"),
+}
+OTHERS: dict[str, Case] = {
+    "altup, recycled": (llama, CAUSAL, ("altup(k=2, embedding=recycled, init=lockstep)",), "whole, bfloat16, placed"),
+    "altup, dynamic": (llama, CAUSAL, ("altup(k=2, coefficients=dynamic)",), "whole"),
+    "altup, dense": (llama, CAUSAL, ("altup(k=2, coefficients=dense, layers=0)",), "whole"),
+    "altup, extra": (llama, CAUSAL, ("altup(k=3, extra=4)",), "whole"),
+    "altup, gpt2": (tiny_models.gpt2, CAUSAL, ("altup(k=3)",), "whole, saved again"),
+    "sum": (llama, CAUSAL, ("sum",), "whole"),
+    "memory, token ids": (llama, CAUSAL, ("memory(rank=2)",), "whole"),
+    "memory, softmax": (llama, CAUSAL, ("memory(lookup=softmax, buckets=8, rank=2)",), "whole"),
+    "memory, lsh": (llama, CAUSAL, ("memory(lookup=lsh, buckets=8, beside=ffns)",), "whole"),
+    "recurrence": (llama, CAUSAL, ("recurrence(rank=4)",), "whole, bfloat16"),
+    "lsh-attention": (llama, CAUSAL, ("lsh-attention(buckets=4, chunk=4)",), "whole"),
+    "lsh-attention, shared": (llama, CAUSAL, ("lsh-attention(buckets=4, chunk=4, share=queries)",), "whole"),
+    "reversible": (llama, CAUSAL, ("reversible",), "whole, trained"),
+    "two streams": (llama, CAUSAL, ("reversible(scheme=terraformer)",), "whole"),
+    "sequence-altup": (lambda: llama(4), CAUSAL, ("sequence-altup(k=2)",), "whole, bfloat16"),
+    "stride and skip": (lambda: llama(4), CAUSAL, ("sequence-altup(k=2, method=stride-and-skip)",), "whole"),
+    "widenet": (llama, CAUSAL, ("shared-moe(experts=4, share-attention=true)",), "whole, bfloat16, saved again, trained"),
+    "upcycled": (llama, CAUSAL, ("shared-moe(groups=0, experts=2)",), "whole, placed"),
+    "sparse-ffn, gate": (llama, CAUSAL, ("sparse-ffn(sparsity=4, controller=gate, active=2)",), "whole, bfloat16, saved again, placed"),
+    "sparse-ffn, gpt2": (tiny_models.gpt2, CAUSAL, ("sparse-ffn(sparsity=4, rank=4)",), "whole"),
+    "sparse-qkv": (llama, CAUSAL, ("sparse-qkv",), "whole, bfloat16"),
+    "sparse-loss": (llama, CAUSAL, ("sparse-loss",), "whole"),
+    "merged twice": (tiny_models.t5, SEQ2SEQ, ("merge-cross-attention",), "whole"),
+    "altup, t5": (tiny_models.t5, SEQ2SEQ, ("altup(k=2)",), "whole, saved again"),
+    "altup, bert": (tiny_models.bert, MASKED, ("altup(k=2)",), "whole"),
+    "altup, vit": (tiny_models.vit, IMAGE, ("altup(k=2)",), "whole"),
+    "memory in a mixture": (llama, CAUSAL, ("shared-moe(experts=2)", "memory(rank=2)", "sum"), "whole, trained"),
+    "recurrence, lsh, reversible": (
+        llama, CAUSAL, ("recurrence(rank=4)", "lsh-attention(buckets=4, chunk=4)", "reversible"), "whole"
+    ),
+    "sparse everywhere": (
+        llama, CAUSAL, ("sparse-qkv", "sparse-ffn(sparsity=4, rank=4)", "sparse-loss", "recurrence(rank=4)"), "whole, saved again"
+    ),
+}  # fmt: skip
+
+
+def retrofitted(dense: Callable[[], Any], passes: tuple[str, ...]) -> Any:
+    """The model as if it had trained on: every parameter has moved."""
+    torch.manual_seed(0)
+    model = retrofit.apply(dense(), *passes, verify=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
+    """What is not the same bits in two results."""
+    if isinstance(ours, dict):
+        assert list(ours) == list(theirs), where
+        return [found for key in ours for found in differences(ours[key], theirs[key], f"{where} / {key}")]
+    return [] if ours.dtype == theirs.dtype and torch.equal(ours, theirs) else [where]
+
+
+def require_same(cases: dict[str, Case], folder: Path) -> None:
+    """The bundles of the models compute, where retrofit is not installed, what the models do where it is."""
+    jobs, expected = {}, {}
+    for number, (name, (dense, auto, passes, ways)) in enumerate(cases.items()):
+        original, bundled = folder / f"original{number}", folder / f"bundle{number}"
+        retrofitted(dense, passes).save_pretrained(original)
+        retrofit.bundle(original, bundled)
+        jobs[name] = [str(bundled), auto, ways.split(", ")]
+        expected[name] = bundle_outputs.in_ways(getattr(transformers, auto).from_pretrained, str(original), ways.split(", "))
+    assert outputs_without_retrofit(jobs, folder).keys() == expected.keys()
+    assert differences(outputs_without_retrofit(jobs, folder), expected) == []
+
+
+def outputs_without_retrofit(jobs: dict[str, list[Any]], folder: Path) -> dict[str, Any]:
+    """What bundles compute in an environment without retrofit."""
+    results = folder / "results.pt"
+    if not results.exists():
+        (folder / "jobs.json").write_text(json.dumps(jobs))
+        arguments = (bundle_outputs.__file__, str(folder / "jobs.json"), str(results))
+        done = run_without_retrofit(packages_without_retrofit(folder), *arguments, cwd=folder)
+        assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = torch.load(results)
+    return found
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the first bundles have been made and compared."""
+    folder = tmp_path_factory.mktemp("bundles")
+    require_same(FIRST, folder)
+    return folder
+
+
+def test_a_bundle_is_the_model_bit_for_bit_without_retrofit(first: Path) -> None:
+    assert (first / "results.pt").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("names", [list(OTHERS)[start::4] for start in range(4)], ids="1234")
+def test_every_pass_is_bundled_bit_for_bit(names: list[str], tmp_path: Path) -> None:
+    require_same({name: OTHERS[name] for name in names}, tmp_path)
+
+
+ZOO = "gpt_neox opt gemma2 qwen2_moe mixtral olmo2 phi falcon cohere mamba jamba deepseek_v3".split()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model_type", ZOO)
+def test_many_architectures_are_bundled_bit_for_bit(model_type: str, tmp_path: Path) -> None:
+    entry = zoo.entry(f"causal/{model_type}")
+    require_same(
+        {model_type: (lambda: zoo.build(entry), CAUSAL, ("altup(k=2)", "memory(lookup=softmax, buckets=8)"), "whole")}, tmp_path
+    )
+
+
+# Where retrofit is installed
+
+
+def test_a_bundle_loads_where_retrofit_is_installed_too(first: Path) -> None:
+    ours, original = (
+        transformers.AutoModelForCausalLM.from_pretrained(first / name, trust_remote_code=True) for name in ("bundle0", "original0")
+    )
+    given = bundle_outputs.inputs(original)
+    with torch.no_grad():
+        assert torch.equal(ours(**given).logits, original(**given).logits)
+    assert type(ours).__name__ == "RetrofittedLlamaForCausalLM" and isinstance(ours, transformers.LlamaForCausalLM)
+    assert not type(ours.model.layers[0]).__module__.startswith("retrofit")
+    assert retrofit.recipe(ours) is None
+    with pytest.raises(CheckpointError, match="bundle, which is retrofitted no further"):
+        retrofit.apply(ours, "sum", verify=False)
+    with pytest.raises(CheckpointError, match="RetrofittedLlamaForCausalLM cannot be bundled"):
+        retrofit.bundle(ours, first / "again")
+
+
+def test_the_base_of_a_bundle_is_the_base_of_the_model(first: Path) -> None:
+    ours, original = (
+        transformers.AutoModel.from_pretrained(first / name, trust_remote_code=True) for name in ("bundle0", "original0")
+    )
+    given = bundle_outputs.inputs(original)
+    with torch.no_grad():
+        assert torch.equal(ours(**given)[0], original(**given)[0])
+    assert list(ours.state_dict()) == list(original.state_dict())
+
+
+def test_a_model_without_weights_is_built_from_the_config(first: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(first / "bundle0", trust_remote_code=True)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with torch.no_grad():
+        assert model(**bundle_outputs.inputs(model)).logits.isfinite().all()
+
+
+def test_the_code_runs_only_where_it_is_trusted(first: Path) -> None:
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        transformers.AutoModelForCausalLM.from_pretrained(first / "bundle0", trust_remote_code=False)
+
+
+def test_no_program_takes_a_bundle_for_the_dense_architecture(first: Path) -> None:
+    config = json.loads((first / "bundle0" / "config.json").read_text())
+    assert config["model_type"] == "retrofitted_llama" not in transformers.CONFIG_MAPPING
+    assert "quantization_config" not in config
+    assert config["retrofit_bundle"]["recipe"] == [one.spec() for one in recipe_of(first / "original0")]
+
+
+def recipe_of(directory: Path) -> Any:
+    return retrofit.read_recipe(directory)
+
+
+def test_the_code_is_one_readable_file(first: Path) -> None:
+    code = (first / "bundle0" / CODE).read_text()
+    assert "import retrofit" not in code and "from retrofit" not in code
+    assert "#     correct   x_new^i = x̂^i + g[i] (x̃ − x̂^j)" in code  # AltUp's formula
+    assert 'f"model.layers.{i}.mlp": New(' in code and "for i in range(2)" in code  # one entry for all depths
+    for unneeded in ("class Edit", "class Anatomy", "class FeedForward(", "def start(", "networkx", "torch.export"):
+        assert unneeded not in code, unneeded
+
+
+def test_what_came_with_the_model_is_there_and_the_card_says_what_it_is(first: Path) -> None:
+    here = first / "bundle0"
+    card = (here / "README.md").read_text()
+    assert "It needs torch and transformers, not retrofit" in card and "`altup(k=2" in card
+    assert "AutoModelForCausalLM.from_pretrained" in card
+    original = first / "original0"
+    for name in ("model.safetensors", "generation_config.json"):
+        assert (here / name).read_bytes() == (original / name).read_bytes()
+
+
+# The command, and what is refused
+
+
+def test_the_command_writes_a_bundle_and_apply_refuses_it(first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bundle", str(first / "original1"), "-o", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert "merge-cross-attention" in said and "AutoModelForSeq2SeqLM" in said
+    assert (tmp_path / "out" / CODE).read_bytes() == (first / "bundle1" / CODE).read_bytes()
+    assert main(["bundle", str(first / "original1"), "-o", str(tmp_path / "out")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["apply", "--pass", "sum", str(tmp_path / "out"), "-o", str(tmp_path / "sum")]) == 2
+    assert "is a bundle, which is retrofitted no further" in (said := capsys.readouterr().err)
+    assert "take the directory that it was bundled from" in said
+    assert main(["bundle", str(tmp_path / "out"), "-o", str(tmp_path / "twice")]) == 2
+    assert "is a bundle already" in capsys.readouterr().err
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]
+
+
+def test_what_cannot_be_bundled_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    model = tiny_models.llama()
+    model.save_pretrained(tmp_path / "dense")
+    (tmp_path / "file.pt").touch()
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "modules.json").write_text("[]")
+    entry = {"quant_method": "retrofit", "recipe": ["sum"], "architecture": "LlamaForCausalLM"}
+    config = json.loads((tmp_path / "dense" / "config.json").read_text()) | {"quantization_config": entry}
+    for name, fields in {"own code": {"auto_map": {}}, "strange": {"architectures": ["Strange"]}, "empty": {}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | fields))
+    strange = json.loads((tmp_path / "strange" / "config.json").read_text())
+    strange["quantization_config"]["architecture"] = "Strange"
+    (tmp_path / "strange" / "config.json").write_text(json.dumps(strange))
+    reasons = {
+        "dense": "holds no recipe",
+        "file.pt": "a bundle is made of a Hugging Face directory",
+        "pipeline": "sentence-transformers",
+        "own code": "modelling code of its own",
+        "strange": "transformers does not have this class",
+        "empty": "no model.safetensors",
+        "nothing": "does not exist",
+    }
+    for name, reason in reasons.items():
+        with pytest.raises(CheckpointError) as caught:
+            retrofit.bundle(tmp_path / name, tmp_path / "out")
+        assert reason in str(caught.value) and caught.value.remedy, name
+    with pytest.raises(CheckpointError, match="LlamaForCausalLM cannot be bundled"):
+        retrofit.bundle(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bundle_that_fails_leaves_nothing(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retrofit.bundling.bundle.outline", lambda model: {"made": id(model)})
+    with pytest.raises(CheckpointError, match="not the model that it was made of"):
+        retrofit.bundle(first / "original1", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_live_model_is_bundled_as_it_is(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory():
+        model = retrofitted(llama, ("sum",))
+    retrofit.bundle(model, tmp_path / "out")
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert differences(dict(ours.state_dict()), dict(model.state_dict())) == []
