@@ -48,7 +48,7 @@ def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, forc
     """The retrofitted model is in the directory `path` with code of its own, which needs torch and transformers alone.
 
     `AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`, or whatever auto class loads the original, gives the same
-    model bit for bit. It cannot be retrofitted further. Raises `CheckpointError` for what is not a retrofitted transformers model, and
+    model bit for bit. It cannot be retrofitted further. Raises `CheckpointError` for what is no retrofitted transformers model, and
     where a layer cannot be written down.
     """
     path = Path(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -15,7 +16,7 @@ from retrofit.bundling.references import References
 from retrofit.bundling.source_files import Definition, Import, follow, resolve, source_file
 from retrofit.errors import CheckpointError
 
-PRESENT = frozenset(("torch", "transformers", *sys.stdlib_module_names))  # packages that are there wherever a bundle is loaded
+PRESENT = frozenset(("torch", "transformers", "numpy", *sys.stdlib_module_names))  # are there wherever a bundle is loaded
 CONSTRUCTORS = ("__init__", "__new__")
 
 
@@ -32,8 +33,8 @@ class Collected:
 class Closure:
     """The definitions that `roots` need, `collected`, and what they import from elsewhere, `imports`.
 
-    `constructed` are classes that are called elsewhere; `ours` the packages whose code is collected; `called` methods that the table names. `optional` are files that are read only
-    by imports within functions, and import packages that may be missing.
+    `constructed` are classes that others call; `ours` the packages whose code is collected; `called` methods that the table names.
+    `optional` are files that are read only by imports within functions, and import packages that may be missing.
     """
 
     def __init__(
@@ -168,8 +169,11 @@ class Closure:
 
 
 def live(definition: Definition) -> object:
-    """The object that a definition made; None where its file has not been imported."""
-    return getattr(sys.modules.get(definition.module), definition.name, None)
+    """The object that a definition made; None where its file needs a package that is missing."""
+    try:
+        return getattr(importlib.import_module(definition.module), definition.name)
+    except ImportError:
+        return None
 
 
 def class_names(node: ast.AST) -> Iterator[str]:

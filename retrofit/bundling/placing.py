@@ -49,7 +49,7 @@ class Shared:
 
 
 class Weight:
-    """A parameter of this size, in the dtype that the model is loaded in unless it has its own; `None` for a size: there is none."""
+    """A parameter of this size, in the dtype that the model is loaded in or its own; `None` for a size: there is none."""
 
     def __init__(self, *size: int | None, dtype: torch.dtype | None = None, trained: bool = True) -> None:
         self.size, self.dtype, self.trained = size, dtype, trained

@@ -101,7 +101,7 @@ def names_defined(statement: ast.stmt) -> list[str]:
 
 
 def resolve(module: str, name: str, ours: frozenset[str]) -> Definition | Import | None:
-    """Where a global of a module comes from: a definition in one of `ours`, or an import from elsewhere; None where it is built in."""
+    """Where a global of a module comes from: a definition in one of `ours`, an import from elsewhere; None where it is built in."""
     file = source_file(module)
     if name in file.statements:
         return Definition(module, name)

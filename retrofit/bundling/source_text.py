@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
 import textwrap
@@ -98,7 +99,7 @@ class SourceText:
                 written.add(one.node.lineno)
                 parts.append((isinstance(one.node, (ast.Assign, ast.AnnAssign)), self.definition(one)))
         body = parts[0][1]
-        for (before, _), (constant, text) in zip(parts, parts[1:], strict=False):
+        for (before, _), (constant, text) in itertools.pairwise(parts):
             body += ("\n" if before and constant else "\n\n\n") + text
         if file in self.closure.optional:
             needed = "\n".join(sorted(one.statement() for one in self.closure.imports[file]))
@@ -122,7 +123,8 @@ class SourceText:
                     kept -= set(range(*extent(member, file.lines, comments=False))) | {member.end_lineno or 0}
         for statement in self.closure.dropped.get(one.definition.module, ()):
             kept -= set(range(statement.lineno, (statement.end_lineno or 0) + 1))
-        for line, start, end, text in sorted(self.changes(one), reverse=True):
+        same = [other for other in self.by_file[one.definition.module] if other.node is one.node]  # a, b = 1, 2
+        for line, start, end, text in sorted({change for other in same for change in self.changes(other)}, reverse=True):
             encoded = lines[line].encode()
             lines[line] = (encoded[:start] + text.encode() + encoded[end:]).decode()
         text = "\n".join(IGNORED.sub("", lines[number]).rstrip() for number in sorted(kept))
@@ -132,7 +134,7 @@ class SourceText:
         return f"{text}\n    pass" if only_head else text
 
     def changes(self, one: Collected) -> Iterator[Change]:
-        """The names to be written otherwise: those of definitions that are told apart, and annotations that nothing here defines."""
+        """The names to be written otherwise: of definitions that are told apart, and annotations that nothing here defines."""
         name = self.names[one.definition]
         if name != one.definition.name:
             yield self.renamed_here(one, name)

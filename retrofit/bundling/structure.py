@@ -1,4 +1,4 @@
-"""What a recipe changed in a dense model, as a table for `placing`: by what its modules hold before and after, without any analysis."""
+"""What a recipe changed in a dense model, as a table for `placing`: from what its modules hold before and after."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ TORCHS = frozenset(vars(nn.Module()))  # what every module holds
 REGISTRIES = ("_modules", "_parameters", "_buffers")
 POST_HOOKS = "_load_state_dict_post_hooks"
 OURS = frozenset(  # what retrofit and transformers keep about a model, and a bundle does not need or has from elsewhere
-    "training retrofit_rewrites retrofit_rearranged retrofit_added retrofit_recipe retrofit_inputs hf_quantizer _published_conversions "
-    "_weight_conversions _is_hf_initialized config generation_config".split()
+    "training retrofit_rewrites retrofit_rearranged retrofit_added retrofit_recipe retrofit_inputs hf_quantizer "
+    "_published_conversions _weight_conversions _is_hf_initialized config generation_config".split()
 )
 GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - TORCHS  # what a graph module keeps of its graph
 
@@ -47,7 +47,7 @@ class DenseState:
 
 
 class Structure:
-    """`table`: what differs in `model` from the dense model that it was; it is on the meta device, and made in the dtype `default`."""
+    """`table`: what differs in `model` from the dense model that it was; it is on the meta device, made in the dtype `default`."""
 
     def __init__(self, model: nn.Module, dense: DenseState, default: torch.dtype) -> None:
         self.model, self.dense, self.default = model, dense, default

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import math
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -136,7 +137,7 @@ class TableText:
         if type(spec) in (set, frozenset):
             inner = "{" + ", ".join(sorted(map(self.expression, spec))) + "}" if spec else ""
             return (inner or "set()") if type(spec) is set else f"frozenset({inner})"
-        if isinstance(spec, float) and spec != spec or spec in (float("inf"), float("-inf")):
+        if isinstance(spec, float) and not math.isfinite(spec):
             return f'float("{spec}")'
         if isinstance(spec, torch.Size):
             return f"torch.Size({self.expression(tuple(spec))})"

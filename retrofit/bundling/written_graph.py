@@ -28,8 +28,12 @@ class WrittenGraph:
     def of(module: fx.GraphModule) -> WrittenGraph:
         """The class of a graph module; its children, parameters and buffers are attributes, as they are the graph module's."""
         code = module.graph.python_code(root_module="self")
-        imports = frozenset(import_of(name, value) for name, value in code.globals.items() if uses(code.src, name))
-        return WrittenGraph(type(module).__name__, FREED.sub("", code.src).strip(), imports)
+        source = FREED.sub("", code.src).strip()
+        for name, value in code.globals.items():
+            if isinstance(value, str):  # a type that was given as text
+                source = source.replace(f" : {name}", "").replace(f" -> {name}", "")
+        imports = frozenset(import_of(name, value) for name, value in code.globals.items() if uses(source, name))
+        return WrittenGraph(type(module).__name__, source, imports)
 
     def source(self, name: str) -> str:
         """The class as text, under this name."""

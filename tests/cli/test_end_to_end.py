@@ -493,7 +493,8 @@ def test_the_commands_of_the_readme_work(here: Path, capsys: pytest.CaptureFixtu
     Path("text.txt").write_text(README * 20, encoding="utf-8")
     Path("held_out.txt").write_text(README, encoding="utf-8")
     lines = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
-    assert {line[1] for line in lines} == {"apply", "inspect", "plan", "verify", "teach", "train", "compare", "passes", "export", "bundle"}
+    commands = {"apply", "inspect", "plan", "verify", "teach", "train", "compare", "passes", "export", "bundle"}
+    assert {line[1] for line in lines} == commands
     for line in lines:
         assert line[0] == "retrofit"
         small = {"200": "2", "decode 1.3x": "memory 0.99x"}  # what is tested is that the command works, not how well
