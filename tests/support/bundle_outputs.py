@@ -19,7 +19,7 @@ import transformers
 
 transformers.utils.logging.disable_progress_bar()
 
-VOCABULARY = 61  # of the tiny models
+FIRST_ID, LAST_ID = 16, 60  # of ordinary tokens in all the tiny models
 Load = Callable[..., Any]  # a directory and options of `from_pretrained` to the model there
 
 
@@ -29,12 +29,12 @@ def inputs(model: Any) -> dict[str, torch.Tensor]:
     if model.main_input_name == "pixel_values":
         size = model.config.image_size
         return {"pixel_values": torch.randn(2, 3, size, size, generator=generator)}
-    ids = torch.randint(3, VOCABULARY, (2, 12), generator=generator)
+    ids = torch.randint(FIRST_ID, LAST_ID + 1, (2, 12), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     given = {"input_ids": ids, "attention_mask": mask}
     if model.config.is_encoder_decoder:
-        given["decoder_input_ids"] = torch.randint(3, VOCABULARY, (2, 7), generator=generator)
+        given["decoder_input_ids"] = torch.randint(FIRST_ID, LAST_ID + 1, (2, 7), generator=generator)
     return given
 
 
