@@ -49,7 +49,9 @@ OTHERS: dict[str, Case] = {
     "memory, lsh": (llama, CAUSAL, ("memory(lookup=lsh, buckets=8, beside=ffns)",), "whole"),
     "recurrence": (llama, CAUSAL, ("recurrence(rank=4)",), "whole, bfloat16"),
     "lsh-attention": (llama, CAUSAL, ("lsh-attention(buckets=4, chunk=4)",), "whole"),
-    "lsh-attention, shared": (lambda: llama(num_key_value_heads=4), CAUSAL, ("lsh-attention(buckets=4, chunk=4, share=queries)",), "whole"),
+    "lsh-attention, shared": (
+        lambda: llama(num_key_value_heads=4), CAUSAL, ("lsh-attention(buckets=4, chunk=4, share=queries)",), "whole"
+    ),
     "reversible": (llama, CAUSAL, ("reversible",), "whole, trained"),
     "two streams": (llama, CAUSAL, ("reversible(scheme=terraformer)",), "whole"),
     "sequence-altup": (lambda: llama(4), CAUSAL, ("sequence-altup(k=2)",), "whole, bfloat16"),
@@ -104,7 +106,8 @@ def require_same(cases: dict[str, Case], folder: Path) -> None:
         expected[name] = expected_outputs(model, original, ways.split(", "))
     found = outputs_without_retrofit(jobs, folder)
     assert found.keys() == expected.keys()
-    assert differences(found, expected) == []
+    differing = differences(found, expected)
+    assert not differing, differing[:20]
 
 
 def expected_outputs(model: Any, original: Path, ways: list[str]) -> dict[str, Any]:
