@@ -23,7 +23,7 @@ class Bundled:
     path = ""
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
-        super().__init__(config, *inputs, **options)
+        super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
         Placing(self, self.path).place(self.table)  # type: ignore[arg-type]
         self._frozen = [name for name, one in self.named_parameters() if not one.requires_grad]  # type: ignore[attr-defined]
         self._weight_conversions: list[Any] = []  # the file has the model's own names

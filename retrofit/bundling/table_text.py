@@ -175,10 +175,10 @@ class TableText:
         if getattr(torch, name, None) is value:
             self.imports.add(Import("torch", None, "torch"))
             return f"torch.{name}"
-        module = inspect.getmodule(value)
-        if isinstance(module, types.ModuleType) and getattr(module, name, None) is value:
-            if module.__name__ != "builtins":
-                self.imports.add(Import(module.__name__, name, name))
+        home = inspect.getmodule(value)
+        if isinstance(home, types.ModuleType) and getattr(home, name, None) is value:
+            if home.__name__ != "builtins":
+                self.imports.add(Import(home.__name__, name, name))
             return str(name)
         raise CheckpointError(
             f"the model cannot be bundled: one of its modules keeps {value!r}",
