@@ -24,6 +24,7 @@ from retrofit.bundling.modelling_file import ModelClass, ModellingFile, modellin
 from retrofit.bundling.structure import DenseState, Structure
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.replaying import added_parameters
 from retrofit.runtime.atomic_writes import whole_directory
 from retrofit.runtime.one_at_a_time import one_at_a_time
@@ -79,9 +80,10 @@ def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
         dense = DenseState(model)
         rewrite_skeleton(model, config["quantization_config"]["recipe"])
         table = Structure(model, dense, DEFAULT).table
-    model_type = f"retrofitted_{config['model_type']}"
-    classes = model_classes(model, whole, kind, config["model_type"])
-    recipe = list(config["quantization_config"]["recipe"])
+    known = type(dense_config).model_type  # what a file says becomes no part of the code
+    model_type = f"retrofitted_{known}"
+    classes = model_classes(model, whole, kind, known)
+    recipe = [one.spec for one in parse_recipe(config["quantization_config"]["recipe"])]
     written = modelling_file(table, classes, recipe, model_type)
     with whole_directory(path, force=force) as draft:
         (draft / CODE).write_text(written.text, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Callable
@@ -295,3 +296,20 @@ def test_a_bundle_that_fails_leaves_nothing(first: Path, tmp_path: Path, monkeyp
     with pytest.raises(CheckpointError, match="not the model that it was made of"):
         retrofit.bundle(first / "original1", tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_that_a_file_says_becomes_code(tmp_path: Path) -> None:
+    model, folder, mark = llama(), tmp_path / "model", tmp_path / "ran"
+    retrofit.apply(model, "sum", verify=False).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    code = f'open({str(mark)!r}, "w")'
+    config["model_type"] = f'llama"\n    {code}\n    rest = "'
+    (folder / "config.json").write_text(json.dumps(config))
+    with contextlib.suppress(Exception):
+        retrofit.bundle(folder, tmp_path / "bundle")
+    config["model_type"] = "llama"
+    config["quantization_config"]["recipe"] = [f'sum(  # """\n{code}\n"""\n)']
+    (folder / "config.json").write_text(json.dumps(config))
+    with contextlib.suppress(Exception):
+        retrofit.bundle(folder, tmp_path / "another")
+    assert not mark.exists()
