@@ -81,7 +81,9 @@ class LSHAttention(Pass[LSHAttentionPlan]):
     paper: ClassVar[str] = "Reformer: The Efficient Transformer, §2; Sparse is Enough in Scaling Transformers, §4"
     rewrites: ClassVar[str] = "self-attention"
     reference: ClassVar[MethodReference] = MethodReference(
-        {BucketedAttention: ModuleReference(once_more.bucketed_attention, cached=True)}, start=once_more.start
+        {BucketedAttention: ModuleReference(once_more.bucketed_attention, cached=True)},
+        wiring=once_more.wiring,
+        start=once_more.start,
     )
 
     rounds: int = option(2, "rounds of hashes", minimum=1)

@@ -12,6 +12,7 @@ from retrofit.sdk import Deviation, Observed, Problems, SiteCall
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 HIDDEN = -1e4  # an additive mask below this hides
 OWN = -1e5  # the score of a query's own key where queries are keys
+CLOSE = 1e-3  # of the largest: results in float32 and in float64, where large scores round
 
 
 def bucketed_attention(call: SiteCall) -> Tensor:
@@ -107,6 +108,35 @@ def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
     weights = [(one - top).exp() for one in scores]
     total = torch.stack(weights).sum()
     return sum((weight / total * value for weight, value in zip(weights, values, strict=True)), torch.zeros_like(values[0]))
+
+
+def wiring(observed: Observed) -> Problems:
+    """In float32 without gradients, where a fused kernel computes it, each attention is what it is in float64."""
+    for site in observed.sites:
+        module: Any = site.module
+        for call in site.calls[:1]:
+            narrow = {**dict(zip(ARGUMENTS, call.args, strict=False)), **call.kwargs, "cache": None}
+            wide = {name: one.double() if is_float(one) else one for name, one in narrow.items()}
+            if narrow["query"].dtype != torch.float32:
+                continue
+            if any(not torch.equal(*(buckets_of(one[name], module) for one in (narrow, wide))) for name in ("query", "key")):
+                observed.not_compared(site.path, "in float32: some vector is as near to one bucket as to another")
+                continue
+            with torch.no_grad():
+                ours, expected = module(**narrow).double(), module(**wide)
+            gap = float((ours - expected).abs().max() / expected.abs().max())
+            if not gap <= CLOSE:
+                yield site.path, f"in float32 it is {gap:.1e} of its scale from what it is in float64"
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def buckets_of(x: Tensor, module: Any) -> Tensor:
+    """argmax [x R; −x R] of each vector in each round."""
+    y = torch.einsum("...i,rij->r...j", x, module.rotations.to(x.dtype))
+    return torch.cat([y, -y], -1).argmax(-1)
 
 
 def start(observed: Observed) -> Problems:

@@ -18,6 +18,7 @@ from retrofit.passes import SparseLoss
 from retrofit.passes.altup.contraction import Contraction
 from retrofit.passes.altup.layers import AltUpLayer, DynamicAltUpLayer
 from retrofit.passes.altup.widening import WidthPropagation
+from retrofit.passes.lsh_attention import seen_keys
 from retrofit.passes.memory.external_memory import ExternalMemory, SoftmaxMemory
 from retrofit.passes.memory.token_ids import TokenIdReader
 from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
@@ -256,6 +257,9 @@ fault("the extra embedding of the next id", "sum", "model.embed_tokens")(
     around(SummedEmbedding, "look_up", lambda old, self, ids: old(self, (ids + 1) % VOCABULARY))
 )
 
+fault("the fused kernel sees one key too few", "lsh-attention(rounds=2, buckets=4, chunk=4)", "in float32 it is", gpt2)(
+    around(seen_keys, "last_keys", lambda old, q, k, v, first, chunk, scale: old(q, k, v, first, chunk - 1, scale))
+)
 fault("the recurrence keeps no state in the cache", "recurrence(rank=3)", "decodes on a cache, and it receives none")(
     lambda monkeypatch: monkeypatch.setattr(recurrent_feed_forward, "cache_among", lambda *_: None)
 )
