@@ -6,8 +6,8 @@ Each mutant is put into a copy of the sources; the pass is applied from there to
 report. The sources as they are must come through the trials with a report without one. Of a mutant that no check reports the test
 that it names is run on that copy. Results are kept in a JSON file as they come, each under a hash of
 the mutant and of its pass: a later run makes anew what has changed. `--again` makes anew all that `--only` selects, as after a
-change of a check; `--passed` selects those that no check reported. The page is written once every mutant has a result, and says of
-which passes some are those of earlier sources.
+change of a check; `--passed` selects those that no check reported. Without `--only` the page is written, also where `--minutes`
+ended it: it says of which passes some mutants have no result yet, or one of earlier sources.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def main() -> int:
     options = parse()
     require_sound(MUTANTS)
     results = Results(options)
-    finished = results.make(mutant_keys()) and results.make(control_keys(results))
+    if results.make(mutant_keys()):
+        results.make(control_keys(results))
     known, latest = results.known(mutant_keys()), results.latest(mutant_keys())
     controls, all_controls = results.known(control_keys(results)), len(control_keys(results))
     alarms = {task: row for task, row in controls.items() if row["by"] and not is_right_refusal(task, row, known)}
@@ -70,9 +71,8 @@ def main() -> int:
         print(f"without a fault, {name_of(task)} is reported by {row['by']}: {row['why']}")
     rows = [(mutant, latest[mutant.method, mutant.wrong]) for mutant in ordered() if (mutant.method, mutant.wrong) in latest]
     print(f"{len(known)} of {len(MUTANTS)} mutants have a result for the sources as they are, {len(rows)} have one; {score(rows)}")
-    if finished and not alarms and len(rows) == len(MUTANTS):
-        earlier = Counter(method for method, _ in latest.keys() - known.keys())
-        write_whole(options.output, page(rows, controls, all_controls, earlier))
+    if not alarms and not options.only:
+        write_whole(options.output, page(rows, controls, all_controls, latest.keys() - known.keys()))
     return bool(alarms)
 
 
@@ -186,13 +186,15 @@ def score(rows: Sequence[tuple[Mutant, Row]]) -> str:
     return f"{reported} of {len(faults)} that are faults are reported by a check ({share:.1f} %)"
 
 
-def page(rows: Sequence[tuple[Mutant, Row]], controls: Mapping[Task, Row], all_controls: int, earlier: Mapping[str, int]) -> str:
-    """The Markdown page: the score, a count a pass, a line a mutant; `earlier` counts results of earlier sources by pass."""
+def page(rows: Sequence[tuple[Mutant, Row]], controls: Mapping[Task, Row], all_controls: int, earlier: Iterable[Task]) -> str:
+    """The Markdown page: the score, a count a pass, a line a mutant; `earlier` are those whose result is of earlier sources."""
     refused = sum(bool(row["by"]) for row in controls.values())
     tried = f"the {all_controls}" if len(controls) == all_controls else f"{len(controls)} of the {all_controls}"
     but = f", but for {refused} that they refuse and a mutant does not" if refused else ""
-    counted = ", ".join(f"`{method}` ({count})" for method, count in sorted(earlier.items()))
-    of_earlier = [f"Of earlier sources, and not made again since, are the results of {counted}."] if earlier else []
+    tasks = {(mutant.method, mutant.wrong) for mutant in MUTANTS}
+    missing = tasks - {(mutant.method, mutant.wrong) for mutant, _ in rows}
+    notes = [f"Not run yet: {by_pass(missing)}."] * bool(missing)
+    notes += [f"Of earlier sources, and not made again since, are the results of {by_pass(earlier)}."] * bool(list(earlier))
     lines = [
         "# Mutants",
         "",
@@ -200,7 +202,7 @@ def page(rows: Sequence[tuple[Mutant, Row]], controls: Mapping[Task, Row], all_c
         "to a tiny GPT-2, Llama, GPT-NeoX, T5, BART or BERT with every check, up to the first report. The sources as they are come",
         f"through {tried} trials in which something was reported without a report{but}. {score(rows)}.",
         "Written by `make mutants`; the mutants are in `benchmarks/mutants/`; do not edit.",
-        *of_earlier,
+        *notes,
         "",
         line(["pass", "mutants", "reported by a check", "by a unit test", "equivalent"]),
         line(["---", *["---:"] * 4]),
@@ -213,6 +215,11 @@ def page(rows: Sequence[tuple[Mutant, Row]], controls: Mapping[Task, Row], all_c
     for mutant, row in rows:
         lines.append(line([f"`{mutant.method}`", cell(mutant.wrong), verdict(mutant, row), cell(row["why"])]))
     return "\n".join([*lines, ""])
+
+
+def by_pass(tasks: Iterable[Task]) -> str:
+    """How many of the tasks are of each pass."""
+    return ", ".join(f"`{method}` ({count})" for method, count in sorted(Counter(method for method, _ in tasks).items()))
 
 
 def counts(rows: Sequence[tuple[Mutant, Row]]) -> tuple[int, int, int, int]:

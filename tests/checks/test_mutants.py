@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from mutant import ROOT, Mutant, on
-from mutants_table import MUTANTS, ORDER, score, verdict
+from mutants_table import MUTANTS, ORDER, page, score, verdict
 
 from retrofit.pipeline.registry import pass_names
 
@@ -63,6 +63,17 @@ def test_the_score_counts_faults_only() -> None:
     assert verdict(harmless, missed) == "equivalent: it adds zero"
 
 
+def test_the_page_says_what_has_not_run_and_what_is_of_earlier_sources() -> None:
+    first, second = [mutant for mutant in MUTANTS if mutant.method == "sum"][:2]
+    row = {"by": "method", "why": "3.0", "trial": str(first.trials[0])}
+    text = page([(first, row), (second, row)], {}, 1, [("sum", second.wrong)])
+    others = sum(mutant.method == "sum" for mutant in MUTANTS) - 2
+    assert f"`sum` ({others})" in text and "`altup` (45)" not in text.partition("Of earlier sources")[2]
+    assert "Of earlier sources, and not made again since, are the results of `sum` (1)." in text
+    assert "through 0 of the 1 trials" in text and f"| `sum` | {first.wrong} | method | 3.0 |" in text
+    assert "Not run yet" not in page([(mutant, row) for mutant in MUTANTS], {}, 1, [])
+
+
 @pytest.mark.long
 def test_mutants_are_reported_and_the_sources_as_they_are_are_not(tmp_path: Path) -> None:
     names = {mutant.name for mutant in MUTANTS} & REPORTED.keys()
@@ -70,10 +81,10 @@ def test_mutants_are_reported_and_the_sources_as_they_are_are_not(tmp_path: Path
     pattern = "|".join(f"^{name}$" for name in (*names, ".*: control .*"))
     folders = (ROOT / "benchmarks/mutants", ROOT / "benchmarks/coverage", ROOT / "tests", os.environ.get("PYTHONPATH", ""))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
-    results, page = tmp_path / "results.json", tmp_path / "page.md"
+    results, output = tmp_path / "results.json", tmp_path / "page.md"
     script = [sys.executable, str(ROOT / "benchmarks/mutants/mutants_table.py"), "--only", pattern]
     done = subprocess.run(
-        [*script, "--results", str(results), "-o", str(page)], env=environment, capture_output=True, text=True, timeout=300
+        [*script, "--results", str(results), "-o", str(output)], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(results.read_text())
@@ -81,4 +92,4 @@ def test_mutants_are_reported_and_the_sources_as_they_are_are_not(tmp_path: Path
     assert {name: rows[name]["by"] for name in rows.keys() - controls} == REPORTED, done.stdout
     assert {rows[name]["by"] for name in controls} == {""}, done.stdout
     assert {f"{name.partition(':')[0]}: control {rows[name]['trial']}" for name in REPORTED} == controls
-    assert not page.exists()  # before all mutants have a result
+    assert not output.exists()  # of some mutants there is no page
