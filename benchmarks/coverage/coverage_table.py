@@ -125,7 +125,8 @@ def others(cells: dict[str, dict[str, str]]) -> list[str]:
     tried = [one for one in OTHERS if any(one in row for row in cells.values())]
     specs = ", ".join(f"`{OTHERS[one]}`" for one in tried)
     kinds = {"yes": "yes", "refused": "refused", "no:": "no", "not captured": "not captured", "dense cannot": "dense cannot"}
-    lines = ["## The other passes", "", f"{specs}, each on the dense model, with every check of `retrofit.verify`.", ""]
+    lines = ["## The other passes", "", f"{specs}, each on the dense model, with every check of `retrofit.verify`."]
+    lines += ["—: not tried yet.", ""]
     lines += [line(["", "tried", *kinds.values()]), line(["---", *["---:"] * (1 + len(kinds))])]
     for one in tried:
         found = [row[one] for row in cells.values() if one in row]
