@@ -83,7 +83,7 @@ def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
     known = type(dense_config).model_type  # what a file says becomes no part of the code
     model_type = f"retrofitted_{known}"
     classes = model_classes(model, whole, kind, known)
-    recipe = [one.spec for one in parse_recipe(config["quantization_config"]["recipe"])]
+    recipe = [one.spec() for one in parse_recipe(config["quantization_config"]["recipe"])]
     written = modelling_file(table, classes, recipe, model_type)
     with whole_directory(path, force=force) as draft:
         (draft / CODE).write_text(written.text, encoding="utf-8")
@@ -124,7 +124,7 @@ def read_config(source: Path) -> dict[str, Any]:
     if recipe_storage.BUNDLE in config:
         raise CheckpointError(f"{source} is a bundle already", remedy="copy it")
     entry = config.get("quantization_config")
-    if not recipe_storage.is_recipe(entry) or not entry["recipe"]:
+    if not isinstance(entry, dict) or not recipe_storage.is_recipe(entry) or not entry.get("recipe"):
         raise CheckpointError(
             f"{source} holds no retrofitted model", why=f"{CONFIG} holds no recipe", remedy="apply a pass first: retrofit apply"
         )

@@ -44,7 +44,7 @@ class Copy:
 class Shared:
     """An object that the table names several times: in one place with its `value`, in the others by its name alone."""
 
-    def __init__(self, name: str, value: New | None = None) -> None:
+    def __init__(self, name: str, value: New | Copy | None = None) -> None:
         self.name, self.value = name, value
 
 
@@ -99,7 +99,7 @@ class Placing:
         inner = model.named_modules(remove_duplicate=False)
         self.dense = {f"{within}{name}" if name else path: module for name, module in inner}
         self.held = {place: {**vars(module), "_modules": dict(module._modules)} for place, module in self.dense.items()}
-        self.named: dict[str, New] = {}  # what the table shares
+        self.named: dict[str, New | Copy] = {}  # what the table shares
         self.shared: dict[str, Any] = {}  # of these, what has been made
 
     def place(self, table: Mapping[str, Any]) -> None:
@@ -141,16 +141,12 @@ class Placing:
 
     def value(self, spec: Any) -> Any:
         """What `spec` stands for; whatever is none of the table's own words stands for itself."""
-        if isinstance(spec, New):
-            return self.filled(bare(spec.kind), spec)
-        if isinstance(spec, Copy):
-            made = object.__new__(type(self.dense[spec.path]))
-            vars(made).update({**self.held[spec.path], "_modules": dict(self.held[spec.path]["_modules"])})
-            return self.filled(made, spec)
+        if isinstance(spec, (New, Copy)):
+            return self.filled(self.begun(spec), spec)
         if isinstance(spec, Shared):
             if spec.name not in self.shared:
                 new = self.named[spec.name]
-                self.shared[spec.name] = bare(new.kind)  # before its attributes, which may lead back to it
+                self.shared[spec.name] = self.begun(new)  # before its attributes, which may lead back to it
                 self.filled(self.shared[spec.name], new)
             return self.shared[spec.name]
         if isinstance(spec, Dense):
@@ -164,6 +160,14 @@ class Placing:
         if type(spec) is dict:
             return {self.value(key): self.value(value) for key, value in spec.items()}
         return spec
+
+    def begun(self, spec: New | Copy) -> Any:
+        """An object without the attributes that it is described by."""
+        if isinstance(spec, New):
+            return bare(spec.kind)
+        made = object.__new__(type(self.dense[spec.path]))
+        vars(made).update({**self.held[spec.path], "_modules": dict(self.held[spec.path]["_modules"])})
+        return made
 
     def filled(self, made: Any, spec: New | Copy) -> Any:
         """An object with the attributes that it is described by."""

@@ -242,11 +242,11 @@ def copied(value: Any) -> Any:
 def weights_of(module: nn.Module) -> dict[str, Any]:
     """Of each parameter and buffer its kind, size and dtype, and whether it is trained or saved; of a buffer also which it is."""
     found: dict[str, Any] = {}
-    for name, one in module._parameters.items():
-        found[name] = None if one is None else ("parameter", one.shape, one.dtype, one.requires_grad)
-    for name, one in module._buffers.items():
+    for name, weight in module._parameters.items():
+        found[name] = None if weight is None else ("parameter", weight.shape, weight.dtype, weight.requires_grad)
+    for name, buffer in module._buffers.items():
         saved = name not in module._non_persistent_buffers_set
-        found[name] = None if one is None else ("buffer", one.shape, one.dtype, saved, id(one))
+        found[name] = None if buffer is None else ("buffer", buffer.shape, buffer.dtype, saved, id(buffer))
     return found
 
 

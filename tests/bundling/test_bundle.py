@@ -18,7 +18,7 @@ from support.without_retrofit import packages_without_retrofit, run_without_retr
 import retrofit
 from retrofit.bundling.bundle import CODE
 from retrofit.cli import main
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, RetrofitError
 
 CAUSAL, SEQ2SEQ, MASKED, IMAGE = (f"AutoModelFor{task}" for task in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification"))
 
@@ -305,11 +305,11 @@ def test_nothing_that_a_file_says_becomes_code(tmp_path: Path) -> None:
     code = f'open({str(mark)!r}, "w")'
     config["model_type"] = f'llama"\n    {code}\n    rest = "'
     (folder / "config.json").write_text(json.dumps(config))
-    with contextlib.suppress(Exception):
-        retrofit.bundle(folder, tmp_path / "bundle")
+    retrofit.bundle(folder, tmp_path / "bundle")
+    assert f'model_type = "retrofitted_{type(model.config).model_type}"' in (tmp_path / "bundle" / CODE).read_text()
     config["model_type"] = "llama"
     config["quantization_config"]["recipe"] = [f'sum(  # """\n{code}\n"""\n)']
     (folder / "config.json").write_text(json.dumps(config))
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(RetrofitError):
         retrofit.bundle(folder, tmp_path / "another")
     assert not mark.exists()
