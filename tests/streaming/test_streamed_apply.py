@@ -94,7 +94,7 @@ EVERY_PASS = [
 ]
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("case", EVERY_PASS, ids=" ".join)
 def test_it_writes_what_apply_in_memory_writes(case: tuple[str, ...], models: Path, tmp_path: Path) -> None:
     source, *specs = case
