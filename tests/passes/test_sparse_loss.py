@@ -209,3 +209,24 @@ def test_a_head_fitted_to_data_of_few_dimensions_is_held_to_these(fitted: bool) 
     problems = list(sparse_loss_reference.start(observed))
     assert (problems == []) == fitted, problems
     assert fitted or "it was not fitted" in problems[0][1]
+
+
+@pytest.mark.parametrize("blocks", [(1.0, 0.0), (0.5, 0.5)], ids=["hop", "lockstep"])
+@pytest.mark.parametrize("is_calibrated", [True, False])
+@pytest.mark.parametrize("wrong", [True, False])
+def test_a_head_that_was_widened_is_held_to_what_the_dense_one_computes(
+    blocks: tuple[float, float], is_calibrated: bool, wrong: bool
+) -> None:
+    """Its rows are the dense head's, divided among the blocks."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(8, 12), torch.randn(16, 8)
+    head = MultiplicativeHead(16, 12, 3, None, torch.empty(0))
+    head.fit(torch.cat([share * weight for share in blocks]).t())
+    if wrong:
+        with torch.no_grad():
+            head.product.e[:8] = -head.product.e[:8] if is_calibrated else head.product.e[:8].flip(0)
+    sites = [SimpleNamespace(path="head", dense_path="head", module=head)]
+    rows: dict[str, Any] = {"dense_rows": {"head": ([0, 3, 7], weight[[0, 3, 7]])}}
+    rows |= {name: {"head": (x, x @ weight)} for name in ("dense_probes", "dense_products")}
+    observed: Any = SimpleNamespace(sites=sites, options=SparseLoss(modules=3), is_calibrated=is_calibrated, **rows)
+    assert bool(list(sparse_loss_reference.start(observed))) == wrong
