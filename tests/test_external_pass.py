@@ -58,6 +58,7 @@ def test_an_installed_pass_is_found_used_saved_and_loaded(used: tuple[str, Path]
     assert "low-rank(rank=3, alpha=16.0, branches=all, layers=all)" in printed
 
 
+@pytest.mark.long
 def test_its_own_tests_pass(installed: dict[str, str]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(PACKAGE / "tests")]
     done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=240)

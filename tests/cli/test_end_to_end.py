@@ -235,6 +235,7 @@ def test_a_plan_as_json_is_that_of_the_library(here: Path) -> None:
     assert json.loads(done.stdout) == retrofit.plan_of(gpt2(), "sum", "sum").to_dict()
 
 
+@pytest.mark.long
 def test_a_pass_that_fits_nowhere_is_planned_and_counted_as_bad_input(here: Path) -> None:
     config = transformers.ViTConfig(
         image_size=16, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48

@@ -84,6 +84,7 @@ def test_the_table_counts_every_layer_and_every_parameter_once(build: Callable[[
     assert max(map(len, text.split("\n"))) <= 100
 
 
+@pytest.mark.long
 def test_the_table_in_the_documentation_is_the_real_one() -> None:
     page = (Path(__file__).parents[2] / "docs" / "inspect.md").read_text(encoding="utf-8")
     assert textwrap.indent(str(anatomy_of(seven_billion)), "    ") in page

@@ -109,6 +109,7 @@ def test_frequencies_are_no_parameters() -> None:
     assert not any("freq" in name for name, _ in model.named_parameters())
 
 
+@pytest.mark.long
 def test_tied_heads_are_tied_again() -> None:
     model = from_onnx(file_of("exported, set 18", "causal/gpt2"))
     anatomy = retrofit.inspect(model)

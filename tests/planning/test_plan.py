@@ -256,6 +256,7 @@ def test_depths_are_written_as_the_option_reads_them() -> None:
 # ── The command ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_the_command_writes_a_recipe_that_apply_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     retrofit.save(llama(vocab_size=256, max_position_embeddings=24), tmp_path / "model.pt")
     text = tmp_path / "text.txt"

@@ -119,6 +119,7 @@ def test_it_refuses_what_apply_in_memory_refuses(models: Path, tmp_path: Path) -
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.long
 def test_a_streamed_result_loads_verified_and_is_rewritten_again(models: Path, tmp_path: Path) -> None:
     source = models / "llama"
     applied = apply_streamed(source, tmp_path / "one", "memory(rank=2)", shard_size=SHARD)
@@ -170,6 +171,7 @@ def spoil(folder: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.long
 def test_a_wrong_byte_in_a_result_is_found(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoiled(folder: Path, place: Path, *others: Any) -> Any:
         spoil(place)

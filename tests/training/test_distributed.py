@@ -42,7 +42,6 @@ LLAMA = {
 }
 BLOOM = {"ids bound for each call": ("memory",), "ids bound twice": ("memory(beside=ffns)", "shared-moe(experts=3)")}
 T5 = {"merged attentions": ("merge-cross-attention(weight=0.5)",), "one written out": ("merge-cross-attention(attentions=1)",)}
-QUICK = ("shared-moe and memory",)
 
 
 def dense(case: str) -> Any:
@@ -129,8 +128,9 @@ def alone(case: str, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | Non
     return [loss.detach() for loss in losses], whole(copy.copy(model))
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param((*LLAMA, *BLOOM, *T5), marks=pytest.mark.long)], ids=["quick", "all"])
-def test_two_processes_compute_what_one_does(cases: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.long
+def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
+    cases = (*LLAMA, *BLOOM, *T5)
     together(tmp_path, cases)
     for case in cases:
         losses, gradients = alone(case, tmp_path)

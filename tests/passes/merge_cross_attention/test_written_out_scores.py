@@ -138,7 +138,7 @@ def test_it_begins_at_the_dense_model_on_its_dial() -> None:
     assert torch.equal(logits(model, **given), logits(rewritten("t5", "eager"), **given))
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 def test_every_check_passes() -> None:
     report = apply_reported(copy.deepcopy(dense("bart", "eager")), MergeCrossAttention(weight=0.5)).report
     assert report is not None and report.ok

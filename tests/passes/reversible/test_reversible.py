@@ -105,6 +105,7 @@ def test_other_methods_inside_have_the_gradients_of_the_formula(inside: str) -> 
 # ── Refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("specs", "why"),
     [
