@@ -218,6 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Rewrite faultless models and count what the checks report.")
     parser.add_argument("-o", "--output", type=Path, required=True, help="the JSON file with the outcomes, read and continued")
     parser.add_argument("--rewrites", type=int, default=1000, help="how many rewrites, refusals apart")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--again", action="store_true", help="first repeat those that raised an alarm")
     arguments = parser.parse_args()
@@ -231,7 +232,7 @@ def main() -> None:
     for case in cases():
         if sum(result["outcome"] != "refused" for result in results) >= arguments.rewrites or time.monotonic() > end:
             break
-        if case not in done:
+        if case not in done and case[1] in arguments.passes:
             results.append(outcome(*case))
             arguments.output.write_text(json.dumps(results, indent=1))
     print(table(results))
