@@ -3,6 +3,7 @@
     python benchmarks/larger_than_memory.py --size 1b
     python benchmarks/larger_than_memory.py --size 7b --pass "altup(k=2)" --verify
     python benchmarks/larger_than_memory.py --size mixture-2b --load
+    python benchmarks/larger_than_memory.py --size 1b --pass "sparse-ffn(sparsity=8)" --calibrate text.txt
 
 A model with random weights in bfloat16 is written shard by shard to a temporary folder in --folder; nothing of it is ever whole in
 memory. Each pass is applied to it in a process of its own, whose memory is looked at every 20 ms: resident is all of it, own is
@@ -195,6 +196,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="where there is room for three such models"
     )
+    parser.add_argument("--calibrate", metavar="FILE", type=Path, help="text that the passes fit to")
     parser.add_argument("--verify", action="store_true", help="with the checks that run in a stream")
     parser.add_argument("--load", action="store_true", help="load each result with its layers on the disk")
     options = parser.parse_args()
@@ -210,12 +212,14 @@ def main() -> None:
             recipe.write_text(spec + "\n")
             command = [sys.executable, "-m", "retrofit.cli", "apply", "--stream", "--recipe", str(recipe), str(source)]
             command += ["-o", str(output)] + ([] if options.verify else ["--no-verify"])
+            command += ["--calibrate", str(options.calibrate)] if options.calibrate else []
             seconds, busy, resident, own = measured(command)
             size = size_of(output)
             copied, copied_busy = copying(source, Path(name) / "copy", size)
             memory, times = (resident, own), (seconds, busy, copied, copied_busy)
             figures = " | ".join([*(f"{one / GB:.2f} GB" for one in memory), *(f"{one:.1f} s" for one in times)])
-            print(f"| `{spec}`{', verified' if options.verify else ''} | {size / GB:.2f} GB | {figures} |", flush=True)
+            how = (", calibrated" if options.calibrate else "") + (", verified" if options.verify else "")
+            print(f"| `{spec}`{how} | {size / GB:.2f} GB | {figures} |", flush=True)
             if options.load:
                 allowed = f"{max(1, size // 4 // 2**20)}MiB"
                 seconds, _, resident, own = measured([sys.executable, "-c", LOAD, str(output), allowed])

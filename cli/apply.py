@@ -98,25 +98,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) -> int:
     """The same, with one site of the model in memory at a time."""
-    if arguments.calibrate is not None:
-        raise UsageError(
-            "--calibrate does not go with --stream",
-            why="what the modules receive on the text is recorded in memory, for all of them at once",
-            remedy="leave --calibrate out: the passes then start from the weights alone",
-        )
     if arguments.config is not None or arguments.allow_pickle:
         raise UsageError(
             "--config and --allow-pickle do not go with --stream",
             why=STREAMS,
             remedy="leave them out",
         )
+    from retrofit.storage.pipeline_directories import transformer_folder
+    from retrofit.streaming.source_directory import model_without_weights, require_directory
     from retrofit.streaming.streamed_apply import apply_streamed
 
     with working(arguments.debug) as progress:
+        calibration = None
+        if arguments.calibrate is not None:
+            require_directory(arguments.model)
+            calibration = read_calibration(arguments, model_without_weights(transformer_folder(arguments.model)))
         applied = apply_streamed(
             arguments.model,
             output,
             *passes,
+            calibration=calibration,
             seed=arguments.seed,
             force=arguments.force,
             verify=not arguments.no_verify,

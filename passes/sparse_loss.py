@@ -30,6 +30,7 @@ from retrofit.sdk import (
     Site,
     op,
     option,
+    set_aside,
     split_calibration,
     weight_product,
 )
@@ -222,7 +223,7 @@ class SparseLoss(Pass[SparseLossPlan]):
 def record_inputs(model: nn.Module, path: str, calibration: Calibration) -> Tensor:
     """What the module at `path` receives on calibration data, in float32: (tokens, d)."""
     rows: list[Tensor] = []
-    calibration.observe(model, {path: lambda x: rows.append(x.float())})
+    calibration.observe(model, {path: lambda x: rows.append(set_aside(x.float()))})
     return torch.cat(rows)
 
 

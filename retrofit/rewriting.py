@@ -81,6 +81,14 @@ def apply(
     return applied.model  # type: ignore[return-value]
 
 
+def require_use(calibration: Any, passes: Recipe) -> None:
+    """Where there is calibration data a pass uses it, else `SpecError`."""
+    if calibration is not None and not any(one.calibrates for one in passes):
+        fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
+        why = f"data is used by {fitted}"
+        raise SpecError("calibration= was given, but none of the passes uses it", why=why, remedy="leave it out")
+
+
 @one_at_a_time
 def apply_reported(
     model: nn.Module,
@@ -100,10 +108,7 @@ def apply_reported(
     require_in_memory(model, "rewritten")
     if verify:
         require_values(model, "verified", "load its weights first, or rewrite it unverified: verify=False")
-    if calibration is not None and not any(one.calibrates for one in chosen):
-        fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
-        why = f"data is used by {fitted}"
-        raise SpecError("calibration= was given, but none of the passes uses it", why=why, remedy="leave it out")
+    require_use(calibration, chosen)
     how = functools.partial(
         rewrite_once,
         passes=chosen,

@@ -117,6 +117,7 @@ from retrofit.runtime.calibration import Calibration as Calibration
 from retrofit.runtime.calibration import Enough as Enough
 from retrofit.runtime.calibration_split import sample_calibration as sample_calibration
 from retrofit.runtime.calibration_split import split_calibration as split_calibration
+from retrofit.runtime.recordings import set_aside as set_aside
 from retrofit.runtime.dense_predictions import DensePredictions as DensePredictions
 from retrofit.runtime.recorded_calls import RecordedCall as RecordedCall
 from retrofit.runtime.recorded_calls import float_tensors as float_tensors

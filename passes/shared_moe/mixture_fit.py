@@ -31,6 +31,7 @@ from retrofit.sdk import (
     FeedForward,
     Matrix,
     evaluation_mode,
+    set_aside,
     split_calibration,
     token_weights,
     weight_and_bias,
@@ -233,7 +234,7 @@ def record_inputs(groups: Sequence[Group], model: nn.Module, calibration: Calibr
 
 def recorder(parts: list[Tensor]) -> Callable[[Tensor], None]:
     def keep(x: Tensor) -> None:
-        parts.append(x.clone())
+        parts.append(set_aside(x.clone()))
 
     return keep
 

@@ -204,6 +204,13 @@ class SharedMoE(Pass[SharedMoEPlan]):
         plan = self.plan(anatomy)
         if edit.calibration is None or not any(len(group.sites) > 1 for group in plan.groups):
             return super().rewrite(anatomy, edit)
+        if edit.keep is not None and not self.sources:
+            raise DoesNotFitError(
+                f"{self.name}: which layers become experts would be chosen on calibration data",
+                why="in a stream every tensor of the result has its place before any data is seen",
+                remedy="name the layers with sources=, leave the data out, or calibrate a model that fits in memory",
+                in_any_form=True,
+            )
         starts = fit_mixtures(plan.groups, edit, self.experts, self.k, self.renormalize)
         if not starts:
             return super().rewrite(anatomy, edit)

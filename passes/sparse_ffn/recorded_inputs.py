@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from retrofit.sdk import Calibration, Enough
+from retrofit.sdk import Calibration, Enough, set_aside
 
 TOKENS = 32_768  # that a layer is calibrated on, where there are so many and all layers' are no more than …
 ROOM = 4 * 2**30  # bytes
@@ -34,13 +34,13 @@ class TokenRecorder:
 
     def __call__(self, x: Tensor) -> None:
         room = self.most - sum(map(len, self.parts))
-        self.parts.append(x[:room].cpu().clone())
+        self.parts.append(set_aside(x[:room].cpu().clone()))
         if room <= len(x):
             raise Enough
 
     def tokens(self) -> Tensor:
         """(tokens, d); none where the module was not called."""
-        return torch.cat(self.parts[1:] or self.parts)
+        return set_aside(torch.cat(self.parts[1:] or self.parts))
 
 
 def spread_out(calibration: Calibration, tokens: int) -> Calibration:

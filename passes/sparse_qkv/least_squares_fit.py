@@ -19,7 +19,7 @@ from torch import Tensor
 
 from retrofit.passes.multiplicative import Multiplicative, nearest_product
 from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution, ModularProjection, neighbours
-from retrofit.sdk import token_weights
+from retrofit.sdk import set_aside, token_weights
 
 SWEEPS = 12  # of the alternation (benchmarks/sparse_qkv_start.py)
 STEPS = 40  # of L-BFGS
@@ -39,11 +39,12 @@ class SecondMoments:
 
     def __call__(self, rows: Tensor) -> None:
         rows, weights = rows.float(), token_weights(rows)
-        self.total = (rows * weights.unsqueeze(1)).t() @ rows + (0 if self.total is None else self.total)
+        products = (rows * weights.unsqueeze(1)).t() @ rows
+        self.total = set_aside(products) if self.total is None else self.total.add_(products)
         self.weight += float(weights.sum())
 
     def mean(self) -> Tensor | None:
-        return None if self.total is None else self.total / self.weight
+        return None if self.total is None else set_aside(self.total / self.weight)
 
 
 def joined(projections: Sequence[ModularProjection]) -> ModularProjection:

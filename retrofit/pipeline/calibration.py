@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from retrofit.errors import SpecError
 from retrofit.runtime.calibration import Calibration
-from retrofit.runtime.example_inputs import named_inputs, vocabulary_of
+from retrofit.runtime.example_inputs import example_inputs, vocabulary_of
 from retrofit.runtime.probes import accepts, ids_name
 from retrofit.surgery.transformers_quantization import quantization_of
 
@@ -70,7 +71,7 @@ def named_batch(model: nn.Module, value: Tensor) -> dict[str, Any]:
                 remedy="use the model's own tokenizer",
             )
         value = value.long()
-    inputs = named_inputs(model)
+    inputs = example_inputs(model, device=torch.device("cpu"))  # their values matter, whatever the model is on
     main = getattr(model, "main_input_name", None)
     name = main if main in inputs else next(name for name, one in inputs.items() if isinstance(one, Tensor))
     batch = {name: value}

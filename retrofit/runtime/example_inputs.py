@@ -69,13 +69,16 @@ def pixel_values(model: nn.Module, batch: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(seed))
 
 
-def example_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH, seed: int = 0) -> dict[str, Any]:
-    """Inputs the model accepts, by argument name, on its device; raises `CaptureError` where they cannot be inferred.
+def example_inputs(
+    model: nn.Module, batch: int = BATCH, length: int = LENGTH, seed: int = 0, *, device: torch.device | None = None
+) -> dict[str, Any]:
+    """Inputs the model accepts, by argument name, on `device`, by default its own; raises `CaptureError` where they cannot be inferred.
 
     A graph module brings its own, as `retrofit_examples`.
     """
+    device = device or device_of(model)
     if "retrofit_examples" in model.__dict__:
-        return {name: value.to(device_of(model)) for name, value in model.__dict__["retrofit_examples"].items()}
+        return {name: value.to(device) for name, value in model.__dict__["retrofit_examples"].items()}
     parameters = forward_parameters(model)
     config = getattr(model, "config", None)
     inputs: dict[str, Any] = {}
@@ -101,7 +104,6 @@ def example_inputs(model: nn.Module, batch: int = BATCH, length: int = LENGTH, s
                 remedy="pass example_inputs={'argument': tensor, …}",
             )
         inputs[required[0]] = token_ids(model, batch, length, seed)
-    device = device_of(model)
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 

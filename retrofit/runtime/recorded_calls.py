@@ -14,6 +14,7 @@ from retrofit.runtime.calibration import Calibration, real_tokens
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.probes import accepts, run
+from retrofit.runtime.recordings import set_aside
 
 
 class Stop(Exception):
@@ -113,7 +114,7 @@ class Recorder:
             return value
         key = id(value), value._version
         if key not in self.copies:
-            self.copies[key] = value, value.detach().clone()
+            self.copies[key] = value, set_aside(value.detach().clone())
         return self.copies[key][1]
 
 

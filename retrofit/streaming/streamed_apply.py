@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import hashlib
 import shutil
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -22,13 +23,16 @@ from torch import nn
 from retrofit.checks.finite_weights import require_finite_weight
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.calibration import calibration_from
 from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
 from retrofit.pipeline.running import Progress, run_passes
-from retrofit.rewriting import Applied, parse_passes, rewrite_once
+from retrofit.rewriting import Applied, parse_passes, require_use, rewrite_once
 from retrofit.runtime.atomic_writes import final_name
+from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.quiet import quiet
+from retrofit.runtime.recordings import recordings_kept_by
 from retrofit.runtime.resumable_directory import Unfinished, resumable_directory, unfinished_of
 from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.storage.companions import add_companions, companion_files
@@ -36,6 +40,7 @@ from retrofit.storage.file_names import is_file_name
 from retrofit.storage.pipeline_directories import transformer_folder
 from retrofit.streaming.model_layout import SHARD, WEIGHTS, ModelLayout, saved_tensors
 from retrofit.streaming.new_parameters import Expected, ParametersInOrder, expected_parameters
+from retrofit.streaming.recordings_on_disk import RecordingsOnDisk
 from retrofit.streaming.result_files import ResultFiles
 from retrofit.streaming.source_directory import (
     bytes_computed_on_loading,
@@ -47,7 +52,7 @@ from retrofit.streaming.source_directory import (
     weight_files,
 )
 from retrofit.streaming.streamed_verification import verify_streamed
-from retrofit.streaming.tensor_files import TensorFiles, kept_out_of_memory
+from retrofit.streaming.tensor_files import TensorFiles, bytes_of, kept_out_of_memory
 from retrofit.surgery.edit import Edit
 
 ROOM = 1 << 26  # bytes for what is written besides the weights
@@ -70,6 +75,7 @@ def apply_streamed(
     source: str | Path,
     output: str | Path,
     *passes: AnyPass | str,
+    calibration: Any = None,
     seed: int = 0,
     force: bool = False,
     verify: bool = True,
@@ -78,7 +84,8 @@ def apply_streamed(
 ) -> Applied:
     """The model in the directory `source`, rewritten by `passes`, is in the directory `output`, bit for bit what `apply` makes.
 
-    At no time is more in memory than what one site of a pass takes. Random starts are those of `torch.manual_seed(seed)`. A run
+    At no time is more in memory than what one site of a pass takes. Random starts are those of `torch.manual_seed(seed)`. With
+    `calibration`, the data of `apply`, the model runs on its mapped weights, and what its modules receive is kept in files. A run
     that was stopped goes on where it was when it is started again. The model of what is returned has no weights.
 
     Raises `CheckpointError` before anything is written where the source is not a directory of safetensors, where the result does
@@ -87,18 +94,20 @@ def apply_streamed(
     source, output = Path(source), Path(output)
     say = progress or (lambda stage: None)
     recipe = parse_passes(passes)
+    require_use(calibration, recipe)
     require_directories(source, output)
     output = final_name(output, force=force, directory=True)
     folder, companions = transformer_folder(source), companion_files(source)
     with preserve_random_state():
         say(f"reading {source} without its weights")
+        data = None if calibration is None else calibration_from(model_without_weights(folder), calibration)
         layouts = run_without_weights(folder, recipe, say, shard_size)
         require_room(output, layouts, verify)
-        identity = identity_of(folder, layouts, seed)
+        identity = identity_of(folder, layouts, data, seed)
         with resumable_directory(output, identity, force=force) as unfinished:
             place = unfinished.folder / folder.relative_to(source)
             place.mkdir(parents=True, exist_ok=True)
-            accounts = write_weights(folder, place, layouts, recipe, seed, unfinished, say)
+            accounts = write_weights(folder, place, layouts, recipe, data, seed, unfinished, say)
             say(f"writing {output}")
             write_configuration(layouts.applied.model, place)
             add_companions(layouts.applied.model, source, companions, unfinished.folder)  # type: ignore[arg-type]
@@ -160,11 +169,23 @@ def require_room(output: Path, layouts: Layouts, verify: bool) -> None:
         )
 
 
-def identity_of(folder: Path, layouts: Layouts, seed: int) -> dict[str, Any]:
+def digest_of(data: Calibration) -> str:
+    """Another one for other data."""
+    digest = hashlib.sha256()
+    for batch in data.batches:
+        for name, value in sorted(batch.items()):
+            digest.update(repr((name, value.shape, value.dtype) if isinstance(value, torch.Tensor) else (name, value)).encode())
+            if isinstance(value, torch.Tensor):
+                digest.update(bytes_of(value.cpu()))
+    return digest.hexdigest()
+
+
+def identity_of(folder: Path, layouts: Layouts, data: Calibration | None, seed: int) -> dict[str, Any]:
     """What a run must have in common with one that was stopped to go on from there."""
     return {
         "source": [str(folder.resolve()), *same_file_contents([folder / "config.json", *weight_files(folder)])],
         "recipe": [one.spec for one in layouts.applied.rewrites],
+        "calibration": None if data is None else digest_of(data),
         "seed": seed,
         "layout": layouts.result.digest,
         "versions": {name: metadata.version(name) for name in ("retrofit", "torch", "transformers")},
@@ -172,10 +193,19 @@ def identity_of(folder: Path, layouts: Layouts, seed: int) -> dict[str, Any]:
 
 
 def write_weights(
-    folder: Path, place: Path, layouts: Layouts, passes: Recipe, seed: int, unfinished: Unfinished, say: Progress
+    folder: Path,
+    place: Path,
+    layouts: Layouts,
+    passes: Recipe,
+    data: Calibration | None,
+    seed: int,
+    unfinished: Unfinished,
+    say: Progress,
 ) -> tuple[Rewrite, ...]:
     """Every tensor of the result is in its file in `place`; returns what the passes say of what they did."""
     files = TensorFiles()
+    if data is not None:  # some are fitted where they lie: a file may hold values of half a fit
+        unfinished.steps.difference_update(one.name for one in layouts.new)
     with ResultFiles(place, layouts.result, files, unfinished) as result, kept_out_of_memory(files):
         say("mapping its weights")
         model = model_on_files(folder, files, lambda name, one: result.move_out_of_memory(layouts.loaded.get(name, ""), one))
@@ -192,11 +222,12 @@ def write_weights(
                 layouts.new[number].require(parameter)
                 result.move_out_of_memory(layouts.new[number].name, parameter)
 
-        edit = Edit(model, keep=keep)
+        edit = Edit(model, data, keep)
         inputs = named_inputs(model)
         torch.manual_seed(seed)
         recipe_storage.make_room(model, edit)
-        accounts, _ = run_passes(model, passes, inputs, edit, say)
+        with recordings_kept_by(RecordingsOnDisk(unfinished.aside, files)):
+            accounts, _ = run_passes(model, passes, inputs, edit, say)
         files.release()
         require_same(accounts, layouts.applied.rewrites)
         write_rest(model, result, {*layouts.loaded.values()}, say)

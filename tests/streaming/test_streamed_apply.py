@@ -66,6 +66,8 @@ def in_memory(source: Path, output: Path, *specs: str) -> None:
     save_with_companions(model, source, output, force=False)  # type: ignore[arg-type]
 
 
+DATA = torch.ones(4, 16, dtype=torch.long)
+
 EVERY_PASS = [
     ("llama", "altup(k=2)"),
     ("mixture", "memory(lookup=softmax, buckets=8, rank=4)"),
@@ -295,9 +297,8 @@ def test_what_cannot_be_streamed_names_the_way_out(models: Path, tmp_path: Path,
         said = capsys.readouterr().err
         assert what in said
         assert remedy in said
-    calibrated = ["--pass", "sparse-ffn", "--sparsity", "4", "--calibrate", str(tmp_path / "text.txt")]
-    assert main(["apply", "--stream", *calibrated, str(llama), "-o", str(tmp_path / "out")]) == 2
-    assert "--calibrate does not go with --stream" in capsys.readouterr().err
+    with pytest.raises(DoesNotFitError, match="chosen on calibration data"):
+        apply_streamed(llama, tmp_path / "out", "shared-moe(groups=1, experts=2)", calibration=DATA, verify=False)
     assert not (tmp_path / "out").exists()
 
 
