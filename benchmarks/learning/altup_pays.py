@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="AltUp against the dense model at equal cost.")
     parser.add_argument("-o", "--output", type=Path, default=Path("altup_pays.json"))
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--specs", nargs="+", default=SPECS)
+    parser.add_argument("--specs", nargs="+", default=SPECS, choices=SPECS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -66,7 +66,7 @@ def main() -> None:
     torch.set_num_threads(1)
     kept = Kept(options.output, options.minutes)
     for size in options.sizes:
-        kept.measure(f"{size} | FLOPs", functools.partial(flops, size, options))
+        kept.measure(f"{size} | FLOPs", functools.partial(flops, size))
         if options.costs:
             kept.measure(f"{size} | time", functools.partial(times, size, options))
     for seed, size in itertools.product(range(1, 1 if options.costs else options.seeds + 1), options.sizes):
@@ -91,24 +91,23 @@ def losses(size: str, spec: str, rate: int, steps: int, seed: int, options: argp
     return held_out_losses(trained_on(model, run_settings(steps, options.lr, seed, **own)))
 
 
-def flops(size: str, options: argparse.Namespace) -> list[float]:
+def flops(size: str) -> dict[str, float]:
     """Of a token after each spec, over the dense model's."""
     dense = SIZES[size].untrained()
-    models = [dense, *(rewritten(dense, spec) for spec in options.specs)]
-    counts = [flops_per_token(retrofit.inspect(one).program) for one in models]
-    return [count / counts[0] for count in counts[1:]]
+    counts = {spec: flops_per_token(retrofit.inspect(rewritten(dense, spec) if spec else dense).program) for spec in ("", *SPECS)}
+    return {spec: counts[spec] / counts[""] for spec in SPECS}
 
 
-def times(size: str, options: argparse.Namespace) -> list[float]:
+def times(size: str, options: argparse.Namespace) -> dict[str, float]:
     """Of a training step after each spec, over the dense model's: medians over rounds in which they take turns."""
     dense = SIZES[size].untrained()
     ids = torch.randint(256, (BATCH, LENGTH))
-    models = {"dense": dense, **{spec: rewritten(dense, spec) for spec in options.specs}}
+    models = {"dense": dense, **{spec: rewritten(dense, spec) for spec in SPECS}}
     seconds = side_by_side.interleaved({name: training_step(one, ids) for name, one in models.items()}, options)
-    return [
-        statistics.median(mine / theirs for mine, theirs in zip(seconds[spec], seconds["dense"], strict=True))
-        for spec in options.specs
-    ]
+    return {
+        spec: statistics.median(mine / theirs for mine, theirs in zip(seconds[spec], seconds["dense"], strict=True))
+        for spec in SPECS
+    }
 
 
 def table(size: str, kept: Kept, options: argparse.Namespace) -> str:
@@ -121,7 +120,7 @@ def table(size: str, kept: Kept, options: argparse.Namespace) -> str:
     for longer in LONGER:
         ends = [curve[longer] for curve in curves.values() if longer in curve]
         lines.append(f"| dense, {longer:g} × the steps | | {mean_and_deviation(ends)} | | | |")
-    for place, spec in enumerate(options.specs):
+    for spec in options.specs:
         for rate in RATES:
             ends = {}
             for seed in range(1, options.seeds + 1):
@@ -131,7 +130,7 @@ def table(size: str, kept: Kept, options: argparse.Namespace) -> str:
             cells = [ahead(ends, curves, 1.0)]
             for what in ("FLOPs", "time"):
                 ratios = kept.values.get(f"{size} | {what}")
-                cells.append("not measured" if ratios is None else f"{ahead(ends, curves, ratios[place])} (×{ratios[place]:.3f})")
+                cells.append("not measured" if ratios is None else f"{ahead(ends, curves, ratios[spec])} (×{ratios[spec]:.3f})")
             lines.append(f"| `{spec}` | ×{rate} | {mean_and_deviation(list(ends.values()))} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
