@@ -204,7 +204,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
         plan = self.plan(anatomy)
         if edit.calibration is None or not any(len(group.sites) > 1 for group in plan.groups):
             return super().rewrite(anatomy, edit)
-        if edit.keep is not None and not self.sources:
+        if edit.keep is not None and self.sources == SPREAD:
             raise DoesNotFitError(
                 f"{self.name}: which layers become experts would be chosen on calibration data",
                 why="in a stream every tensor of the result has its place before any data is seen",
