@@ -72,7 +72,7 @@ def pixel_values(model: nn.Module, batch: int, seed: int = 0) -> torch.Tensor:
 def example_inputs(
     model: nn.Module, batch: int = BATCH, length: int = LENGTH, seed: int = 0, *, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """Inputs the model accepts, by argument name, on `device`, by default its own; raises `CaptureError` where they cannot be inferred.
+    """Inputs the model accepts, by argument name, on `device` or else its own; raises `CaptureError` where they cannot be inferred.
 
     A graph module brings its own, as `retrofit_examples`.
     """

@@ -15,6 +15,7 @@ from retrofit.errors import CheckpointError, TrainingError
 from retrofit.pipeline.recipe_storage import as_ordinary_model, is_quantized
 from retrofit.pipeline.replaying import added_parameters
 from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.storage import architecture
@@ -93,10 +94,10 @@ def continue_pretraining(
             why="they are of tokens, and it makes one vector of a text",
             remedy="name the dense sentence-transformers model itself",
         )
-    if settings.fsdp and (pipeline or teacher is not None):
+    if settings.fsdp and pipeline:
         raise TrainingError(
-            f"--fsdp with {'a sentence-transformers model' if pipeline else 'a teacher'} is not possible",
-            why="only a model that learns from text alone is divided among the processes",
+            "--fsdp with a sentence-transformers model is not possible",
+            why="only a model that predicts tokens is divided among the processes",
             remedy="leave --fsdp out: every process then holds the whole model",
         )
     guide: Teacher | KeptTeacher | None = None
@@ -124,6 +125,8 @@ def continue_pretraining(
     ):
         if trained is not model:
             learner, new = add_loss(trained), [] if settings.lr_new is None else new_parameters(trained, settings.lr_new)
+            if isinstance(guide, Teacher):
+                guide = guide.with_model(sharded_copy(guide.model, device_of(trained), settings.bf16))
         trainer: PretrainingTrainer
         setup = TrainerSetup(
             learner,

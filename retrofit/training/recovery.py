@@ -21,6 +21,7 @@ from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.outputs import without_labels
 from retrofit.training.own_dials import begin, read_place, use
 from retrofit.training.runs import ALIGNMENT, FINDINGS, last_checkpoint
+from retrofit.training.sharded_trainer import ShardedDistillingTrainer
 from retrofit.training.stages import Stages
 from retrofit.training.step_monitor import StepMonitor
 from retrofit.training.teacher import Teacher, sharing_weights
@@ -61,8 +62,9 @@ def recover(
         hidden = None
         if isinstance(teacher, Teacher) and setup.settings.distil_hidden:
             hidden = HiddenStates.of(teacher.sites.model, teacher.part, teacher.parts.places)
+        whole = not processes.sharded(setup.settings.fsdp)
         trainer = setup.trainer(
-            DistillingTrainer,
+            ShardedDistillingTrainer if setup.settings.fsdp else DistillingTrainer,
             watch,
             folder=setup.folder,
             settings=setup.settings,
@@ -73,7 +75,9 @@ def recover(
             hidden=hidden,
             chunked=ChunkedLoss.of(
                 setup.learner, teacher, setup.one_window(), setup.collator.objective.shift, setup.settings.batch_size
-            ),
+            )
+            if whole
+            else None,  # a head by itself is not gathered
         )
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return trainer, {**findings, "stages": dataclasses.asdict(stages)}

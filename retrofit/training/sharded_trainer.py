@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retrofit.training import processes
 from retrofit.training.sharded_checkpoints import fill_from_parts, read_parts, write_parts
-from retrofit.training.trainers import PretrainingTrainer
+from retrofit.training.trainers import DistillingTrainer, PretrainingTrainer
 from retrofit.training.whole_checkpoints import SCHEDULER, not_whole, read_entry, require_numbers, require_state
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"  # kinds of files
@@ -82,6 +82,10 @@ class ShardedTrainer(PretrainingTrainer):
         require_numbers(folder)
         for kind in (WEIGHTS, OPTIMIZER):
             read_parts(folder, kind)
+
+
+class ShardedDistillingTrainer(ShardedTrainer, DistillingTrainer):
+    """The same, learning from the predictions of a teacher whose parameters are divided as the model's are."""
 
 
 def states(parameters: list[nn.Parameter], parts: list[Mapping[str, Any]], folder: Path) -> Iterator[tuple[int, dict[str, Tensor]]]:

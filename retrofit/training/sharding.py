@@ -36,7 +36,7 @@ def sharded_copy(model: nn.Module, device: torch.device, bf16: bool) -> nn.Modul
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
     for group in shard_groups(model):
         fully_shard(twins[group], mesh=mesh, mp_policy=inside)
-    fully_shard(copied, mesh=mesh, mp_policy=outside)
+    fully_shard(copied, mesh=mesh, mp_policy=outside, reshard_after_forward=True)  # an optimizer made after a forward has the parts
     fill(copied, model, device)
     return copied
 

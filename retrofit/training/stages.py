@@ -25,14 +25,19 @@ class Stages:
     @staticmethod
     def of(settings: Settings, model: nn.Module, teacher: Teacher | KeptTeacher | None) -> Stages:
         """What the settings say, else what the model's passes propose; nothing without a dense model or rewritten sites."""
-        if not isinstance(teacher, Teacher):
+        if not isinstance(teacher, Teacher) or settings.fsdp:
             asked = [field for field in dataclasses.fields(settings) if field.name in NEED_MODEL and getattr(settings, field.name)]
             if asked:
-                needs = "a teacher" if teacher is None else "the dense model, not its predictions alone"
+                name = flag(asked[0])
+                needs, remedy = "a teacher", "name the dense model with --teacher"
+                if isinstance(teacher, Teacher):
+                    needs, remedy = "the dense modules whole, in every process", f"leave out {name}, or --fsdp"
+                elif teacher is not None:
+                    needs, remedy = "the dense model, not its predictions alone", f"{remedy}, or leave out {name}"
                 raise TrainingError(
-                    f"{flag(asked[0])} {getattr(settings, asked[0].name)} needs {needs}",
+                    f"{name} {getattr(settings, asked[0].name)} needs {needs}",
                     why="what is rewritten learns from the modules of the dense model",
-                    remedy="name the dense model with --teacher" + ("" if teacher is None else f", or leave out {flag(asked[0])}"),
+                    remedy=remedy,
                 )
             return Stages()
         if not teacher.sites.sites:

@@ -93,6 +93,10 @@ class Teacher:
         parts = correspondence(rewritten, part)
         return Teacher(dense, part, DenseSites(rewritten, part, parts.sites), parts)
 
+    def with_model(self, model: nn.Module) -> Teacher:
+        """The teacher whose predictions `model` makes, which has the dense one's weights; no site learns from it."""
+        return Teacher(model, model, DenseSites(model, model, ()), dataclasses.replace(self.parts, sites=(), places={}))
+
     @property
     def learner(self) -> nn.Module:
         """The dense model as one that takes labels."""

@@ -22,12 +22,13 @@ from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.sharded_checkpoints import fill_from_parts, read_parts, write_parts
 from retrofit.training.sharding import own_rows, shard_groups
 
-PROCESSES, SHARED = 2, "layers that share a feed-forward"
+PROCESSES, SHARED, TAUGHT = 2, "layers that share a feed-forward", "sparse-ffn with a teacher"
 SPECS = {  # nothing that draws at random in training, or counts the tokens of a batch: each process has its own draws and tokens
     SHARED: "",
+    TAUGHT: "sparse-ffn(sparsity=4, temperature=1e-6, hard=0)",
     "dense": "",
     "shared-moe": "shared-moe(groups=1, capacity=none, balance=0)",
-    "sparse-ffn": "sparse-ffn(sparsity=4, temperature=1e-6)",
+    "sparse-ffn": "sparse-ffn(sparsity=4, temperature=1e-6, hard=0)",
     "sparse-qkv": "sparse-qkv",
     "sparse-loss": "sparse-loss(modules=4)",
     "sequence-altup": "sequence-altup(k=2, layers=all)",
@@ -61,10 +62,9 @@ def work(rank: int, folder: Path, cases: tuple[str, ...], port: int, resume: boo
 
 def numbers(case: str, folder: Path, steps: int, resume: bool, **more: Any) -> dict[str, Any]:
     """The losses of one sharded run."""
-    model = torch.load(folder / f"{case}.pt", weights_only=False)
-    run = continue_pretraining(
-        model, TEXTS, settings(steps, fsdp=True, **more), output=folder / f"{case}.trained.pt", resume=resume, force=resume
-    )
+    model, output = torch.load(folder / f"{case}.pt", weights_only=False), folder / f"{case}.trained.pt"
+    given = settings(steps, fsdp=True, **more)
+    run = continue_pretraining(model, TEXTS, given, teacher=teacher_of(case), output=output, resume=resume, force=resume)
     return losses_of(run)
 
 
@@ -79,6 +79,15 @@ def together(folder: Path, cases: tuple[str, ...], resume: bool = False, **more:
     torch.multiprocessing.spawn(work, (folder, cases, port, resume, more), nprocs=PROCESSES)
 
 
+def teacher_of(case: str) -> Any:
+    return llama(num_hidden_layers=3).double() if case == TAUGHT else None
+
+
+def only_distil(case: str) -> dict[str, Any]:
+    """The stages that a sharded run has."""
+    return {"align": 0, "anneal": 0} if case == TAUGHT else {}
+
+
 def rewritten(case: str) -> Any:
     model = llama(num_hidden_layers=3).double()  # the first steps of Adam make much of how a gradient is rounded
     if case == SHARED:
@@ -86,7 +95,7 @@ def rewritten(case: str) -> Any:
     return retrofit.apply(model, SPECS[case], verify=False) if SPECS[case] else model
 
 
-@pytest.mark.parametrize("cases", [(SHARED,), pytest.param(tuple(SPECS), marks=pytest.mark.long)], ids=["quick", "all"])
+@pytest.mark.parametrize("cases", [(SHARED, TAUGHT), pytest.param(tuple(SPECS), marks=pytest.mark.long)], ids=["quick", "all"])
 def test_two_processes_train_as_one_and_another_number_goes_on(cases: tuple[str, ...], tmp_path: Path) -> None:
     for case in cases:
         torch.save(rewritten(case), tmp_path / f"{case}.pt")
@@ -94,7 +103,7 @@ def test_two_processes_train_as_one_and_another_number_goes_on(cases: tuple[str,
     for case in cases:
         close = CLOSE.get(case, 1e-5)
         alone = torch.load(tmp_path / f"{case}.pt", weights_only=False)
-        expected = losses_of(continue_pretraining(alone, TEXTS, settings(6)))
+        expected = losses_of(continue_pretraining(alone, TEXTS, settings(6, **only_distil(case)), teacher=teacher_of(case)))
         first, second = (json.loads((tmp_path / f"{case} {rank}.json").read_text()) for rank in range(PROCESSES))
         assert first == second
         agree(first, expected, 4, close, case)
@@ -226,7 +235,10 @@ def test_rows_are_those_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
             assert found[: len(whole.chunk(count))] == [chunk.tolist() for chunk in whole.chunk(count)]
 
 
-def test_a_teacher_is_refused() -> None:
+@pytest.mark.parametrize("asked", [{"align": 2}, {"anneal": 1}, {"distil_hidden": 0.5}])
+def test_a_stage_that_needs_the_dense_modules_is_refused(asked: dict[str, Any]) -> None:
     model = llama()
-    with pytest.raises(TrainingError, match="--fsdp with a teacher is not possible"):
-        continue_pretraining(copy.deepcopy(model), TEXTS, settings(2, fsdp=True), teacher=model)
+    student = retrofit.apply(copy.deepcopy(model), "sum", verify=False)
+    with pytest.raises(TrainingError, match="needs the dense modules whole") as error:
+        continue_pretraining(student, TEXTS, settings(2, fsdp=True, **asked), teacher=model)
+    assert "or --fsdp" in error.value.remedy
