@@ -57,7 +57,7 @@ def dispatch(given: list[str]) -> int:
 def build_parser() -> Parser:
     """The parser of every command."""
     from retrofit import __version__
-    from retrofit.cli import apply, bundle, compare, export, inspect, passes, plan, teach, train, verify
+    from retrofit.cli import apply, bundle, compare, completion, export, inspect, passes, plan, teach, train, verify
 
     parser = Parser(prog="retrofit", description="Retrofit trained transformers with efficient-transformer methods.")
     parser.add_argument("--version", action="version", version=f"retrofit {__version__}")
@@ -65,4 +65,5 @@ def build_parser() -> Parser:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in (apply, inspect, plan, verify, export, bundle, teach, train, compare, passes):
         command.add_parser(subparsers)
+    completion.add_parser(subparsers, parser)
     return parser

@@ -10,9 +10,16 @@ from retrofit.cli.tables import print_table
 from retrofit.pipeline.options import format_value, options_of
 from retrofit.pipeline.registry import load_pass, pass_names
 
+EXAMPLES = """\
+  retrofit passes                               all that are installed
+  retrofit passes sparse-ffn                    what it does, the paper, its options
+"""
+
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("passes", help="list the passes, or the options of one", description="List the passes.")
+    parser = subparsers.add_parser(
+        "passes", help="list the passes, or the options of one", description="List the passes.", epilog=EXAMPLES
+    )
     parser.add_argument("name", metavar="NAME", nargs="?", help="a pass: show its options, their ranges and defaults")
     parser.set_defaults(run=run)
 

@@ -20,8 +20,19 @@ if TYPE_CHECKING:
     from retrofit.checks.report import CheckResult, Report
 
 
+EXAMPLES = """\
+Exit code 0: every check held; 1: one failed.
+
+  retrofit verify model.altup/                               is it what its passes promise?
+  retrofit verify model.altup/ --against model/              the two functions compared, too
+  retrofit verify model.onnx --against model/                an export, against what it was exported from
+"""
+
+
 def add_parser(subparsers: Subparsers) -> None:
-    parser = subparsers.add_parser("verify", help="check a retrofitted model", description="Check a retrofitted model.")
+    parser = subparsers.add_parser(
+        "verify", help="check a retrofitted model", description="Check a retrofitted model.", epilog=EXAMPLES
+    )
     add_model_arguments(parser)
     parser.add_argument(
         "--against", metavar="DENSE", type=Path, help="the dense model it was rewritten from: compare the two functions"
