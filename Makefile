@@ -12,7 +12,7 @@ SMALLEST := $(shell grep -E '^(rxnmapper|rapidocr)==' tests/real_models.txt)
 # Tests and checks run two at a time: one thread each. Nothing ever asks the network for a model.
 ALONE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test long lint types coverage mutants real bench gpu site clean
+.PHONY: demo test long lint types coverage mutants real bench gpu site matrix clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -57,6 +57,10 @@ gpu:
 # The documentation as a site in build/site, with its tutorials run; nothing in it is loaded from the network. A warning is an error.
 site: $(SITE)
 	$(ALONE) $(BIN)/python -m sphinx -q -W --keep-going -E -b html -c docs/site . build/site
+
+# Some tests in environments with other versions of torch, transformers and Python; goes on where it stopped.
+matrix: $(READY)
+	$(BIN)/python benchmarks/compatibility/matrix.py
 
 # torch first, by its exact version: a range may choose another build. Packages that bring trained models are wanted for their
 # files alone: they go into a folder of their own, without what they depend on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import networkx
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from retrofit.storage import transformers_hook
@@ -59,6 +61,30 @@ def test_an_unpacked_wheel_runs(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tmp_path))
     assert all(re.search(rf"^{name} ", done.stdout, re.MULTILINE) for name in PROJECT["entry-points"]["retrofit.passes"])
+
+
+@pytest.mark.long
+def test_a_wheel_installed_into_an_empty_environment_runs(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """What it depends on comes from here; retrofit, its command and its hook from the wheel."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True, timeout=120)
+    (packages,) = tmp_path.glob("lib/python*/site-packages")
+    python = tmp_path / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-deps", str(wheel.filename)]
+    subprocess.run(pip, check=True, timeout=300, capture_output=True)
+    (packages / "dependencies.pth").write_text(str(Path(torch.__file__).parent.parent) + "\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    version = f"retrofit {PROJECT['version']}\n"
+    for command in ([tmp_path / "bin" / "retrofit"], [python, "-m", "retrofit"], [python, "-m", "retrofit.cli"]):
+        done = subprocess.run([*command, "--version"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stdout) == (0, version), done.stderr
+    code = "import retrofit, retrofit.passes.sum; print(retrofit.__file__); print(retrofit.passes.sum.__file__)"
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert all(line.startswith(str(packages)) for line in done.stdout.splitlines()) and done.stdout.count("\n") == 2, done.stderr
+
+
+def test_python_m_retrofit_is_the_command_line() -> None:
+    done = subprocess.run([sys.executable, "-m", "retrofit", "--version"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"retrofit {PROJECT['version']}\n")
 
 
 def test_entry_points_lead_somewhere() -> None:
