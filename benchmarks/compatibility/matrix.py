@@ -96,6 +96,25 @@ def run(environment: Environment, python: str, shared: Path | None) -> dict[str,
     }
 
 
+PROGRAMS = """
+## Other programs
+
+Programs that never import retrofit, on directories that it wrote; all offline.
+
+| program | what it does | test |
+| --- | --- | --- |
+| transformers' `from_pretrained`, with and without `device_map` | loads | `tests/storage/test_other_programs.py` |
+| transformers' `pipeline` | generates | `tests/storage/test_other_programs.py` |
+| accelerate's `disk_offload` | runs with its weights on disk | `tests/storage/test_other_programs.py` |
+| PEFT's `AutoPeftModelForCausalLM` | finds the base of an adapter | `tests/storage/test_other_programs.py` |
+| sentence-transformers | encodes | `tests/storage/test_other_programs.py` |
+| TRL 1.16.0, `SFTTrainer` | trains, from the loss that the model has, and saves | `tests/storage/test_trl_and_lm_eval.py` |
+| lm-evaluation-harness 0.4.13 | scores a task as a plain loop does | `tests/storage/test_trl_and_lm_eval.py` |
+
+The last two run where TRL and lm-eval are installed (`pip install trl 'retrofit[eval]'`), and are skipped elsewhere.
+"""
+
+
 def page(results: dict[str, dict[str, object]]) -> str:
     """The page of all environments, those that have not run among them."""
     lines = [
@@ -123,7 +142,7 @@ def page(results: dict[str, dict[str, object]]) -> str:
             f"| {torch} | {transformers} | {python} | {'✓' if found['passed'] else '✗'} {found['said']} | {found['date']} |"
         )
     failures = [f"- {name}: {line}" for name, found in results.items() for line in found.get("failed", ())]  # type: ignore[attr-defined]
-    return "\n".join([*lines, *(["", *failures] if failures else [])]) + "\n"
+    return "\n".join([*lines, *(["", *failures] if failures else [])]) + "\n" + PROGRAMS
 
 
 def main() -> int:
