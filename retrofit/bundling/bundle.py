@@ -36,6 +36,7 @@ from retrofit.storage.filling import ONLY_DATA, config_class
 from retrofit.storage.model_card import put_on_card, row
 from retrofit.storage.pipeline_directories import is_pipeline
 from retrofit.storage.recipe_quantizer import rewrite_skeleton
+from retrofit.storage.weight_files import INDEX, WEIGHTS, require_whole_weights, weight_files
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 
 CODE = "modeling_retrofitted.py"
@@ -72,7 +73,7 @@ def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
     """What `bundle` does, for the directory of a model."""
     config = read_config(source)
     whole, kind = classes_named(config, source)
-    weights = weight_files(source)
+    weights = require_safetensors(source)
     others = [file for file in companion_files(source) if file.name != CONFIG]
     with quiet():
         dense_config = config_class(whole).from_pretrained(source, **ONLY_DATA)
@@ -153,19 +154,17 @@ def classes_named(config: dict[str, Any], source: Path) -> tuple[type[PreTrained
     return found[0], found[1]
 
 
-def weight_files(source: Path) -> list[Path]:
-    """The files with the model's weights."""
-    index = source / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        return [index, *(source / Path(name).name for name in names)]
-    if (source / "model.safetensors").is_file():
-        return [source / "model.safetensors"]
-    raise CheckpointError(
-        f"{source} has no model.safetensors",
-        why="a bundle's weights are safetensors",
-        remedy="load the model and save it: save_pretrained",
-    )
+def require_safetensors(source: Path) -> list[Path]:
+    """The files with the model's weights, whole, and their index."""
+    files = weight_files(source)
+    if not files:
+        raise CheckpointError(
+            f"{source} has no {WEIGHTS}",
+            why="a bundle's weights are safetensors",
+            remedy="load the model and save it: save_pretrained",
+        )
+    require_whole_weights(source, in_memory=False)
+    return files if files[0].name == WEIGHTS else [source / INDEX, *files]
 
 
 def skeleton(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:

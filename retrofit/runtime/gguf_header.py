@@ -63,7 +63,7 @@ def read_header(path: Path) -> Header:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             try:
                 return Cursor(content).header()
-            except (struct.error, UnicodeDecodeError, KeyError, OverflowError) as error:
+            except (struct.error, ValueError, TypeError, KeyError, OverflowError, ZeroDivisionError, RecursionError) as error:
                 raise CheckpointError(
                     f"{path} cannot be read as a GGUF file", why="its header is cut short or damaged", remedy=AGAIN
                 ) from error

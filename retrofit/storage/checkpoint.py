@@ -7,15 +7,14 @@ replays it on the empty dense model before the weights go in; a `.pt` file's wei
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from retrofit.errors import CheckpointError, RetrofitError, first_line
+from retrofit.errors import CheckpointError
 from retrofit.onnx.exporter.export_onnx import export_onnx
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.pipeline.recipe_storage import as_ordinary_model
@@ -27,6 +26,7 @@ from retrofit.storage.directories import load_directory
 from retrofit.storage.exported_program import load_exported, save_exported
 from retrofit.storage.file_names import EXPORTED, FILES, ONNX, OTHER_FORMATS, require_writable_kind
 from retrofit.storage.gguf_file import load_gguf
+from retrofit.storage.load_failures import name_file_in_errors
 from retrofit.storage.model_card import write_card
 from retrofit.storage.pt_file import checkpoint_contents, read_checkpoint, rebuild_model
 
@@ -119,16 +119,3 @@ def as_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     if given is not None and not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{given!r} is no dtype", remedy="say float32, bfloat16 or float16")
     return dtype
-
-
-@contextlib.contextmanager
-def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Whatever fails is a `RetrofitError` that names the file."""
-    try:
-        yield
-    except RetrofitError as error:
-        if str(path) not in error.what:
-            error.what = f"{path}: {error.what}"
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded", why=first_line(error)) from error

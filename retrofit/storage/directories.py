@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,18 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from retrofit.errors import CheckpointError, first_line
+from retrofit.errors import CheckpointError
 from retrofit.pipeline.recipe_storage import refuse_bundle
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
+from retrofit.storage.bounded_construction import no_larger_than
+from retrofit.storage.config_file import read_config
 from retrofit.storage.filling import ONLY_DATA, config_class, from_state, require_all_used, require_match
+from retrofit.storage.load_failures import name_file_in_errors
 from retrofit.storage.pipeline_directories import transformer_folder
+from retrofit.storage.weight_files import require_whole_weights
+
+UNCOUNTED = 100_000  # tensors, of weights that are no safetensors
 
 
 def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, path: Path) -> nn.Module:
@@ -34,7 +39,12 @@ def load_directory(path: Path, dtype: torch.dtype | None, device_map: str | None
     """
     path = transformer_folder(path)
     kind: type[Any] = directory_class(path)
-    with quiet(progress_bars=True):
+    tensors = require_whole_weights(path, in_memory=device_map != "meta")
+    with (
+        name_file_in_errors(path),
+        no_larger_than(tensors or UNCOUNTED, in_memory=device_map != "meta"),
+        quiet(progress_bars=True),
+    ):
         model, found = kind.from_pretrained(
             path, dtype=dtype or "auto", device_map=device_map, output_loading_info=True, **ONLY_DATA
         )
@@ -53,14 +63,13 @@ def directory_class(path: Path) -> type[PreTrainedModel]:
             why="it holds a PEFT adapter, which is not a whole model" if adapter else "",
             remedy="merge the adapter into its model and save that" if adapter else "give a directory that save_pretrained wrote",
         )
-    try:
-        named = json.loads(file.read_text(encoding="utf-8"))
-        architectures = named.get("architectures")
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} is not a config", why=first_line(error)) from error
+    named = read_config(file)
     refuse_bundle(named, str(path))
+    architectures = named.get("architectures")
     if not architectures:
         raise CheckpointError(f'{file} does not say which model it is: "architectures" is missing', remedy="add the class's name")
+    if not (isinstance(architectures, list) and isinstance(architectures[0], str)):
+        raise CheckpointError(f'{file}: "architectures" is not a list of class names', remedy="write the class's name in brackets")
     kind = transformers_class(architectures[0])
     if kind is not None:
         return kind

@@ -21,6 +21,7 @@ from retrofit.pipeline.replaying import replayed_inputs
 from retrofit.program.capture import as_plain_module
 from retrofit.program.dynamic_shapes import with_dynamic_shapes
 from retrofit.program.tracing_contexts import disable_cache, silence_tracer
+from retrofit.runtime.archives import require_unpacked_fits
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.deferred_signals import unbroken
 from retrofit.runtime.example_inputs import named_inputs
@@ -89,6 +90,7 @@ def example_tensors(exported: torch.export.ExportedProgram) -> dict[str, Tensor]
 
 def read_data(path: Path) -> tuple[torch.export.ExportedProgram, list[str]]:
     """The program and the recipe in a file that runs no code when it is read; raises where it could."""
+    require_unpacked_fits(path)
     refuse_code(path)
     content = load_pt2(str(path))  # torch.export.load would go on with an older format where this fails
     exported = content.exported_programs["model"]

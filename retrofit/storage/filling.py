@@ -13,6 +13,8 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage, replaying
 from retrofit.runtime.quiet import quiet
+from retrofit.storage.bounded_construction import no_larger_than
+from retrofit.storage.config_file import refuse_foreign_code
 from retrofit.surgery import transformers_bookkeeping
 
 ONLY_DATA: dict[str, Any] = {
@@ -53,6 +55,7 @@ def fill_transformers(
 ) -> nn.Module:
     """The transformers model of this config and recipe with these weights, built and filled by `from_pretrained` itself."""
     fields = dict(config)
+    refuse_foreign_code(fields, str(path))
     generation = fields.pop("generation_config", None)
     named = fields.get("quantization_config") or {
         "quant_method": recipe_storage.METHOD
@@ -78,7 +81,7 @@ def from_state(
     kind: type[Any], config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, path: Path
 ) -> PreTrainedModel:
     """The transformers model with exactly these weights."""
-    with quiet():
+    with quiet(), no_larger_than(len(state)):
         model, found = kind.from_pretrained(
             None,
             config=config,

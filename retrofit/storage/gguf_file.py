@@ -15,8 +15,10 @@ from transformers.utils import is_gguf_available
 
 from retrofit.errors import CheckpointError, RetrofitError, first_line
 from retrofit.runtime.gguf_header import AGAIN, Header, read_header
+from retrofit.runtime.memory_limit import require_memory
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
+from retrofit.storage.bounded_construction import no_larger_than
 from retrofit.storage.filling import ONLY_DATA, require_all_used, require_match
 from retrofit.surgery.transformers_quantization import forget_quantization
 
@@ -53,7 +55,7 @@ def require_whole(path: Path, header: Header) -> None:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     parts = header.metadata.get("split.count", 0)
-    if parts > 1:
+    if parts not in (0, 1):
         raise CheckpointError(
             f"{path} is one of {parts} parts of a model",
             why="parts of GGUF files are not read",
@@ -79,6 +81,8 @@ def require_whole(path: Path, header: Header) -> None:
             raise CheckpointError(
                 f"{path} is cut short", why=f"{tensor.name} ends at byte {end:,}, the file at {header.size:,}", remedy=AGAIN
             )
+    floats = torch.float32.itemsize * sum(tensor.elements for tensor in header.tensors)
+    require_memory(floats, f"the model in {path}, unpacked,", remedy="use a machine with more memory")
 
 
 def own_dtype(header: Header) -> torch.dtype:
@@ -100,9 +104,10 @@ def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrain
     missing: CheckpointError | None = None
     for kind in candidate_classes(config):
         try:
-            model, found = kind.from_pretrained(
-                path.parent, config=config, dtype=dtype, output_loading_info=True, **unpacked(), **place
-            )
+            with no_larger_than(len(header.tensors)):
+                model, found = kind.from_pretrained(
+                    path.parent, config=config, dtype=dtype, output_loading_info=True, **unpacked(), **place
+                )
             require_match(found["missing_keys"], (), found["mismatched_keys"])
             require_all_used(model, found["unexpected_keys"])
             return model

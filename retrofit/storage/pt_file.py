@@ -15,7 +15,10 @@ from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
+from retrofit.runtime.archives import require_unpacked_fits
+from retrofit.runtime.memory_limit import require_memory
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
+from retrofit.storage.bounded_construction import no_larger_than
 from retrofit.storage.directories import fill_from_config
 from retrofit.storage.filling import fill_model, fill_transformers
 
@@ -66,8 +69,11 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
         if can_be_mapped(path):
             mapped = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=True)
             if fills_records(mapped, path):
-                return mapped
-        return torch.load(path, map_location="cpu", weights_only=not allow_pickle)
+                return require_held(mapped, path)
+        require_unpacked_fits(path)
+        return require_held(torch.load(path, map_location="cpu", weights_only=not allow_pickle), path)
+    except (CheckpointError, MemoryError):
+        raise
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read", why=error.strerror or str(error), remedy="give a file that can be read"
@@ -95,6 +101,14 @@ def can_be_mapped(path: Path) -> bool:
         packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
         file.seek(0)
         return not packed and file.read(2) == b"PK"
+
+
+def require_held(content: Any, path: Path) -> Any:
+    """`content`; raises `CheckpointError` where its tensors repeat the little that the file holds beyond what fits in memory."""
+    tensors = list(tensors_in(content))
+    repeated = [one for one in tensors if one.numel() * one.element_size() > one.untyped_storage().nbytes()]
+    require_memory(sum(one.numel() * one.element_size() for one in repeated), f"{path}: what its tensors repeat")
+    return content
 
 
 def fills_records(content: Any, path: Path) -> bool:
@@ -140,7 +154,8 @@ def rebuild_model(
         kind, config_kind = find_class(content["architecture"], imports=imports)
         if issubclass(kind, PreTrainedModel):
             return fill_transformers(kind, content["config"], recipe, state, dtype, path)
-        return fill_model(empty_model(kind, config_kind, content["config"]), recipe, state, dtype)
+        with no_larger_than(len(state)):
+            return fill_model(empty_model(kind, config_kind, content["config"]), recipe, state, dtype)
     if not is_state_dict(content):
         raise CheckpointError(
             f"{path} is not a checkpoint",

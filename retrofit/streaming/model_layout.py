@@ -11,9 +11,10 @@ from typing import Any
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-from retrofit.streaming.tensor_files import Extent, header_and_extents
+from retrofit.runtime.safetensors_header import Extent
+from retrofit.storage.weight_files import WEIGHTS
+from retrofit.streaming.tensor_files import header_and_extents
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = 2_000_000_000  # bytes
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from retrofit.runtime.resumable_directory import Unfinished
-from retrofit.streaming.model_layout import INDEX, ModelLayout
-from retrofit.streaming.tensor_files import Extent, TensorFiles, bytes_of, copy_bytes, reserved_file, write_at
+from retrofit.runtime.safetensors_header import Extent
+from retrofit.storage.weight_files import INDEX
+from retrofit.streaming.model_layout import ModelLayout
+from retrofit.streaming.tensor_files import TensorFiles, bytes_of, copy_bytes, reserved_file, write_at
 
 SMALL = 1 << 16  # bytes; a smaller new tensor stays in memory until the end
 STEP = 1 << 28  # bytes that are written between two records of what is on the disk

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +11,15 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as registration
 
-from retrofit.errors import CheckpointError, first_line
+from retrofit.errors import CheckpointError
 from retrofit.runtime.quiet import quiet
+from retrofit.runtime.safetensors_header import Extent
+from retrofit.storage.bounded_construction import no_larger_than
 from retrofit.storage.directories import directory_class, load_directory
 from retrofit.storage.filling import ONLY_DATA, config_class, require_all_used, require_match
-from retrofit.streaming.model_layout import INDEX, WEIGHTS
-from retrofit.streaming.tensor_files import Extent, TensorFiles, extents_in
+from retrofit.storage.load_failures import name_file_in_errors
+from retrofit.storage.weight_files import INDEX, WEIGHTS, extents_of
+from retrofit.streaming.tensor_files import TensorFiles
 from retrofit.surgery.transformers_bookkeeping import leave_weights_mapped
 
 SAVE_ONCE = "save it once as one, where it fits in memory: retrofit.save(retrofit.load(path), 'directory/')"
@@ -31,33 +33,16 @@ def require_directory(source: Path) -> None:
         raise CheckpointError(f"{source} cannot be streamed", why="a stream reads a directory of safetensors", remedy=SAVE_ONCE)
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the model in a directory; raises `CheckpointError` where there are none."""
-    index = folder / INDEX
-    if index.is_file():
-        try:
-            names = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} cannot be read", why=first_line(error), remedy="fetch it again") from error
-        files = [folder / name for name in names]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise CheckpointError(
-                f"{folder} is not whole: {missing[0]} is missing", why=f"{INDEX} names it", remedy="fetch it again"
-            )
-        return files
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    raise CheckpointError(
-        f"{folder} holds no safetensors",
-        why=f"a stream reads {WEIGHTS}, or the shards that {INDEX} names",
-        remedy=SAVE_ONCE,
-    )
-
-
 def source_extents(folder: Path) -> dict[str, Extent]:
-    """Where each tensor of the model in a directory lies, by its name in the files."""
-    return {name: extent for file in weight_files(folder) for name, extent in extents_in(file).items()}
+    """Where each tensor of the model in a directory lies, by its name in the files; `CheckpointError` where there is none."""
+    found = extents_of(folder)
+    if not found:
+        raise CheckpointError(
+            f"{folder} holds no safetensors",
+            why=f"a stream reads {WEIGHTS}, or the shards that {INDEX} names",
+            remedy=SAVE_ONCE,
+        )
+    return found
 
 
 def model_without_weights(folder: Path) -> Any:
@@ -70,7 +55,10 @@ def model_on_files(folder: Path, files: TensorFiles, place: Place) -> Any:
     kind: type[Any] = directory_class(folder)
     state = {name: files.tensor(extent) for name, extent in source_extents(folder).items()}
     config = config_class(kind).from_pretrained(folder, **ONLY_DATA)
-    with quiet(progress_bars=True), leave_weights_mapped(), one_weight_at_a_time(), each_parameter(place):
+    within = name_file_in_errors(folder), no_larger_than(len(state), in_memory=False), quiet(progress_bars=True)
+    with contextlib.ExitStack() as stack:
+        for one in (*within, leave_weights_mapped(), one_weight_at_a_time(), each_parameter(place)):
+            stack.enter_context(one)
         model, found = kind.from_pretrained(
             None, config=config, state_dict=state, dtype="auto", output_loading_info=True, **ONLY_DATA
         )

@@ -38,7 +38,8 @@ from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.storage.companions import add_companions, companion_files
 from retrofit.storage.file_names import is_file_name
 from retrofit.storage.pipeline_directories import transformer_folder
-from retrofit.streaming.model_layout import SHARD, WEIGHTS, ModelLayout, saved_tensors
+from retrofit.storage.weight_files import WEIGHTS, weight_files
+from retrofit.streaming.model_layout import SHARD, ModelLayout, saved_tensors
 from retrofit.streaming.new_parameters import Expected, ParametersInOrder, expected_parameters
 from retrofit.streaming.recordings_on_disk import RecordingsOnDisk
 from retrofit.streaming.result_files import ResultFiles
@@ -49,7 +50,6 @@ from retrofit.streaming.source_directory import (
     require_directory,
     same_file_contents,
     source_extents,
-    weight_files,
 )
 from retrofit.streaming.streamed_verification import verify_streamed
 from retrofit.streaming.tensor_files import TensorFiles, bytes_of, kept_out_of_memory

@@ -1,12 +1,8 @@
-"""The tensors of safetensors files, mapped one by one: what is read is in memory only until it is released.
-
-A file is the length of its header (8 bytes, little endian), a header in JSON, which may end in spaces, and the tensors' bytes.
-"""
+"""The tensors of safetensors files, mapped one by one: what is read is in memory only until it is released."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import mmap
@@ -19,66 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.errors import CheckpointError, first_line
+from retrofit.errors import CheckpointError
+from retrofit.runtime.safetensors_header import DTYPES, METADATA, Extent
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CACHE_LINE = 64  # bytes; tensors that torch makes begin at a multiple
 PIECE = 1 << 25  # bytes that are copied at a time
-METADATA = "__metadata__"
 RESIDENT = 1 << 29  # bytes of files that may stay in memory before they are released
 EVERY = 0.02  # seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class Extent:
-    """Where a tensor's bytes lie."""
-
-    file: Path
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """In bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def extents_in(file: Path) -> dict[str, Extent]:
-    """Where the tensors of a safetensors file lie, by name; raises `CheckpointError` where it is not one, or is cut short."""
-    try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            whole = os.fstat(opened.fileno()).st_size
-            if not 2 <= length <= whole - 8:
-                raise ValueError("its header does not end within it")
-            header: dict[str, Any] = json.loads(opened.read(length))
-        found = {
-            name: Extent(file, 8 + length + entry["data_offsets"][0], DTYPES[entry["dtype"]], tuple(entry["shape"]))
-            for name, entry in header.items()
-            if name != METADATA
-        }
-        if any(one.start + one.size > whole for one in found.values()):
-            raise ValueError("it ends before its last tensor does")
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise CheckpointError(
-            f"{file} cannot be read as safetensors", why=first_line(error), remedy="fetch it again, or save the model again"
-        ) from error
-    return found
 
 
 def header_and_extents(file: Path, tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Extent]]:

@@ -497,7 +497,7 @@ def test_a_damaged_directory(tmp_path):
     content = weights.read_bytes()
     for length in (0, 5, 100, len(content) - 1):
         weights.write_bytes(content[:length])
-        refused(tmp_path / "model", "cannot be loaded")
+        refused(tmp_path / "model", "cannot be read as safetensors")
     save(standin.tiny("gpt2")[0], tmp_path / "other")
     weights.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
     refused(tmp_path / "model", "not those of its recipe|do not fit")

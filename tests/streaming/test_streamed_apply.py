@@ -22,10 +22,11 @@ from retrofit.cli import main
 from retrofit.errors import CheckpointError, DoesNotFitError, RetrofitError
 from retrofit.rewriting import apply_reported
 from retrofit.runtime import resumable_directory
+from retrofit.runtime.safetensors_header import extents_in
 from retrofit.storage.companions import save_with_companions
 from retrofit.streaming import result_files, streamed_apply, streamed_verification
 from retrofit.streaming.streamed_apply import apply_streamed
-from retrofit.streaming.tensor_files import CACHE_LINE, extents_in
+from retrofit.streaming.tensor_files import CACHE_LINE
 
 SHARD = 12_000  # bytes: a few tensors a file
 LLAMA = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}

@@ -13,13 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from retrofit.errors import CheckpointError
+from retrofit.runtime.safetensors_header import DTYPES, extents_in
 from retrofit.streaming.tensor_files import (
     CACHE_LINE,
-    DTYPES,
     TensorFiles,
     bytes_of,
     copy_bytes,
-    extents_in,
     header_and_extents,
     mapped_bytes,
     reserved_file,

@@ -13,12 +13,15 @@ from retrofit.errors import CheckpointError, first_line
 from retrofit.onnx.importer.older_sets import OLDEST_OPSET, convert_to_oldest
 from retrofit.onnx.importer.operators.table import MICROSOFT
 from retrofit.onnx.importer.values import DTYPES
+from retrofit.runtime.memory_limit import require_memory
 
 if TYPE_CHECKING:
     import onnx_ir
 
 STANDARD_DOMAINS = ("", "ai.onnx")
 WEIGHTED_OPERATORS = ("Conv", "ConvTranspose", "MatMul", "Gemm")
+MOST_NODES = 10_000_000
+DEEPEST = 100  # calls of functions within functions
 SEVERAL = 2  # elements from which on a constant of a node may be a weight
 
 
@@ -33,8 +36,13 @@ def load_model(path: Path) -> onnx_ir.Model:
         if model.functions:
             from onnx_ir.passes.common import InlinePass
 
+            require_inlined_fits(model)
             InlinePass()(model)
+        require_memory(sum(bytes_of(one) for one in constant_tensors(model.graph)), f"what {path} holds")
         check_external_data(model.graph)
+    except CheckpointError as error:
+        error.what = error.what if str(path) in error.what else f"{path}: {error.what}"
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as an ONNX model",
@@ -86,6 +94,44 @@ def check_external_data(graph: onnx_ir.Graph) -> None:
     for tensor in last_of_file.values():
         tensor.numpy()
         tensor.release()
+
+
+def require_inlined_fits(model: onnx_ir.Model) -> None:
+    """The functions of the file, written out where they are called, are a graph of a bearable size; else `CheckpointError`.
+
+    A function that calls another ten times, which calls another ten times, and so on, takes a line each and is a billion nodes.
+    """
+    import onnx_ir
+
+    sizes: dict[Any, int] = {}
+
+    def size_of(graph: Any, within: tuple[Any, ...]) -> int:
+        return sum(size_of_call(node, within) for node in onnx_ir.traversal.RecursiveGraphIterator(graph))
+
+    def size_of_call(node: onnx_ir.Node, within: tuple[Any, ...]) -> int:
+        name = node.op_identifier()
+        if name in within or len(within) > DEEPEST:
+            raise CheckpointError(f"the function {node.op_type} calls itself", remedy="export the model again")
+        if name not in sizes:
+            called = model.functions.get(name)
+            sizes[name] = 1 if called is None else size_of(called, (*within, name))
+        return sizes[name]
+
+    size = size_of(model.graph, ())
+    if size > MOST_NODES:
+        raise CheckpointError(
+            f"its functions, written out, are a graph of {size:,} nodes",
+            why=f"at most {MOST_NODES:,} are read",
+            remedy="export the model again, without functions",
+        )
+
+
+def bytes_of(tensor: onnx_ir.TensorProtocol) -> int:
+    """The size of a tensor as the file says it; 0 of one that is of strings."""
+    try:
+        return int(tensor.nbytes)
+    except (TypeError, ValueError, NotImplementedError):
+        return 0
 
 
 def constant_tensors(graph: onnx_ir.Graph) -> Iterator[onnx_ir.TensorProtocol]:
