@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.runtime.deferred_signals import deferred_signals
+from retrofit.runtime.drafts import aside_of, draft_folder, draft_of, held
 from retrofit.runtime.model_folders import carry_over, require_replaceable
 
 
@@ -26,11 +25,11 @@ def whole_file(path: Path, *, force: bool = False) -> Iterator[BinaryIO]:
     with explained(path):
         try:
             descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-            with os.fdopen(descriptor, "w+b") as file:
+            with os.fdopen(descriptor, "w+b") as file, held(draft):
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            place_file(draft, path, force=force)
+                place_file(draft, path, force=force)
             flush_directory(path.parent)
         finally:
             with deferred_signals():
@@ -44,23 +43,21 @@ def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
     With `force` it replaces another model, and what its directory held besides stays. Nothing else is replaced.
     """
     path = final_name(path, force=force, directory=True)
-    draft, previous = draft_of(path), draft_of(path)
-    placed = False
+    previous, placed = aside_of(path), False
     with explained(path):
         try:
-            draft.mkdir()
-            yield draft
-            for file in draft.rglob("*"):
-                flush_directory(file) if file.is_dir() else flush_file(file)
-            if force and path.exists():
-                final_name(path, force=True, directory=True)
-                path.rename(previous)
-            place_directory(draft, path)
-            placed = True
-            flush_directory(path.parent)
+            with draft_folder(path) as draft:
+                yield draft
+                for file in draft.rglob("*"):
+                    flush_directory(file) if file.is_dir() else flush_file(file)
+                if force and path.exists():
+                    final_name(path, force=True, directory=True)
+                    path.rename(previous)
+                place_directory(draft, path)
+                placed = True
+                flush_directory(path.parent)
         finally:
             with deferred_signals():
-                shutil.rmtree(draft, ignore_errors=True)
                 put_away(previous, path, replaced=placed)
 
 
@@ -72,19 +69,13 @@ def whole_files(folder: Path, names: Sequence[str], *, force: bool = False) -> I
     """
     for name in names:
         final_name(folder / name, force=force, directory=False)
-    draft = draft_of(folder.resolve() / "any")
-    with explained(folder):
-        try:
-            draft.mkdir()
-            yield draft
-            for file in draft.iterdir():
-                flush_file(file)
-            with deferred_signals():
-                place_files(sorted(draft.iterdir(), key=lambda file: (file.name in names, file.name)), folder, force=force)
-            flush_directory(folder)
-        finally:
-            with deferred_signals():
-                shutil.rmtree(draft, ignore_errors=True)
+    with explained(folder), draft_folder(folder.resolve() / "any") as draft:
+        yield draft
+        for file in draft.iterdir():
+            flush_file(file)
+        with deferred_signals():
+            place_files(sorted(draft.iterdir(), key=lambda file: (file.name in names, file.name)), folder, force=force)
+        flush_directory(folder)
 
 
 def place_files(drafts: Sequence[Path], folder: Path, *, force: bool) -> None:
@@ -157,11 +148,6 @@ def final_name(path: Path, *, force: bool, directory: bool) -> Path:
 
 def exists_already(path: Path) -> CheckpointError:
     return CheckpointError(f"{path} exists already", remedy="choose another name, or force=True (--force) to replace it")
-
-
-def draft_of(path: Path) -> Path:
-    """A new hidden name in the directory of `path`."""
-    return path.parent / f".retrofit-{secrets.token_hex(8)}.partial"
 
 
 @contextlib.contextmanager

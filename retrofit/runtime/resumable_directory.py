@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from retrofit.errors import CheckpointError
-from retrofit.runtime.atomic_writes import draft_of, final_name, flush_directory, flush_file, place_directory, put_away
+from retrofit.runtime.atomic_writes import final_name, flush_directory, flush_file, place_directory, put_away
 from retrofit.runtime.deferred_signals import deferred_signals
+from retrofit.runtime.drafts import aside_of
 
 STEPS, IDENTITY, LOCK = "steps", "identity.json", "lock"
 
@@ -75,7 +76,7 @@ def resumable_directory(path: Path, identity: Mapping[str, Any], *, force: bool 
     Raises `CheckpointError` where another process writes it.
     """
     path = final_name(path, force=force, directory=True)
-    state, previous = unfinished_of(path), draft_of(path)
+    state, previous = unfinished_of(path), aside_of(path)
     placed = keeps = False
     with locked(state, path) as lock:
         if not is_same(state, identity):

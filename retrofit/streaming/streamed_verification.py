@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from pathlib import Path
 
 from retrofit.checks.reference import Reference
@@ -14,6 +13,7 @@ from retrofit.errors import CheckpointError, VerificationError
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.pipeline.running import Progress
 from retrofit.rewriting import Applied
+from retrofit.runtime.drafts import draft_folder
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.storage.pipeline_directories import transformer_folder
@@ -50,9 +50,9 @@ def verify_directory(model: Path, dense: Path | None, progress: Progress | None 
             remedy=f"make room in {model.resolve().parent}",
         )
     files = TensorFiles()
-    with tempfile.TemporaryDirectory(prefix=".retrofit-", dir=model.resolve().parent) as aside, kept_out_of_memory(files):
+    with draft_folder(model.resolve()) as aside, kept_out_of_memory(files):
         reference = None
-        keep = SetAside(Path(aside), files)
+        keep = SetAside(aside, files)
         if dense is not None:
             say(f"measuring {dense}")
             before = model_on_files(folders[1], files, keep)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.errors import TrainingError
-from retrofit.runtime.atomic_writes import draft_of, whole_file
+from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.deferred_signals import deferred_signals
+from retrofit.runtime.drafts import aside_of
 from retrofit.storage.file_names import EXPORTED, FILES
 from retrofit.training.curves import Points, draw_curves
 from retrofit.training.settings import CHANGEABLE_ON_RESUME, Settings, flag
@@ -171,7 +172,7 @@ def start_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> 
     """The folder of a new run, which records its settings and the `facts` that it depends on, and keeps the run it replaces."""
     folder = folder_of(output)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = draft_of(folder)
+    draft = aside_of(folder)
     draft.mkdir()
     try:
         write_record(draft, {"format": FORMAT, "settings": dataclasses.asdict(settings), "facts": dict(facts)})
@@ -196,7 +197,7 @@ def give_up(folder: Path) -> None:
     if not (folder / REPLACED).is_dir():
         shutil.rmtree(folder, ignore_errors=True)
         return
-    earlier = draft_of(folder)
+    earlier = aside_of(folder)
     (folder / REPLACED).rename(earlier)
     clear(folder, earlier)
     earlier.rename(folder)
