@@ -148,12 +148,16 @@ def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.T
 
 
 def summary(applied: Applied, output: Path) -> list[tuple[str, str]]:
-    """What was rewritten, parameters and FLOPs before and after, what was verified, where the result is."""
+    """What was rewritten, parameters and FLOPs before and after, what was verified or left out, where the result is."""
+    from retrofit.storage.directories import left_out
+
     rows = separated(rewrite_rows(rewrite) for rewrite in applied.rewrites)
     rows.append(("parameters", format_change(applied.parameters_before, applied.parameters_after)))
     rows.append(("FLOPs per token", format_change(applied.flops_before, applied.flops_after)))
     checks = applied.report.checks if applied.report is not None else ()
     rows.append(("verified", ", ".join(check.name for check in checks if check.status == "passed") or "nothing"))
     rows.extend(("not verified", f"{check.name}: {check.why}") for check in checks if check.status != "passed")
+    if dropped := left_out(applied.model):
+        rows.append(("left out", f"{', '.join(dropped)}: in the files, but no part of {type(applied.model).__name__}"))
     rows.append(("result", str(output)))
     return rows

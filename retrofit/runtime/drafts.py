@@ -34,7 +34,7 @@ def aside_of(path: Path) -> Path:
 
 @contextlib.contextmanager
 def held(draft: Path) -> Iterator[None]:
-    """Within this context the draft, which exists, is known to be written."""
+    """Within this context the draft, or folder, which exists, is known to be written: `is_held`."""
     descriptor = os.open(draft, os.O_RDONLY)
     try:
         lock(descriptor)
@@ -54,6 +54,25 @@ def draft_folder(beside: Path) -> Iterator[Path]:
     finally:
         with deferred_signals():
             shutil.rmtree(draft, ignore_errors=True)
+
+
+def is_held(path: Path) -> bool:
+    """Whether another process, or another part of this one, holds the file or folder."""
+    try:
+        import fcntl  # of Unix alone
+
+        descriptor = os.open(path, os.O_RDONLY)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def lock(descriptor: int) -> bool:

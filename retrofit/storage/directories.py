@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from retrofit.storage.load_failures import name_file_in_errors
 from retrofit.storage.pipeline_directories import transformer_folder
 from retrofit.storage.weight_files import require_whole_weights
 
+LEFT_OUT = "retrofit_left_out"  # an attribute of models
+SHOWN = 5  # names
 UNCOUNTED = 100_000  # tensors, of weights that are no safetensors
 
 
@@ -50,7 +53,22 @@ def load_directory(path: Path, dtype: torch.dtype | None, device_map: str | None
         )
     require_match(found["missing_keys"], (), found["mismatched_keys"])
     require_all_used(model, found["unexpected_keys"])
+    mention_left_out(model, sorted(found["unexpected_keys"]))
     return model
+
+
+def mention_left_out(model: nn.Module, names: list[str]) -> None:
+    """Weights in the files that the model has no part for, as another task's head, are named in a warning and kept in mind."""
+    model.__dict__[LEFT_OUT] = tuple(names)
+    if names:
+        more = f" and {len(names) - SHOWN} more" if names[SHOWN:] else ""
+        warnings.warn(f"left out, as {type(model).__name__} has no part for it: {', '.join(names[:SHOWN])}{more}", stacklevel=2)
+
+
+def left_out(model: nn.Module) -> tuple[str, ...]:
+    """The weights that were in the model's files and are not in the model."""
+    found: tuple[str, ...] = getattr(model, LEFT_OUT, ())
+    return found
 
 
 def directory_class(path: Path) -> type[PreTrainedModel]:

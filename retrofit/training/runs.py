@@ -16,7 +16,7 @@ from typing import Any
 from retrofit.errors import TrainingError
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.deferred_signals import deferred_signals
-from retrofit.runtime.drafts import aside_of
+from retrofit.runtime.drafts import aside_of, held, is_held
 from retrofit.storage.file_names import EXPORTED, FILES
 from retrofit.training.curves import Points, draw_curves
 from retrofit.training.settings import CHANGEABLE_ON_RESUME, Settings, flag
@@ -118,14 +118,26 @@ def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
     """Raises `TrainingError` where a run that writes `output` would destroy something, or has nothing to resume."""
     folder = folder_of(output)
     ours = is_run(folder)
+    refuse_held(folder)
     if folder.exists() and not ours:
         raise TrainingError(f"{folder} is in the way", why="it is not the folder of a training run", remedy="name another -o")
     if resume and not has_checkpoint(folder):
         raise TrainingError(f"there is no run to resume in {folder}", why="it holds no checkpoint", remedy="leave out --resume")
     if output.exists() and not force:
         raise TrainingError(f"{output} exists", remedy="name another with -o, or overwrite it with --force")
-    if ours and not (resume or force):
+    if ours and not (resume or force or came_to_nothing(folder)):
         raise TrainingError(f"{folder} holds an earlier run", remedy="continue it with --resume, or start over with --force")
+
+
+def refuse_held(folder: Path) -> None:
+    """Raises `TrainingError` where another process trains into the folder."""
+    if is_held(folder):
+        raise TrainingError(f"{folder} is being written by another run", remedy="wait until it is done, or name another -o")
+
+
+def came_to_nothing(folder: Path) -> bool:
+    """Whether the run in the folder was killed before its first checkpoint: nothing in it is worth keeping."""
+    return not (has_checkpoint(folder) or is_finished(read_record(folder)) or (folder / REPLACED).exists())
 
 
 def is_run(folder: Path) -> bool:
@@ -160,7 +172,8 @@ def run_folder(
         return
     folder, checkpoint = resume_folder(output, facts, settings) if resume else (start_folder(output, facts, settings), None)
     try:
-        yield folder, checkpoint
+        with held(folder):
+            yield folder, checkpoint
     except BaseException:
         if not has_checkpoint(folder):
             with deferred_signals():
@@ -171,6 +184,7 @@ def run_folder(
 def start_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> Path:
     """The folder of a new run, which records its settings and the `facts` that it depends on, and keeps the run it replaces."""
     folder = folder_of(output)
+    refuse_held(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = aside_of(folder)
     draft.mkdir()
@@ -227,6 +241,7 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
     Raises `TrainingError` where this would be another run.
     """
     folder = folder_of(output)
+    refuse_held(folder)
     record, checkpoint = read_record(folder), last_checkpoint(folder)
     if record is None or not has_checkpoint(folder):
         raise TrainingError(f"there is no run to resume in {folder}", remedy="start one without --resume")

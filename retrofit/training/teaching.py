@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from retrofit.errors import TrainingError
 from retrofit.pipeline.tokenization import Codec, codec_for, windows_of
+from retrofit.runtime.drafts import held, is_held
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.training.distillation import LargestPredictions
@@ -80,7 +81,12 @@ def teach(
     missing = kept.missing()
     began = time.monotonic()
     try:
-        with evaluation_mode(dense), torch.no_grad(), torch.autocast(target.type, torch.bfloat16, enabled=bf16):
+        with (
+            held(folder),
+            evaluation_mode(dense),
+            torch.no_grad(),
+            torch.autocast(target.type, torch.bfloat16, enabled=bf16),
+        ):
             dense.to(target)
             for done, number in enumerate(missing):
                 numbers = range(number * shard, min((number + 1) * shard, len(windows)))
@@ -130,6 +136,8 @@ def facts_of(
 def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
     """The folder exists and says what it is for; raises `TrainingError` where it is for something else."""
     folder, facts = kept.folder, kept.facts
+    if is_held(folder):
+        raise TrainingError(f"{folder} is being written by another process", remedy="wait until it is done, or name another -o")
     before = read_facts(folder)
     if before is not None and not any(folder.glob(SHARDS)):
         (folder / RECORD).unlink()  # nothing came of it

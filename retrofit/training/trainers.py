@@ -13,6 +13,7 @@ from transformers.utils import WEIGHTS_NAME
 
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.training import processes
+from retrofit.training.checkpoint_writes import whole_checkpoint
 from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.dense_sites import DenseSites
 from retrofit.training.hidden_states import HiddenStates
@@ -72,6 +73,10 @@ class PretrainingTrainer(Trainer):
             return
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         torch.save(self.model.state_dict(), Path(output_dir) / WEIGHTS_NAME)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with whole_checkpoint(Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"):
+            super()._save_checkpoint(*args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
         if isinstance(resume_from_checkpoint, str):

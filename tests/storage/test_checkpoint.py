@@ -18,10 +18,13 @@ from hypothesis import strategies as st
 from support import standin
 from torch import nn
 
+from retrofit.cli.apply import summary
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
+from retrofit.rewriting import Applied
 from retrofit.storage import transformers_hook
 from retrofit.storage.checkpoint import load, save
+from retrofit.storage.directories import left_out
 from retrofit.surgery import transformers_bookkeeping
 
 transformers_hook.install()
@@ -482,8 +485,12 @@ def test_another_head_in_the_file_is_left_out(tmp_path):
     model, _ = standin.tiny("llama")
     save(model, tmp_path / "model")
     edit_config(tmp_path / "model", architectures=["LlamaModel"])
-    loaded = load(tmp_path / "model")
+    with pytest.warns(UserWarning, match="left out, as LlamaModel has no part for it: lm_head.weight"):
+        loaded = load(tmp_path / "model")
     assert torch.equal(loaded.norm.weight, model.model.norm.weight)
+    assert left_out(loaded) == ("lm_head.weight",) and left_out(model) == ()
+    rows = summary(Applied(loaded, (), None, 1, 1, 1, 1), tmp_path / "out")
+    assert ("left out", "lm_head.weight: in the files, but no part of LlamaModel") in rows
 
 
 def edit_config(directory, **changes):
