@@ -75,7 +75,7 @@ class PretrainingTrainer(Trainer):
         torch.save(self.model.state_dict(), Path(output_dir) / WEIGHTS_NAME)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with whole_checkpoint(Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"):
+        with whole_checkpoint(Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"):
             super()._save_checkpoint(*args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
