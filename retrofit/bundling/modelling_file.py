@@ -115,6 +115,7 @@ def modelling_file(
     )
     auto = next(iter(classes[0].autos), classes[0].name)
     head = f"{classes[0].dense.__name__}, rewritten by retrofit with {', '.join(recipe)}."
+    head = head.replace("\\", "\\\\").replace('"', '\\"')  # an option of a pass may be any text
     docstring = DOCSTRING.format(head="\n".join(textwrap.wrap(head, WIDTH, subsequent_indent="    ")), auto=auto)
     sections = [
         LICENSE.format(version=__version__) + docstring + f"\nfrom __future__ import annotations\n\n{import_lines(imports, extra)}",

@@ -153,11 +153,10 @@ class TableText:
 
     def text(self, value: str) -> str:
         """A string; where an entry is written for several depths, a path at its depth has their number in it."""
-        quoted = '"' + repr('"' + value)[2:-1].replace('"', '\\"').replace("\\'", "'") + '"'
         if not self.prefix or not (value == self.prefix or value.startswith(f"{self.prefix}.")):
-            return quoted
-        before = self.prefix[: -len(self.depth)]
-        return "f" + quoted[0] + before + "{" + INDEX + "}" + quoted[1 + len(self.prefix) :]
+            return quoted(value)
+        before, after = self.prefix[: -len(self.depth)], value[len(self.prefix) :]
+        return 'f"' + in_braces(before) + "{" + INDEX + "}" + in_braces(after) + '"'
 
     def reference(self, value: Any) -> str:
         """The expression for a class or a function, imported where that is needed."""
@@ -192,6 +191,16 @@ class Plain:
 
     def __init__(self, text: str) -> None:
         self.text = text
+
+
+def quoted(value: str) -> str:
+    """The string in double quotes."""
+    return '"' + repr('"' + value)[2:-1].replace('"', '\\"').replace("\\'", "'") + '"'
+
+
+def in_braces(value: str) -> str:
+    """The string as a part of a formatted one: nothing of it is evaluated."""
+    return quoted(value)[1:-1].replace("{", "{{").replace("}", "}}")
 
 
 def prefix_of(key: str) -> str:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from retrofit.errors import PlanningError
+from retrofit.errors import PlanningError, first_line
 from retrofit.runtime.atomic_writes import whole_file
 
 RECORD = "measured.json"
@@ -45,7 +46,7 @@ class KeptMeasurements:
             kept = json.loads(record.read_text(encoding="utf-8"))
             facts, values = kept["facts"], dict(kept["values"])
             known = kept["format"] == FORMAT
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise PlanningError(
                 f"{record} cannot be read", why=str(error), remedy="remove the folder, or name another -o"
             ) from error
@@ -91,5 +92,9 @@ class KeptMeasurements:
         if name not in self.sketches:
             path = self.file(name)
             assert path is not None
-            self.sketches[name] = load(path.read_bytes())["u"]
+            try:
+                self.sketches[name] = load(path.read_bytes())["u"]
+            except (OSError, SafetensorError, KeyError) as error:
+                remedy = f"remove {path.parent}, or name another -o"
+                raise PlanningError(f"{path} cannot be read", why=first_line(error), remedy=remedy) from error
         return self.sketches[name].to(torch.float16).float()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,13 @@ from torch import Tensor
 
 from retrofit.errors import CheckpointError, TrainingError
 from retrofit.runtime.atomic_writes import whole_file
+from retrofit.runtime.safetensors_header import Extent, extents_in
 from retrofit.training.distillation import LargestPredictions
 
 RECORD = "teacher.json"
 FORMAT = "retrofit teacher's predictions"
 SHARDS = "windows-*.safetensors"
+TENSORS = ("ids", "log_probabilities", "log_rest", "loss")
 OPEN = 64  # shards
 
 
@@ -110,14 +112,17 @@ class KeptPredictions:
             file.write(save({name: value.contiguous() for name, value in tensors.items()}))
 
     def open_shard(self, number: int) -> Any:
+        """The file of that number, which holds what `Facts` say; raises `CheckpointError` where it does not."""
+        file = self.path(number)
         try:
-            return safe_open(self.path(number), "pt")
+            require_shapes(extents_in(file), self.rows_of(number), self.facts.top)
+            return safe_open(file, "pt")
         except Exception as error:
-            raise CheckpointError(
-                f"{self.path(number)} cannot be read",
-                why=str(error),
-                remedy="remove it and give the same retrofit teach command again",
-            ) from error
+            raise damaged(file, error.why if isinstance(error, CheckpointError) else str(error)) from error
+
+    def rows_of(self, number: int) -> int:
+        """How many windows are in the shard of this number."""
+        return min(self.facts.shard, self.facts.windows - number * self.facts.shard)
 
     def rows(self, name: str, windows: Sequence[int]) -> Tensor:
         """One of the tensors above for these windows: (windows, …)."""
@@ -130,6 +135,8 @@ class KeptPredictions:
     def predictions(self, windows: Sequence[int]) -> LargestPredictions:
         """What the teacher predicts for the tokens of these windows, one after the other."""
         ids, log_p, log_rest = (self.rows(name, windows).flatten(0, 1) for name in ("ids", "log_probabilities", "log_rest"))
+        if ids.numel() and not 0 <= int(ids.long().min()) <= int(ids.long().max()) < self.facts.vocabulary:
+            raise damaged(self.path(windows[0] // self.facts.shard), f"it names ids beyond the {self.facts.vocabulary:,} there are")
         return LargestPredictions(ids, log_p, log_rest)
 
     def loss(self, windows: Sequence[int]) -> float:
@@ -146,15 +153,39 @@ class KeptPredictions:
         return sum(self.path(number).stat().st_size for number in range(self.facts.shards))
 
 
+def damaged(file: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{file} cannot be read", why=why, remedy="remove it and give the same retrofit teach command again")
+
+
+def require_shapes(found: Mapping[str, Extent], windows: int, top: int) -> None:
+    """The tensors of a shard have the shapes that are said above, else `ValueError`."""
+    shapes = {name: found[name].shape for name in TENSORS if name in found}
+    kept = shapes.get("ids", ())
+    expected = {"ids": (windows, *kept[1:2], top), "log_probabilities": kept, "log_rest": kept[:-1], "loss": kept[:1]}
+    if len(kept) != 3 or shapes != expected or found["ids"].dtype.is_floating_point:
+        raise ValueError(f"its tensors are {shapes}, and should be of {windows} windows and {top} ids a token")
+
+
+def are_facts(facts: Facts) -> bool:
+    """Whether every fact is of its type, and the numbers of what is counted are at least one."""
+    kinds = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    typed = all(
+        isinstance(value := getattr(facts, one.name), kinds[str(one.type)]) and (one.type == "bool" or not isinstance(value, bool))
+        for one in dataclasses.fields(Facts)
+    )
+    return typed and min(facts.vocabulary, facts.length, facts.windows, facts.shard) >= 1 and facts.top >= 0
+
+
 def read_facts(folder: Path) -> Facts | None:
     """What the predictions in a folder depend on; None where it holds none."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         if record.pop("format") != FORMAT:
             return None
-        return Facts(**record)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        facts = Facts(**record)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+    return facts if are_facts(facts) else None
 
 
 def write_facts(folder: Path, facts: Facts) -> None:

@@ -64,15 +64,14 @@ def read_parts(folder: Path, kind: str) -> list[Mapping[str, Any]]:
 def fill_from_parts(value: Tensor, name: str, parts: list[Mapping[str, Any]], folder: Path) -> None:
     """This process's rows of `value` are those in the files; raises `TrainingError` where they do not hold them all."""
     mine, start = local_rows(value), first_row(value)
+    for part in parts:
+        require_entry(part.get(name), name, value, folder)
     if not value.dim():
         mine.copy_(parts[0][name][PART])
         return
     end, filled = start + len(mine), 0
     for part in parts:
-        entry = part.get(name)
-        if entry is None or entry[SIZE] != list(value.shape):
-            shape = "nothing" if entry is None else entry[SIZE]
-            raise not_whole(folder, f"{name} is {list(value.shape)}, and the files hold {shape}")
+        entry = part[name]
         first, rows = entry[START], entry[PART]
         low, high = max(start, first), min(end, first + len(rows))
         if low <= start + filled < high:
@@ -80,3 +79,15 @@ def fill_from_parts(value: Tensor, name: str, parts: list[Mapping[str, Any]], fo
             filled = high - start
     if filled < len(mine):
         raise not_whole(folder, f"rows of {name} are missing")
+
+
+def require_entry(entry: Any, name: str, value: Tensor, folder: Path) -> None:
+    """The entry holds rows of a tensor of the size of `value`, else `TrainingError`."""
+    size = list(value.shape)
+    if not isinstance(entry, Mapping) or entry.get(SIZE) != size:
+        held = entry.get(SIZE) if isinstance(entry, Mapping) else "nothing"
+        raise not_whole(folder, f"{name} is {size}, and the files hold {held}")
+    rows, start = entry.get(PART), entry.get(START)
+    whole = isinstance(rows, Tensor) and type(start) is int and start >= 0 and rows.dim() == len(size)
+    if not whole or list(rows.shape[1:]) != size[1:] or (size and start + len(rows) > size[0]):
+        raise not_whole(folder, f"the rows of {name} are not such of a tensor of {size}")

@@ -30,6 +30,8 @@ def require_whole_checkpoint(folder: Path, model: nn.Module) -> None:
     for name, weight in model.state_dict().items():
         if name not in saved:
             raise not_whole(folder, f"{WEIGHTS_NAME} lacks {name}")
+        if not isinstance(saved[name], torch.Tensor):
+            raise not_whole(folder, f"{name} in {WEIGHTS_NAME} is no tensor")
         if saved[name].shape != weight.shape:
             raise not_whole(folder, f"in {WEIGHTS_NAME} {name} is {list(saved[name].shape)}, the model's {list(weight.shape)}")
 

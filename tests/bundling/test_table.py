@@ -195,6 +195,16 @@ def test_depths_with_the_same_entry_are_written_once() -> None:
     assert read_again(table).keys() == {"layers.0", "layers.1", "layers.2"}
 
 
+@pytest.mark.parametrize("path", ["layers.{}", 'a"b\\.{}', "a'{{1/0}}'.{}"])
+@pytest.mark.parametrize("rest", ["{1/0}", '"+str(1/0)+"', "'\\\"\\", "{{x}}\n", "}{"])
+def test_no_text_in_a_table_is_evaluated(path: str, rest: str) -> None:
+    """Alone, and as a part of the formatted text that is written for several depths."""
+    table = {f"{path.format(i)}.note": f"{path.format(i)}.{rest}" for i in (0, 1, 2)} | {"other": rest, rest: "other"}
+    written = TableText(lambda value: "").write(table)
+    assert written.count(" for i in range(3)") == 1
+    assert eval(written) == table
+
+
 class Keeps(nn.Module):
     def __init__(self, **kept: Any) -> None:
         super().__init__()
