@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 from retrofit.anatomy.sites import NearMiss, Site
 from retrofit.errors import DoesNotFitError
 from retrofit.pipeline.options import check_option, format_value
+from retrofit.runtime.memory_limit import in_gigabytes, memory_limit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,7 +127,22 @@ class Pass(abc.ABC, Generic[SomePlan]):
         plan = self.plan(anatomy)
         if not plan.sites:
             raise self.nothing_fits(plan)
+        self.require_room(plan, edit)
         return self.carry_out(plan, edit)
+
+    def require_room(self, plan: SomePlan, edit: Edit) -> None:
+        """What the plan adds fits in memory, where it goes there, else `DoesNotFitError`."""
+        first = next(edit.model.parameters(), None)
+        if first is None or first.device.type != "cpu" or edit.keep is not None:
+            return
+        needed, limit = plan.new_parameters * first.element_size(), memory_limit()
+        if needed > limit:
+            raise DoesNotFitError(
+                f"{self.name}: {plan.new_parameters:,} new parameters do not fit in memory",
+                why=f"they take {in_gigabytes(needed)}, and there are {in_gigabytes(limit)} at most",
+                remedy="choose smaller settings",
+                in_any_form=True,
+            )
 
     def carry_out(self, plan: SomePlan, edit: Edit) -> Rewrite:
         """Carries the plan out and returns the account of it."""

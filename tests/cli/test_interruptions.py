@@ -24,7 +24,7 @@ from retrofit.runtime.drafts import YOUNGEST
 MOMENTS = 4  # of each command and signal
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
 UNFINISHED = ".retrofit-{}.unfinished"
-TIMES = ("seconds_per_step",)  # entries of a run's record that are its own
+OWN = ("seconds_per_step", "output", "folder")  # entries of a run's record that no two runs have in common
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ def contents(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {str(one.relative_to(path)): one.read_bytes() for one in files if one.suffix != ".png"}
     if "run.json" in found:
         record = json.loads(found["run.json"])
-        found["run.json"] = {key: value for key, value in record.items() if key not in TIMES}
+        found["run.json"] = {key: value for key, value in record.items() if key not in OWN}
         found = {name: value for name, value in found.items() if not name.startswith("checkpoint-")}
     if "measured.json" in found or path.suffix == ".json":
         found = {name: sorted(json.loads(value)) if name.endswith("json") else len(value) for name, value in found.items()}
