@@ -15,8 +15,8 @@ LINE = "the quick brown fox jumps over the lazy dog, and the dog does not mind. 
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServer]:
-    with CommandServer(tmp_path_factory.mktemp("server")) as running:
+def server() -> Iterator[CommandServer]:
+    with CommandServer() as running:
         yield running
 
 

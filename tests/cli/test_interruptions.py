@@ -5,11 +5,8 @@ The same command, given again, ends with the same result. Moments are drawn with
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import random
-import shlex
 import shutil
 import signal
 import time
@@ -18,64 +15,14 @@ from typing import Any
 
 import pytest
 from support.command_server import CommandServer, Ended
+from support.commands import WORKS, contents, given, require_no_complaint
 
 from retrofit.runtime.drafts import YOUNGEST
 
 MOMENTS = 4  # of each command and signal
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
-UNFINISHED = ".retrofit-{}.unfinished"
-OWN = ("seconds_per_step", "output", "folder")  # entries of a run's record that no two runs have in common
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """A command, where {name} is a file of the materials; what it writes, and what of it is on the disk before it is done."""
-
-    arguments: str
-    output: str
-    unfinished: str = ""
-    again: str = ""  # what is added to go on where there is something to go on from
-    replaces: bool = True  # with --force
-
-
-TRAIN = "train {dense} --data {text} --steps 8 --length 16 --batch-size 2 --eval-every 4 --save-every 2 --eval-fraction 0.1"
-WORKS = {
-    "apply to a file": Work("apply --pass sum --no-verify {model}", "out.pt"),
-    "train": Work(TRAIN, "out", "out.run", "--resume"),
-    "apply": Work("apply --pass sum {dense}", "out"),
-    "stream": Work("apply --stream --pass sum --no-verify {dense}", "out", UNFINISHED.format("out")),
-    "export": Work("export {dense}", "out.onnx"),
-    "bundle": Work("bundle {rewritten}", "out"),
-    "teach": Work("teach {dense} --data {text} --length 16 --top 4", "out", "out", replaces=False),
-    "plan": Work(
-        'plan {dense} --calibrate {text} --pass sparse-ffn --sparsity 4 --tokens 512 --no-measure --target "loss +9"',
-        "out.json",
-        "out.measured",
-        replaces=False,
-    ),
-}
 SHORT = [("apply to a file", signal.SIGTERM), ("train", signal.SIGKILL)]  # of every run of the suite
 CASES = [*SHORT, *((name, one) for name in WORKS for one in CODES if (name, one) not in SHORT)]
-
-
-def given(work: Work, materials: Path, folder: Path) -> list[str]:
-    """The words of the command, which writes into the folder."""
-    files = {"dense": "dense", "model": "model.pt", "rewritten": "rewritten", "text": "text.txt"}
-    words = [one.format(**{name: materials / file for name, file in files.items()}) for one in shlex.split(work.arguments)]
-    return [*words, "-o", str(folder / work.output)]
-
-
-def contents(path: Path) -> dict[str, Any]:
-    """What is in a file or below a directory, without what no two runs have in common."""
-    files = [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
-    found: dict[str, Any] = {str(one.relative_to(path)): one.read_bytes() for one in files if one.suffix != ".png"}
-    if "run.json" in found:
-        record = json.loads(found["run.json"])
-        found["run.json"] = {key: value for key, value in record.items() if key not in OWN}
-        found = {name: value for name, value in found.items() if not name.startswith("checkpoint-")}
-    if "measured.json" in found or path.suffix == ".json":
-        found = {name: sorted(json.loads(value)) if name.endswith("json") else len(value) for name, value in found.items()}
-    return found
 
 
 def expire(folder: Path) -> None:
@@ -83,10 +30,6 @@ def expire(folder: Path) -> None:
     for one in folder.iterdir():
         if one.name.endswith(".partial"):
             os.utime(one, (time.time() - YOUNGEST - 1,) * 2)
-
-
-def require_no_complaint(ended: Ended) -> None:
-    assert "Traceback" not in ended.err and "not foreseen" not in ended.err, ended.err
 
 
 @pytest.fixture(scope="module")

@@ -30,9 +30,6 @@ class Ended:
 class CommandServer:
     """A process that runs commands in forks of itself, one at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        self.out, self.err = folder / "out", folder / "err"
-
     def __enter__(self) -> CommandServer:
         code = CODE.format(path=sys.path)
         self.process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -55,7 +52,7 @@ class CommandServer:
 
         `limits` are those of the process, by their names in `resource`; RLIMIT_AS is what it may take beyond what it has.
         """
-        order = {"argv": [str(one) for one in arguments], "out": str(self.out), "err": str(self.err), "limits": limits or {}}
+        order = {"argv": [str(one) for one in arguments], "limits": limits or {}}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
@@ -63,12 +60,9 @@ class CommandServer:
         if after is not None:
             time.sleep(after)
             os.kill(pid, by)  # the server has not waited for it yet: it is there, if only as a zombie
-            self.process.stdin.write("\n")
-        else:
-            self.process.stdin.write("\n")
+        self.process.stdin.write("\n")
         self.process.stdin.flush()
-        code = self.line()["code"]
-        return Ended(code, self.out.read_text(), self.err.read_text(), time.monotonic() - began)
+        return Ended(**self.line(), seconds=time.monotonic() - began)
 
 
 def serve() -> None:
@@ -84,22 +78,31 @@ def serve() -> None:
     assert all((torch, transformers, rewriting, verify, checkpoint))
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        order = json.loads(line)
+        pipes = [os.pipe(), os.pipe()]  # as wide as what a command says here; a file would be limited too
         pid = os.fork()
         if not pid:
-            run_order(order, cli.main)
+            run_order(json.loads(line), [write for _, write in pipes], cli.main)
         print(json.dumps({"pid": pid}), flush=True)
         sys.stdin.readline()
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        print(json.dumps({"code": code}), flush=True)
+        out, err = map(drained, pipes)
+        print(json.dumps({"code": code, "out": out, "err": err}), flush=True)
 
 
-def run_order(order: dict[str, Any], main: Any) -> None:
+def drained(pipe: tuple[int, int]) -> str:
+    """What was written into the pipe by processes that have ended."""
+    read, write = pipe
+    os.close(write)
+    with os.fdopen(read, "rb") as stream:
+        return stream.read().decode(errors="replace")
+
+
+def run_order(order: dict[str, Any], outputs: list[int], main: Any) -> None:
     """This process runs the command and ends."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be inherited as ignored
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as Python has it at its start
-    for number, place in ((1, order["out"]), (2, order["err"])):
-        os.dup2(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    for number, output in enumerate(outputs, start=1):
+        os.dup2(output, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for name, value in order["limits"].items():
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if name == "RLIMIT_AS" else 0
