@@ -22,6 +22,7 @@ from retrofit.checks.parameter_matching import is_within
 from retrofit.checks.subject import Run, Subject
 from retrofit.errors import CheckpointError
 from retrofit.runtime.example_inputs import device_of
+from retrofit.runtime.full_disks import why_full
 from retrofit.runtime.probes import distance, logits_of, run, same_bits
 from retrofit.storage.checkpoint import load, save
 from retrofit.storage.sampled_files import is_large, same_sample, write_samples
@@ -61,7 +62,13 @@ def measure(subject: Subject, before: RoundTripMeasurement | None = None, contex
     if context is None:
         return RoundTripMeasurement(loose, unsaved)
     with tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
-        return RoundTripMeasurement(loose, unsaved, take_trip(context, Path(folder), before, loose))
+        try:
+            trip = take_trip(context, Path(folder), before, loose)
+        except Exception as error:
+            if not (full := why_full(error)):
+                raise
+            trip = Trip(omitted=f"the model cannot be written to {folder}: {full}")
+        return RoundTripMeasurement(loose, unsaved, trip)
 
 
 def take_trip(context: Context, folder: Path, before: RoundTripMeasurement | None, loose: tuple[str, ...]) -> Trip:
