@@ -47,6 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--stream", action="store_true", help="with one site in memory at a time: for directories of safetensors larger than memory"
     )
+    parser.add_argument("--dequantize", action="store_true", help="unpack the weights of a quantized model first")
     parser.add_argument("--no-verify", action="store_true", help="skip the checks of the rewritten model")
     parser.add_argument("--seed", metavar="N", type=seed, default=0, help="seed of whatever starts at random (default: 0)")
     parser.set_defaults(run=run)
@@ -72,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.storage.companions import companion_files, has_companions, save_with_companions
     from retrofit.storage.embedding_comparison import EmbeddingComparison
     from retrofit.storage.file_names import is_file_name
+    from retrofit.surgery.dequantization import dequantize
 
     source = arguments.config or arguments.model
     if source.is_dir() and not is_file_name(output):
@@ -79,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     with working(arguments.debug) as progress:
         progress(f"reading {arguments.model}")
         model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+        if arguments.dequantize:
+            model = dequantize(model)
         calibration = None if arguments.calibrate is None else read_calibration(arguments, model)
         embedded = None if calibration is None else EmbeddingComparison.of(arguments.model, model, arguments.calibrate)
         torch.manual_seed(arguments.seed)
@@ -98,9 +102,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) -> int:
     """The same, with one site of the model in memory at a time."""
-    if arguments.config is not None or arguments.allow_pickle:
+    if arguments.config is not None or arguments.allow_pickle or arguments.dequantize:
         raise UsageError(
-            "--config and --allow-pickle do not go with --stream",
+            "--config, --allow-pickle and --dequantize do not go with --stream",
             why=STREAMS,
             remedy="leave them out",
         )

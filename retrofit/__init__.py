@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from retrofit.storage.checkpoint import save as save
     from retrofit.storage.recipe_file import read_recipe as read_recipe
     from retrofit.streaming.streamed_apply import apply_streamed as apply_streamed
+    from retrofit.surgery.dequantization import dequantize as dequantize
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ HOMES = {
     "apply": "retrofit.rewriting",
     "apply_streamed": "retrofit.streaming.streamed_apply",
     "bundle": "retrofit.bundling.bundle",
+    "dequantize": "retrofit.surgery.dequantization",
     "export_onnx": "retrofit.onnx.exporter.export_onnx",
     "from_onnx": "retrofit.onnx.importer.from_onnx",
     "inspect": "retrofit.anatomy.inspection",

@@ -106,6 +106,7 @@ def apply_reported(
     require_module(model)
     require_uncompiled(model)
     require_in_memory(model, "rewritten")
+    recipe_storage.refuse_packed(model, "rewritten")
     if verify:
         require_values(model, "verified", "load its weights first, or rewrite it unverified: verify=False")
     require_use(calibration, chosen)

@@ -41,6 +41,7 @@ from retrofit.anatomy.feed_forward_sites import FeedForward as FeedForward
 from retrofit.anatomy.feed_forward_sites import Port as Port
 from retrofit.anatomy.feed_forward_parsing import feed_forwards as feed_forwards
 from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock as FeedForwardBlock
+from retrofit.anatomy.feed_forward_blocks import PackableRows as PackableRows
 from retrofit.anatomy.feed_forward_blocks import RowMajor as RowMajor
 from retrofit.anatomy.feed_forward_blocks import install_feed_forward as install_feed_forward
 from retrofit.anatomy.feed_forward_blocks import linear as linear
@@ -127,6 +128,10 @@ from retrofit.runtime.weighted_errors import weighted_error as weighted_error
 from retrofit.runtime.conditional import cond as cond
 from retrofit.runtime.example_inputs import forward_parameters as forward_parameters
 from retrofit.runtime.modes import evaluation_mode as evaluation_mode
+from retrofit.runtime.packed_rows import has_rows_apart as has_rows_apart
+from retrofit.runtime.packed_rows import is_packed_tensor as is_packed_tensor
+from retrofit.runtime.packed_rows import rows_at as rows_at
+from retrofit.surgery.transformers_quantization import is_packed as is_packed
 from retrofit.runtime.probes import accepts as accepts
 from retrofit.runtime.probes import is_numbering as is_numbering
 from retrofit.runtime.probes import is_per_token as is_per_token

@@ -4,7 +4,7 @@ Where no gradient is needed, rows are read in place. On a CPU the sum of rows is
 backward pass of such a bag computes for its weights; the products of a single token are faster on a copy of its rows, while that is
 small (`benchmarks/sparse_ffn.py --products`). On CUDA, where torch would read the rows one after the other, two Triton
 kernels read tiles of them (`triton_kernels.py`). With the few tokens of a decoder, y would keep few of the processors busy there,
-so the sum over b is split into parts, which are added at the end.
+so the sum over b is split into parts, which are added at the end. Of a packed matrix the rows that are read are unpacked, and no others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from retrofit.sdk import is_packed_tensor, rows_at
+
 SMALL = 3 << 20  # bytes of the rows of one token that a CPU copies faster than it reads them one by one
 PIECE = 1024  # columns of a row that a CPU thread sums at a time where there is one token
 TILE_ROWS, TILE_COLUMNS = 16, 256  # of the indexed rows that a Triton program reads at a time
@@ -26,6 +28,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 def indexed_products(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
     """z[t, b] = x[t] · rows[indices[t, b]]: (tokens, blocks)."""
+    if is_packed_tensor(rows):
+        copies = rows_at(rows, indices.flatten()).view(*indices.shape, -1)
+        return torch.bmm(copies.to(x.dtype), x.unsqueeze(2)).squeeze(2)
     if not is_recorded(x, rows):
         if x.is_cuda and HAS_TRITON:
             return tiled_products(x, indices, rows)
@@ -39,6 +44,8 @@ def indexed_products(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
 
 def indexed_sums(h: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
     """y[t] = Σ_b h[t, b] rows[indices[t, b]]: (tokens, d)."""
+    if is_packed_tensor(rows):
+        return torch.bmm(h.unsqueeze(1), rows_at(rows, indices.flatten()).view(*indices.shape, -1).to(h.dtype)).squeeze(1)
     if torch.compiler.is_exporting():  # ONNX has no bags
         return torch.bmm(h.unsqueeze(1), F.embedding(indices, rows).to(h.dtype)).squeeze(1)
     if h.is_cuda and HAS_TRITON and not is_recorded(h, rows):

@@ -31,12 +31,23 @@ from transformers.utils.generic import maybe_autocast
 from retrofit.passes.sparse_ffn.gate_activation import gate_activation
 from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums, is_recorded
 from retrofit.passes.sparse_ffn.unit_choice import indicator, largest_units, sampled_indicator, straight_through
-from retrofit.sdk import FeedForward, FeedForwardBlock, Port, RowMajor, cond
+from retrofit.sdk import (
+    FeedForward,
+    FeedForwardBlock,
+    PackableRows,
+    Port,
+    RowMajor,
+    cond,
+    has_rows_apart,
+    is_packed,
+    is_packed_tensor,
+)
 
 FEW = 4  # up to N / (k FEW) tokens it is faster to copy the active rows than to use all (benchmarks/sparse_ffn.py --crossover)
 ALWAYS = (
     8  # from this N / k on, where rows are read in place on a CPU, it is faster for any number of tokens; below, for N / k tokens
 )
+PROBES = 1024  # unit vectors at a time that a packed matrix is multiplied by
 LEAST = 1e-20  # magnitude of a gate, so that it has a logarithm
 
 
@@ -153,20 +164,31 @@ class SparseFeedForward(FeedForwardBlock):
         return self
 
     def rebuild_buffers(self) -> None:
-        """`lengths` is not saved: it follows from the weights."""
+        """`lengths` is not saved: it follows from the weights, or where a quantizer packed these, from what their modules compute."""
         self.measure_lengths()
+        if self.controller == "gate" and any(is_packed(one) for one in self.parameters()):
+            up = self.get_submodule(self.roles[self.other_port.matrix])
+            self.set_lengths(represented_weight(up, self.width).t(), represented_weight(self.down, self.units))
+
+    @property
+    def other_port(self) -> Port:
+        """Where the gate is the controller: the argument of `hidden` that is not the gate."""
+        return next(port for index, port in enumerate(self.ports) if index != self.gate_port)
 
     @torch.no_grad()
     def measure_lengths(self) -> None:
         """`lengths` are those of the weights as they are now, where these are at hand: not sharded, quantized or without values."""
         if self.controller != "gate":
             return
-        (other,) = (port for index, port in enumerate(self.ports) if index != self.gate_port)
-        up: Any = getattr(self.get_submodule(self.roles[other.matrix]), "weight", None)
+        up: Any = getattr(self.get_submodule(self.roles[self.other_port.matrix]), "weight", None)
         down: Any = getattr(self.down, "weight", None)
         plain = all(isinstance(one, Tensor) and type(one.data) is Tensor and one.is_floating_point() for one in (up, down))
-        if not plain or down.shape != (self.units, self.width) or down.is_meta or up.is_meta or up.shape[-1] != self.width:
-            return
+        if plain and down.shape == (self.units, self.width) and not down.is_meta and not up.is_meta and up.shape[-1] == self.width:
+            self.set_lengths(up, down)
+
+    def set_lengths(self, up: Tensor, down: Tensor) -> None:
+        """`lengths` are those of the rows of W_up in `up` (which may hold the gate's too) and of W_out, `down`."""
+        other = self.other_port
         rows = up[other.start : other.start + other.step * self.units : other.step]
         if len(rows) == self.units:
             self.lengths = rows.float().norm(dim=1) * down.float().norm(dim=1)
@@ -211,16 +233,21 @@ class SparseFeedForward(FeedForwardBlock):
     # The rows of the active units alone.
 
     def prefers_gather(self, x: Tensor) -> bool | torch.SymBool:
-        """Whether the active rows are gathered: where that is faster, and the matrices are plain, not wrapped or quantized."""
+        """Whether the active rows are gathered: where that is faster, and the matrices are not wrapped, nor packed in another way than by rows."""
         into = [getattr(self, role) for role in self.roles]
-        if type(self.down) is not RowMajor or any(type(child) is not nn.Linear for child in into):
+        if type(self.down) not in (RowMajor, PackableRows) or any(type(child) is not nn.Linear for child in into):
             return False
+        packed = [child.weight for child in (self.down, *into) if is_packed_tensor(child.weight)]
+        if packed:  # the whole matrix would be unpacked to be multiplied by
+            return x.numel() <= self.sparsity // self.active * self.width and all(has_rows_apart(one) for one in packed)
         if x.device.type == "cpu" and not is_recorded(x, self.down.weight, *(child.weight for child in into)):
             return self.sparsity >= ALWAYS * self.active or x.numel() <= self.sparsity // self.active * self.width
         return x.numel() <= self.sparsity // (FEW * self.active) * self.width
 
     def compute_gathered(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
         """The same y from the rows of the active units alone."""
+        if torch.compiler.is_exporting():
+            return self.compute_gathered_in_few_steps(x, unit, *rest)
         blocks = self.units // self.sparsity
         first = torch.arange(0, self.units, self.sparsity, device=x.device)
         active = (unit.reshape(-1, blocks, self.active) + first.unsqueeze(1)).flatten(1)
@@ -238,6 +265,26 @@ class SparseFeedForward(FeedForwardBlock):
         y = indexed_sums(h, active, self.down.weight)
         return (y if self.down.bias is None else y + self.down.bias.to(y.dtype)).view(x.shape)
 
+    def compute_gathered_in_few_steps(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
+        """The same without reshaping: where a runtime takes a graph node by node, a step of one token waits for the nodes."""
+        first = torch.arange(0, self.units, self.sparsity, device=x.device).unsqueeze(1)
+        active = (unit + first).squeeze(-1) if self.active == 1 else (unit + first).flatten(-2)  # (…, blocks · k)
+        gate, weight = self.gate_and_weight(rest)
+        z = []
+        for index, port in enumerate(self.ports):
+            if gate is not None and index == self.gate_port:
+                z.append(gate.gather(-1, active).unsqueeze(-2))
+                continue
+            matrix: nn.Linear = getattr(self, self.roles[port.matrix])
+            columns = port.columns(active)
+            products = x.unsqueeze(-2) @ F.embedding(columns, matrix.weight).to(x.dtype).transpose(-1, -2)  # (…, 1, blocks · k)
+            z.append(products if matrix.bias is None else products + matrix.bias[columns].unsqueeze(-2).to(products.dtype))
+        h = self.scale(self.hidden(*z))
+        if weight is not None:
+            h = h * weight.flatten(-2).unsqueeze(-2).to(h.dtype)
+        y = (h @ F.embedding(active, self.down.weight).to(h.dtype)).squeeze(-2)
+        return y if self.down.bias is None else y + self.down.bias.to(y.dtype)
+
     def port_value_at(self, port: Port, x: Tensor, active: Tensor) -> Tensor:
         """The argument of `hidden` that a port gives, for the active units: (tokens, blocks · k)."""
         matrix: nn.Linear = getattr(self, self.roles[port.matrix])
@@ -248,6 +295,16 @@ class SparseFeedForward(FeedForwardBlock):
     def extra_repr(self) -> str:
         choice = f"r={self.c1.shape[1]}" if self.controller == "low-rank" else f"controller={self.controller}"
         return f"d={self.width}, d_ff={self.units}, N={self.sparsity}, k={self.active}, {choice}"
+
+
+@torch.no_grad()
+def represented_weight(linear: Any, inputs: int) -> Tensor:
+    """The matrix by which a linear layer multiplies, whatever its weight is packed in: (inputs, outputs)."""
+    weight = linear.weight
+    dtype = weight.dtype if weight.is_floating_point() else torch.float32
+    probes = torch.eye(inputs, dtype=dtype, device=weight.device).split(PROBES)
+    offset = linear(torch.zeros(1, inputs, dtype=dtype, device=weight.device)).float()
+    return torch.cat([linear(one).float() - offset for one in probes])
 
 
 def measure_loaded_lengths(module: Any, keys: Any) -> None:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from retrofit.anatomy.feed_forward_sites import FeedForward
+from retrofit.runtime.packed_rows import unpacked
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.wrappers import argument_place, find_argument
 
@@ -43,6 +44,22 @@ class RowMajor(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.t(), self.bias)
+
+
+class PackableRows(nn.Linear):
+    """y = h W + b with W stored (d_ff, d), for quantizers that pack the weight of a linear layer in place: so they pack the rows.
+
+    W is unpacked to be multiplied by; who needs a few rows reads these (`retrofit.runtime.packed_rows`).
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = weight.shape
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, unpacked(self.weight).to(x.dtype).t(), self.bias)
 
 
 class GatheredFeedForward(nn.Module):

@@ -129,6 +129,12 @@ def read_config(source: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{source} holds no retrofitted model", why=f"{CONFIG} holds no recipe", remedy="apply a pass first: retrofit apply"
         )
+    if recipe_storage.stored_quantization(entry) is not None:
+        raise CheckpointError(
+            f"{source} is quantized, and a bundle is not",
+            why="what packs its weights would be replayed by retrofit, which a bundle does without",
+            remedy="bundle the directory that it was quantized from, or retrofit.dequantize the model and save it",
+        )
     if "auto_map" in config:
         raise CheckpointError(
             f"{source} has modelling code of its own",

@@ -109,6 +109,15 @@ def is_recipe(quantization_config: Any) -> bool:
     return getattr(quantization_config, "quant_method", None) == METHOD
 
 
+def stored_quantization(quantization_config: Any) -> Any:
+    """The quantization that a config holds with its recipe; None where it holds a recipe alone, or none."""
+    if not is_recipe(quantization_config):
+        return None
+    if isinstance(quantization_config, dict):
+        return quantization_config.get("quantization")
+    return getattr(quantization_config, "quantization", None)
+
+
 def make_room(model: nn.Module, edit: Edit) -> None:
     """A transformers model is ready to carry a recipe; raises `CheckpointError` where it cannot."""
     if is_transformers(model):
@@ -119,7 +128,9 @@ def make_room(model: nn.Module, edit: Edit) -> None:
 
 def is_quantized(model: Any) -> bool:
     """Whether the model's config says that it is quantized, and it is: weights that a quantizer unpacked again are not."""
-    return came_through_quantizer(model) and not is_recipe(quantization_of(model)) and not has_plain_weights(model)
+    found = quantization_of(model)
+    recipe_alone = is_recipe(found) and stored_quantization(found) is None
+    return came_through_quantizer(model) and not recipe_alone and not has_plain_weights(model)
 
 
 @contextlib.contextmanager
@@ -148,20 +159,26 @@ def rewritten_class(config: Any) -> str | None:
 def require_room(model: Any) -> None:
     """The weights are not quantized and no persistent buffer has two names, else `CheckpointError`."""
     refuse_bundle(vars(model.config), type(model).__name__)
-    present = getattr(model.config, "quantization_config", None)
-    if is_quantized(model):
-        method = present.get("quant_method") if isinstance(present, dict) else getattr(present, "quant_method", present)
-        raise CheckpointError(
-            f"{type(model).__name__} is quantized ({getattr(method, 'value', method)}) and cannot carry a recipe",
-            why="config.json has one place for what changes a skeleton before loading, and the quantization holds it",
-            remedy="rewrite the model before it is quantized, or load it unpacked (dequantize=True in its quantization config)",
-        )
+    refuse_packed(model, "rewritten")
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for names in shared_names(persistent_buffers(model, buffers)):
         raise CheckpointError(
             f"the buffer {names[0]} is also registered as {', '.join(names[1:])}",
             why="transformers ties parameters, not buffers, when it loads a model",
             remedy="register it in one place, or make it a parameter with requires_grad=False",
+        )
+
+
+def refuse_packed(model: Any, done: str) -> None:
+    """Raises `CheckpointError` where a quantizer has packed the weights of a model that is to be `done`."""
+    if is_quantized(model):
+        present = quantization_of(model)
+        present = stored_quantization(present) or present
+        method = present.get("quant_method") if isinstance(present, dict) else getattr(present, "quant_method", present)
+        raise CheckpointError(
+            f"{type(model).__name__} is quantized ({getattr(method, 'value', method)}) and cannot be {done}",
+            why="its weights are packed, and new ones are computed from what they stand for",
+            remedy="unpack it first: retrofit.dequantize(model), `retrofit apply --dequantize`; quantize the result again (docs/quantization.md)",
         )
 
 

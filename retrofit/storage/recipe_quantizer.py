@@ -1,11 +1,15 @@
 """Replays a recipe on the empty skeleton that `from_pretrained` is about to fill: to transformers a quantizer, but of nothing.
 
-Imported by `retrofit.storage.transformers_hook` when transformers is; its interface is transformers' `HfQuantizer`.
+Imported by `retrofit.storage.transformers_hook` when transformers is; its interface is transformers' `HfQuantizer`. Where a config
+holds a quantization with the recipe, `retrofit.storage.quantized_recipes` lets the quantizer of that do its part afterwards.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
 from retrofit.surgery import transformers_bookkeeping
+from retrofit.surgery.transformers_quantization import is_packed
 
 
 @dataclasses.dataclass
@@ -27,12 +32,33 @@ class RecipeConfig(QuantizationConfigMixin):
     recipe: list[str] = dataclasses.field(default_factory=list)
     architecture: str | None = None  # the class it was applied to
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # dtype and shape of the inputs it was captured with
+    quantization: Any = None  # what another quantizer does after the replay: its config, or that as a dictionary
+    packed: bool = True  # whether it has done so in the file
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `config.json` has it."""
+        kept = {key: copy.deepcopy(value) for key, value in vars(self).items() if key not in ("quantization", "packed")}
+        if self.quantization is not None:
+            kept["quantization"] = self.quantization if isinstance(self.quantization, dict) else self.quantization.to_dict()
+        return kept
 
 
 class RecipeReplay(HfQuantizer):
     """Rewrites the skeleton before its weights arrive, and checks these afterwards."""
 
     quantization_config: RecipeConfig
+
+    def __new__(cls, quantization_config: RecipeConfig, **kwargs: Any) -> Any:
+        """Itself; where the config holds a quantization too, the quantizer of that, which replays the recipe first."""
+        if quantization_config.quantization is None:
+            return super().__new__(cls)
+        from retrofit.storage import quantized_recipes  # not before: transformers is still importing itself when it reads this file
+
+        return quantized_recipes.replaying_quantizer(quantization_config, cls)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecipeReplay:
+        """Itself: transformers copies a quantizer with every rule by which it reads packed weights, and this one holds the model."""
+        return self
 
     def __bool__(self) -> bool:
         """False: where transformers tests only whether there is a quantization, a weight is cast as in any other model."""
@@ -67,6 +93,11 @@ class RecipeReplay(HfQuantizer):
         """Every new parameter and buffer has its value, and nothing on the model says that it came through a quantizer."""
         del model.hf_quantizer
         recipe_storage.store_recipe(model, self.quantization_config.recipe)
+        self.finish(model)
+
+    def finish(self, model: Any) -> None:
+        """Every new parameter and buffer has its value, and what was frozen is; the model is saved under its own names."""
+        transformers_bookkeeping.keep_own_names(model)
         transformers_bookkeeping.align_weights(model)
         require_filled(model, self.dense, self.shapes)
         for name in self.frozen:
@@ -79,6 +110,25 @@ def register() -> None:
     if recipe_storage.METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantization_config(recipe_storage.METHOD)(RecipeConfig)
         auto.register_quantizer(recipe_storage.METHOD)(RecipeReplay)
+        own = auto.AutoHfQuantizer.merge_quantization_configs
+        auto.AutoHfQuantizer.merge_quantization_configs = staticmethod(functools.partial(merge_configs, own))
+
+
+def merge_configs(own: Callable[..., Any], stored: Any, given: Any) -> Any:
+    """transformers' merging of the config in a directory and the one that `from_pretrained` is given, `own`, and what we add to it.
+
+    A recipe and a quantization do not contradict one another: the quantization that is given follows the recipe. Where the directory
+    holds both, the quantization there is merged with the one given as if the recipe were not there.
+    """
+    if not recipe_storage.is_recipe(stored) or recipe_storage.is_recipe(given):
+        return own(stored, given)
+    config = RecipeConfig.from_dict(stored) if isinstance(stored, dict) else stored
+    if config.quantization is not None:
+        config.quantization = own(config.quantization, given)
+    elif given is not None:
+        config.quantization = auto.AutoQuantizationConfig.from_dict(given) if isinstance(given, dict) else given
+        config.packed = False
+    return config
 
 
 def rewrite_skeleton(model: Any, recipe: list[str]) -> set[nn.Module]:
@@ -158,6 +208,7 @@ def keep_on_one_device(model: Any, dense: set[nn.Module]) -> None:
 def require_filled(model: Any, dense: set[nn.Module], shapes: dict[str, torch.Size]) -> None:
     """Each tensor has its skeleton's shape and each of a new module came from the file, else `CheckpointError`."""
     state = model.state_dict(keep_vars=True)
+    state = {name: tensor for name, tensor in state.items() if not is_packed(tensor)}  # what a quantizer packed came from the file
     wrong = [name for name, tensor in state.items() if not tensor.is_meta and tensor.shape != shapes.get(name, tensor.shape)]
     if not hasattr(model, "hf_device_map"):  # moving a tensor to another device loses transformers' mark that it was loaded
         new = {path for path, module in model.named_modules(remove_duplicate=False) if module not in dense}

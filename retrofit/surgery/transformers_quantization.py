@@ -25,13 +25,18 @@ def came_through_quantizer(model: Any) -> bool:
     return quantization_of(model) is not None or any(name in vars(model) for name in TRACES)
 
 
+def is_packed(parameter: Any) -> bool:
+    """Whether a parameter is anything but plain floating-point numbers."""
+    return isinstance(parameter, nn.Parameter) and (type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS)
+
+
 def has_plain_weights(model: Any) -> bool:
     """Whether the model, loaded through a quantizer, is the ordinary model of its class again.
 
     Every parameter is a plain float tensor, and either the quantizer was told to unpack the weights or the model has the modules,
     parameters and buffers that its class makes of the config alone.
     """
-    if any(type(one) is not nn.Parameter or one.dtype not in FLOATS for one in model.parameters()):
+    if any(is_packed(one) for one in model.parameters()):
         return False
     config = quantization_of(model)
     unpacked = config.get("dequantize") if isinstance(config, dict) else getattr(config, "dequantize", False)

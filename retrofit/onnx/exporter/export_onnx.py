@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -29,7 +29,9 @@ from retrofit.onnx.exporter.optimization import (
     weight_bytes,
 )
 from retrofit.onnx.exporter.parity import Parity, compare_with_torch, is_comparable, other_sizes, part_dtype, torch_rounding
+from retrofit.onnx.exporter.quantized_parity import QuantizedParity, compare_quantized, matching, parameters_by_value
 from retrofit.onnx.exporter.tracing import trace_part
+from retrofit.onnx.exporter.weight_quantization import quantize_weights
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.atomic_writes import whole_files
 from retrofit.runtime.example_inputs import named_inputs
@@ -42,7 +44,23 @@ if TYPE_CHECKING:
     import onnx_ir
 
 SUFFIX = ".onnx"
+Weights: TypeAlias = Literal["int8", "int4"]
+BITS = {"int8": 8, "int4": 4}
 MOST_INLINE_BYTES = 2**30  # bytes of weights in one file: protobuf ends at 2 GiB, and holds several copies of them while it writes
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedWeights:
+    """What was packed in a file: how many matrices, in how many bytes, which had so many before, and what that does to its outputs."""
+
+    matrices: int
+    bytes: int
+    bytes_before: int
+    parity: QuantizedParity | None
+
+    def __str__(self) -> str:
+        size = f"{self.matrices} matrices, {self.bytes_before / 2**20:.1f} MiB in {self.bytes / 2**20:.1f}"
+        return size if self.parity is None else f"{size}; {self.parity.measured}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +73,7 @@ class ExportedFile:
     nodes: int
     steps: tuple[RewriteStep, ...]
     parity: Parity | None
+    weights: PackedWeights | None = None
 
     @property
     def gap(self) -> float | None:
@@ -85,6 +104,7 @@ class ExportResult:
         for file in self.files:
             kept = [step.name for step in file.steps if step.kept]
             lines.append(f"{file.path}  {file.nodes} nodes, {file.measured}" + (f", fused: {', '.join(kept)}" if kept else ""))
+            lines.extend([f"  packed: {file.weights}"] if file.weights else [])
         return "\n".join(lines + ([f"without its cache: {self.why_no_cache}"] if self.why_no_cache else []))
 
 
@@ -96,6 +116,7 @@ def export_onnx(
     *,
     example_inputs: Any = None,
     fuse: bool = True,
+    weights: Weights | None = None,
     force: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ExportResult:
@@ -103,7 +124,8 @@ def export_onnx(
 
     An encoder-decoder becomes `encoder_{name}`, `decoder_{name}` and, with its cache, `decoder_with_past_{name}`. `cache` is
     `past` (a decoder takes and returns its keys and values), `none`, or `auto`: with, where the model has such a cache. `fuse` puts
-    ONNX Runtime's own operators in where it computes the same with them. Weights of more than 1 GiB go into `{file}_data`.
+    ONNX Runtime's own operators in where it computes the same with them. `weights` packs the matrices in `int8` or `int4`
+    (`weight_quantization.py`). Weights of more than 1 GiB go into `{file}_data`.
 
     Raises `CaptureError` where the model cannot be traced, or ONNX Runtime computes something else; `CheckpointError` where a file
     exists (unless `force`) or cannot be written; `RetrofitError` where packages are missing or ONNX
@@ -113,18 +135,21 @@ def export_onnx(
         raise RetrofitError(f"{missing[0]} is not installed", why="it translates graphs", remedy="pip install 'retrofit[onnx]'")
     if cache not in ("auto", "past", "none"):
         raise RetrofitError(f"there is no cache={cache!r}", remedy="choose auto, past or none")
+    if weights not in (None, *BITS):
+        raise RetrofitError(f"there is no weights={weights!r}", remedy=f"choose {' or '.join(BITS)}, or None: as they are")
     path = Path(path)
     if path.suffix != SUFFIX:
         raise RetrofitError(f"{path} is no name of an ONNX file", remedy=f"call it {path.name}{SUFFIX}")
     require_module(model)
     require_values(model, "exported", "load its weights first")
+    recipe_storage.refuse_packed(model, "exported")
     model = transformer_inside(getattr(model, "_orig_mod", model), example_inputs)  # the former is torch.compile's wrapper
     with preserve_state(model):
         progress("looking for the cache")
         plan = plan_export(model, named_inputs(model, example_inputs), cache)
         names = [file_name(part, path) for part in plan.parts]
         with whole_files(path.parent, names, force=force) as draft:
-            files = [export_part(part, draft / name, model, fuse, progress) for part, name in zip(plan.parts, names, strict=True)]
+            files = [export_part(part, draft / name, model, fuse, progress, weights) for part, name in zip(plan.parts, names, strict=True)]
     return export_result(plan, files, path.parent)
 
 
@@ -138,7 +163,9 @@ def file_name(part: ExportPart, path: Path) -> str:
     return part.name.removesuffix("model") + path.name
 
 
-def export_part(part: ExportPart, path: Path, model: nn.Module, fuse: bool, progress: Callable[[str], None]) -> ExportedFile:
+def export_part(
+    part: ExportPart, path: Path, model: nn.Module, fuse: bool, progress: Callable[[str], None], weights: Weights | None = None
+) -> ExportedFile:
     """The part is in the file at `path`, and agrees with torch there."""
     progress(f"tracing {path.name}")
     check_other_sizes_run(part)
@@ -154,10 +181,16 @@ def export_part(part: ExportPart, path: Path, model: nn.Module, fuse: bool, prog
     graph.producer_name = "retrofit"
     graph.metadata_props["retrofit.part"] = part.name
     graph.metadata_props["retrofit.recipe"] = "\n".join(recipe_storage.stored_recipe(model))
+    comparable = not missing_packages("onnxruntime") and is_comparable(part_dtype(part))
+    if weights is not None:
+        progress(f"packing the weights of {path.name}")
+        packed, account = pack_weights(graph, path, part, weights, comparable)
+        inputs, outputs = ([str(value.name) for value in values] for values in (graph.graph.inputs, graph.graph.outputs))
+        return ExportedFile(path, tuple(inputs), tuple(outputs), count_nodes(graph), tuple(steps), packed, account)
     progress(f"writing {path.name}")
     save_model(graph, path)
     progress(f"running {path.name}")
-    parity = None if missing_packages("onnxruntime") or not is_comparable(part_dtype(part)) else compare_with_torch(path, part)
+    parity = compare_with_torch(path, part) if comparable else None
     if parity is not None and not parity.agrees:
         raise CaptureError(
             f"{path.name} would compute something else than {type(model).__name__}",
@@ -166,6 +199,19 @@ def export_part(part: ExportPart, path: Path, model: nn.Module, fuse: bool, prog
         )
     inputs, outputs = ([str(value.name) for value in values] for values in (graph.graph.inputs, graph.graph.outputs))
     return ExportedFile(path, tuple(inputs), tuple(outputs), count_nodes(graph), tuple(steps), parity)
+
+
+def pack_weights(
+    graph: onnx_ir.Model, path: Path, part: ExportPart, weights: Weights, comparable: bool
+) -> tuple[Parity | None, PackedWeights]:
+    """The graph, its weights packed, is in the file at `path`, and compared with torch where that can be."""
+    before = weight_bytes(graph)
+    parameters = parameters_by_value(part.model)
+    done = quantize_weights(graph, BITS[weights], lambda matrix: bool(matching(matrix, parameters)))
+    save_model(graph, path)
+    found = compare_quantized(path, part, done) if comparable else None
+    account = PackedWeights(len(done), weight_bytes(graph), before, found)
+    return (None if found is None else found.exact), account
 
 
 def check_other_sizes_run(part: ExportPart) -> None:

@@ -71,13 +71,16 @@ def other_sizes(part: ExportPart) -> list[dict[str, int]]:
 
 
 @torch.no_grad()
-def compare_with_torch(path: Path, part: ExportPart) -> Parity:
-    """How far the file lies from the part, on the worst of several shapes; raises `RetrofitError` where it does not run."""
-    running, found = OnnxSession(path), []
+def compare_with_torch(path: Path, part: ExportPart, *, optimize: bool = True) -> Parity:
+    """How far the file lies from the part, on the worst of several shapes; raises `RetrofitError` where it does not run.
+
+    Without `optimize` ONNX Runtime runs the file node by node, as it is.
+    """
+    running, found = OnnxSession(path, optimize=optimize), []
     for seed, sizes in enumerate(other_sizes(part), start=7):
         inputs = part.example(sizes, seed)
         parity = compare_outputs(running(inputs), part, inputs)
-        found.append(parity if parity.agrees else compare_choosing_alike(path, part, inputs, parity))
+        found.append(parity if parity.agrees else compare_choosing_alike(path, part, inputs, parity, optimize=optimize))
     return max(found, key=lambda one: (not one.agrees, bool(one.note), one.wide is not None, one.gap))
 
 
@@ -138,9 +141,9 @@ def rounding_of_same_choices(part: ExportPart, inputs: Tensors, wide: Tensors, o
     return {name: min(one, distance(choosing_so[name], wide[name])) for name, one in own.items()}
 
 
-def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found: Parity) -> Parity:
+def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found: Parity, *, optimize: bool = True) -> Parity:
     """The comparison where torch makes the file's choices; as it was where these are no near-ties, or cannot be made."""
-    outputs, chosen = run_with_choices(path, inputs)
+    outputs, chosen = run_with_choices(path, inputs, optimize=optimize)
     made: list[Choices] = []
 
     def choosing() -> Choices:
@@ -159,7 +162,7 @@ def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found:
     return dataclasses.replace(parity, note=", ".join(filter(None, (f"{fell} (without the same: {found.gap:.1e})", parity.note))))
 
 
-def run_with_choices(path: Path, inputs: Tensors) -> tuple[dict[str, Tensor], list[Tensor]]:
+def run_with_choices(path: Path, inputs: Tensors, *, optimize: bool = True) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The file's outputs, and what its operators chose, in their order."""
     import onnx
 
@@ -173,7 +176,7 @@ def run_with_choices(path: Path, inputs: Tensors) -> tuple[dict[str, Tensor], li
     beside = path.with_name(f".{uuid.uuid4().hex}.onnx")  # where its weights are found
     try:
         onnx.save(model, beside)
-        outputs = OnnxSession(beside)(inputs)
+        outputs = OnnxSession(beside, optimize=optimize)(inputs)
     finally:
         beside.unlink(missing_ok=True)
     return {name: value for name, value in outputs.items() if name in own}, [outputs[name] for name in names]

@@ -1,0 +1,260 @@
+"""A graph whose weight matrices are kept in 8 or 4 bits: products with them, and rows of them that are gathered.
+
+    blocks   products of every step: MatMulNBits, a scale for 32 numbers of a column (ONNX Runtime's own packing and kernels)
+    rows     matrices of which few rows are read at a time: int8, a scale a row; what is read is unpacked, and the whole (by
+             DequantizeLinear) only where the whole is multiplied by, in the branch for many tokens
+
+A matrix that is both (a tied head) is kept in blocks, of which GatherBlockQuantized unpacks rows. Rows that few tokens gather have
+8 bits where the rest has 4: ONNX Runtime unpacks rows of 4 bits more slowly than it reads four times as many bytes
+(`benchmarks/quantized.py --operators`). Norms, biases, convolutions, and matrices that anything else reads stay as they are.
+
+MatMulNBits rounds what it multiplies by to 8 bits as well, in blocks of 32 (`accuracy_level` 4): with float32 there its kernels are
+slower than dense ones (the same benchmark).
+
+Source: ONNX Runtime's documentation of its contributed operators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from retrofit.errors import RetrofitError
+from retrofit.onnx.importer.dequantization import dequantize_blocks
+from retrofit.onnx.importer.operators.table import MICROSOFT
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+BLOCK = 32  # numbers that share a scale
+INT8_COMPUTE = 4  # MatMulNBits' accuracy level at which it multiplies whole numbers
+LEAST = 32  # a matrix with fewer rows or columns is not worth packing
+LARGEST_INT8 = 127
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight:
+    """A matrix that was packed: its name in the graph, how (`blocks`, `rows`), in how many bits, and before and after."""
+
+    name: str
+    form: str
+    bits: int
+    before: Tensor  # as it was in the graph
+    after: Tensor  # the numbers it stands for now, in the same layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A node that multiplies by a whole matrix; `transposed`: by its transpose."""
+
+    node: Any
+    transposed: bool
+
+
+def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor], bool]) -> list[QuantizedWeight]:
+    """The matrices of the graph that are `wanted` are packed in `bits` bits, in place; returns what was done to each.
+
+    Raises `RetrofitError` where ONNX Runtime is missing, whose packing it is, and where no matrix could be packed.
+    """
+    import onnx_ir
+
+    done = []
+    for value in list(model.graph.initializers.values()):
+        tensor = value.const_value
+        if tensor is None or value.is_graph_output() or len(tensor.shape) != 2 or min(tensor.shape) < LEAST:
+            continue
+        if value.dtype != onnx_ir.DataType.FLOAT or (readers := readers_of(value)) is None:
+            continue
+        if not wanted(numbers_of(value)):
+            continue
+        products, gathers = readers
+        everywhere = any(product.node.graph is model.graph for product in products)
+        pack = pack_blocks if not gathers or everywhere else pack_rows
+        done.append(pack(model, value, products, gathers, bits))
+    if not done:
+        raise RetrofitError(
+            f"no matrix of the model can be kept in {bits} bits",
+            why=f"none is float32, {LEAST} × {LEAST} or larger, and read by products or row by row alone",
+            remedy="export it as it is; a model in half precision: load it in float32",
+        )
+    model.graph.opset_imports.setdefault(MICROSOFT, 1)
+    model.graph.sort()
+    return done
+
+
+def readers_of(value: onnx_ir.Value) -> tuple[list[Product], list[Any]] | None:
+    """The products with the matrix and the nodes that gather rows of it; None where anything else reads it, or nothing does."""
+    products, gathers = [], []
+    for node, place in value.uses():
+        if is_row_gather(node) and place == 0:
+            gathers.append(node)
+        elif (transposed := multiplies_by(node, place)) is not None:
+            products.append(Product(node, transposed))
+        elif (users := users_of_transpose(node)) is not None:
+            products.extend(Product(user, True) for user in users)
+        else:
+            return None
+    return (products, gathers) if products or gathers else None
+
+
+def is_row_gather(node: onnx_ir.Node) -> bool:
+    axis = node.attributes.get("axis")
+    return (node.domain, node.op_type) == ("", "Gather") and (axis is None or axis.as_int() == 0)
+
+
+def multiplies_by(node: onnx_ir.Node, place: int) -> bool | None:
+    """Whether the node is a product with the matrix's transpose, False for one with the matrix; None where it is neither."""
+    given = {name: attribute.value for name, attribute in node.attributes.items()}
+    if place != 1:
+        return None
+    if (node.domain, node.op_type) == ("", "MatMul"):
+        return False
+    fused = (node.domain, node.op_type) == (MICROSOFT, "FusedMatMul")
+    if fused or (node.domain, node.op_type) == ("", "Gemm"):
+        plain = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transBatchA": 0, "transBatchB": 0}
+        if all(given.get(name, usual) == usual for name, usual in plain.items()):
+            return bool(given.get("transB", 0))
+    return None
+
+
+def users_of_transpose(node: onnx_ir.Node) -> list[onnx_ir.Node] | None:
+    """The products with the transpose that the node makes; None where it makes none, or anything else reads that."""
+    if (node.domain, node.op_type) != ("", "Transpose") or node.outputs[0].is_graph_output():
+        return None
+    uses = node.outputs[0].uses()
+    return [user for user, _ in uses] if uses and all(multiplies_by(user, place) is False for user, place in uses) else None
+
+
+# In blocks.
+
+
+def pack_blocks(model: Any, value: Any, products: list[Product], gathers: list[Any], bits: int) -> QuantizedWeight:
+    """Products with the matrix are MatMulNBits, rows of it are gathered by GatherBlockQuantized."""
+    import onnx_ir
+
+    before = numbers_of(value)
+    transposed = products[0].transposed
+    if any(product.transposed != transposed for product in products):
+        return pack_rows(model, value, products, gathers, bits)
+    weight = before if transposed else before.t().contiguous()  # (out, in)
+    if gathers and not transposed:
+        return pack_rows(model, value, products, gathers, bits)
+    rows, columns = weight.shape
+    packed, scales = block_packed(weight, bits)
+    q = constant(model, f"{value.name}_q{bits}", packed)
+    s = constant(model, f"{value.name}_scales", scales)
+    sizes = {"K": columns, "N": rows, "bits": bits, "block_size": BLOCK}
+    for product in products:
+        bias = product.node.inputs[2] if len(product.node.inputs) > 2 else None
+        made = onnx_ir.node(
+            "MatMulNBits", [product.node.inputs[0], q, s], {**sizes, "accuracy_level": INT8_COMPUTE}, domain=MICROSOFT
+        )
+        replace(product.node, [made] if bias is None else [made, onnx_ir.node("Add", [made.outputs[0], bias])])
+    flat = packed.reshape(rows, -1)
+    if gathers and flat.shape[1] * 8 // bits == columns:
+        shape = constant(model, f"{value.name}_shape", np.array(flat.shape, np.int64))
+        for gather in gathers:
+            view = onnx_ir.node("Reshape", [q, shape])
+            how = {"gather_axis": 0, "quantize_axis": 1, "block_size": BLOCK, "bits": bits}
+            replace(gather, [view, onnx_ir.node("GatherBlockQuantized", [view.outputs[0], gather.inputs[1], s], how, domain=MICROSOFT)])
+    elif gathers:
+        q8, s8, _ = row_packed(model, value, weight)
+        for gather in gathers:
+            replace(gather, gathered_rows(q8, s8, gather.inputs[1]))
+    after = dequantize_blocks(sizes, torch.from_numpy(packed), torch.from_numpy(scales))
+    drop(model, value)
+    return QuantizedWeight(str(value.name), "blocks", bits, before, after if transposed else after.t().contiguous())
+
+
+def block_packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """ONNX Runtime's packing of an (out, in) matrix: (out, blocks, bytes) and the scales (out, blocks)."""
+    from retrofit.onnx.exporter.onnxruntime_session import import_onnxruntime
+
+    import_onnxruntime()
+    from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
+
+    config = DefaultWeightOnlyQuantConfig(block_size=BLOCK, is_symmetric=True, bits=bits)
+    packed, scales, _ = DefaultWeightOnlyQuantizer(config).qbits_block_quant(np.ascontiguousarray(weight.t().numpy()))
+    return packed, scales
+
+
+# By rows.
+
+
+def pack_rows(model: Any, value: Any, products: list[Product], gathers: list[Any], bits: int) -> QuantizedWeight:
+    """Rows of the matrix are unpacked where they are gathered, the whole where it is multiplied by."""
+    import onnx_ir
+
+    before = numbers_of(value)
+    q, s, after = row_packed(model, value, before)
+    for gather in gathers:
+        replace(gather, gathered_rows(q, s, gather.inputs[1]))
+    uses = list(value.uses())
+    flat = constant(model, f"{value.name}_scales", numbers_of(s).flatten().numpy()) if uses else s
+    for node, place in uses:
+        whole = onnx_ir.node("DequantizeLinear", [q, flat], {"axis": 0})
+        whole.name = whole.outputs[0].name = f"{node.outputs[0].name}_DequantizeLinear"
+        node.graph.insert_before(node, whole)
+        node.replace_input_with(place, whole.outputs[0])
+    drop(model, value)
+    return QuantizedWeight(str(value.name), "rows", 8, before, after)
+
+
+def row_packed(model: Any, value: Any, weight: Tensor) -> tuple[Any, Any, Tensor]:
+    """The matrix in int8, its scales, one a row, and the numbers that these stand for."""
+    scales = weight.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_INT8
+    whole = (weight / scales).round().clamp(-LARGEST_INT8, LARGEST_INT8)
+    q = constant(model, f"{value.name}_rows", whole.to(torch.int8).numpy())
+    return q, constant(model, f"{value.name}_row_scales", scales.numpy()), whole * scales
+
+
+def gathered_rows(q: Any, s: Any, indices: Any) -> list[Any]:
+    """Nodes that read rows and their scales, and unpack them: the last one's output is what a gather of the matrix would be."""
+    import onnx_ir
+
+    rows, scales = onnx_ir.node("Gather", [q, indices], {"axis": 0}), onnx_ir.node("Gather", [s, indices], {"axis": 0})
+    numbers = onnx_ir.node("Cast", [rows.outputs[0]], {"to": int(onnx_ir.DataType.FLOAT)})
+    return [rows, scales, numbers, onnx_ir.node("Mul", [numbers.outputs[0], scales.outputs[0]])]
+
+
+# The graph.
+
+
+def numbers_of(value: Any) -> Tensor:
+    """The matrix of an initializer."""
+    return torch.from_numpy(np.array(value.const_value.numpy()))
+
+
+def constant(model: Any, name: str, array: np.ndarray[Any, Any]) -> Any:
+    """The array as an initializer of the model; one that is there already under the name."""
+    import onnx_ir
+
+    if name not in model.graph.initializers:
+        tensor = onnx_ir.tensor(array, name=name)
+        made = onnx_ir.Value(name=name, shape=onnx_ir.Shape(array.shape), type=onnx_ir.TensorType(tensor.dtype), const_value=tensor)
+        model.graph.register_initializer(made)
+    return model.graph.initializers[name]
+
+
+def replace(node: Any, nodes: list[Any]) -> None:
+    """The last of the nodes computes what the node did, which is gone."""
+    import onnx_ir
+
+    for place, made in enumerate(nodes):  # names are unique in all branches
+        made.name = made.outputs[0].name = f"{node.outputs[0].name}_{made.op_type}_{place}"
+    last = nodes[-1].outputs[0]
+    last.shape, last.type = node.outputs[0].shape, node.outputs[0].type
+    onnx_ir.convenience.replace_nodes_and_values(node.graph, node, [node], nodes, [node.outputs[0]], [last])
+
+
+def drop(model: Any, value: Any) -> None:
+    """The matrix is no longer in the graph, nor what nothing but it was for."""
+    for node in [node for node, _ in value.uses()]:
+        if not node.outputs[0].uses():  # a transpose whose products have gone
+            node.graph.remove(node, safe=True)
+    model.graph.initializers.pop(value.name)

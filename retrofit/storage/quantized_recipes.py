@@ -1,0 +1,86 @@
+"""A recipe and a quantization in one config: the recipe is replayed, then transformers' own quantizer does its part.
+
+    "quantization_config": {"quant_method": "retrofit", "recipe": ["sparse-ffn(…)"], …,
+                            "quantization": {"quant_method": "torchao", …}}
+
+The quantizer is transformers' own, of its own class as far as anybody can see, with three things added: the skeleton that it gets is
+the rewritten model's, the weights keep the names they have there, and what is saved says both. Where quantizers pack the weights of
+linear layers in place, so are the matrices that sparse feed-forwards keep by rows (`feed_forward_blocks.PackableRows`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+
+from retrofit.anatomy.feed_forward_blocks import PackableRows, RowMajor
+from retrofit.errors import CheckpointError
+
+
+class ReplayFirst(HfQuantizer):
+    """What a quantizer does in addition where there is a recipe: mixed into its class."""
+
+    replay: Any  # RecipeReplay: what happens to a skeleton without a quantization
+    entry: dict[str, Any]  # what config.json says of the recipe alone
+    rows: dict[str, bool]  # the paths of the matrices kept by rows, and whether the quantizer packs them in place
+
+    def preprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """The skeleton is the rewritten model's, prepared for the packed weights."""
+        model.config.quantization_config = self.replay.quantization_config
+        self.replay.preprocess_model(model)
+        self.entry = dict(model.config.quantization_config)
+        paths = [path for path, module in model.named_modules() if type(module) is RowMajor]
+        super().preprocess_model(model, *args, **kwargs)
+        self.rows = {path: self.packs_in_place(model, path) for path in paths}
+
+    def packs_in_place(self, model: Any, path: str) -> bool:
+        """Whether the quantizer packs the matrix at `path` as the weight of a linear layer, which it is from now on."""
+        module = model.get_submodule(path)
+        if type(module) is not RowMajor:  # replaced by a layer of the quantizer's own
+            return False
+        model.set_submodule(path, PackableRows(module.weight, module.bias))
+        if self.param_needs_quantization(model, f"{path}.weight"):
+            return True
+        model.set_submodule(path, module)
+        return False
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """The file has the model's own names, and the quantizer's for the parts of a packed weight."""
+        return super().update_weight_conversions([], *args, **kwargs)  # type: ignore[no-any-return]
+
+    def postprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        """The model is quantized, its config says so and holds the recipe, and every other weight has its value."""
+        super().postprocess_model(model, *args, **kwargs)
+        for path in [path for path, packed in self.rows.items() if packed]:
+            if type(model.get_submodule(path)) not in (PackableRows, RowMajor):
+                raise CheckpointError(
+                    f"{type(self).__name__} replaces {path}, a matrix that is kept by rows, with a layer of its own",
+                    remedy=f"name {path} among the modules that it does not convert",
+                )
+        if "hf_quantizer" in vars(model):
+            model.config.quantization_config = self.entry | {"quantization": self.quantization_config.to_dict()}
+        model.__dict__["retrofit_recipe"] = tuple(self.entry["recipe"])
+        self.replay.finish(model)
+
+    def remove_quantization_config(self, model: Any) -> None:
+        """What is left is the rewritten model, and its config says that alone."""
+        super().remove_quantization_config(model)
+        for path, packed in self.rows.items():
+            module: Any = model.get_submodule(path)
+            if type(module) is not RowMajor:  # a layer that the quantizer has put in, and made a linear one again, is transposed
+                weight = module.weight if packed else nn.Parameter(module.weight.detach().t().contiguous())
+                model.set_submodule(path, RowMajor(weight, module.bias))
+        model.config.quantization_config = self.entry
+
+
+def replaying_quantizer(config: Any, replay: Any) -> HfQuantizer:
+    """The quantizer of the config's quantization, which replays the config's recipe by a `replay` of it first."""
+    quantizer = auto.AutoHfQuantizer.from_config(config.quantization, pre_quantized=config.packed)
+    kind = type(quantizer)
+    quantizer.__class__ = type(kind.__name__, (ReplayFirst, kind), {"__module__": kind.__module__})
+    alone = {key: value for key, value in vars(config).items() if key not in ("quantization", "packed")}
+    quantizer.replay = replay(type(config)(**alone))
+    return quantizer
