@@ -63,6 +63,7 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
     """
     import onnx_ir
 
+    share_copies(model)
     done = []
     for value in list(model.graph.initializers.values()):
         tensor = value.const_value
@@ -85,6 +86,32 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
     model.graph.opset_imports.setdefault(MICROSOFT, 1)
     model.graph.sort()
     return done
+
+
+def share_copies(model: onnx_ir.Model) -> None:
+    """A matrix that the graph holds several times, as it is or transposed, is in it once: each copy would be packed in its own way."""
+    import onnx_ir
+
+    kept: dict[int, list[tuple[onnx_ir.Value, Tensor]]] = {}
+    matrices = [one for one in model.graph.initializers.values() if one.const_value is not None and len(one.const_value.shape) == 2]
+    matrices = [one for one in matrices if one.dtype == onnx_ir.DataType.FLOAT and not one.is_graph_output()]
+    for value in sorted(matrices, key=lambda one: not any(is_row_gather(node) for node, _ in one.uses())):  # what is gathered first
+        matrix = numbers_of(value)
+        same = kept.setdefault(int(matrix.view(torch.int32).sum(dtype=torch.int64)), [])
+        original = next((one for one, other in same if torch.equal(other, matrix)), None)
+        turned = next((one for one, other in same if torch.equal(other.t(), matrix)), None)
+        if original is None and turned is None:
+            same.append((value, matrix))
+            continue
+        if original is None:
+            transpose = onnx_ir.node("Transpose", [turned], {"perm": [1, 0]}, name=f"{value.name}_Transpose")
+            transpose.outputs[0].name = f"{value.name}_Transpose"
+            transpose.outputs[0].shape, transpose.outputs[0].type = value.shape, value.type
+            model.graph.insert_before(model.graph[0], transpose)
+            original = transpose.outputs[0]
+        for node, place in list(value.uses()):
+            node.replace_input_with(place, original)
+        model.graph.initializers.pop(str(value.name))
 
 
 def readers_of(value: onnx_ir.Value) -> tuple[list[Product], list[Any]] | None:
