@@ -1,4 +1,4 @@
-"""Sparse and quantized together, in ONNX Runtime: decoding and held-out loss of SmolLM2, dense and rewritten, in float32, int8 and int4.
+"""Sparse and quantized together, in ONNX Runtime: speed and held-out loss of SmolLM2, dense and rewritten, float32, int8 and int4.
 
     PYTHONPATH=tests python benchmarks/quantized.py --folder files --export dense        # once for each model, some minutes
     PYTHONPATH=tests python benchmarks/quantized.py --folder files --export sparse
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir
 import torch
 from onnx import TensorProto, helper, numpy_helper
@@ -104,14 +103,17 @@ def table(options: argparse.Namespace) -> None:
                 sessions[one](steps[one])
             if turn:  # the first round warms up
                 times[one].append((clock() - start) / options.tokens)
-    print(f"SmolLM2-135M, {options.recipe}; {options.past} tokens before, {options.threads} thread(s), median of {options.rounds} rounds")
+    print(f"SmolLM2-135M, {options.recipe}; {options.past} tokens before, {options.threads} thread(s), {options.rounds} rounds")
     print(f"{'':<18}{'ms a token':>12}{'over dense':>12}{'over dense float32':>20}{'MiB':>8}{'loss':>9}")
     for name, form in names:
         mine = times[name, form]
         cells = [ratio(times["dense", base], mine) for base in (form, options.forms[0])]
         size = files[name, form].stat().st_size / 2**20
         loss = loss_of(sessions[name, form], held)
-        print(f"{name:<8}{form:<10}{1e3 * statistics.median(mine):>12.2f}{cells[0]:>12.2f}{cells[1]:>20.2f}{size:>8.0f}{loss:>9.4f}", flush=True)
+        print(
+            f"{name:<8}{form:<10}{1e3 * statistics.median(mine):>12.2f}{cells[0]:>12.2f}{cells[1]:>20.2f}{size:>8.0f}{loss:>9.4f}",
+            flush=True,
+        )
 
 
 def ratio(base: list[float], mine: list[float]) -> float:
@@ -160,7 +162,7 @@ def operators(options: argparse.Namespace) -> None:
             start = time.perf_counter()
             session({"x": torch.from_numpy(x), "units": units})
             times[name].append(time.perf_counter() - start)
-    print(f"30 feed-forwards, d = {D}, d_ff = {D_FF}, {ACTIVE} rows gathered; one token, one thread, median of {options.rounds} rounds")
+    print(f"30 feed-forwards, d = {D}, d_ff = {D_FF}, {ACTIVE} rows gathered; one token, median of {options.rounds} rounds")
     for name, mine in times.items():
         print(f"{name:<60}{1e3 * statistics.median(mine):>8.2f} ms")
 
@@ -242,7 +244,10 @@ def gathered(form: str, bits: int = 8) -> Build:
             nodes.append(helper.make_node("Cast", [f"{name}.few"], [f"{name}.n"], to=TensorProto.FLOAT))
             nodes.append(helper.make_node("Mul", [f"{name}.n", f"{name}.s.few"], [r]))
         else:
-            held = {name: rng.integers(0, 256, (D_FF, D * bits // 8)).astype("u1"), f"{name}.s": np.full((D_FF, D // BLOCK), 4e-4, "f")}
+            held = {
+                name: rng.integers(0, 256, (D_FF, D * bits // 8)).astype("u1"),
+                f"{name}.s": np.full((D_FF, D // BLOCK), 4e-4, "f"),
+            }
             how = {"gather_axis": 0, "quantize_axis": 1, "block_size": BLOCK, "bits": bits}
             nodes = [helper.make_node("GatherBlockQuantized", [name, "units", f"{name}.s"], [r], domain="com.microsoft", **how)]
         down = columns == D

@@ -4,7 +4,7 @@ Where no gradient is needed, rows are read in place. On a CPU the sum of rows is
 backward pass of such a bag computes for its weights; the products of a single token are faster on a copy of its rows, while that is
 small (`benchmarks/sparse_ffn.py --products`). On CUDA, where torch would read the rows one after the other, two Triton
 kernels read tiles of them (`triton_kernels.py`). With the few tokens of a decoder, y would keep few of the processors busy there,
-so the sum over b is split into parts, which are added at the end. Of a packed matrix the rows that are read are unpacked, and no others.
+so the sum over b is split into parts, which are added at the end. Of a packed matrix only rows that are read are unpacked.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class SparseFeedForward(FeedForwardBlock):
         return self
 
     def rebuild_buffers(self) -> None:
-        """`lengths` is not saved: it follows from the weights, or where a quantizer packed these, from what their modules compute."""
+        """`lengths` is not saved: it follows from the weights, or where a quantizer packed these from what they compute."""
         self.measure_lengths()
         if self.controller == "gate" and any(is_packed(one) for one in self.parameters()):
             up = self.get_submodule(self.roles[self.other_port.matrix])
@@ -233,7 +233,7 @@ class SparseFeedForward(FeedForwardBlock):
     # The rows of the active units alone.
 
     def prefers_gather(self, x: Tensor) -> bool | torch.SymBool:
-        """Whether the active rows are gathered: where that is faster, and the matrices are not wrapped, nor packed in another way than by rows."""
+        """Whether the active rows are gathered: where that is faster, and the matrices are not wrapped, nor packed but by rows."""
         into = [getattr(self, role) for role in self.roles]
         if type(self.down) not in (RowMajor, PackableRows) or any(type(child) is not nn.Linear for child in into):
             return False

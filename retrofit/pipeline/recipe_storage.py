@@ -178,7 +178,7 @@ def refuse_packed(model: Any, done: str) -> None:
         raise CheckpointError(
             f"{type(model).__name__} is quantized ({getattr(method, 'value', method)}) and cannot be {done}",
             why="its weights are packed, and new ones are computed from what they stand for",
-            remedy="unpack it first: retrofit.dequantize(model), `retrofit apply --dequantize`; quantize the result again (docs/quantization.md)",
+            remedy="unpack it first: retrofit.dequantize(model), or `retrofit apply --dequantize` (docs/quantization.md)",
         )
 
 

@@ -3,7 +3,7 @@
     "quantization_config": {"quant_method": "retrofit", "recipe": ["sparse-ffn(…)"], …,
                             "quantization": {"quant_method": "torchao", …}}
 
-The quantizer is transformers' own, of its own class as far as anybody can see, with three things added: the skeleton that it gets is
+The quantizer is transformers' own, of its own class as far as anybody can see, with three things added: the skeleton it gets is
 the rewritten model's, the weights keep the names they have there, and what is saved says both. Where quantizers pack the weights of
 linear layers in place, so are the matrices that sparse feed-forwards keep by rows (`feed_forward_blocks.PackableRows`).
 """

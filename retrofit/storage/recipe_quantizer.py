@@ -52,12 +52,12 @@ class RecipeReplay(HfQuantizer):
         """Itself; where the config holds a quantization too, the quantizer of that, which replays the recipe first."""
         if quantization_config.quantization is None:
             return super().__new__(cls)
-        from retrofit.storage import quantized_recipes  # not before: transformers is still importing itself when it reads this file
+        from retrofit.storage import quantized_recipes  # not before: transformers is still importing itself then
 
         return quantized_recipes.replaying_quantizer(quantization_config, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecipeReplay:
-        """Itself: transformers copies a quantizer with every rule by which it reads packed weights, and this one holds the model."""
+        """Itself: transformers copies a quantizer with every rule by which it reads weights, and this one holds the model."""
         return self
 
     def __bool__(self) -> bool:
@@ -111,13 +111,13 @@ def register() -> None:
         auto.register_quantization_config(recipe_storage.METHOD)(RecipeConfig)
         auto.register_quantizer(recipe_storage.METHOD)(RecipeReplay)
         own = auto.AutoHfQuantizer.merge_quantization_configs
-        auto.AutoHfQuantizer.merge_quantization_configs = staticmethod(functools.partial(merge_configs, own))
+        setattr(auto.AutoHfQuantizer, "merge_quantization_configs", staticmethod(functools.partial(merge_configs, own)))  # noqa: B010
 
 
 def merge_configs(own: Callable[..., Any], stored: Any, given: Any) -> Any:
     """transformers' merging of the config in a directory and the one that `from_pretrained` is given, `own`, and what we add to it.
 
-    A recipe and a quantization do not contradict one another: the quantization that is given follows the recipe. Where the directory
+    A recipe and a quantization do not contradict one another: the quantization given follows the recipe. Where the directory
     holds both, the quantization there is merged with the one given as if the recipe were not there.
     """
     if not recipe_storage.is_recipe(stored) or recipe_storage.is_recipe(given):

@@ -42,5 +42,7 @@ def plain_parameter(weight: Tensor) -> nn.Parameter:
 
 def unpackable(model: Any, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{type(model).__name__} cannot be unpacked", why=why, remedy="take the model that it was quantized from, where there is one"
+        f"{type(model).__name__} cannot be unpacked",
+        why=why,
+        remedy="take the model that it was quantized from, where there is one",
     )

@@ -146,7 +146,11 @@ def test_a_tied_head_is_packed_once(bits: int) -> None:
 
 
 def test_what_anything_else_reads_stays() -> None:
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("ReduceSum", ["w"], ["s"]), helper.make_node("Add", ["h", "s"], ["y"])]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("ReduceSum", ["w"], ["s"]),
+        helper.make_node("Add", ["h", "s"], ["y"]),
+    ]
     with pytest.raises(RetrofitError, match="no matrix"):
         quantized(one_matrix(nodes, W), 8)
 
@@ -197,7 +201,9 @@ def test_the_model_computes_with_the_numbers_in_its_file(exported: tuple[Any, Pa
     states, steps = running.empty_states(1), []
     for place in range(9):  # one token at a time: the rows of its active units alone
         now = slice(place, place + 1)
-        outputs = running({"input_ids": ids[:, now], "attention_mask": mask[:, : place + 1], "position_ids": numbers[:, now], **states})
+        outputs = running(
+            {"input_ids": ids[:, now], "attention_mask": mask[:, : place + 1], "position_ids": numbers[:, now], **states}
+        )
         states = next_step_states(outputs)
         steps.append(outputs["logits"])
     torch.testing.assert_close(torch.cat(steps, 1), expected, atol=1e-4, rtol=1e-4)
@@ -236,7 +242,9 @@ def test_a_wrong_packing_is_found(exported: tuple[Any, Path], tmp_path: Path, mo
         packed, scales = own(weight, bits)
         return packed, scales * 1.02
 
-    monkeypatch.setattr(weight_quantization, "dequantize_blocks", lambda sizes, packed, scales: own_numbers(sizes, packed, scales / 1.02))
+    monkeypatch.setattr(
+        weight_quantization, "dequantize_blocks", lambda sizes, packed, scales: own_numbers(sizes, packed, scales / 1.02)
+    )
     own_numbers = __import__("retrofit.onnx.importer.dequantization", fromlist=["dequantize_blocks"]).dequantize_blocks
     monkeypatch.setattr(weight_quantization, "block_packed", off_by_one_step)
     torch.manual_seed(0)

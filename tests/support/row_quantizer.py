@@ -1,4 +1,4 @@
-"""A quantizer for tests, registered with transformers as anybody's may be: int8 rows, packed in place in a tensor class of its own."""
+"""A quantizer for tests, registered with transformers as anybody's may be: int8 rows packed in place, a class of its own."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ MOST_INLINE_BYTES = 2**30  # bytes of weights in one file: protobuf ends at 2 Gi
 
 @dataclasses.dataclass(frozen=True)
 class PackedWeights:
-    """What was packed in a file: how many matrices, in how many bytes, which had so many before, and what that does to its outputs."""
+    """What was packed in a file: how many matrices, the file's bytes now and before, and what that does to its outputs."""
 
     matrices: int
     bytes: int
@@ -149,7 +149,10 @@ def export_onnx(
         plan = plan_export(model, named_inputs(model, example_inputs), cache)
         names = [file_name(part, path) for part in plan.parts]
         with whole_files(path.parent, names, force=force) as draft:
-            files = [export_part(part, draft / name, model, fuse, progress, weights) for part, name in zip(plan.parts, names, strict=True)]
+            files = [
+                export_part(part, draft / name, model, fuse, progress, weights)
+                for part, name in zip(plan.parts, names, strict=True)
+            ]
     return export_result(plan, files, path.parent)
 
 

@@ -1,9 +1,9 @@
 """Whether a file with packed weights computes what the model does with the numbers that these stand for.
 
-Two questions, one after the other. With float arithmetic (MatMulNBits without an accuracy level, and without ONNX Runtime's optimizer,
-which gives products with an unpacked matrix one) the file must agree with torch, whose weights are the packed ones' numbers for as
-long as that takes: then only rounding is left, and `parity` decides as it does for any file. As it is run, the file rounds
-what packed matrices multiply to 8 bits as well, a scale for each block of 32. Such a step is of
+Two questions, one after the other. With float arithmetic (MatMulNBits without an accuracy level, and without ONNX Runtime's
+optimizer, which gives products with an unpacked matrix one) the file must agree with torch, whose weights are
+the packed ones' numbers for as long as that takes: then only rounding is left, and `parity` decides as it does for any file. As it
+is run, the file rounds what packed matrices multiply to 8 bits as well, a scale for each block of 32. Such a step is of
 the size of the weights' own, so its outputs may lie a few times as far from those of float arithmetic as packing the weights moved
 the model; where it makes other choices (an active unit, an expert), that is said, and not judged by the distance.
 """
@@ -100,7 +100,9 @@ def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedW
     beside = path.with_name(f".{uuid.uuid4().hex}.onnx")
     try:
         onnx.save(graph, beside)
-        before = [outputs_of(part, part.example(sizes, seed), part.outputs) for seed, sizes in enumerate(other_sizes(part), start=7)]
+        before = [
+            outputs_of(part, part.example(sizes, seed), part.outputs) for seed, sizes in enumerate(other_sizes(part), start=7)
+        ]
         with representing(weights, part.model):
             exact = compare_with_torch(beside, part, optimize=False)
             inputs = [part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part), start=7)]

@@ -67,7 +67,7 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
     done = []
     for value in list(model.graph.initializers.values()):
         tensor = value.const_value
-        if tensor is None or value.is_graph_output() or len(tensor.shape) != 2 or min(tensor.shape) < LEAST:
+        if tensor is None or value.is_graph_output() or len(tensor.shape) != 2 or min(map(int, tensor.shape)) < LEAST:
             continue
         if value.dtype != onnx_ir.DataType.FLOAT or (readers := readers_of(value)) is None:
             continue
@@ -89,12 +89,12 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
 
 
 def share_copies(model: onnx_ir.Model) -> None:
-    """A matrix that the graph holds several times, as it is or transposed, is in it once: each copy would be packed in its own way."""
+    """A matrix that the graph holds several times, as it is or transposed, is in it once: copies would be packed differently."""
     import onnx_ir
 
     kept: dict[int, list[tuple[onnx_ir.Value, Tensor]]] = {}
-    matrices = [one for one in model.graph.initializers.values() if one.const_value is not None and len(one.const_value.shape) == 2]
-    matrices = [one for one in matrices if one.dtype == onnx_ir.DataType.FLOAT and not one.is_graph_output()]
+    held = [one for one in model.graph.initializers.values() if one.const_value is not None and not one.is_graph_output()]
+    matrices = [one for one in held if one.dtype == onnx_ir.DataType.FLOAT and one.shape is not None and len(one.shape) == 2]
     for value in sorted(matrices, key=lambda one: not any(is_row_gather(node) for node, _ in one.uses())):  # what is gathered first
         matrix = numbers_of(value)
         same = kept.setdefault(int(matrix.view(torch.int32).sum(dtype=torch.int64)), [])
@@ -188,7 +188,9 @@ def pack_blocks(model: Any, value: Any, products: list[Product], gathers: list[A
         for gather in gathers:
             view = onnx_ir.node("Reshape", [q, shape])
             how = {"gather_axis": 0, "quantize_axis": 1, "block_size": BLOCK, "bits": bits}
-            replace(gather, [view, onnx_ir.node("GatherBlockQuantized", [view.outputs[0], gather.inputs[1], s], how, domain=MICROSOFT)])
+            replace(
+                gather, [view, onnx_ir.node("GatherBlockQuantized", [view.outputs[0], gather.inputs[1], s], how, domain=MICROSOFT)]
+            )
     elif gathers:
         q8, s8, _ = row_packed(model, value, weight)
         for gather in gathers:
