@@ -67,7 +67,7 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
     done = []
     for value in list(model.graph.initializers.values()):
         tensor = value.const_value
-        if tensor is None or value.is_graph_output() or len(tensor.shape) != 2 or min(map(int, tensor.shape)) < LEAST:
+        if tensor is None or value.is_graph_output() or len(tensor.shape) != 2 or min(tensor.shape.numpy()) < LEAST:
             continue
         if value.dtype != onnx_ir.DataType.FLOAT or (readers := readers_of(value)) is None:
             continue
