@@ -57,13 +57,28 @@ def dispatch(given: list[str]) -> int:
 def build_parser() -> Parser:
     """The parser of every command."""
     from retrofit import __version__
-    from retrofit.cli import apply, bundle, compare, completion, export, inspect, passes, plan, teach, train, verify
+    from retrofit.cli import (
+        apply,
+        bundle,
+        compare,
+        completion,
+        diff,
+        export,
+        inspect,
+        merge,
+        passes,
+        plan,
+        teach,
+        train,
+        undo,
+        verify,
+    )
 
     parser = Parser(prog="retrofit", description="Retrofit trained transformers with efficient-transformer methods.")
     parser.add_argument("--version", action="version", version=f"retrofit {__version__}")
     parser.set_defaults(debug=False, several=False)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (apply, inspect, plan, verify, export, bundle, teach, train, compare, passes):
+    for command in (apply, undo, inspect, plan, verify, diff, export, bundle, teach, train, merge, compare, passes):
         command.add_parser(subparsers)
     completion.add_parser(subparsers, parser)
     return parser

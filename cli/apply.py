@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from retrofit.anatomy.wording import format_change
 from retrofit.cli.failures import UsageError
-from retrofit.cli.outputs import check_model_output, default_output
+from retrofit.cli.outputs import check_model_output, default_output, write_model
 from retrofit.cli.parser import STREAMS, Subparsers, add_model_arguments, require_path, seed
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
@@ -66,11 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
         return run_streamed(arguments, passes, output)
 
     import torch
-    from transformers import PreTrainedModel
 
     from retrofit.rewriting import apply_reported
-    from retrofit.storage.checkpoint import load, save
-    from retrofit.storage.companions import companion_files, has_companions, save_with_companions
+    from retrofit.storage.checkpoint import load
+    from retrofit.storage.companions import companion_files
     from retrofit.storage.embedding_comparison import EmbeddingComparison
     from retrofit.storage.file_names import is_file_name
     from retrofit.surgery.dequantization import dequantize
@@ -89,10 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         applied = apply_reported(model, *passes, calibration=calibration, verify=not arguments.no_verify, progress=progress)
         model = applied.model
         progress(f"writing {output}")
-        if isinstance(model, PreTrainedModel) and has_companions(source) and not is_file_name(output):
-            save_with_companions(model, source, output, force=arguments.force)
-        else:
-            save(model, output, force=arguments.force)
+        write_model(model, source, output, arguments.force)
     rows = summary(applied, output)
     if embedded is not None:
         rows.insert(-1, ("embeddings", embedded.measured(model)))

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import final_name
 from retrofit.storage.file_names import is_file_name, require_writable_kind
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def default_output(model: Path, words: Sequence[str]) -> Path:
@@ -32,6 +36,19 @@ def check_model_output(output: Path, force: bool) -> Path:
     require_writable_kind(output)
     final_name(output, force=force, directory=not is_file_name(output))
     return output
+
+
+def write_model(model: nn.Module, source: Path, output: Path, force: bool) -> None:
+    """The model is at `output`; in a directory with what else the directory or the GGUF file `source` holds."""
+    from transformers import PreTrainedModel
+
+    from retrofit.storage.checkpoint import save
+    from retrofit.storage.companions import has_companions, save_with_companions
+
+    if isinstance(model, PreTrainedModel) and has_companions(source) and not is_file_name(output):
+        save_with_companions(model, source, output, force=force)
+    else:
+        save(model, output, force=force)
 
 
 @contextlib.contextmanager

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 from retrofit.storage import transformers_hook
 
 if TYPE_CHECKING:
+    from retrofit.adapters import merge_adapters as merge_adapters
     from retrofit.anatomy.anatomy import Anatomy as Anatomy
     from retrofit.anatomy.inspection import inspect as inspect
     from retrofit.bundling.bundle import bundle as bundle
     from retrofit.checks.verify import verify as verify
+    from retrofit.differences import diff as diff
     from retrofit.errors import RetrofitError as RetrofitError
     from retrofit.onnx.exporter.export_onnx import export_onnx as export_onnx
     from retrofit.onnx.importer.from_onnx import from_onnx as from_onnx
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from retrofit.storage.recipe_file import read_recipe as read_recipe
     from retrofit.streaming.streamed_apply import apply_streamed as apply_streamed
     from retrofit.surgery.dequantization import dequantize as dequantize
+    from retrofit.undoing.undo import undo as undo
 
 __version__ = "0.1.0"
 
@@ -35,15 +38,18 @@ HOMES = {
     "apply_streamed": "retrofit.streaming.streamed_apply",
     "bundle": "retrofit.bundling.bundle",
     "dequantize": "retrofit.surgery.dequantization",
+    "diff": "retrofit.differences",
     "export_onnx": "retrofit.onnx.exporter.export_onnx",
     "from_onnx": "retrofit.onnx.importer.from_onnx",
     "inspect": "retrofit.anatomy.inspection",
     "load": "retrofit.storage.checkpoint",
+    "merge_adapters": "retrofit.adapters",
     "plan": "retrofit.planning.planner",
     "plan_of": "retrofit.preview",
     "read_recipe": "retrofit.storage.recipe_file",
     "recipe": "retrofit.pipeline.replaying",
     "save": "retrofit.storage.checkpoint",
+    "undo": "retrofit.undoing.undo",
     "verify": "retrofit.checks.verify",
 }
 __all__ = sorted(HOMES)

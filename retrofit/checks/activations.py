@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -13,8 +13,13 @@ Activations = dict[str, list[torch.Tensor]]  # module → the output of each of 
 
 
 @contextlib.contextmanager
-def record_activations(model: nn.Module, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> Iterator[Activations]:
-    """Within this context the output of every module with parameters of its own is recorded, as `keep` reduces it."""
+def record_activations(
+    model: nn.Module, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu, also: Collection[str] = ()
+) -> Iterator[Activations]:
+    """Within this context the output of every module with parameters of its own is recorded, as `keep` reduces it.
+
+    So is that of the modules at the paths in `also`.
+    """
     activations: Activations = {}
 
     def recorder(path: str) -> Callable[..., None]:
@@ -28,7 +33,7 @@ def record_activations(model: nn.Module, keep: Callable[[torch.Tensor], torch.Te
     owners = [
         (path, module)
         for path, module in model.named_modules()
-        if path and next(module.parameters(recurse=False), None) is not None
+        if path and (path in also or next(module.parameters(recurse=False), None) is not None)
     ]
     handles = [module.register_forward_hook(recorder(path)) for path, module in owners]
     try:

@@ -15,17 +15,20 @@ from retrofit.pipeline.replaying import rewritten_part
 CARD = "README.md"
 BEGIN, END = "<!-- retrofit: begin -->", "<!-- retrofit: end -->"
 FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # the metadata that a card on the Hugging Face hub begins with
+METADATA = "---\nlibrary_name: transformers\ntags:\n- retrofit\n---\n"
 OURS = re.compile(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
 
 
 def write_card(model: nn.Module, folder: Path) -> None:
-    """README.md in `folder` says which passes `model` went through; a dense model's is left alone.
+    """README.md in `folder` says which passes `model` went through; a dense model's says nothing of passes.
 
     What a card said before comes after that, its metadata before it; what was said of an earlier recipe is gone.
     """
     said = description(model)
     if said is not None:
         put_on_card(said, folder)
+    else:
+        take_off_card(folder)
 
 
 def put_on_card(said: str, folder: Path) -> None:
@@ -33,10 +36,23 @@ def put_on_card(said: str, folder: Path) -> None:
     file = folder / CARD
     before = file.read_text(encoding="utf-8", errors="surrogateescape") if file.is_file() else ""
     found = FRONT.match(before)
-    front = found[0] if found else "" if before else "---\nlibrary_name: transformers\ntags:\n- retrofit\n---\n"
+    front = found[0] if found else "" if before else METADATA
     rest = OURS.sub("", before[found.end() if found else 0 :]).lstrip("\n")
     of_dense = f"\n\nOf the dense model:\n{END}\n\n{rest}" if rest else f"\n{END}\n"
     file.write_text(f"{front}{BEGIN}\n{said}{of_dense}", encoding="utf-8", errors="surrogateescape")
+
+
+def take_off_card(folder: Path) -> None:
+    """README.md in `folder` says what it said of the dense model; where that was nothing it is gone."""
+    file = folder / CARD
+    before = file.read_text(encoding="utf-8", errors="surrogateescape") if file.is_file() else ""
+    if BEGIN not in before:
+        return
+    left = OURS.sub("", before)
+    if left == METADATA:
+        file.unlink()
+    else:
+        file.write_text(left, encoding="utf-8", errors="surrogateescape")
 
 
 def description(model: nn.Module) -> str | None:

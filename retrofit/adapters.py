@@ -1,0 +1,113 @@
+"""LoRA adapters of PEFT that were trained on a rewritten model, merged into its weights."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from retrofit.errors import CheckpointError, VerificationError, first_line
+from retrofit.runtime.agreement import Arithmetic
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.probes import logits_of, run
+from retrofit.runtime.quiet import quiet
+from retrofit.runtime.state_preservation import preserve_random_state
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+IMPORTS = "megatron_config"  # the entry by which an adapter has PEFT import a module that it names
+ELSEWHERE = "train the adapter on modules that the model calls: their names are in retrofit inspect"
+
+
+@one_at_a_time
+def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
+    """The model inside a `PeftModel` of LoRA adapters, their products added to its weights: it computes what both did together.
+
+    The model is changed in place and returned without any module of PEFT. Raises `CheckpointError` for a model without adapters,
+    and `VerificationError` where the merged model would compute something else; the adapters are then still there.
+    """
+    merge = getattr(model, "merge_and_unload", None)
+    inside: Any = getattr(model, "base_model", None)
+    if merge is None or inside is None:
+        raise CheckpointError(
+            f"{type(model).__name__} holds no adapters",
+            why="it is no model of PEFT whose adapters can be merged",
+            remedy="give what peft.get_peft_model or PeftModel.from_pretrained returned",
+        )
+    model.eval()
+    inputs = named_inputs(inside.model, example_inputs)
+    with preserve_random_state():
+        arithmetic = Arithmetic(model, inputs)
+
+        def ways() -> tuple[Tensor, Tensor]:
+            expected = logits_of(run(model, inputs))
+            with merged_for_now(inside):
+                return logits_of(run(model, inputs)), expected
+
+        found = arithmetic.compare(ways)
+    if not found.agrees:
+        raise VerificationError(
+            "the adapters cannot be merged: the merged model would compute something else",
+            why=f"{found.measured} apart; a module that an adapter wraps is read and not called, or its weight is used twice",
+            remedy=ELSEWHERE,
+        )
+    with quiet():
+        merged: nn.Module = merge(safe_merge=True)
+    return merged.eval()
+
+
+@contextlib.contextmanager
+def merged_for_now(inside: Any) -> Iterator[None]:
+    """Within this context the adapters are part of the weights; afterwards the weights are what they were, bit for bit."""
+    kept = {name: one.detach().clone() for name, one in inside.model.named_parameters()}
+    inside.merge_adapter(safe_merge=True)
+    try:
+        yield
+    finally:
+        inside.unmerge_adapter()
+        for name, one in inside.model.named_parameters():
+            if name in kept:
+                one.data.copy_(kept[name])
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """What `adapter_config.json` says; raises `CheckpointError` where it or the weights are not there, or it names code to import."""
+    file = folder / CONFIG
+    if not file.is_file():
+        raise CheckpointError(
+            f"{folder} holds no adapter", why=f"there is no {CONFIG} in it", remedy="give the directory that PEFT's save_pretrained wrote"
+        )
+    if not (folder / WEIGHTS).is_file():
+        raise CheckpointError(f"{folder} has no {WEIGHTS}", why="an adapter's weights are read as safetensors only")
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        imports = config.get(IMPORTS)
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} is no config of an adapter", why=first_line(error)) from error
+    if imports:
+        raise CheckpointError(f"{file} names a module to import", why=f"{IMPORTS} has PEFT do so", remedy="remove that entry")
+    return config
+
+
+def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
+    """`model` with the adapter in `folder` on it; raises `CheckpointError` where it does not fit, or PEFT is not installed."""
+    read_adapter_config(folder)
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise CheckpointError(f"{folder} is an adapter of PEFT", why=first_line(error), remedy="pip install peft") from error
+    try:
+        with quiet():
+            adapted: nn.Module = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+    except Exception as error:  # whatever PEFT raises
+        raise CheckpointError(
+            f"the adapter in {folder} does not fit {type(model).__name__}",
+            why=first_line(error),
+            remedy="name the model that it was trained on: --base DIR",
+        ) from error
+    return adapted
+

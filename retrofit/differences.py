@@ -1,0 +1,199 @@
+"""What differs between two models: architecture, config, recipe, sites, parameters.
+
+Where the recipes differ, what is left of the dense model is compared with what is left of it in the other, wherever it lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.registry import parse_recipe
+from retrofit.pipeline.replaying import rewrites, rewritten_part
+from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.probes import same_bits
+from retrofit.runtime.usable_models import require_in_memory, require_module, require_values
+from retrofit.undoing.dense_parameters import DenseForm, dense_form
+
+CHANGING = ("quantization_config", "transformers_version", "architectures", "_name_or_path")  # entries that say nothing of the model
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorDifference:
+    """One parameter or saved buffer that is not the same in both."""
+
+    name: str  # in the dense model where the recipes differ
+    what: str  # values, shape, dtype, only in the first, only in the second, gone from the first, gone from the second
+    one: str = ""  # in the first: shape and dtype, or why it is gone
+    other: str = ""
+    largest: float | None = None  # the largest |a − b|
+    relative: float | None = None  # ‖a − b‖ / ‖a‖
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteDifference:
+    """One place that a pass rewrote in one of the models alone."""
+
+    name: str
+    method: str
+    only_in: str  # first, second
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences:
+    """What is not the same in two models; all of it empty where nothing is."""
+
+    architectures: tuple[str, str]
+    recipes: tuple[tuple[str, ...], tuple[str, ...]]
+    config: Mapping[str, tuple[Any, Any]]  # the entries that differ
+    sites: tuple[SiteDifference, ...]
+    tensors: tuple[TensorDifference, ...]  # those whose values differ first, the largest relative difference before the others
+    equal: int  # parameters and saved buffers that are the same, bit for bit
+    compared: str = "by name"
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing differs."""
+        alike = self.architectures[0] == self.architectures[1] and self.recipes[0] == self.recipes[1]
+        return alike and not (self.config or self.sites or self.tensors)
+
+    def passes(self) -> list[tuple[str, str, str]]:
+        """The passes side by side: in which model, or which options differ; what the one has, what the other has."""
+        rows: list[tuple[str, str, str]] = []
+        ones, others = (parse_recipe(specs) for specs in self.recipes)
+        for place in range(max(len(ones), len(others))):
+            one, other = (passes[place] if place < len(passes) else None for passes in (ones, others))
+            if one is None or other is None or one.name != other.name:
+                rows.append((f"pass {place + 1}", one.spec() if one else "", other.spec() if other else ""))
+            elif one != other:
+                ours, theirs = dataclasses.asdict(one), dataclasses.asdict(other)
+                keys = [key for key in ours if ours[key] != theirs[key]]
+                rows.append((f"pass {place + 1}, {one.name}", *(", ".join(f"{k}={o[k]}" for k in keys) for o in (ours, theirs))))
+        return rows
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return {"same": self.same, **dataclasses.asdict(self)}
+
+
+@one_at_a_time
+def diff(one: nn.Module, other: nn.Module) -> Differences:
+    """Which sites, parameters and options of the recipes differ between two models, and by how much; both stay as they are.
+
+    Raises `CheckpointError` for a model without values, and where a recipe does not lead to its model.
+    """
+    for model in (one, other):
+        require_module(model)
+        require_in_memory(model, "compared")
+        require_values(model, "compared", "load its weights first")
+    one, other = rewritten_part(one), rewritten_part(other)
+    recipes = recipe_storage.stored_recipe(one), recipe_storage.stored_recipe(other)
+    forms = () if recipes[0] == recipes[1] or type(one) is not type(other) else (dense_form(one), dense_form(other))
+    if forms:
+        tensors, equal = compare_forms(one, other, *forms)
+    else:
+        tensors, equal = compare_tensors(saved_tensors(one), saved_tensors(other))
+    return Differences(
+        (type(one).__name__, type(other).__name__),
+        recipes,
+        different_entries(config_of(one), config_of(other)),
+        tuple(different_sites(one, other)),
+        tuple(sorted(tensors, key=lambda found: (found.relative is None, -(found.relative or 0.0)))),
+        equal,
+        "by their names in the dense model" if forms else "by name",
+    )
+
+
+def compare_forms(one: nn.Module, other: nn.Module, ours: DenseForm, theirs: DenseForm) -> tuple[list[TensorDifference], int]:
+    """What is left of the dense model in both, and what each has besides."""
+    found: list[TensorDifference] = []
+    values: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    for name in ours.skeleton.state_dict():
+        here, there = ours.tensors[name], theirs.tensors.get(name)
+        if there is None or here.value is None or there.value is None:
+            lost = "first" if here.value is None else "second"
+            found.append(TensorDifference(name, f"gone from the {lost}", here.why, there.why if there else ""))
+        else:
+            values[0][name], values[1][name] = here.value, there.value
+    differing, equal = compare_tensors(*values)
+    for model, form, which in ((one, ours, "first"), (other, theirs, "second")):
+        for name in sorted(form.added):
+            said = described(model.get_parameter(name))
+            found.append(TensorDifference(name, f"only in the {which}", *((said, "") if which == "first" else ("", said))))
+    return [*differing, *found], equal
+
+
+def compare_tensors(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> tuple[list[TensorDifference], int]:
+    """The tensors that are not the same bits in both, and how many are."""
+    found: list[TensorDifference] = []
+    equal = 0
+    for name in dict.fromkeys((*ones, *others)):
+        one, other = ones.get(name), others.get(name)
+        if one is None or other is None:
+            which = "second" if one is None else "first"
+            said = ["" if tensor is None else described(tensor) for tensor in (one, other)]
+            found.append(TensorDifference(name, f"only in the {which}", *said))
+        elif one.shape != other.shape or one.dtype != other.dtype:
+            what = "shape" if one.shape != other.shape else "dtype"
+            found.append(TensorDifference(name, what, described(one), described(other)))
+        elif same_bits(one.cpu(), other.cpu()):
+            equal += 1
+        else:
+            found.append(TensorDifference(name, "values", described(one), described(other), *distances(one, other)))
+    return found, equal
+
+
+def distances(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """The largest |a − b|, and ‖a − b‖ / ‖a‖."""
+    left, right = one.detach().to("cpu", torch.float64), other.detach().to("cpu", torch.float64)
+    gap = left - right
+    return float(gap.abs().max()), float(gap.norm() / (left.norm() or 1.0))
+
+
+def described(tensor: Tensor) -> str:
+    return f"{'×'.join(map(str, tensor.shape)) or 'a number'} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What a file holds of a model, of tied tensors one."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = tensor.detach()
+    return found
+
+
+def different_sites(one: nn.Module, other: nn.Module) -> Iterable[SiteDifference]:
+    """The places that were rewritten in one of the models alone."""
+    ours, theirs = sites_of(one), sites_of(other)
+    yield from (SiteDifference(name, method, "first") for method, name in ours if (method, name) not in theirs)
+    yield from (SiteDifference(name, method, "second") for method, name in theirs if (method, name) not in ours)
+
+
+def sites_of(model: nn.Module) -> dict[tuple[str, str], None]:
+    """The places that were rewritten, with the method, in order."""
+    accounts = rewrites(model) or ()
+    return {(one.spec.partition("(")[0], site.name): None for one in accounts for site in one.sites}
+
+
+def config_of(model: nn.Module) -> dict[str, Any]:
+    """The model's configuration as plain data; empty where it has none."""
+    config: Any = getattr(model, "config", None)
+    if dataclasses.is_dataclass(config) and not isinstance(config, type) and not hasattr(config, "to_dict"):
+        return dataclasses.asdict(config)
+    if hasattr(config, "to_dict"):
+        return {key: value for key, value in config.to_dict().items() if key not in CHANGING}
+    return dict(config) if isinstance(config, Mapping) else {}
+
+
+def different_entries(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The entries of two configurations that differ; None where one has no such entry."""
+    keys = dict.fromkeys((*one, *other))
+    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}

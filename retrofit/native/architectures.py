@@ -1,0 +1,215 @@
+"""Architectures of the installed transformers that have mixtures of experts, sized like a given model.
+
+Nothing is known of an architecture but its config's entries. What an entry does is found by trying: the model of a changed config
+is built on the meta device, and its parameters are compared with those that are wanted.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from retrofit.errors import first_line
+from retrofit.runtime.quiet import quiet
+from retrofit.undoing.dense_skeleton import skeleton_of
+
+IDENTITY = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config", "auto_map", "dtype")
+EXPERTS = "expert"  # in the name of an entry: such an architecture has mixtures
+DEPTH = "num_hidden_layers"  # as transformers calls it in every config, through `attribute_map`
+SWEEPS = 3
+Shapes = collections.Counter[tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The parameters that a native form has to have, by shape, and the values that its config's entries may need."""
+
+    around: Shapes  # outside the mixtures
+    experts: int  # E
+    elements: int  # of the stacked weights of all mixtures
+    routers: Shapes  # of the other weights of all mixtures
+    values: tuple[int, ...]  # numbers of the mixture: E, hidden units, K
+    depths: tuple[int, ...]  # of the layers with a mixture
+    layers: int
+
+    def cost(self, model: nn.Module) -> int:
+        """How many elements the parameters of `model` are away from these."""
+        shapes = shapes_of(model)
+        stacked = sum(elements(shape) * count for shape, count in shapes.items() if self.is_stacked(shape))
+        others = Shapes({shape: count for shape, count in shapes.items() if not self.is_stacked(shape)})
+        wanted = self.around + self.routers
+        gap = sum(elements(shape) * count for shape, count in ((wanted - others) + (others - wanted)).items())
+        return gap + abs(stacked - self.elements)
+
+    def is_stacked(self, shape: Sequence[int]) -> bool:
+        return len(shape) == 3 and shape[0] == self.experts
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A class of transformers with mixtures, and the entries of its config that make it the size of a given model."""
+
+    kind: type[PreTrainedModel]
+    fields: Mapping[str, Any]
+    own: tuple[str, ...]  # the entries that the given model's config does not have
+    inert: tuple[str, ...] = ()  # of these, the entries that change no parameter
+
+    @property
+    def name(self) -> str:
+        return str(self.config_kind.model_type)
+
+    @property
+    def config_kind(self) -> type[PreTrainedConfig]:
+        assert self.kind.config_class is not None
+        return self.kind.config_class
+
+    def skeleton(self, **changes: Any) -> PreTrainedModel:
+        """The model with these entries changed, without weights; raises what the architecture's code raises."""
+        with quiet():
+            return skeleton_of(self.kind, self.config_kind(**{**self.fields, **changes}))
+
+    def with_fields(self, **changes: Any) -> Architecture:
+        return dataclasses.replace(self, fields={**self.fields, **changes})
+
+
+def architectures_like(model: PreTrainedModel, only: str | None = None) -> Iterator[Architecture]:
+    """The architectures with mixtures that do the same task, with the entries of the model's config that they have too."""
+    ours = model.config.to_dict()
+    names: dict[str, None] = {}
+    for mapping in vars(modeling_auto).values():
+        if type(mapping) is collections.OrderedDict and type(model).__name__ in mapping.values():  # not those that import classes
+            names |= dict.fromkeys(name for name in mapping.values() if isinstance(name, str))
+    for name in names:
+        kind = getattr(transformers, name, None)
+        if not isinstance(kind, type) or not issubclass(kind, PreTrainedModel) or kind.config_class is None:
+            continue
+        if only is not None and kind.config_class.model_type != only:
+            continue
+        try:
+            with quiet():
+                default = kind.config_class().to_dict()
+        except Exception:  # a config that has no defaults
+            continue
+        if any(EXPERTS in key for key in default):
+            shared = {key: ours[key] for key in default if key in ours and key not in IDENTITY}
+            own = tuple(key for key in default if key not in ours and key not in IDENTITY)
+            yield Architecture(kind, shared, own)
+
+
+def of_depth(config: Mapping[str, Any], kind: type[PreTrainedConfig], depth: int) -> dict[str, Any]:
+    """The config's entries for its first layers alone; a list with an entry a layer is shortened."""
+    key = kind.attribute_map.get(DEPTH, DEPTH)
+    whole = config[key]
+    cut = {name: value[:depth] if isinstance(value, list) and len(value) == whole else value for name, value in config.items()}
+    return {**cut, key: depth}
+
+
+def sized(architecture: Architecture, wanted: Wanted) -> tuple[Architecture, str]:
+    """The architecture with the entries by which its parameters come nearest to those wanted, and why it does not fit.
+
+    The reason is "" where every parameter outside the mixtures is there and the experts have as many.
+    """
+    try:
+        model = architecture.skeleton()
+    except Exception as error:  # whatever the architecture's code raises for the sizes of another
+        return architecture, f"it cannot be built of that size: {first_line(error)}"
+    absent = [shape for shape in wanted.around - shapes_of(model) if len(shape) > 1]
+    if absent:
+        return architecture, f"it has no weight {described(absent[0])} outside its mixtures"
+    config = {**model.config.to_dict(), **architecture.fields}
+    least, inert = wanted.cost(model), dict.fromkeys(architecture.own)
+    for _ in range(SWEEPS):
+        before = least
+        for key in architecture.own:
+            for value in trials(config.get(key), wanted):
+                if key not in inert and _ == 0 and value is None:
+                    continue
+                try:
+                    changed = architecture.skeleton(**{key: value})
+                except Exception:  # a value that does not go with the others
+                    continue
+                if shapes_of(changed) != shapes_of(model):
+                    inert.pop(key, None)
+                    cost = wanted.cost(changed)
+                    if cost < least:
+                        least, model, architecture = cost, changed, architecture.with_fields(**{key: value})
+                elif key in inert and isinstance(value, int) and not isinstance(value, bool) and value > 1:
+                    break  # it changes no parameter
+        if least == before or least == 0:
+            break
+    inert = {key: None for key in inert if key not in architecture.fields}
+    return dataclasses.replace(architecture, inert=tuple(inert)), ""
+
+
+def trials(value: Any, wanted: Wanted) -> list[Any]:
+    """Values that an entry may take, by the kind of its default."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int) or value is None:
+        numbers = dict.fromkeys((*wanted.values, 1, 0))
+        return [one for one in numbers if one != value] + ([None] if value is not None else [])
+    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+        kinds = list(dict.fromkeys(value))
+        other = [[one if depth in wanted.depths else two for depth in range(wanted.layers)] for one in kinds for two in kinds]
+        return [list(one) for one in dict.fromkeys(map(tuple, other))]
+    if isinstance(value, list):
+        return [[depth for depth in range(wanted.layers) if depth not in wanted.depths], list(wanted.depths)]
+    return []
+
+
+def shapes_of(model: nn.Module) -> Shapes:
+    """How many parameters have which shape; tied ones count once."""
+    return Shapes(tuple(parameter.shape) for parameter in model.parameters())
+
+
+def elements(shape: Sequence[int]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def described(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "of one number"
+
+
+def mixture_paths(model: nn.Module, wanted: Wanted) -> list[str]:
+    """The modules that hold stacked weights and a router, the smallest such; empty where some stacked weights have no router."""
+    routers = set(wanted.routers)
+    owners: dict[str, None] = {}
+    for name, parameter in model.named_parameters():
+        if not wanted.is_stacked(parameter.shape):
+            continue
+        path = name.rpartition(".")[0]
+        while path and not any(tuple(one.shape) in routers for one in model.get_submodule(path).parameters()):
+            path = path.rpartition(".")[0]
+        if not path:
+            return []
+        owners[path] = None
+    return list(owners)
+
+
+def extra_parameter(model: nn.Module, mixtures: Sequence[str], wanted: Wanted) -> str:
+    """A parameter outside the mixtures that is too many, or a shape that is missing there; "" where there is neither."""
+    inside = {id(one) for path in mixtures for one in model.get_submodule(path).parameters()}
+    outside = Shapes(tuple(one.shape) for one in model.parameters() if id(one) not in inside)
+    for shape in wanted.around - outside:
+        return f"it has no parameter {described(shape)} outside its mixtures"
+    more = outside - wanted.around
+    for name, one in model.named_parameters():
+        if id(one) not in inside and tuple(one.shape) in more:
+            return f"it has a parameter {name} {described(one.shape)} that the model does not have"
+    return ""
+
+
+def as_text(fields: Mapping[str, Any]) -> str:
+    """Entries of a config, `num_experts=4, norm_topk_prob=true`."""
+    return ", ".join(f"{key}={json.dumps(value)}" for key, value in fields.items())

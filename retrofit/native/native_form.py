@@ -1,0 +1,364 @@
+"""The native form of a model whose feed-forwards became mixtures: an architecture of transformers that computes the same.
+
+Of each architecture with mixtures that transformers has, the parameters are compared first, without building any weight; then its
+mixture with the model's, by what both compute; then its graph around the mixtures. What comes through is filled with the weights
+and its outputs are compared with the model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, VerificationError, first_line
+from retrofit.native.architectures import (
+    Architecture,
+    Shapes,
+    Wanted,
+    architectures_like,
+    as_text,
+    extra_parameter,
+    mixture_paths,
+    of_depth,
+    sized,
+)
+from retrofit.native.mixtures import Mixture, choices_of, in_float32, installed_mixtures, random_stream, random_weights
+from retrofit.native.surrounding_graph import Surroundings, call_of, first_difference, matched_parameters
+from retrofit.native.weight_layouts import Layout, equal_layout
+from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.replaying import rewritten_part
+from retrofit.program.capture import capture
+from retrofit.runtime.agreement import Arithmetic
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.modes import preserve_modes
+from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.probes import extent_of, logits_of, resized, run
+from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
+from retrofit.runtime.usable_models import require_in_memory, require_uncompiled, require_values
+from retrofit.storage.filling import fill_transformers
+from retrofit.surgery.transformers_bookkeeping import is_transformers
+from retrofit.undoing.dense_skeleton import RECIPE, skeleton_of, without_recipe
+
+SHORT = 2  # layers of the skeletons that are tried
+WAY_OUT = "docs/native.md says which options make one possible; retrofit bundle writes a directory that loads without retrofit too"
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeForm:
+    """A model as an architecture of transformers."""
+
+    model: PreTrainedModel
+    architecture: str  # its `model_type`
+    options: str  # the entries of its config that the dense model's does not have
+    zeros: tuple[str, ...]  # parameters that the model has no part for: at zero they add nothing
+    measured: str  # how far the outputs are from the model's
+    copied: int  # elements that are there more often than in the model, whose layers share them
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """An architecture that computes what the model does, by all that was tried without its weights."""
+
+    architecture: Architecture
+    layouts: Mapping[str, Layout]  # of a mixture's parameters
+    zeros: int  # elements of a mixture that are made of none of the model's
+    wanted: Wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """An architecture that does not fit: how far it came, and what differs."""
+
+    architecture: str
+    stage: int
+    why: str
+
+
+def to_native(model: PreTrainedModel, architecture: str | None = None) -> PreTrainedModel:
+    """The model as an architecture of transformers that computes the same, with memory of its own; `model` stays as it is.
+
+    `architecture`, a `model_type` such as "mixtral", says which; else the nearest one that fits. Raises `DoesNotFitError` where none
+    does, and says what differs in the nearest, `CheckpointError` for what is no transformers model with mixtures from a pass.
+    """
+    return native_form(model, architecture).model
+
+
+@one_at_a_time
+def native_form(model: Any, architecture: str | None = None, progress: Progress | None = None) -> NativeForm:
+    """`to_native`, with an account of what the result is."""
+    say = progress or (lambda stage: None)
+    part = require_mixtures(model)
+    mixtures = installed_mixtures(part)
+    with preserve_modes(part), preserve_random_state(), preserve_state(part):
+        part.eval()
+        say("capturing the model")
+        inputs = named_inputs(part)
+        program = capture(part, inputs)
+        ours = Surroundings.of(program, [one.path for one in mixtures])
+        entering = next(iter(call_of(program, mixtures[0].path).inputs.values()))
+        width = int(entering.meta["val"].shape[-1])
+        matches: list[Match] = []
+        refusals: list[Refusal] = []
+        for found in examined(part, mixtures, width, architecture, say):
+            if isinstance(found, Match):
+                matches.append(found)
+            else:
+                refusals.append(found)
+        for match in sorted(matches, key=lambda one: (one.zeros, len(one.architecture.own))):
+            say(f"comparing with {match.architecture.name}")
+            whole = with_whole_depth(match, part)
+            try:
+                places = places_of(ours, whole, match)
+                say(f"filling {match.architecture.name}")
+                native, zeros = filled(part, whole, match, places, mixtures)
+            except (LookupError, CaptureError) as error:
+                refusals.append(Refusal(match.architecture.name, 3, str(error.args[0])))
+                continue
+            measured = require_equal(part, native, inputs)
+            copied = sum(one.numel() for one in native.parameters()) - sum(one.numel() for one in part.parameters())
+            extra = sum(native.get_parameter(name).numel() for name in zeros)
+            options = {key: whole.fields[key] for key in whole.own if key in whole.fields}
+            return NativeForm(native, whole.name, as_text(options), tuple(zeros), measured, max(0, copied - extra))
+    raise refused(part, refusals, architecture)
+
+
+def require_mixtures(model: Any) -> PreTrainedModel:
+    """The transformers model with mixtures that a pass made, else `CheckpointError`."""
+    require_uncompiled(model)
+    require_in_memory(model, "written as an architecture of transformers")
+    require_values(model, "written as an architecture of transformers", "load its weights first")
+    part: Any = rewritten_part(model)
+    if not is_transformers(part) or not recipe_storage.stored_recipe(part):
+        what = "a dense model" if is_transformers(part) else "no transformers model"
+        raise CheckpointError(
+            f"{type(part).__name__} has no native form", why=f"it is {what}", remedy="give a transformers model that a pass rewrote"
+        )
+    if not installed_mixtures(part):
+        raise DoesNotFitError(
+            f"{type(part).__name__} with {', '.join(recipe_storage.stored_recipe(part))} has no native form",
+            why="no pass made a mixture of experts of its feed-forwards, and transformers has nothing else that passes make",
+            remedy="retrofit bundle writes a directory that loads where retrofit is not installed",
+        )
+    return part  # type: ignore[no-any-return]
+
+
+def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | None) -> DoesNotFitError:
+    """The refusal, with what differs in the architecture that came nearest."""
+    if not refusals:
+        why = f"transformers has no architecture {architecture} with mixtures for that task" if architecture else "none does that task"
+        return DoesNotFitError(f"{type(part).__name__} has no native form", why=why, remedy=WAY_OUT)
+    nearest = max(one.stage for one in refusals)
+    said = [f"{one.architecture}: {one.why}" for one in refusals if one.stage == nearest]
+    more = f"\nand {len(refusals) - len(said[:4])} more differ" if len(refusals) > 4 else ""
+    return DoesNotFitError(
+        f"{type(part).__name__} with {', '.join(recipe_storage.stored_recipe(part))} has no native form",
+        why="\n".join(["no architecture of the installed transformers computes this; the nearest:", *said[:4]]) + more,
+        remedy=WAY_OUT,
+    )
+
+
+# ── What is tried without weights ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def examined(
+    part: PreTrainedModel, mixtures: list[Mixture], width: int, only: str | None, say: Progress
+) -> Iterator[Match | Refusal]:
+    """For each architecture how it fits."""
+    mixture = mixtures[0]
+    weights = random_weights(mixture.weights)
+    x = random_stream(width)
+    chosen = choices_of(in_float32(mixture.module, lambda name, one: weights[name]), x)
+    k = next((k for k, of in chosen if of == mixture.experts), mixture.experts)
+    wanted, depth = what_is_wanted(part, mixtures, k)
+    for architecture in architectures_like(part, only):
+        say(f"trying {architecture.name}")
+        short = dataclasses.replace(architecture, fields=of_depth_where(architecture, depth))
+        fitting, why = sized(short, wanted)
+        if why:
+            yield Refusal(architecture.name, 0, why)
+            continue
+        model = fitting.skeleton()
+        paths = mixture_paths(model, wanted)
+        if len(paths) != len(wanted.depths):
+            yield Refusal(architecture.name, 0, "it has no such mixtures")
+            continue
+        why = extra_parameter(model, paths, wanted)
+        if why:
+            yield Refusal(architecture.name, 1, why)
+            continue
+        yield with_equal_mixture(fitting, paths[0], mixture, weights, x, k, wanted)
+
+
+def of_depth_where(architecture: Architecture, depth: int) -> dict[str, Any]:
+    """The architecture's entries for a model of so many layers."""
+    return of_depth(architecture.fields, architecture.config_kind, depth)
+
+
+def what_is_wanted(part: PreTrainedModel, mixtures: list[Mixture], k: int) -> tuple[Wanted, int]:
+    """The parameters of a native form, of the first layers alone where every layer has a mixture; and how many layers that are."""
+    config = without_recipe(part.config.to_dict())
+    whole = int(part.config.num_hidden_layers)
+    depth = min(SHORT, whole) if len(mixtures) == whole else whole
+    kind: Any = type(part)
+    short = skeleton_of(kind, kind.config_class.from_dict(of_depth(config, kind.config_class, depth)))
+    paths = [one.path for one in mixtures][:depth] if depth < whole else [one.path for one in mixtures]
+    inside = {id(one) for path in paths for one in short.get_submodule(path).parameters()}
+    around = Shapes(tuple(one.shape) for one in short.parameters() if id(one) not in inside)
+    weights = mixtures[0].weights
+    stacked = [one for one in weights.values() if one.dim() == 3]
+    others = Shapes(tuple(one.shape) for one in weights.values() if one.dim() != 3)
+    depths = tuple(range(depth)) if len(mixtures) == whole else depths_of(paths, short)
+    units = {extent for one in stacked for extent in one.shape[1:]} - {int(part.config.hidden_size)}
+    halves = {unit // 2 for unit in units if unit % 2 == 0} if len(stacked) == 2 else set()
+    values = (mixtures[0].experts, *sorted(units), *sorted(halves), k)
+    count = len(paths)
+    routers = Shapes({shape: number * count for shape, number in others.items()})
+    return Wanted(around, mixtures[0].experts, count * sum(one.numel() for one in stacked), routers, values, depths, depth), depth
+
+
+def depths_of(paths: list[str], short: PreTrainedModel) -> tuple[int, ...]:
+    """The depths of these modules: their positions in the list of layers that they lie in."""
+    return tuple(next(int(part) for part in path.split(".") if part.isdigit()) for path in paths)
+
+
+def with_equal_mixture(
+    architecture: Architecture, path: str, mixture: Mixture, weights: Mapping[str, Tensor], x: Tensor, k: int, wanted: Wanted
+) -> Match | Refusal:
+    """The architecture with the settings by which its mixture computes what the model's does."""
+    nearest, said = float("inf"), "its mixture does not choose experts as the model's does"
+    for settings in routing_settings(architecture, path, x, k, mixture.experts):
+        changed = architecture.with_fields(**settings)
+        try:
+            module = changed.skeleton().get_submodule(path)
+            layouts, gap = equal_layout(mixture.module, module, weights, x)
+        except Exception as error:  # whatever the architecture's code raises
+            said = f"its mixture does not run by itself: {first_line(error)}"
+            continue
+        if layouts:
+            zeros = sum(one.numel() for name, one in module.named_parameters() if not layouts[name].sources)
+            return Match(changed, layouts, zeros, wanted)
+        if gap < nearest:
+            nearest, said = gap, f"its mixture computes something else ({gap:.1e} of the largest output away at the nearest)"
+    return Refusal(architecture.name, 2, said)
+
+
+def routing_settings(architecture: Architecture, path: str, x: Tensor, k: int, experts: int) -> Iterator[dict[str, Any]]:
+    """Settings of the entries that change no parameter, with which each token is sent to `k` experts."""
+    config = architecture.skeleton().config.to_dict()
+    numbers = [key for key in architecture.inert if type(config.get(key)) is int or config.get(key) is None]
+    flags = [key for key in architecture.inert if isinstance(config.get(key), bool)]
+    scales = {key: 1.0 for key in architecture.inert if isinstance(config.get(key), float)}
+    ones = {key: 1 for key in numbers if type(config.get(key)) is int}
+    for base in ({}, ones):
+        sent = [key for key in numbers if sends(architecture, path, x, {**base, key: k}, k, experts)]
+        for key in sent:
+            start = {**{name: one for name, one in base.items() if name != key}, key: k}
+            for scaled, flag in itertools.product(({}, scales), (None, *flags)):
+                yield {**start, **scaled, **({} if flag is None else {flag: not config[flag]})}
+        if sent:
+            return
+
+
+def sends(architecture: Architecture, path: str, x: Tensor, settings: dict[str, Any], k: int, experts: int) -> bool:
+    """Whether the mixture sends each token to `k` of the experts with these settings."""
+    try:
+        module = architecture.skeleton(**settings).get_submodule(path)
+        generator = torch.Generator().manual_seed(0)
+        made = in_float32(module, lambda name, one: torch.randn(one.shape, generator=generator) / max(1, one.shape[-1]) ** 0.5)
+        return (k, experts) in choices_of(made, x)
+    except Exception:  # whatever the architecture's code raises
+        return False
+
+
+# ── With the whole depth, and with weights ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def with_whole_depth(match: Match, part: PreTrainedModel) -> Architecture:
+    """The architecture for all layers of the model."""
+    short, ours = match.architecture, without_recipe(part.config.to_dict())
+    fields = {key: value if key in short.own else ours[key] for key, value in short.fields.items()}
+    whole = int(part.config.num_hidden_layers)
+    for key in short.own:
+        value = fields.get(key)
+        if isinstance(value, list) and len(value) == match.wanted.layers < whole:
+            fields[key] = value[:1] * whole  # every layer has a mixture
+    return dataclasses.replace(short, fields=fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where the parts of a native form are in the model."""
+
+    skeleton: PreTrainedModel
+    around: Mapping[str, str]  # parameters outside the mixtures → the model's
+    mixtures: tuple[str, ...]  # paths, in the order of the model's
+
+
+def places_of(ours: Surroundings, whole: Architecture, match: Match) -> Places:
+    """Where each parameter of the architecture is in the model; raises `LookupError` with the first difference of the two graphs."""
+    skeleton = whole.skeleton()
+    paths = mixture_paths(skeleton, match.wanted)
+    theirs = Surroundings.of(capture(skeleton, named_inputs(skeleton)), paths)
+    different = first_difference(ours, theirs)
+    if different:
+        raise LookupError(different)
+    return Places(skeleton, matched_parameters(ours, theirs), tuple(paths))
+
+
+def filled(
+    part: PreTrainedModel, whole: Architecture, match: Match, places: Places, mixtures: list[Mixture]
+) -> tuple[PreTrainedModel, list[str]]:
+    """The architecture with the model's weights, and the names of the parameters that are zero."""
+    skeleton, zeros = places.skeleton, list[str]()
+    same = {name: id(one) for name, one in skeleton.named_parameters(remove_duplicate=False)}
+    around = {same[name]: source for name, source in places.around.items()}
+    inside = [(f"{path}.", mixture.weights) for path, mixture in zip(places.mixtures, mixtures, strict=True)]
+    state: dict[str, Tensor] = {}
+    for name, one in skeleton.state_dict().items():
+        if same.get(name) in around:
+            state[name] = part.get_parameter(around[same[name]]).detach().clone()
+            continue
+        found = next(((prefix, weights) for prefix, weights in inside if name.startswith(prefix)), None)
+        if found is None:
+            raise LookupError(f"it saves {name}, which takes no part in what it computes")
+        prefix, weights = found
+        layout = match.layouts.get(name.removeprefix(prefix))
+        dtype = next(iter(weights.values())).dtype
+        state[name] = torch.zeros(one.shape, dtype=dtype) if layout is None else layout.made_of(weights, one.shape).to(dtype)
+        if name in same and layout is not None and not layout.sources:
+            zeros.append(name)
+    config = whole.config_kind(**whole.fields).to_dict()
+    config |= {"dtype": str(part.dtype).removeprefix("torch."), "architectures": [whole.kind.__name__]}
+    if part.can_generate():
+        config["generation_config"] = json.loads(part.generation_config.to_json_string())
+    native: Any = fill_transformers(whole.kind, config, (), state, None, Path(part.config.name_or_path))
+    if recipe_storage.is_recipe(getattr(native.config, RECIPE, None)):
+        recipe_storage.remove_from_config(native)
+    return native, zeros
+
+
+def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[str, Any]) -> str:
+    """How far the outputs of the two lie apart; raises `VerificationError` where it is more than rounding."""
+    batch, length = extent_of(inputs)
+    shapes = [inputs, resized(part, inputs, batch + 1, 2 * length + 1, seed=1)]
+    found = [
+        Arithmetic(part, given).compare(lambda given=given: (logits_of(run(native, given)), logits_of(run(part, given))))  # type: ignore[misc]
+        for given in shapes
+    ]
+    worst = max(found, key=lambda one: (not one.agrees, one.gap))
+    if not worst.agrees:
+        raise VerificationError(
+            f"{type(native).__name__} does not compute what the model does, which all that was tried had shown: a defect of retrofit",
+            why=worst.measured,
+            remedy=WAY_OUT,
+        )
+    return "bit for bit" if worst.gap == 0.0 else worst.measured

@@ -1,0 +1,1 @@
+"""Rewritten models back in their dense form, where that computes the same."""

@@ -1,0 +1,156 @@
+"""`undo`: a rewritten model is the dense model again, where that computes the same."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from retrofit.checks.activations import Activations, record_activations
+from retrofit.checks.divergence import first_divergence
+from retrofit.errors import CheckpointError, VerificationError
+from retrofit.pipeline import recipe_storage, replaying
+from retrofit.pipeline.replaying import recipe, rewritten_part, rewrites
+from retrofit.runtime.agreement import Arithmetic, Comparison
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.modes import preserve_modes
+from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.probes import Inputs, extent_of, logits_of, resized, run, same_bits
+from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
+from retrofit.runtime.usable_models import require_in_memory, require_uncompiled, require_values
+from retrofit.storage.architecture import describe_architecture, empty_model, find_class
+from retrofit.storage.filling import fill_model, fill_transformers
+from retrofit.undoing.dense_parameters import DenseForm, dense_form
+from retrofit.undoing.dense_skeleton import RECIPE, without_recipe
+from retrofit.undoing.neutral_parameters import first_that_matters
+
+KEEP = "keep the retrofitted model, or take the dense one that it was made from"
+
+
+@one_at_a_time
+def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
+    """The dense model that computes what the rewritten `model` does, which is left as it was; nothing is shared by the two.
+
+    Parameters that the passes kept have the values that they have now. Raises `VerificationError` where no dense model of that
+    class computes the same: a dense parameter is gone, the outputs differ, or what training changed takes part; it names the first such place.
+    """
+    require_uncompiled(model)
+    require_in_memory(model, "undone")
+    require_values(model, "undone", "load its weights first")
+    part = rewritten_part(model)
+    if not recipe_storage.stored_recipe(part):
+        raise CheckpointError(f"{type(part).__name__} is a dense model", why="it holds no recipe", remedy="there is nothing to undo")
+    form = dense_form(part)
+    lost = form.lost()
+    if lost:
+        name, why = next(iter(lost.items()))
+        more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise VerificationError(
+            f"{described(part)} cannot be undone: the dense parameter {name} is gone{more}", why=why, remedy=KEEP
+        )
+    dense = filled(part, form)
+    with preserve_modes(part), preserve_random_state(), preserve_state(part):
+        part.eval()
+        require_equal(part, dense, form, named_inputs(part, example_inputs))
+    return dense.train(part.training)
+
+
+def filled(part: nn.Module, form: DenseForm) -> nn.Module:
+    """The dense model with the values that were found."""
+    wanted = form.skeleton.state_dict()
+    state = {name: value_of(form, name) for name in wanted}
+    architecture, config = describe_architecture(part)
+    kind, config_kind = find_class(architecture, imports=True)
+    if issubclass(kind, PreTrainedModel):
+        dense: Any = fill_transformers(kind, without_recipe(config), (), state, None, Path(part.config.name_or_path))
+        if hasattr(dense.config, RECIPE) and recipe_storage.is_recipe(getattr(dense.config, RECIPE)):
+            recipe_storage.remove_from_config(dense)
+    else:
+        from retrofit.storage.architecture import empty_model
+
+        dense = fill_model(empty_model(kind, config_kind, config), (), state, None)
+    trained = {name: one.requires_grad for name, one in part.named_parameters(remove_duplicate=False)}
+    for name, parameter in dense.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(trained.get(form.tensors[name].place, True))
+    return dense
+
+
+def value_of(form: DenseForm, name: str) -> Tensor:
+    """The value of a dense tensor, in memory of its own."""
+    value = form.tensors[name].value
+    assert value is not None
+    return value.clone(memory_format=torch.contiguous_format)
+
+
+def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs) -> None:
+    """Both compute the same, whatever the parameters hold that the passes added; else `VerificationError`."""
+    batch, length = extent_of(inputs)
+    shapes = [dict(inputs)] + ([resized(part, inputs, batch + 1, 2 * length + 1, seed=1)] if length else [])
+    for given in shapes:
+        found = compared(part, dense, given)
+        if not found.agrees:
+            raise VerificationError(
+                f"{described(part)} cannot be undone: without its passes it computes something else",
+                why=f"{found.measured} apart; {where(part, dense, form, given, found.limit)}",
+                remedy=KEEP,
+            )
+    moved = moved_parameters(part, dense, form)
+    name = first_that_matters(part, moved, shapes[-1]) if moved else ""
+    if name:
+        raise VerificationError(
+            f"{described(part)} cannot be undone: {name} is no longer as the passes made it, and takes part",
+            why="on the inputs that were tried both compute the same, and with other values in it the model would not",
+            remedy=KEEP,
+        )
+
+
+def moved_parameters(part: nn.Module, dense: nn.Module, form: DenseForm) -> dict[str, Tensor]:
+    """The parameters that the recipe would begin with otherwise, and which of their elements hold nothing of the dense model.
+
+    What begins at random is among them.
+    """
+    again = copy.deepcopy(dense)
+    replaying.replay(again, recipe_storage.stored_recipe(part))
+    starts = dict(again.named_parameters())
+    moved = {name: ~form.covered(part, name) for name, one in part.named_parameters() if not same_bits(one.cpu(), starts[name].cpu())}
+    return {name: free for name, free in moved.items() if bool(free.any())}
+
+
+def compared(part: nn.Module, dense: nn.Module, inputs: Inputs) -> Comparison:
+    """Whether the two models compute the same."""
+    return Arithmetic(dense, inputs).compare(lambda: (logits_of(run(part, inputs)), logits_of(run(dense, inputs))))
+
+
+def where(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs, limit: float) -> str:
+    """The first module that returns something else than in the dense model, and the site of the recipe it lies in."""
+    found: list[Activations] = []
+    sites = sorted({site.name for one in rewrites(part) or () for site in one.sites}, key=len, reverse=True)
+    for model in (part, dense):
+        with Arithmetic(dense, inputs).computing(), record_activations(model, also=sites) as activations:
+            run(model, inputs)
+        found.append(activations)
+    ours, theirs = ({path: [one.shape for one in values] for path, values in one.items()} for one in found)
+    places = ((path, path if path in sites else place_of(form, path)) for path in theirs)
+    names = {path: now for path, now in places if now is not None and ours.get(now) == theirs[path]}  # others are of another width
+    divergence = first_divergence(found[0], found[1], max(limit, 1e-5), names)
+
+    def place(name: str) -> str:
+        site = next((one for one in sites if name == one or name.startswith(f"{one}.")), "")
+        return f"{name} (of the site {site})" if site and site != name else name
+
+    return divergence.describe(place)
+
+
+def place_of(form: DenseForm, path: str) -> str | None:
+    """The module of the rewritten model that has the parameters of a dense module; None where they are in several or cut up."""
+    owned = {one.place.rpartition(".")[0] for name, one in form.tensors.items() if name.rpartition(".")[0] == path}
+    return owned.pop() if len(owned) == 1 else None
+
+
+def described(part: nn.Module) -> str:
+    """The class of a model and its recipe."""
+    return f"{type(part).__name__} with {', '.join(one.name for one in recipe(part) or ())}"
