@@ -258,8 +258,9 @@ def routing_settings(architecture: Architecture, path: str, x: Tensor, k: int, e
     flags = [key for key in architecture.inert if isinstance(config.get(key), bool)]
     scales = {key: 1.0 for key in architecture.inert if isinstance(config.get(key), float)}
     ones = {key: 1 for key in numbers if type(config.get(key)) is int}
+    other = k + 1 if k < experts else k - 1  # that an entry decides is seen by another number than the wanted one
     for base in ({}, ones):
-        sent = [key for key in numbers if sends(architecture, path, x, {**base, key: k}, k, experts)]
+        sent = [key for key in numbers if sends(architecture, path, x, {**base, key: other or k}, other or k, experts)]
         for key in sent:
             start = {**{name: one for name, one in base.items() if name != key}, key: k}
             for scaled, flag in itertools.product(({}, scales), (None, *flags)):

@@ -12,7 +12,11 @@ from torch import fx
 
 from retrofit.program.program import Call, Program
 
-COMMUTES = {torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor}
+ATEN = torch.ops.aten
+SAME_VALUES = {ATEN.contiguous.default, ATEN.clone.default, ATEN.alias.default, ATEN.detach.default}  # copies
+CASTS = {ATEN.to.dtype, ATEN.to.device, ATEN.to.dtype_layout, ATEN._to_copy.default}  # copies where the dtype stays
+COMMUTES = {ATEN.add.Tensor, ATEN.mul.Tensor}
+RESHAPES = {ATEN.view.default, ATEN.reshape.default, ATEN._unsafe_view.default}
 PLACES = ("device", "layout", "pin_memory")  # arguments of an operation that say where its result is, not what
 LOGITS = "logits"
 
@@ -45,7 +49,20 @@ class Surroundings:
             return hashed("mixture", number, self.digests[entering])
         if node.op == "placeholder":
             return hashed(*self.held(node))
-        return hashed(node.op, str(node.target), *(part for part in self.arguments(node)))
+        origin = self.origin(node)
+        if origin is not node:
+            return self.digests[origin]
+        target = "reshape" if node.target in RESHAPES else str(node.target)
+        return hashed(node.op, target, *self.arguments(node))
+
+    def origin(self, node: fx.Node) -> fx.Node:
+        """The node that has the values of this one: another where this one is a copy, or a dropout that drops nothing."""
+        while node not in self.ends and node.op == "call_function":
+            source = node.args[0] if node.args else None
+            if not isinstance(source, fx.Node) or not is_copy(node, source):
+                return node
+            node = source
+        return node
 
     def held(self, node: fx.Node) -> tuple[Any, ...]:
         """What a placeholder stands for."""
@@ -60,15 +77,16 @@ class Surroundings:
 
     def arguments(self, node: fx.Node) -> list[str]:
         """The arguments of a node by their digests, in an order of their own where their order does not matter."""
+        args = [one for one in node.args if not isinstance(one, torch.device)]
         kwargs = {key: value for key, value in node.kwargs.items() if key not in PLACES}
-        said = [repr(fx.node.map_arg(one, lambda operand: Quoted(self.digests[operand]))) for one in (*node.args, kwargs)]
+        said = [repr(fx.node.map_arg(one, lambda operand: Quoted(self.digests[operand]))) for one in (*args, kwargs)]
         return [*sorted(said[:2]), *said[2:]] if node.target in COMMUTES else said
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """What a node is computed from; of two that may be swapped the one of the lesser digest first."""
         if node in self.ends:
-            return [self.ends[node][1]]
-        operands = list(node.all_input_nodes)
+            return [self.origin(self.ends[node][1])]
+        operands = [self.origin(one) for one in node.all_input_nodes]
         if node.target in COMMUTES:
             return sorted(operands, key=lambda one: self.digests[one])
         return operands
@@ -92,6 +110,16 @@ class Surroundings:
         call = program.owner.get(node)
         where = call.path if call is not None and call.path else "the model's own code"
         return f"{getattr(node.target, '__name__', node.target)} in {where}"
+
+
+def is_copy(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node has the values of its operand."""
+    if node.target in CASTS:
+        ours, theirs = node.meta.get("val"), source.meta.get("val")
+        return ours is not None and theirs is not None and ours.dtype == theirs.dtype
+    if node.target is ATEN.dropout.default:
+        return node.args[2:3] == (False,)
+    return node.target in SAME_VALUES
 
 
 class Quoted(str):
@@ -118,11 +146,16 @@ def logits_in(program: Program) -> fx.Node:
     return program.outputs.get(LOGITS) or next(iter(program.outputs.values()))
 
 
+def root_of(one: Surroundings) -> fx.Node:
+    """The node whose values the logits are."""
+    return one.origin(logits_in(one.program))
+
+
 def first_difference(one: Surroundings, other: Surroundings) -> str:
     """What of the one graph is the first that the other does not compute, and the reverse; "" where the graphs are equal."""
-    ours, theirs = (side.slice_of(logits_in(side.program)) for side in (one, other))
+    ours, theirs = (side.slice_of(root_of(side)) for side in (one, other))
     known, there = {one.digests[node] for node in ours}, {other.digests[node] for node in theirs}
-    if one.digests[logits_in(one.program)] == other.digests[logits_in(other.program)]:
+    if one.digests[root_of(one)] == other.digests[root_of(other)]:
         return ""
     first = next((node for node in ours if one.digests[node] not in there), None)
     its = next((node for node in theirs if other.digests[node] not in known), None)
@@ -137,7 +170,7 @@ def matched_parameters(one: Surroundings, other: Surroundings) -> dict[str, str]
     """
     found: dict[str, str] = {}
     seen: set[tuple[fx.Node, fx.Node]] = set()
-    waiting = [(logits_in(one.program), logits_in(other.program))]
+    waiting = [(root_of(one), root_of(other))]
     while waiting:
         pair = waiting.pop()
         if pair in seen:
