@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from retrofit.checks.verify import verify as verify
     from retrofit.differences import diff as diff
     from retrofit.errors import RetrofitError as RetrofitError
+    from retrofit.native.native_form import to_native as to_native
     from retrofit.onnx.exporter.export_onnx import export_onnx as export_onnx
     from retrofit.onnx.importer.from_onnx import from_onnx as from_onnx
     from retrofit.pipeline.replaying import recipe as recipe
@@ -49,6 +50,7 @@ HOMES = {
     "read_recipe": "retrofit.storage.recipe_file",
     "recipe": "retrofit.pipeline.replaying",
     "save": "retrofit.storage.checkpoint",
+    "to_native": "retrofit.native.native_form",
     "undo": "retrofit.undoing.undo",
     "verify": "retrofit.checks.verify",
 }

@@ -75,11 +75,13 @@ def merged_for_now(inside: Any) -> Iterator[None]:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """What `adapter_config.json` says; raises `CheckpointError` where it or the weights are not there, or it names code to import."""
+    """What `adapter_config.json` says; raises `CheckpointError` where it or the weights are missing, or it names code to import."""
     file = folder / CONFIG
     if not file.is_file():
         raise CheckpointError(
-            f"{folder} holds no adapter", why=f"there is no {CONFIG} in it", remedy="give the directory that PEFT's save_pretrained wrote"
+            f"{folder} holds no adapter",
+            why=f"there is no {CONFIG} in it",
+            remedy="give a directory that save_pretrained of PEFT wrote",
         )
     if not (folder / WEIGHTS).is_file():
         raise CheckpointError(f"{folder} has no {WEIGHTS}", why="an adapter's weights are read as safetensors only")
@@ -110,4 +112,3 @@ def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
             remedy="name the model that it was trained on: --base DIR",
         ) from error
     return adapted
-

@@ -20,7 +20,7 @@ from retrofit.runtime.probes import same_bits
 from retrofit.runtime.usable_models import require_in_memory, require_module, require_values
 from retrofit.undoing.dense_parameters import DenseForm, dense_form
 
-CHANGING = ("quantization_config", "transformers_version", "architectures", "_name_or_path")  # entries that say nothing of the model
+CHANGING = ("quantization_config", "transformers_version", "architectures", "_name_or_path")  # say nothing of the model
 
 
 @dataclasses.dataclass(frozen=True)

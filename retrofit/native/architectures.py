@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import transformers
@@ -82,7 +82,6 @@ class Architecture:
 
 def architectures_like(model: PreTrainedModel, only: str | None = None) -> Iterator[Architecture]:
     """The architectures with mixtures that do the same task, with the entries of the model's config that they have too."""
-    ours = model.config.to_dict()
     names: dict[str, None] = {}
     for mapping in vars(modeling_auto).values():
         if type(mapping) is collections.OrderedDict and type(model).__name__ in mapping.values():  # not those that import classes
@@ -99,17 +98,25 @@ def architectures_like(model: PreTrainedModel, only: str | None = None) -> Itera
         except Exception:  # a config that has no defaults
             continue
         if any(EXPERTS in key for key in default):
-            shared = {key: ours[key] for key in default if key in ours and key not in IDENTITY}
-            own = tuple(key for key in default if key not in ours and key not in IDENTITY)
+            shared = shared_entries(model.config, default)
+            own = tuple(key for key in default if key not in shared and key not in IDENTITY)
             yield Architecture(kind, shared, own)
+
+
+def shared_entries(config: PreTrainedConfig, keys: Iterable[str]) -> dict[str, Any]:
+    """The entries of the config by those of the `keys` that it knows, under names of its own too."""
+    plain = config.to_dict()
+    return {
+        key: plain[key] if key in plain else getattr(config, key) for key in keys if key not in IDENTITY and hasattr(config, key)
+    }
 
 
 def of_depth(config: Mapping[str, Any], kind: type[PreTrainedConfig], depth: int) -> dict[str, Any]:
     """The config's entries for its first layers alone; a list with an entry a layer is shortened."""
     key = kind.attribute_map.get(DEPTH, DEPTH)
-    whole = config[key]
+    whole = config.get(key)
     cut = {name: value[:depth] if isinstance(value, list) and len(value) == whole else value for name, value in config.items()}
-    return {**cut, key: depth}
+    return {**cut, key: depth} if key in config else cut
 
 
 def sized(architecture: Architecture, wanted: Wanted) -> tuple[Architecture, str]:
@@ -130,23 +137,27 @@ def sized(architecture: Architecture, wanted: Wanted) -> tuple[Architecture, str
         before = least
         for key in architecture.own:
             for value in trials(config.get(key), wanted):
-                if key not in inert and _ == 0 and value is None:
+                changed = built(architecture.with_fields(**{key: value}))
+                if changed is None:
                     continue
-                try:
-                    changed = architecture.skeleton(**{key: value})
-                except Exception:  # a value that does not go with the others
+                if shapes_of(changed) == shapes_of(model):
+                    if key in inert and type(value) is int and value > 1:
+                        break  # it changes no parameter, whatever the number
                     continue
-                if shapes_of(changed) != shapes_of(model):
-                    inert.pop(key, None)
-                    cost = wanted.cost(changed)
-                    if cost < least:
-                        least, model, architecture = cost, changed, architecture.with_fields(**{key: value})
-                elif key in inert and isinstance(value, int) and not isinstance(value, bool) and value > 1:
-                    break  # it changes no parameter
-        if least == before or least == 0:
+                inert.pop(key, None)
+                if wanted.cost(changed) < least:
+                    least, model, architecture = wanted.cost(changed), changed, architecture.with_fields(**{key: value})
+        if least in (before, 0):
             break
-    inert = {key: None for key in inert if key not in architecture.fields}
-    return dataclasses.replace(architecture, inert=tuple(inert)), ""
+    return dataclasses.replace(architecture, inert=tuple(key for key in inert if key not in architecture.fields)), ""
+
+
+def built(architecture: Architecture) -> PreTrainedModel | None:
+    """The model without weights; None where the entries do not go together."""
+    try:
+        return architecture.skeleton()
+    except Exception:  # whatever the architecture's code raises
+        return None
 
 
 def trials(value: Any, wanted: Wanted) -> list[Any]:

@@ -28,6 +28,7 @@ from retrofit.native.architectures import (
     extra_parameter,
     mixture_paths,
     of_depth,
+    shared_entries,
     sized,
 )
 from retrofit.native.mixtures import Mixture, choices_of, in_float32, installed_mixtures, random_stream, random_weights
@@ -36,7 +37,7 @@ from retrofit.native.weight_layouts import Layout, equal_layout
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.replaying import rewritten_part
 from retrofit.program.capture import capture
-from retrofit.runtime.agreement import Arithmetic
+from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import preserve_modes
 from retrofit.runtime.one_at_a_time import one_at_a_time
@@ -86,7 +87,7 @@ class Refusal:
 def to_native(model: PreTrainedModel, architecture: str | None = None) -> PreTrainedModel:
     """The model as an architecture of transformers that computes the same, with memory of its own; `model` stays as it is.
 
-    `architecture`, a `model_type` such as "mixtral", says which; else the nearest one that fits. Raises `DoesNotFitError` where none
+    `architecture`, a `model_type` such as "mixtral", says which; else the nearest that fits. Raises `DoesNotFitError` where none
     does, and says what differs in the nearest, `CheckpointError` for what is no transformers model with mixtures from a pass.
     """
     return native_form(model, architecture).model
@@ -154,7 +155,8 @@ def require_mixtures(model: Any) -> PreTrainedModel:
 def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | None) -> DoesNotFitError:
     """The refusal, with what differs in the architecture that came nearest."""
     if not refusals:
-        why = f"transformers has no architecture {architecture} with mixtures for that task" if architecture else "none does that task"
+        named = f"architecture {architecture}" if architecture else "architecture"
+        why = f"transformers has no {named} with mixtures for that task"
         return DoesNotFitError(f"{type(part).__name__} has no native form", why=why, remedy=WAY_OUT)
     nearest = max(one.stage for one in refusals)
     said = [f"{one.architecture}: {one.why}" for one in refusals if one.stage == nearest]
@@ -217,7 +219,7 @@ def what_is_wanted(part: PreTrainedModel, mixtures: list[Mixture], k: int) -> tu
     stacked = [one for one in weights.values() if one.dim() == 3]
     others = Shapes(tuple(one.shape) for one in weights.values() if one.dim() != 3)
     depths = tuple(range(depth)) if len(mixtures) == whole else depths_of(paths, short)
-    units = {extent for one in stacked for extent in one.shape[1:]} - {int(part.config.hidden_size)}
+    units = {extent for one in stacked for extent in one.shape[1:]}
     halves = {unit // 2 for unit in units if unit % 2 == 0} if len(stacked) == 2 else set()
     values = (mixtures[0].experts, *sorted(units), *sorted(halves), k)
     count = len(paths)
@@ -260,12 +262,15 @@ def routing_settings(architecture: Architecture, path: str, x: Tensor, k: int, e
     ones = {key: 1 for key in numbers if type(config.get(key)) is int}
     other = k + 1 if k < experts else k - 1  # that an entry decides is seen by another number than the wanted one
     for base in ({}, ones):
-        sent = [key for key in numbers if sends(architecture, path, x, {**base, key: other or k}, other or k, experts)]
-        for key in sent:
-            start = {**{name: one for name, one in base.items() if name != key}, key: k}
-            for scaled, flag in itertools.product(({}, scales), (None, *flags)):
-                yield {**start, **scaled, **({} if flag is None else {flag: not config[flag]})}
-        if sent:
+        sent = [
+            key
+            for key in numbers
+            if other and all(sends(architecture, path, x, {**base, key: count}, count, experts) for count in (other, k))
+        ]
+        starts = [{**base, key: k} for key in sent] if other else [base]
+        for start, scaled, flag in itertools.product(starts, ({}, scales), (None, *flags)):
+            yield {**start, **scaled, **({} if flag is None else {flag: not config[flag]})}
+        if starts:
             return
 
 
@@ -285,8 +290,8 @@ def sends(architecture: Architecture, path: str, x: Tensor, settings: dict[str, 
 
 def with_whole_depth(match: Match, part: PreTrainedModel) -> Architecture:
     """The architecture for all layers of the model."""
-    short, ours = match.architecture, without_recipe(part.config.to_dict())
-    fields = {key: value if key in short.own else ours[key] for key, value in short.fields.items()}
+    short = match.architecture
+    fields = {**short.fields, **shared_entries(part.config, [key for key in short.fields if key not in short.own])}
     whole = int(part.config.num_hidden_layers)
     for key in short.own:
         value = fields.get(key)
@@ -305,7 +310,7 @@ class Places:
 
 
 def places_of(ours: Surroundings, whole: Architecture, match: Match) -> Places:
-    """Where each parameter of the architecture is in the model; raises `LookupError` with the first difference of the two graphs."""
+    """Where each parameter of the architecture is in the model; raises `LookupError` with the first difference of the graphs."""
     skeleton = whole.skeleton()
     paths = mixture_paths(skeleton, match.wanted)
     theirs = Surroundings.of(capture(skeleton, named_inputs(skeleton)), paths)
@@ -351,15 +356,17 @@ def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[s
     """How far the outputs of the two lie apart; raises `VerificationError` where it is more than rounding."""
     batch, length = extent_of(inputs)
     shapes = [inputs, resized(part, inputs, batch + 1, 2 * length + 1, seed=1)]
-    found = [
-        Arithmetic(part, given).compare(lambda given=given: (logits_of(run(native, given)), logits_of(run(part, given))))  # type: ignore[misc]
-        for given in shapes
-    ]
+    found = [compared(part, native, given) for given in shapes]
     worst = max(found, key=lambda one: (not one.agrees, one.gap))
     if not worst.agrees:
         raise VerificationError(
-            f"{type(native).__name__} does not compute what the model does, which all that was tried had shown: a defect of retrofit",
+            f"{type(native).__name__} does not compute what the model does, though every part does: a defect of retrofit",
             why=worst.measured,
             remedy=WAY_OUT,
         )
     return "bit for bit" if worst.gap == 0.0 else worst.measured
+
+
+def compared(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[str, Any]) -> Comparison:
+    """Whether the two compute the same."""
+    return Arithmetic(part, inputs).compare(lambda: (logits_of(run(native, inputs)), logits_of(run(part, inputs))))

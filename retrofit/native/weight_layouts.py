@@ -52,8 +52,6 @@ def layouts_for(shape: torch.Size, weights: Mapping[str, Tensor]) -> list[Layout
     found: list[Layout] = []
     for sources in [(one,) for one in parts] + list(itertools.permutations(parts, 2)):
         halves = [(name, half) for name, half in sources]
-        if len(sources) == 1 and halves[0][1] is not None:
-            continue
         if len(sources) == 2 and {half is None for _, half in halves} == {True, False}:
             continue
         for join in JOINS if len(sources) == 2 else ("joined",):

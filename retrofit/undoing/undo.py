@@ -14,7 +14,7 @@ from retrofit.checks.activations import Activations, record_activations
 from retrofit.checks.divergence import first_divergence
 from retrofit.errors import CheckpointError, VerificationError
 from retrofit.pipeline import recipe_storage, replaying
-from retrofit.pipeline.replaying import recipe, rewritten_part, rewrites
+from retrofit.pipeline.replaying import recipe, rewrites, rewritten_part
 from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import preserve_modes
@@ -22,7 +22,7 @@ from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import Inputs, extent_of, logits_of, resized, run, same_bits
 from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
 from retrofit.runtime.usable_models import require_in_memory, require_uncompiled, require_values
-from retrofit.storage.architecture import describe_architecture, empty_model, find_class
+from retrofit.storage.architecture import describe_architecture, find_class
 from retrofit.storage.filling import fill_model, fill_transformers
 from retrofit.undoing.dense_parameters import DenseForm, dense_form
 from retrofit.undoing.dense_skeleton import RECIPE, without_recipe
@@ -36,14 +36,14 @@ def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     """The dense model that computes what the rewritten `model` does, which is left as it was; nothing is shared by the two.
 
     Parameters that the passes kept have the values that they have now. Raises `VerificationError` where no dense model of that
-    class computes the same: a dense parameter is gone, the outputs differ, or what training changed takes part; it names the first such place.
+    class computes the same, and names the place: a dense parameter that is gone, an output, a trained parameter that takes part.
     """
     require_uncompiled(model)
     require_in_memory(model, "undone")
     require_values(model, "undone", "load its weights first")
     part = rewritten_part(model)
     if not recipe_storage.stored_recipe(part):
-        raise CheckpointError(f"{type(part).__name__} is a dense model", why="it holds no recipe", remedy="there is nothing to undo")
+        raise CheckpointError(f"{type(part).__name__} is a dense model", why="it holds no recipe", remedy="take it as it is")
     form = dense_form(part)
     lost = form.lost()
     if lost:
@@ -116,7 +116,8 @@ def moved_parameters(part: nn.Module, dense: nn.Module, form: DenseForm) -> dict
     again = copy.deepcopy(dense)
     replaying.replay(again, recipe_storage.stored_recipe(part))
     starts = dict(again.named_parameters())
-    moved = {name: ~form.covered(part, name) for name, one in part.named_parameters() if not same_bits(one.cpu(), starts[name].cpu())}
+    named = part.named_parameters()
+    moved = {name: ~form.covered(part, name) for name, one in named if not same_bits(one.cpu(), starts[name].cpu())}
     return {name: free for name, free in moved.items() if bool(free.any())}
 
 

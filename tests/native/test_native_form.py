@@ -1,0 +1,120 @@
+"""Upcycled models as architectures of transformers: the same outputs, from plain directories; else a refusal that says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import tiny_models
+from torch import nn
+
+import retrofit
+from retrofit.cli import main
+from retrofit.errors import CheckpointError, DoesNotFitError
+from retrofit.native.weight_layouts import Layout, combinations, equal_layout, layouts_for
+
+IDS = torch.arange(3, 20)[None]
+
+
+def upcycled(dense: Any, options: str = "") -> Any:
+    """A model with a mixture in every layer whose experts differ, as if it had trained."""
+    torch.manual_seed(0)
+    model = retrofit.apply(dense, f"shared-moe(groups=0, experts=4, k=2{options})", verify=False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def test_a_llama_becomes_a_mixtral(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = upcycled(tiny_models.llama(hidden_size=32, intermediate_size=48))
+    retrofit.save(model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_notes.json").write_text("{}")
+    assert main(["export", str(tmp_path / "model"), "--native", "mixtral"]) == 0
+    said = capsys.readouterr().out
+    assert "MixtralForCausalLM" in said and "num_local_experts=4" in said
+    output = tmp_path / "model.native"
+    config = json.loads((output / "config.json").read_text())
+    assert config["model_type"] == "mixtral" and "quantization_config" not in config and (output / "tokenizer_notes.json").exists()
+    native = transformers.AutoModelForCausalLM.from_pretrained(output)
+    assert type(native) is transformers.MixtralForCausalLM and retrofit.recipe(native) is None
+    with torch.no_grad():
+        torch.testing.assert_close(native(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
+    from safetensors import safe_open
+
+    with safe_open(output / "model.safetensors", "pt") as file:  # by the names that other engines read
+        assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in file.keys()
+
+
+@pytest.mark.long
+def test_gates_that_are_not_renormalized_need_another_architecture() -> None:
+    model = upcycled(tiny_models.llama(hidden_size=32, intermediate_size=48), ", renormalize=false")
+    with pytest.raises(DoesNotFitError, match="mixtral: its mixture computes something else"):
+        retrofit.to_native(model, "mixtral")
+    native = retrofit.to_native(model, "qwen2_moe")
+    with torch.no_grad():
+        torch.testing.assert_close(native(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_what_has_no_native_form_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="it is a dense model"):
+        retrofit.to_native(tiny_models.llama())
+    with pytest.raises(DoesNotFitError, match="no pass made a mixture"):
+        retrofit.to_native(retrofit.apply(tiny_models.llama(), "sum", verify=False))
+    model = upcycled(tiny_models.gpt2())
+    with pytest.raises(DoesNotFitError, match="mixtral: it has no") as refused:
+        retrofit.to_native(model, "mixtral")
+    assert "docs/native.md" in refused.value.remedy
+    with pytest.raises(DoesNotFitError, match="no architecture nothing with mixtures"):
+        retrofit.to_native(model, "nothing")
+
+
+class Fused(nn.Module):
+    """Σ of all experts' outputs, its up matrices of two experts and both halves in one."""
+
+    def __init__(self, experts: int, swapped: bool) -> None:
+        super().__init__()
+        self.both, self.down = nn.Parameter(torch.empty(experts, 12, 4)), nn.Parameter(torch.empty(experts, 4, 6))
+        self.swapped = swapped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = torch.einsum("btd,ehd->ebth", x, self.both).chunk(2, -1)
+        gate, up = (other, one) if self.swapped else (one, other)
+        return torch.einsum("ebth,edh->btd", gate.sigmoid() * up, self.down)
+
+
+class Apart(nn.Module):
+    """The same with two matrices, stored the other way round."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up, self.gate = (nn.Parameter(torch.empty(experts, 6, 4)) for _ in range(2))
+        self.down = nn.Parameter(torch.empty(experts, 4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (torch.einsum("btd,ehd->ebth", x, one) for one in (self.gate, self.up))
+        return torch.einsum("ebth,edh->btd", gate.sigmoid() * up, self.down)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_layouts_are_decided_by_what_is_computed(swapped: bool) -> None:
+    source, target = Apart(3), Fused(3, swapped)
+    weights = {name: torch.randn(one.shape) for name, one in source.named_parameters()}
+    found, gap = equal_layout(source, target, weights, torch.randn(1, 5, 4))
+    names = ("up", "gate") if swapped else ("gate", "up")
+    assert found["both"] == Layout(tuple((name, None) for name in names)) and gap < 1e-5
+    assert found["down"] == Layout((("down", None),))
+    back, _ = equal_layout(target, source, {"both": torch.randn(3, 12, 4), "down": torch.randn(3, 4, 6)}, torch.randn(1, 5, 4))
+    assert back["gate"].sources == (("both", 1 if swapped else 0),)
+
+
+def test_every_weight_takes_part_once() -> None:
+    weights = {"a": torch.randn(2, 6, 4), "b": torch.randn(2, 6, 4)}
+    for chosen in combinations({"one": torch.Size((2, 6, 4)), "other": torch.Size((2, 4, 6)), "none": torch.Size((7,))}, weights):
+        assert sorted(name for layout in chosen.values() for name, _ in layout.sources) == ["a", "b"]
+        assert not chosen["none"].sources and chosen["other"].transposed
+    assert [one.sources for one in layouts_for(torch.Size((3, 1)), weights)] == [()]

@@ -1,0 +1,87 @@
+"""Adapters of PEFT are merged into retrofitted models, retrofit's own modules among what they adapt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from support import tiny_models
+from torch import nn
+
+import retrofit
+from retrofit.cli import main
+from retrofit.errors import CheckpointError, VerificationError
+
+IDS = torch.arange(3, 20)[None]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, torch.Tensor]:
+    """A retrofitted model, an adapter as if it had trained, and what the model computes with it."""
+    folder = tmp_path_factory.mktemp("adapters")
+    model = retrofit.apply(tiny_models.llama(), "shared-moe(groups=0, experts=2)", verify=False)
+    retrofit.save(model, folder / "base")
+    torch.manual_seed(0)
+    names = {"target_modules": ["q_proj", "router"], "target_parameters": ["moe.up.weight", "moe.down.weight"]}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **names)).eval()
+    adapted.peft_config["default"].base_model_name_or_path = str(folder / "base")
+    adapted.save_pretrained(folder / "adapter")
+    with torch.no_grad():
+        return folder / "base", folder / "adapter", adapted(input_ids=IDS).logits
+
+
+def test_the_merged_model_computes_what_both_did(
+    places: tuple[Path, Path, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter, expected = places
+    assert main(["merge", str(adapter), "-o", str(tmp_path / "merged")]) == 0
+    assert "shared-moe(experts=2" in capsys.readouterr().out
+    merged = retrofit.load(tmp_path / "merged")
+    dense = retrofit.load(base)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, expected, atol=1e-5, rtol=1e-5)
+        assert float((dense(IDS).logits - expected).abs().max()) > 0.1
+    assert retrofit.recipe(merged) == retrofit.recipe(dense)
+    assert not any("lora" in name or "base_layer" in name for name, _ in merged.named_parameters())
+    changed = {one.name.split(".", 3)[-1] for one in retrofit.diff(dense, merged).tensors}
+    assert changed == {"self_attn.q_proj.weight", "mlp.moe.router.weight", "mlp.moe.up.weight", "mlp.moe.down.weight"}
+
+
+class Bypass(nn.Module):
+    """A module that reads the weight of a child and does not call it: what wraps the child has no effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(31, 8), nn.Linear(8, 8), nn.Linear(8, 31)
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        return self.head(self.embedding(input_ids) @ self.inner.weight)
+
+
+def test_an_adapter_that_the_model_goes_around_is_not_merged() -> None:
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(Bypass(), peft.LoraConfig(r=2, target_modules=["inner"], init_lora_weights=False))
+    before = {name: one.clone() for name, one in adapted.state_dict().items()}
+    with pytest.raises(VerificationError, match="the merged model would compute something else"):
+        retrofit.merge_adapters(adapted)
+    assert all(torch.equal(one, before[name]) for name, one in adapted.state_dict().items())
+    with pytest.raises(CheckpointError, match="holds no adapters"):
+        retrofit.merge_adapters(Bypass())
+
+
+def test_adapters_that_cannot_be_read_are_refused(
+    places: tuple[Path, Path, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter, _ = places
+    assert main(["merge", str(base)]) == 2 and "holds no adapter" in capsys.readouterr().err
+    assert main(["merge", str(adapter), "--base", str(tmp_path / "none")]) == 2
+    assert "is not at" in capsys.readouterr().err
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "megatron_config": {"a": 1}, "megatron_core": "this"}))
+    assert main(["merge", str(tmp_path)]) == 2 and "adapter_model.safetensors" in capsys.readouterr().err
+    (tmp_path / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
+    assert main(["merge", str(tmp_path)]) == 2 and "names a module to import" in capsys.readouterr().err

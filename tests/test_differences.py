@@ -1,0 +1,58 @@
+"""What `diff` says of two models: recipes, sites, parameters, wherever these lie."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny_models
+
+import retrofit
+from retrofit.cli import main
+
+
+@pytest.fixture(scope="module")
+def widened() -> Any:
+    return retrofit.apply(tiny_models.llama(), "altup(k=2)", verify=False)
+
+
+def test_dense_parameters_are_compared_wherever_they_lie(widened: Any) -> None:
+    dense = tiny_models.llama()
+    with torch.no_grad():
+        dense.model.embed_tokens.weight[5, 3] += 2.0  # part of a wider table in the other model
+    found = retrofit.diff(dense, widened)
+    (changed,) = (one for one in found.tensors if one.what == "values")
+    norm = float(dense.model.embed_tokens.weight.norm())
+    assert (changed.name, round(changed.largest, 4)) == ("model.embed_tokens.weight", 2.0)
+    assert changed.relative == pytest.approx(2.0 / norm, rel=1e-4)
+    assert found.equal == len(dense.state_dict()) - 1 and not found.same
+    added = {one.name for one in found.tensors if one.what == "only in the second"}
+    assert added and all(name.endswith((".p", ".g")) for name in added)
+    assert {one.name for one in found.sites if one.only_in == "second"} >= {"model.layers.0", "model.layers.1"}
+
+
+def test_models_of_one_recipe_are_compared_by_name(widened: Any) -> None:
+    other = copy.deepcopy(widened)
+    assert retrofit.diff(widened, other).same
+    with torch.no_grad():
+        other.model.layers[1].g.add_(0.5)
+    found = retrofit.diff(widened, other)
+    assert [(one.name, one.what, one.largest) for one in found.tensors] == [("model.layers.1.g", "values", 0.5)]
+    assert not found.sites and not found.passes()
+
+
+def test_the_command_tells_recipes_apart(widened: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    retrofit.save(widened, tmp_path / "two")
+    retrofit.save(retrofit.apply(tiny_models.llama(), "altup(k=3)", verify=False), tmp_path / "three")
+    two, three = str(tmp_path / "two"), str(tmp_path / "three")
+    assert main(["diff", two, three, "--exit-code"]) == 1
+    said = capsys.readouterr().out
+    assert "pass 1, altup" in said and "k=2" in said and "k=3" in said and "sites" not in said
+    assert main(["diff", two, three, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not found["same"] and found["equal"] == 21 and found["recipes"][1][0].startswith("altup(k=3")
+    assert main(["diff", two, two, "--exit-code"]) == 0
