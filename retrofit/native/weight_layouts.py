@@ -72,11 +72,12 @@ def shape_of(layout: Layout, weights: Mapping[str, Tensor]) -> torch.Size | None
 
 
 def combinations(wanted: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> Iterator[dict[str, Layout]]:
-    """Ways to make all the wanted weights in which every weight there is takes part, each part of it once."""
+    """Ways to make all the wanted weights in which every weight there is takes part, each once."""
     options = [layouts_for(shape, weights) for shape in wanted.values()]
     for chosen in itertools.islice(itertools.product(*options), 4 * MOST):
         used = [part for layout in chosen for part in layout.sources]
-        if len(set(used)) == len(used) and {name for name, _ in used} == set(weights):
+        parts = {name: sorted((half for one, half in used if one == name), key=str) for name in weights}
+        if all(halves in ([None], [0, 1]) for halves in parts.values()):  # whole, or both halves
             yield dict(zip(wanted, chosen, strict=True))
 
 

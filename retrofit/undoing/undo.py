@@ -70,8 +70,6 @@ def filled(part: nn.Module, form: DenseForm) -> nn.Module:
         if hasattr(dense.config, RECIPE) and recipe_storage.is_recipe(getattr(dense.config, RECIPE)):
             recipe_storage.remove_from_config(dense)
     else:
-        from retrofit.storage.architecture import empty_model
-
         dense = fill_model(empty_model(kind, config_kind, config), (), state, None)
     trained = {name: one.requires_grad for name, one in part.named_parameters(remove_duplicate=False)}
     for name, parameter in dense.named_parameters(remove_duplicate=False):

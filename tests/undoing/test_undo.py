@@ -109,7 +109,7 @@ def test_the_command_writes_a_dense_directory(upcycled: Any, tmp_path: Path, cap
     assert "retrofitted" in (source / "README.md").read_text()
     assert main(["undo", str(source)]) == 0
     said = capsys.readouterr().out
-    assert "shared-moe(experts=2" in said and "8,304 → 5,872" in said
+    assert "shared-moe(experts=2" in said and "8,240 → 5,872" in said
     output = tmp_path / "model.shared-moe.dense"
     assert (output / "notes.txt").read_text() == "kept" and not (output / "README.md").exists()
     assert "quantization_config" not in (output / "config.json").read_text()
