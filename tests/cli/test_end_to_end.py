@@ -494,7 +494,21 @@ def test_the_commands_of_the_readme_work(here: Path, capsys: pytest.CaptureFixtu
     Path("text.txt").write_text(README * 20, encoding="utf-8")
     Path("held_out.txt").write_text(README, encoding="utf-8")
     lines = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
-    commands = {"apply", "inspect", "plan", "verify", "teach", "train", "compare", "passes", "export", "bundle", "undo", "diff"}
+    commands = {
+        "apply",
+        "inspect",
+        "plan",
+        "verify",
+        "teach",
+        "train",
+        "compare",
+        "passes",
+        "export",
+        "bundle",
+        "undo",
+        "diff",
+        "completion",
+    }
     assert {line[1] for line in lines} == commands
     for line in lines:
         assert line[0] == "retrofit"
