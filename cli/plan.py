@@ -53,7 +53,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--force", action="store_true", help="replace outputs that exist, and measurements of something else")
     parser.add_argument("--tokens", metavar="N", type=int, help="tokens that passes are fitted on (default: 16384, or 8192)")
     parser.add_argument(
-        "--minutes", metavar="M", type=float, help="no candidate is begun after most of them (default: all are tried)"
+        "--minutes", metavar="M", type=float, help="no candidate is fitted after most of them (default: all are tried)"
     )
     parser.add_argument("--no-measure", action="store_true", help="do not rewrite the model by the recipe and measure it")
     parser.add_argument("--json", action="store_true", help="print the plans as JSON")

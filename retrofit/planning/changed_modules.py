@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.runtime.state_preservation import plain_attributes
+from retrofit.surgery.transformers_quantization import TRACES
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 OWN = "retrofit_"  # attributes in which the library keeps its books
@@ -69,9 +70,11 @@ def is_same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
-    """What a module holds that is plain data, and whether its forward is its class's."""
+    """What a module holds that is plain data, and whether its forward is its class's; not where its weights came from."""
     kept = {
-        name: value for name, value in plain_attributes(module).items() if isinstance(value, PLAIN) and not name.startswith(OWN)
+        name: value
+        for name, value in plain_attributes(module).items()
+        if isinstance(value, PLAIN) and not name.startswith(OWN) and name not in TRACES
     }
     return {**kept, "forward": "forward" in vars(module), "training": False}
 

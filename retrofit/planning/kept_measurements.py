@@ -70,6 +70,12 @@ class KeptMeasurements:
             self.write()
         return self.values[name]
 
+    def put(self, name: str, value: Any) -> None:
+        """The value called `name` is this one from now on."""
+        if self.values.get(name) != value:
+            self.values[name] = value
+            self.write()
+
     def write(self) -> None:
         """All values are on disk."""
         if self.folder is not None:

@@ -29,8 +29,9 @@ from retrofit.runtime.peak_memory import own_bytes
 from retrofit.training.fingerprints import short_hash
 
 Progress = Callable[[str], None]
+NOISE = 0.01  # of a time
 SAME = 1e-3  # of a distance that is measured again
-BUILDING = 0.6  # of the minutes given, after which no further candidate is begun
+BUILDING = 0.6  # of the minutes given, after which no further candidate is fitted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Measurements:
         self.quantities, self.kept, self.seed, self.example_inputs = tuple(quantities), kept, seed, example_inputs
         self.seconds, self.say = seconds, progress
         self.variants: dict[int, Variant] = {}
+        self.unfitted: dict[int, Variant] = {}
         self.sites: list[Site] = []
         self.left_out: dict[str, str] = {}
         progress("measuring the dense model")
@@ -77,38 +79,84 @@ class Measurements:
 
     # Candidates, one after the other.
 
-    def measure_candidates(self, minutes: float | None) -> None:
-        """The sites of every candidate have been measured, of those that fit; none is begun when most of the `minutes` are over."""
-        began = time.monotonic()
-        for number, candidate in enumerate(self.candidates):
-            name = short_spec(candidate)
-            late = minutes is not None and self.sites and time.monotonic() - began > BUILDING * 60 * minutes
-            if late and f"{name} sites" not in self.kept.values:
-                self.left_out[name] = f"not tried: most of the {minutes:g} minutes were over"
-                continue
-            try:
-                self.sites += self.measure_candidate(number)
-            except (CaptureError, DoesNotFitError, PlanningError) as error:
-                reason = f"{error.what}: {error.why}" if error.why else error.what
-                self.left_out[name] = self.kept.measure(f"{name} refused", functools.partial(str, reason))
+    def measure_candidates(self, minutes: float | None, wanted: Collection[str] = ()) -> None:
+        """The sites of every candidate have been measured, of those that fit and save something of what is `wanted`, where
+        something is; none is fitted when most of the `minutes` are over.
 
-    def measure_candidate(self, number: int) -> list[Site]:
-        """The sites of one candidate, with what each costs and loses by itself."""
+        First what each costs, which does not depend on values: what saves nothing need not be fitted.
+        """
+        began = time.monotonic()
+        saving = [number for number in range(len(self.candidates)) if self.fits(number, self.measure_costs)]
+        self.unfitted.clear()
+        for number in saving:
+            name = short_spec(self.candidates[number])
+            late = minutes is not None and self.sites and time.monotonic() - began > BUILDING * 60 * minutes
+            if wanted and not any(self.saves(number, one) for one in wanted):
+                self.left_out[name] = f"saves nothing here: {self.least_costs(number, wanted)}"
+            elif late and f"{name} alone 0" not in self.kept.values:
+                self.left_out[name] = f"not tried: most of the {minutes:g} minutes were over"
+            elif self.fits(number, self.measure_losses):
+                self.sites += self.sites_of(number)
+
+    def fits(self, number: int, measure: Callable[[int], None]) -> bool:
+        """Whether a candidate could be measured; where not it is left out, and why is known."""
         name = short_spec(self.candidates[number])
-        if (refused := self.kept.values.get(f"{name} refused")) is not None:
-            raise PlanningError(refused)
-        described = self.kept.measure(f"{name} sites", lambda: self.describe(number))
-        for quantity in self.quantities:
-            self.measure_times(number, described, quantity)
-        found = []
-        for index, one in enumerate(described):
-            self.say(f"{name}: site {index + 1} of {len(described)} by itself")
-            alone = self.kept.measure(f"{name} alone {index}", functools.partial(self.measure_alone, number, index))
+        try:
+            if (refused := self.kept.values.get(f"{name} refused")) is not None:
+                raise PlanningError(refused)
+            measure(number)
+        except (CaptureError, DoesNotFitError, PlanningError) as error:
+            reason = f"{error.what}: {error.why}" if error.why else error.what
+            self.left_out[name] = self.kept.measure(f"{name} refused", functools.partial(str, reason))
+            return False
+        return True
+
+    def measure_costs(self, number: int) -> None:
+        """What the sites of one candidate are, and the times that they add, from a variant that nothing was fitted in."""
+        self.kept.measure(f"{short_spec(self.candidates[number])} sites", lambda: self.describe(self.unfitted_variant(number)))
+        self.measure_times(number, self.unfitted_variant)
+
+    def measure_losses(self, number: int) -> None:
+        """What each site of one candidate does to the outputs by itself, and all of them together."""
+        name = short_spec(self.candidates[number])
+        if f"{name} uniform held out" not in self.kept.values:  # a fit may find more to change than was seen without it
+            self.kept.put(f"{name} sites", self.describe(self.variant(number)))
+            self.measure_times(number, self.variant)
+        count = len(self.kept.values[f"{name} sites"])
+        for index in range(count):
+            self.say(f"{name}: site {index + 1} of {count} by itself")
+            self.kept.measure(f"{name} alone {index}", functools.partial(self.measure_alone, number, index))
+        self.measure_uniform(number)
+
+    def saves(self, number: int, quantity: str) -> bool:
+        """Whether the sites of one structure together take less of a quantity, by more than the error of a time."""
+        return min(self.added_by_structure(number, quantity)) < (-NOISE if quantity in self.quantities else 0.0)
+
+    def added_by_structure(self, number: int, quantity: str) -> list[float]:
+        """What all sites of each structure add to a quantity, as shares of the dense model's."""
+        name, added = short_spec(self.candidates[number]), dict[str, float]()
+        for one in self.kept.values[f"{name} sites"]:
+            each = (
+                self.kept.values[f"{name} {quantity} {one['structure']}"]
+                if quantity in self.quantities
+                else one["bytes"] / self.bytes
+            )
+            added[one["structure"]] = added.get(one["structure"], 0.0) + each
+        return list(added.values())
+
+    def least_costs(self, number: int, wanted: Collection[str]) -> str:
+        """What a candidate takes of each quantity, in words."""
+        return ", ".join(f"{one} takes {1 + min(self.added_by_structure(number, one)):.2f} times as much" for one in wanted)
+
+    def sites_of(self, number: int) -> list[Site]:
+        """The sites of one candidate that was measured, with what each costs and loses by itself."""
+        name, found = short_spec(self.candidates[number]), []
+        for index, one in enumerate(self.kept.values[f"{name} sites"]):
+            alone = self.kept.values[f"{name} alone {index}"]
             costs = {quantity: self.kept.values[f"{name} {quantity} {one['structure']}"] for quantity in self.quantities}
             costs["memory"] = one["bytes"] / self.bytes
             if math.isfinite(alone["distance"]):
                 found.append(Site(number, index, tuple(one["depths"]), tuple(one["paths"]), costs, alone["distance"]))
-        self.measure_uniform(number)
         return found
 
     def variant(self, number: int) -> Variant:
@@ -116,6 +164,18 @@ class Measurements:
         if number not in self.variants:
             self.variants[number] = self.restored(number) or self.fitted(number)
         return self.variants[number]
+
+    def unfitted_variant(self, number: int) -> Variant:
+        """The same with the values that it has without data; where nothing is fitted, the variant itself."""
+        candidate = self.candidates[number]
+        if not candidate.calibrates:
+            return self.variant(number)
+        if number not in self.unfitted:
+            self.say(f"building {short_spec(candidate)}")
+            self.unfitted[number] = build_variant(
+                self.dense, candidate, self.data.fitted, self.layers, self.seed, self.example_inputs, fit=False
+            )
+        return self.unfitted[number]
 
     def fitted(self, number: int) -> Variant:
         """The variant, fitted, and kept where there is a folder."""
@@ -141,31 +201,33 @@ class Measurements:
         same = before is None or math.isclose(self.quality(variant[:1], self.windows).distance, before["distance"], rel_tol=SAME)
         return variant if same else None
 
-    def describe(self, number: int) -> list[dict[str, Any]]:
-        """What each replacement of a candidate is, without its modules; those of one structure have one number."""
-        known: dict[str, int] = {}
+    def describe(self, variant: Variant) -> list[dict[str, Any]]:
+        """What each replacement of a candidate is, without its modules."""
         return [
             {
                 "depths": list(one.depths),
                 "paths": list(one.paths),
                 "bytes": added_bytes(self.dense, one),
-                "structure": known.setdefault(structure(one), len(known)),
+                "structure": short_hash(structure(one).encode()),
             }
-            for one in self.variant(number)
+            for one in variant
         ]
 
-    def measure_times(self, number: int, described: Sequence[dict[str, Any]], quantity: str) -> None:
-        """What a site of each structure adds to the time of the dense model, as a share of it."""
+    def measure_times(self, number: int, variant: Callable[[int], Variant]) -> None:
+        """What a site of each structure of one candidate adds to the times of the dense model, as shares of them."""
         name = short_spec(self.candidates[number])
-        for kind in sorted({one["structure"] for one in described}):
-            members = [index for index, one in enumerate(described) if one["structure"] == kind]
+        members: dict[str, list[int]] = {}
+        for index, one in enumerate(self.kept.values[f"{name} sites"]):
+            members.setdefault(one["structure"], []).append(index)
 
-            def added(members: list[int] = members) -> float:
-                self.say(f"{name}: timing {quantity}")
-                replacements = [self.variant(number)[index] for index in members]
-                return (self.share(replacements, quantity) - 1.0) / len(members)
+        def added(quantity: str, indices: list[int]) -> float:
+            replacements = [variant(number)[index] for index in indices]
+            self.say(f"{name}: timing {quantity}")
+            return (self.share(replacements, quantity) - 1.0) / len(indices)
 
-            self.kept.measure(f"{name} {quantity} {kind}", added)
+        for kind, indices in members.items():
+            for quantity in self.quantities:
+                self.kept.measure(f"{name} {quantity} {kind}", functools.partial(added, quantity, indices))
 
     def share(self, replacements: Sequence[Replacement], quantity: str) -> float:
         """The time of a hybrid as a share of the dense model's, measured in turn."""

@@ -72,7 +72,7 @@ def plan(
     `calibration` is text, token ids (windows, length) or batches: passes are fitted on some of it (`tokens`), choices are made on
     some, and the rest is for the report. `passes` are the candidates: objects, specs, or names of passes that propose settings; all
     installed passes that propose some where not given. `folder` keeps the measurements, so that an interrupted plan goes on; no
-    candidate is begun after most of the `minutes`. A time is measured for `seconds`. With `measure=False` no recipe is applied.
+    candidate is fitted after most of the `minutes`. A time is measured for `seconds`. With `measure=False` no recipe is applied.
     Raises `PlanningError` where a target cannot be read or reached, or nothing fits.
     """
     say = progress or (lambda stage: None)
@@ -113,7 +113,7 @@ def plan(
             progress=say,
         )
         require_quality(measurements, wanted)
-        measurements.measure_candidates(minutes)
+        measurements.measure_candidates(minutes, wanted_costs(wanted, quantities))
         return Planner(measurements, wanted, say).planned(measure)
 
 
@@ -126,6 +126,11 @@ def quantities_of(model: nn.Module, window: dict[str, Any], targets: Sequence[Ta
             why = "the model does not generate" if name == "decode" else "no gradient of its outputs can be computed"
             raise PlanningError(f"{name} cannot be a target of this model", why=why, remedy='try "prefill 1.2x"')
     return tuple(name for name in known if name != "train" or name in named)
+
+
+def wanted_costs(targets: Sequence[Target], quantities: Sequence[str]) -> tuple[str, ...]:
+    """The costs of which a candidate has to save some: those that a target limits; the first, where one limits none."""
+    return tuple(dict.fromkeys(name for target in targets for name in target.costs or quantities[:1]))
 
 
 def require_quality(measurements: Measurements, targets: Sequence[Target]) -> None:
@@ -149,7 +154,9 @@ class Planner:
         self.sites: list[Site] = measurements.sites
         if not self.sites:
             reasons = "; ".join(f"{name}: {why}" for name, why in measurements.left_out.items())
-            raise PlanningError("no candidate fits the model", why=reasons, remedy="name other passes or settings")
+            raise PlanningError(
+                "no candidate fits the model and saves what is asked for", why=reasons, remedy="name other passes or settings"
+            )
         self.cosines = measurements.joint_error()
         self.known: dict[tuple[int, ...], MeasuredTogether] = {}
         self.scales: dict[str, float] = {}

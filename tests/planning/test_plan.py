@@ -21,6 +21,7 @@ from retrofit.errors import PlanningError
 from retrofit.pipeline.registry import parse_spec
 from retrofit.planning import measuring
 from retrofit.planning.candidates import candidates_of, depths_text, short_spec
+from retrofit.planning.changed_modules import changed_modules
 from retrofit.planning.planned_recipe import ModelPlan
 from retrofit.planning.quality import MeasuredWindows
 from retrofit.planning.variants import Replacement, added_bytes, build_variant, hybrid, layers_by_depth
@@ -104,6 +105,15 @@ def test_a_hybrid_is_the_model_that_the_recipe_makes_bit_for_bit(model: Any, var
     assert added_bytes(model, variant[1]) == own_bytes(expected) - own_bytes(model)
 
 
+def test_where_a_model_was_loaded_from_is_no_change_of_it(model: Any) -> None:
+    loaded = copy.copy(model)
+    vars(loaded).update(quantization_method="gguf", is_quantized=False)
+    assert changed_modules(loaded, copy.deepcopy(model)) == {}
+    other = copy.deepcopy(model)
+    other.model.layers[1].self_attn.is_causal = "other"
+    assert list(changed_modules(loaded, other)) == ["model.layers.1.self_attn"]
+
+
 def test_layers_before_the_change_are_recalled_and_nothing_is_different(model: Any, variant: tuple[Replacement, ...]) -> None:
     batches = [{"input_ids": part, "labels": part} for part in windows(4, seed=7).split(2)]
     layers = [path for paths in layers_by_depth(inspect(model)).values() for path in paths]
@@ -185,6 +195,14 @@ def test_a_target_out_of_reach_says_what_can_be_reached(found: ModelPlan, model:
     most = min(point.worth.costs["memory"] for point in found.uniform)
     both = 1 - sum(1 - point.worth.costs["memory"] for point in found.uniform)
     assert f"memory {both:.2f}x is the most" in refused.value.why and both < most
+
+
+def test_what_saves_nothing_that_is_asked_for_is_not_fitted(model: Any, tmp_path: Path) -> None:
+    larger = "sparse-ffn(sparsity=8, active=4)"  # its controllers are parameters more
+    with pytest.raises(PlanningError, match="saves what is asked for") as refused:
+        planned(model, "memory 0.99x", passes=[larger], folder=tmp_path / "kept")
+    assert f"{larger}: saves nothing here: memory takes 1." in refused.value.why
+    assert not list((tmp_path / "kept").glob("*.safetensors"))
 
 
 @pytest.mark.parametrize(
