@@ -1,0 +1,1 @@
+"""The parts of benchmarks/whole_model.py."""
