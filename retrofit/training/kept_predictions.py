@@ -168,7 +168,7 @@ def require_shapes(found: Mapping[str, Extent], windows: int, top: int) -> None:
 
 def are_facts(facts: Facts) -> bool:
     """Whether every fact is of its type, and the numbers of what is counted are at least one."""
-    kinds: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
+    kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     typed = all(
         isinstance(value := getattr(facts, one.name), kinds[str(one.type)]) and (one.type == "bool" or not isinstance(value, bool))
         for one in dataclasses.fields(Facts)

@@ -88,7 +88,13 @@ def require_entry(entry: Any, name: str, value: Tensor, folder: Path) -> None:
         held = entry.get(SIZE) if isinstance(entry, Mapping) else "nothing"
         raise not_whole(folder, f"{name} is {size}, and the files hold {held}")
     rows, start = entry.get(PART), entry.get(START)
-    fits = isinstance(rows, Tensor) and rows.dim() == len(size) and list(rows.shape[1:]) == size[1:]
-    begins = type(start) is int and start >= 0
-    if not fits or not begins or (size and start + len(rows) > size[0]):  # type: ignore[operator,arg-type]
-        raise not_whole(folder, f"the rows of {name} are not such of a tensor of {size}")
+    if (
+        isinstance(rows, Tensor)
+        and type(start) is int
+        and start >= 0
+        and rows.dim() == len(size)
+        and list(rows.shape[1:]) == size[1:]
+    ):
+        if not size or start + len(rows) <= size[0]:
+            return
+    raise not_whole(folder, f"the rows of {name} are not such of a tensor of {size}")

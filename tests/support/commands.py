@@ -32,12 +32,6 @@ WORKS = {
     "export": Work("export {dense}", "out.onnx"),
     "bundle": Work("bundle {rewritten}", "out"),
     "teach": Work("teach {dense} --data {text} --length 16 --top 4", "out", "out", replaces=False),
-    "plan": Work(
-        'plan {dense} --calibrate {text} --pass sparse-ffn --sparsity 4 --tokens 512 --no-measure --target "loss +9"',
-        "out.json",
-        "out.measured",
-        replaces=False,
-    ),
 }
 
 
@@ -56,8 +50,6 @@ def contents(path: Path) -> dict[str, Any]:
         record = json.loads(found["run.json"])
         found["run.json"] = {key: value for key, value in record.items() if key not in OWN}
         found = {name: value for name, value in found.items() if not name.startswith("checkpoint-")}
-    if "measured.json" in found or path.suffix == ".json":
-        found = {name: sorted(json.loads(value)) if name.endswith("json") else len(value) for name, value in found.items()}
     return found
 
 
