@@ -88,13 +88,7 @@ def require_entry(entry: Any, name: str, value: Tensor, folder: Path) -> None:
         held = entry.get(SIZE) if isinstance(entry, Mapping) else "nothing"
         raise not_whole(folder, f"{name} is {size}, and the files hold {held}")
     rows, start = entry.get(PART), entry.get(START)
-    if (
-        isinstance(rows, Tensor)
-        and type(start) is int
-        and start >= 0
-        and rows.dim() == len(size)
-        and list(rows.shape[1:]) == size[1:]
-    ):
-        if not size or start + len(rows) <= size[0]:
-            return
-    raise not_whole(folder, f"the rows of {name} are not such of a tensor of {size}")
+    if not (isinstance(rows, Tensor) and type(start) is int and start >= 0 and rows.dim() == len(size)):
+        raise not_whole(folder, f"{name} has no rows there, or no number of the first")
+    if list(rows.shape[1:]) != size[1:] or (size and start + len(rows) > size[0]):
+        raise not_whole(folder, f"the rows of {name} are not such of a tensor of {size}")
