@@ -73,7 +73,8 @@ class Differences:
             elif one != other:
                 ours, theirs = dataclasses.asdict(one), dataclasses.asdict(other)
                 keys = [key for key in ours if ours[key] != theirs[key]]
-                rows.append((f"pass {place + 1}, {one.name}", *(", ".join(f"{k}={o[k]}" for k in keys) for o in (ours, theirs))))
+                first, second = (", ".join(f"{key}={options[key]}" for key in keys) for options in (ours, theirs))
+                rows.append((f"pass {place + 1}, {one.name}", first, second))
         return rows
 
     def as_json(self) -> dict[str, Any]:
@@ -136,8 +137,8 @@ def compare_tensors(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) ->
         one, other = ones.get(name), others.get(name)
         if one is None or other is None:
             which = "second" if one is None else "first"
-            said = ["" if tensor is None else described(tensor) for tensor in (one, other)]
-            found.append(TensorDifference(name, f"only in the {which}", *said))
+            first, second = ("" if tensor is None else described(tensor) for tensor in (one, other))
+            found.append(TensorDifference(name, f"only in the {which}", first, second))
         elif one.shape != other.shape or one.dtype != other.dtype:
             what = "shape" if one.shape != other.shape else "dtype"
             found.append(TensorDifference(name, what, described(one), described(other)))

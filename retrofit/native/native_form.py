@@ -346,7 +346,7 @@ def filled(
     config |= {"dtype": str(part.dtype).removeprefix("torch."), "architectures": [whole.kind.__name__]}
     if part.can_generate():
         config["generation_config"] = json.loads(part.generation_config.to_json_string())
-    native: Any = fill_transformers(whole.kind, config, (), state, None, Path(part.config.name_or_path))
+    native: Any = fill_transformers(whole.kind, config, (), state, None, Path(part.config.name_or_path or "."))
     if recipe_storage.is_recipe(getattr(native.config, RECIPE, None)):
         recipe_storage.remove_from_config(native)
     return native, zeros

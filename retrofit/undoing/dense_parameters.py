@@ -60,8 +60,9 @@ class DenseForm:
             found = before_step(step, found, scaled=False)
         held = torch.zeros(shape.numel() + 1, dtype=torch.bool)
         for dense, _ in self.skeleton.named_parameters(remove_duplicate=False):
-            if dense in found and found[dense].value is not None:
-                held[found[dense].value.flatten()] = True
+            carried = found[dense].value if dense in found else None
+            if carried is not None:
+                held[carried.flatten()] = True
         return held[1:].view(shape)
 
 

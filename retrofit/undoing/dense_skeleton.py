@@ -34,7 +34,7 @@ def dense_skeleton(model: nn.Module) -> nn.Module:
     kind, config_kind = find_class(architecture, imports=True)  # the class of a live model: nothing new is imported
     with preserve_random_state(), quiet():
         if issubclass(kind, PreTrainedModel):
-            return skeleton_of(kind, config_class(kind).from_dict(without_recipe(config)), model.dtype)
+            return skeleton_of(kind, config_class(kind).from_dict(without_recipe(config)), model.dtype)  # type: ignore[arg-type]
         return without_weights(empty_model(kind, config_kind, config).eval())
 
 

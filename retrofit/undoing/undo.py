@@ -22,7 +22,7 @@ from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import Inputs, extent_of, logits_of, resized, run, same_bits
 from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
 from retrofit.runtime.usable_models import require_in_memory, require_uncompiled, require_values
-from retrofit.storage.architecture import describe_architecture, find_class
+from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.filling import fill_model, fill_transformers
 from retrofit.undoing.dense_parameters import DenseForm, dense_form
 from retrofit.undoing.dense_skeleton import RECIPE, without_recipe
@@ -66,7 +66,7 @@ def filled(part: nn.Module, form: DenseForm) -> nn.Module:
     architecture, config = describe_architecture(part)
     kind, config_kind = find_class(architecture, imports=True)
     if issubclass(kind, PreTrainedModel):
-        dense: Any = fill_transformers(kind, without_recipe(config), (), state, None, Path(part.config.name_or_path))
+        dense: Any = fill_transformers(kind, without_recipe(config), (), state, None, Path(part.config.name_or_path))  # type: ignore[union-attr,arg-type]
         if hasattr(dense.config, RECIPE) and recipe_storage.is_recipe(getattr(dense.config, RECIPE)):
             recipe_storage.remove_from_config(dense)
     else:
