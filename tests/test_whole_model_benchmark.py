@@ -27,6 +27,7 @@ def whole_model(monkeypatch: pytest.MonkeyPatch) -> Any:
     return whole_model
 
 
+@pytest.mark.long
 def test_every_way_is_measured_once(
     whole_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
