@@ -16,7 +16,7 @@ from retrofit.storage.file_names import is_file_name
 EXAMPLES = """\
   retrofit export model.pt                      writes model.onnx
   retrofit export t5_dir/ -o t5.onnx            writes encoder_t5.onnx, decoder_t5.onnx, decoder_with_past_t5.onnx
-  retrofit export --weights int8 model.sparse-ffn/  a quarter of the size, faster where reading weights takes the time
+  retrofit export model.pt --weights int8       a quarter of the size, faster where reading weights takes the time
   retrofit export model.shared-moe/ --native    writes model.shared-moe.native/: a Mixtral, say, without any recipe
 """
 CHOSEN = "the nearest"  # of `--native` without an architecture

@@ -52,8 +52,8 @@ MUTANTS = [
     ),
     layer(
         "the active units are those of the block before, where rows are gathered",
-        "first = torch.arange(0, self.units, self.sparsity, device=x.device)",
-        "first = torch.arange(0, self.units, self.sparsity, device=x.device).roll(1)",
+        "first = torch.arange(0, self.units, self.sparsity, device=x.device)\n",
+        "first = torch.arange(0, self.units, self.sparsity, device=x.device).roll(1)\n",
         trials=ONE,
     ),
     layer(

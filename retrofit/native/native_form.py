@@ -45,7 +45,7 @@ from retrofit.runtime.probes import extent_of, logits_of, resized, run
 from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
 from retrofit.runtime.usable_models import require_in_memory, require_uncompiled, require_values
 from retrofit.storage.filling import fill_transformers
-from retrofit.surgery.transformers_bookkeeping import is_transformers, publish_names
+from retrofit.surgery.transformers_bookkeeping import is_transformers
 from retrofit.undoing.dense_skeleton import RECIPE, skeleton_of, without_recipe
 
 SHORT = 2  # layers of the skeletons that are tried
@@ -349,7 +349,6 @@ def filled(
     native: Any = fill_transformers(whole.kind, config, (), state, None, Path(part.config.name_or_path or "."))
     if recipe_storage.is_recipe(getattr(native.config, RECIPE, None)):
         recipe_storage.remove_from_config(native)
-    publish_names(native)
     return native, zeros
 
 

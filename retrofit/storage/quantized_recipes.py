@@ -18,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from retrofit.anatomy.feed_forward_blocks import PackableRows, RowMajor
 from retrofit.errors import CheckpointError
+from retrofit.surgery import transformers_bookkeeping
 
 
 class ReplayFirst(HfQuantizer):
@@ -63,6 +64,7 @@ class ReplayFirst(HfQuantizer):
         if "hf_quantizer" in vars(model):
             model.config.quantization_config = self.entry | {"quantization": self.quantization_config.to_dict()}
         model.__dict__["retrofit_recipe"] = tuple(self.entry["recipe"])
+        transformers_bookkeeping.keep_own_names(model)
         self.replay.finish(model)
 
     def remove_quantization_config(self, model: Any) -> None:

@@ -96,8 +96,7 @@ class RecipeReplay(HfQuantizer):
         self.finish(model)
 
     def finish(self, model: Any) -> None:
-        """Every new parameter and buffer has its value, and what was frozen is; the model is saved under its own names."""
-        transformers_bookkeeping.keep_own_names(model)
+        """Every new parameter and buffer has its value, and what was frozen is."""
         transformers_bookkeeping.align_weights(model)
         require_filled(model, self.dense, self.shapes)
         for name in self.frozen:

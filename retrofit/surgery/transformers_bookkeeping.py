@@ -113,12 +113,6 @@ def keep_own_names(model: Any) -> None:
     model._weight_conversions = []
 
 
-def publish_names(model: Any) -> None:
-    """`save_pretrained` translates the names of a model that was filled under its own as those of one that was built."""
-    for name in ("_published_conversions", "_weight_conversions"):
-        model.__dict__.pop(name, None)
-
-
 def keep_published_names(model: Any) -> None:
     """`save_pretrained` translates the parameters' names as it did before the recipe."""
     if "_published_conversions" not in model.__dict__:

@@ -24,7 +24,6 @@ from retrofit.runtime.state_preservation import preserve_random_state, preserve_
 from retrofit.runtime.usable_models import require_in_memory, require_uncompiled, require_values
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.filling import fill_model, fill_transformers
-from retrofit.surgery.transformers_bookkeeping import publish_names
 from retrofit.undoing.dense_parameters import DenseForm, dense_form
 from retrofit.undoing.dense_skeleton import RECIPE, without_recipe
 from retrofit.undoing.neutral_parameters import first_that_matters
@@ -70,7 +69,6 @@ def filled(part: nn.Module, form: DenseForm) -> nn.Module:
         dense: Any = fill_transformers(kind, without_recipe(config), (), state, None, Path(part.config.name_or_path))  # type: ignore[union-attr,arg-type]
         if hasattr(dense.config, RECIPE) and recipe_storage.is_recipe(getattr(dense.config, RECIPE)):
             recipe_storage.remove_from_config(dense)
-        publish_names(dense)
     else:
         dense = fill_model(empty_model(kind, config_kind, config), (), state, None)
     trained = {name: one.requires_grad for name, one in part.named_parameters(remove_duplicate=False)}

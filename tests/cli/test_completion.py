@@ -18,7 +18,10 @@ from retrofit.pipeline.options import options_of
 from retrofit.pipeline.registry import load_pass, pass_names
 
 PARSER = build_parser()
-COMMANDS = {"apply", "inspect", "plan", "verify", "export", "bundle", "teach", "train", "compare", "passes", "completion"}
+COMMANDS = {
+    *("apply", "inspect", "plan", "verify", "export", "bundle", "teach", "train", "compare", "passes", "completion"),
+    *("undo", "merge", "diff"),
+}
 
 
 def completed(line: str) -> list[str]:
