@@ -154,6 +154,7 @@ def test_what_is_inspected_without_weights_is_what_is_inspected_with_them(
     assert capsys.readouterr().out == whole
 
 
+@pytest.mark.long
 def test_the_command_line_verifies_a_stream(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     apply_streamed(models / "mixture", tmp_path / "out", "altup(k=2)", verify=False)
     against = ["--stream", "--against", str(models / "mixture")]

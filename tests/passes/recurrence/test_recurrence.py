@@ -235,6 +235,7 @@ def gradients(model: Any, tokens: Tensor) -> list[Tensor]:
     return [one.grad.clone() for one in model.parameters()]
 
 
+@pytest.mark.long
 def test_checkpointed_and_compiled_steps_have_the_same_gradients() -> None:
     model, tokens = copy.deepcopy(trained("llama")).train(), ids(2, 11)
     expected = gradients(model, tokens)
