@@ -74,6 +74,11 @@ class Match:
     zeros: int  # elements of a mixture that are made of none of the model's
     wanted: Wanted
 
+    def strangeness(self) -> tuple[int, int, int]:
+        """What the architecture has that the model has not: elements, parameters (some have no elements), entries of its config."""
+        empty = sum(not layout.sources for layout in self.layouts.values())
+        return self.zeros, empty, len(self.architecture.own)
+
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
@@ -114,7 +119,7 @@ def native_form(model: Any, architecture: str | None = None, progress: Progress 
                 matches.append(found)
             else:
                 refusals.append(found)
-        for match in sorted(matches, key=lambda one: (one.zeros, len(one.architecture.own))):
+        for match in sorted(matches, key=Match.strangeness):
             say(f"comparing with {match.architecture.name}")
             whole = with_whole_depth(match, part)
             try:

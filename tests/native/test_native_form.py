@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, DoesNotFitError
+from retrofit.native.native_form import Match
 from retrofit.native.weight_layouts import Layout, combinations, equal_layout, layouts_for
 
 IDS = torch.arange(3, 20)[None]
@@ -120,3 +122,15 @@ def test_every_weight_takes_part_once() -> None:
         assert len(set(parts)) == len(parts) and {name for name, _ in parts} == {"a", "b"} and elements == 2
         assert not chosen["none"].sources and chosen["other"].transposed
     assert [one.sources for one in layouts_for(torch.Size((3, 1)), weights)] == [()]
+
+
+def test_of_equals_the_one_with_nothing_strange_comes_first() -> None:
+    """An expert that has no elements is nothing to compute, and still none that the model has."""
+
+    def match(own: int, *sources: int) -> Match:
+        layouts: Any = {str(place): SimpleNamespace(sources=("weight",) * count) for place, count in enumerate(sources)}
+        architecture: Any = SimpleNamespace(own=("entry",) * own)
+        return Match(architecture, layouts, 0, SimpleNamespace())  # type: ignore[arg-type]
+
+    plain, few_entries, with_empty = match(5, 1, 1), match(4, 1, 1), match(1, 1, 0)
+    assert sorted([with_empty, plain, few_entries], key=Match.strangeness) == [few_entries, plain, with_empty]
