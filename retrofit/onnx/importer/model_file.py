@@ -38,7 +38,7 @@ def load_model(path: Path) -> onnx_ir.Model:
 
             require_inlined_fits(model)
             InlinePass()(model)
-        require_memory(sum(bytes_of(one) for one in constant_tensors(model.graph)), f"what {path} holds")
+        require_memory(sum(bytes_of(one) for one in external_tensors(model.graph)), f"the external data of {path}")
         check_external_data(model.graph)
     except CheckpointError as error:
         error.what = error.what if str(path) in error.what else f"{path}: {error.what}"
@@ -87,10 +87,7 @@ def root_cause(error: Exception) -> Exception:
 
 def check_external_data(graph: onnx_ir.Graph) -> None:
     """Raises where a file of external data is missing, too short, or outside the folder; maps the files and reads nothing."""
-    import onnx_ir
-
-    external = [tensor for tensor in constant_tensors(graph) if isinstance(tensor, onnx_ir.ExternalTensor)]
-    last_of_file = {tensor.path: tensor for tensor in sorted(external, key=lambda tensor: tensor.offset or 0)}
+    last_of_file = {tensor.path: tensor for tensor in sorted(external_tensors(graph), key=lambda tensor: tensor.offset or 0)}
     for tensor in last_of_file.values():
         tensor.numpy()
         tensor.release()
@@ -124,6 +121,13 @@ def require_inlined_fits(model: onnx_ir.Model) -> None:
             why=f"at most {MOST_NODES:,} are read",
             remedy="export the model again, without functions",
         )
+
+
+def external_tensors(graph: onnx_ir.Graph) -> list[onnx_ir.ExternalTensor]:
+    """The constants whose bytes are in other files; those of all others are in memory already, however many they claim to be."""
+    import onnx_ir
+
+    return [tensor for tensor in constant_tensors(graph) if isinstance(tensor, onnx_ir.ExternalTensor)]
 
 
 def bytes_of(tensor: onnx_ir.TensorProtocol) -> int:
