@@ -63,6 +63,7 @@ class Layouts:
     """What a run on the model without weights shows."""
 
     applied: Applied  # its model has no weights
+    data: Calibration | None  # what the passes fit to
     result: ModelLayout
     new: tuple[Expected, ...]
     loaded: dict[str, str]  # names in the result of the dense parameters that it holds as they are
@@ -100,14 +101,13 @@ def apply_streamed(
     folder, companions = transformer_folder(source), companion_files(source)
     with preserve_random_state():
         say(f"reading {source} without its weights")
-        data = None if calibration is None else calibration_from(model_without_weights(folder), calibration)
-        layouts = run_without_weights(folder, recipe, say, shard_size)
+        layouts = run_without_weights(folder, recipe, calibration, say, shard_size)
         require_room(output, layouts, verify)
-        identity = identity_of(folder, layouts, data, seed)
+        identity = identity_of(folder, layouts, seed)
         with resumable_directory(output, identity, force=force) as unfinished:
             place = unfinished.folder / folder.relative_to(source)
             place.mkdir(parents=True, exist_ok=True)
-            accounts = write_weights(folder, place, layouts, recipe, data, seed, unfinished, say)
+            accounts = write_weights(folder, place, layouts, recipe, seed, unfinished, say)
             say(f"writing {output}")
             write_configuration(layouts.applied.model, place)
             add_companions(layouts.applied.model, source, companions, unfinished.folder)  # type: ignore[arg-type]
@@ -128,11 +128,12 @@ def require_directories(source: Path, output: Path) -> None:
         )
 
 
-def run_without_weights(folder: Path, passes: Recipe, say: Progress, shard_size: int) -> Layouts:
+def run_without_weights(folder: Path, passes: Recipe, calibration: Any, say: Progress, shard_size: int) -> Layouts:
     """What the passes make of the model, but for its values; raises `DoesNotFitError` where they do not fit."""
     sources = source_extents(folder)
     model = model_without_weights(folder)
     computed = bytes_computed_on_loading(model, sources)
+    data = None if calibration is None else calibration_from(model, calibration)
     order = ParametersInOrder(model)
     applied = rewrite_once(
         model,
@@ -151,7 +152,7 @@ def run_without_weights(folder: Path, passes: Recipe, say: Progress, shard_size:
     loaded = {name: fate.name for name, fate in applied.fates.items() if fate.kind in ("kept", "moved") and fate.name in saved}
     aside = sum(size for name, size in computed.items() if name not in loaded)
     aside += sum(one.size for one in new if not one.name)
-    return Layouts(applied, result, new, loaded, aside, sum(computed.values()))
+    return Layouts(applied, data, result, new, loaded, aside, sum(computed.values()))
 
 
 def require_room(output: Path, layouts: Layouts, verify: bool) -> None:
@@ -180,12 +181,12 @@ def digest_of(data: Calibration) -> str:
     return digest.hexdigest()
 
 
-def identity_of(folder: Path, layouts: Layouts, data: Calibration | None, seed: int) -> dict[str, Any]:
+def identity_of(folder: Path, layouts: Layouts, seed: int) -> dict[str, Any]:
     """What a run must have in common with one that was stopped to go on from there."""
     return {
         "source": [str(folder.resolve()), *same_file_contents([folder / "config.json", *weight_files(folder)])],
         "recipe": [one.spec for one in layouts.applied.rewrites],
-        "calibration": None if data is None else digest_of(data),
+        "calibration": None if layouts.data is None else digest_of(layouts.data),
         "seed": seed,
         "layout": layouts.result.digest,
         "versions": {name: metadata.version(name) for name in ("retrofit", "torch", "transformers")},
@@ -193,18 +194,11 @@ def identity_of(folder: Path, layouts: Layouts, data: Calibration | None, seed: 
 
 
 def write_weights(
-    folder: Path,
-    place: Path,
-    layouts: Layouts,
-    passes: Recipe,
-    data: Calibration | None,
-    seed: int,
-    unfinished: Unfinished,
-    say: Progress,
+    folder: Path, place: Path, layouts: Layouts, passes: Recipe, seed: int, unfinished: Unfinished, say: Progress
 ) -> tuple[Rewrite, ...]:
     """Every tensor of the result is in its file in `place`; returns what the passes say of what they did."""
     files = TensorFiles()
-    if data is not None:  # some are fitted where they lie: a file may hold values of half a fit
+    if layouts.data is not None:  # some are fitted where they lie: a file may hold values of half a fit
         unfinished.steps.difference_update(one.name for one in layouts.new)
     with ResultFiles(place, layouts.result, files, unfinished) as result, kept_out_of_memory(files):
         say("mapping its weights")
@@ -222,7 +216,7 @@ def write_weights(
                 layouts.new[number].require(parameter)
                 result.move_out_of_memory(layouts.new[number].name, parameter)
 
-        edit = Edit(model, data, keep)
+        edit = Edit(model, layouts.data, keep)
         inputs = named_inputs(model)
         torch.manual_seed(seed)
         recipe_storage.make_room(model, edit)
