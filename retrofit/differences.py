@@ -59,8 +59,8 @@ class Differences:
     @property
     def same(self) -> bool:
         """Whether nothing differs."""
-        alike = self.architectures[0] == self.architectures[1] and self.recipes[0] == self.recipes[1]
-        return alike and not (self.config or self.sites or self.tensors)
+        (one, other), (recipe, others) = self.architectures, self.recipes
+        return one == other and recipe == others and not (self.config or self.sites or self.tensors)
 
     def passes(self) -> list[tuple[str, str, str]]:
         """The passes side by side: in which model, or which options differ; what the one has, what the other has."""
