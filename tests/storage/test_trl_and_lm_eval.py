@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.local_tasks import write_task
 from support.sentence_models import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
@@ -41,19 +42,6 @@ json.dump([entry["loss"] for entry in trainer.state.log_history if "loss" in ent
 """
 QUESTIONS = [("the quick", 0), ("fox", 1), ("quick fox", 1), ("the", 0)]
 CHOICES = ("fox", "the quick")
-TASK = """\
-task: foxes
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: {choices}
-doc_to_target: "{{{{answer}}}}"
-metric_list:
-  - metric: acc
-"""
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -118,9 +106,7 @@ def test_trl_trains_it_from_its_own_loss(written: Path) -> None:
 @pytest.mark.long
 @needs("lm_eval")
 def test_lm_eval_scores_it_as_a_loop_does(written: Path) -> None:
-    data = written / "foxes.jsonl"
-    data.write_text("\n".join(json.dumps({"question": text, "answer": answer}) for text, answer in QUESTIONS))
-    (written / "foxes.yaml").write_text(TASK.format(data=data, choices=json.dumps(list(CHOICES))))
+    write_task(written, "foxes", QUESTIONS, CHOICES)
     model = ["--model", "hf", "--model_args", "pretrained=model,dtype=float32", "--device", "cpu"]
     run(["-m", "lm_eval", *model, "--tasks", "foxes", "--include_path", ".", "--log_samples", "--output_path", "scores"], written)
     (file,) = (written / "scores").rglob("samples_foxes_*.jsonl")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.local_tasks import write_task
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -21,19 +21,6 @@ from retrofit.training.task_scores import PACKAGE, numbers, require_package, tas
 WORDS = "[UNK] </s> the cat dog sat ran up down".split()
 QUESTIONS = [("the cat", 0), ("the dog", 1), ("up the", 1), ("down", 0), ("cat cat", 1), ("dog ran", 0)]
 CHOICES = ("sat down", "ran up")
-TASK = """\
-task: cats
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {data}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: {choices}
-doc_to_target: "{{{{answer}}}}"
-metric_list:
-  - metric: acc
-"""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -53,9 +40,7 @@ def language_model() -> Any:
 
 
 def written_task(folder: Path) -> Path:
-    data = folder / "cats.jsonl"
-    data.write_text("\n".join(json.dumps({"question": text, "answer": answer}) for text, answer in QUESTIONS))
-    (folder / "cats.yaml").write_text(TASK.format(data=data, choices=json.dumps(list(CHOICES))))
+    write_task(folder, "cats", QUESTIONS, CHOICES)
     return folder
 
 
