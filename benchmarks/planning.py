@@ -106,6 +106,8 @@ def main() -> None:
         print(f"  {one.spec:<55}{figures(one.held_out)}")
     if not options.targets:
         print(f"no setting saves {options.cost}")
+    for error in result.unreached.values():
+        print(error)
     for one in result.planned:
         report(one, result)
         name = "-".join(str(one.target).replace(",", "").split())

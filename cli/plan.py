@@ -6,10 +6,11 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrofit.cli.failures import UsageError, exit_code
+from retrofit.cli.failures import UsageError, exit_code, report
 from retrofit.cli.outputs import check_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path, seed
 from retrofit.cli.pass_options import gather_passes
@@ -62,7 +63,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The recipe files and the picture are on disk, and a table about them on stdout."""
+    """The recipe files and the picture are on disk, a table about them on stdout, and what cannot be reached on stderr."""
     from retrofit.planning.targets import parse_targets
 
     require_path(arguments.model)
@@ -116,14 +117,17 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt as interruption:
         print(printable(f"retrofit: interrupted: the same command goes on from what is in {folder}"), file=sys.stderr)
         return exit_code(interruption)
-    for file, one in zip(files, found.planned, strict=True):
-        found.save(one, file, force=arguments.force)
+    written = dict(zip(targets, files, strict=True))
+    for one in found.planned:
+        found.save(one, written[one.target], force=arguments.force)
     draw_front(picture, found, force=arguments.force)
     if arguments.json:
         print(json.dumps([found.to_dict(one) for one in found.planned], indent=2))
     else:
-        print_plans(found, files, picture)
-    return 0
+        print_plans(found, written, picture)
+    for error in found.unreached.values():
+        report(error, sys.stderr)
+    return max((exit_code(error) for error in found.unreached.values()), default=0)
 
 
 def named_candidates(arguments: argparse.Namespace) -> list[AnyPass | str] | None:
@@ -151,10 +155,10 @@ def output_files(output: Path, targets: tuple[Target, ...]) -> list[Path]:
     return [output.with_name(f"{output.stem}.{word}{output.suffix}") for word in words]
 
 
-def print_plans(found: ModelPlan, files: list[Path], picture: Path) -> None:
+def print_plans(found: ModelPlan, files: Mapping[Target, Path], picture: Path) -> None:
     """Each plan as a table, then what was not tried, and where the results are."""
     from retrofit.planning.planned_recipe import rows_of
 
-    for file, one in zip(files, found.planned, strict=True):
-        print_table([*rows_of(found, one), ("recipe file", str(file)), ("", "")])
+    for one in found.planned:
+        print_table([*rows_of(found, one), ("recipe file", str(files[one.target])), ("", "")])
     print_table([*(("left out", f"{name}: {why}") for name, why in found.left_out.items()), ("picture", str(picture))])

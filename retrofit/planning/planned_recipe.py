@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.anatomy.wording import layer_range
+from retrofit.errors import PlanningError
 from retrofit.pipeline.protocol import Recipe
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.planning.targets import QUANTITIES, Target
@@ -76,6 +77,7 @@ class ModelPlan:
     dense_loss: float | None  # on the windows of the report
     dense_seconds: Mapping[str, float]
     left_out: Mapping[str, str]  # candidates that do not fit, or were not tried, and why
+    unreached: Mapping[Target, PlanningError]  # targets that no choice reaches, and what can be reached
     notes: tuple[str, ...] = ()
 
     @property

@@ -73,7 +73,8 @@ def plan(
     some, and the rest is for the report. `passes` are the candidates: objects, specs, or names of passes that propose settings; all
     installed passes that propose some where not given. `folder` keeps the measurements, so that an interrupted plan goes on; no
     candidate is fitted after most of the `minutes`. A time is measured for `seconds`. With `measure=False` no recipe is applied.
-    Raises `PlanningError` where a target cannot be read or reached, or nothing fits.
+    A target that cannot be reached is among the plan's `unreached`. Raises `PlanningError` where none can be, where one cannot be
+    read, or nothing fits.
     """
     say = progress or (lambda stage: None)
     wanted = parse_targets([targets] if isinstance(targets, str) else list(targets)) if targets else ()
@@ -166,11 +167,18 @@ class Planner:
             self.learn(measurements.as_measured(chosen, kept))
 
     def planned(self, measure: bool) -> ModelPlan:
-        """The plans for all targets, the front, the uniform settings."""
+        """The plans for all targets that can be reached, the front, the uniform settings."""
+        choices: dict[Target, frozenset[int]] = {}
+        unreached: dict[Target, PlanningError] = {}
         for target in self.targets:
-            self.require_reachable(target)
-        choices = [self.settle(target) for target in self.targets]
-        planned = [self.planned_recipe(target, chosen, measure) for target, chosen in zip(self.targets, choices, strict=True)]
+            try:
+                self.require_reachable(target)
+                choices[target] = self.settle(target)
+            except PlanningError as error:
+                unreached[target] = error
+        if unreached and not choices:
+            raise next(iter(unreached.values()))
+        planned = [self.planned_recipe(target, chosen, measure) for target, chosen in choices.items()]
         held_out = self.measurements.held_out
         return ModelPlan(
             tuple(planned),
@@ -181,6 +189,7 @@ class Planner:
             held_out.dense_loss,
             {name: self.measurements.kept.values[f"dense {name}"] for name in self.measurements.quantities},
             dict(self.measurements.left_out),
+            unreached,
         )
 
     # Predicting.

@@ -197,6 +197,14 @@ def test_a_target_out_of_reach_says_what_can_be_reached(found: ModelPlan, model:
     assert f"memory {both:.2f}x is the most" in refused.value.why and both < most
 
 
+def test_a_target_out_of_reach_does_not_cost_the_plans_for_the_others(found: ModelPlan, model: Any, folder: Path) -> None:
+    both = planned(model, ["memory 0.1x", *TARGETS], folder=folder)
+    assert [both.to_dict(one) for one in both.planned] == [found.to_dict(one) for one in found.planned]
+    assert {str(target): error.what for target, error in both.unreached.items()} == {
+        "memory 0.1x": "the target 'memory 0.1x' cannot be reached"
+    }
+
+
 def test_what_saves_nothing_that_is_asked_for_is_not_fitted(model: Any, tmp_path: Path) -> None:
     larger = "sparse-ffn(sparsity=8, active=4)"  # its controllers are parameters more
     with pytest.raises(PlanningError, match="saves what is asked for") as refused:
@@ -295,6 +303,11 @@ def test_the_command_writes_a_recipe_that_apply_takes(tmp_path: Path, capsys: py
     )
     applied = retrofit.recipe(retrofit.load(tmp_path / "out.pt"))
     assert applied is not None and [one.spec() for one in applied] == data["recipe"]
+    assert main([*arguments, "--target", "memory 0.1x", "--force"]) == 2
+    told = capsys.readouterr()
+    assert "the target 'memory 0.1x' cannot be reached" in told.err and "model.plan.memory-0.99x.json" in told.out
+    assert json.loads((tmp_path / "model.plan.memory-0.99x.json").read_text())["recipe"] == data["recipe"]
+    assert not (tmp_path / "model.plan.memory-0.1x.json").exists()
 
 
 @pytest.mark.parametrize(
