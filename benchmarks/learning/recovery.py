@@ -10,7 +10,7 @@ standard deviation over the seeds, and draws them.
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3 --steps 125 250 --ways plain distil
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3 --pictures docs/pictures
-    python benchmarks/learning/recovery.py -o recovery.json --model SmolLM2 --seeds 1 --steps 293 --lr 1e-4 --specs sparse-ffn
+    python benchmarks/learning/recovery.py -o smol.json --model SmolLM2 --steps 293 --lr 1e-4 --bf16 --ways "align, distil"
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--align-lr", type=float, default=ALIGN_LR, help="of the steps of align")
     parser.add_argument("--lr-new", type=float, help="of parameters that the pass made; otherwise --lr")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
     parser.add_argument("--specs", nargs="+", default=SPECS)
     parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way not in ONLY_NAMED], choices=list(WAYS))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
@@ -73,7 +74,8 @@ def main() -> None:
 def key_of(spec: str, way: str, steps: int, seed: int, options: argparse.Namespace) -> str:
     aligned = f", aligned at {options.align_lr:g}" if "align" in WAYS[way] and options.align_lr != ALIGN_LR else ""
     new = f", new at {options.lr_new:g}" if spec and options.lr_new else ""
-    return f"{options.model} | {spec or 'dense'} | {way} | seed {seed} | {steps} steps at {options.lr:g}{aligned}{new}"
+    low = ", bfloat16" if options.bf16 else ""
+    return f"{options.model} | {spec or 'dense'} | {way} | seed {seed} | {steps} steps at {options.lr:g}{aligned}{new}{low}"
 
 
 def one_run(spec: str, way: str, steps: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def one_run(spec: str, way: str, steps: int, seed: int, options: argparse.Namesp
     model = rewritten(dense, spec, seed, tokenizer=start.tokenizer)
     parts = WAYS[way]
     align, anneal = (round(parts.get(stage, 0.0) * steps) for stage in ("align", "anneal"))
-    settings = run_settings(steps - align, options.lr, seed, lr_new=options.lr_new if spec else None)
+    settings = run_settings(steps - align, options.lr, seed, lr_new=options.lr_new if spec else None, bf16=options.bf16)
     if parts:
         settings = dataclasses.replace(
             settings,
