@@ -3,7 +3,8 @@
     PYTHONPATH=tests python benchmarks/coverage/coverage_table.py [--only PATTERN] [--passes PATTERN] [--jobs N] -o docs/coverage.md
 
 Each architecture is assessed in a worker process under a time limit. Results are kept in a JSON file as they come, so that
-a run that was interrupted goes on where it stopped; `--again` assesses anew what `--only` selects.
+a run that was interrupted goes on where it stopped, or from what the page says where that file is gone; `--again` assesses anew
+what `--only` selects.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 
 from sweeping import Row, Task, all_ids, assessed, cell, in_mixed_order, line, parser_of, write_whole
+from written_page import results_of
 
 HEADINGS = ("architecture", "captured", "anatomy", "AltUp exact", "generates", "trains", "saved and loaded")
 CELLS = ("captured", "anatomy", "exact", "generates", "trains", "saved")
@@ -38,7 +40,11 @@ SPEC = "altup(k=2)"
 
 def main() -> int:
     options = parse()
-    results: dict[str, Row] = json.loads(options.results.read_text()) if options.results.exists() else {}
+    results: dict[str, Row] = {}
+    if options.results.exists():
+        results = json.loads(options.results.read_text())
+    elif options.output.exists():
+        results = results_of(options.output, CELLS)
     everything = all_ids()
     selected = [name for name in everything if re.search(options.only, name)]
     passes = [name for name in ("altup", *OTHERS) if re.search(options.passes, name)]
