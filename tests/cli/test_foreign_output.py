@@ -35,5 +35,5 @@ def test_an_error_leaves_stdout_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_closed_stdout_is_no_error() -> None:
-    program = "from retrofit.cli.foreign_output import without_foreign_output\nwith without_foreign_output():\n    raise SystemExit(4)"
+    program = "from retrofit.cli import foreign_output\nwith foreign_output.without_foreign_output():\n    raise SystemExit(4)"
     assert subprocess.run(f"exec {sys.executable} -c '{program}' >&-", shell=True, check=False).returncode == 4
