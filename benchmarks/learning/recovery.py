@@ -31,6 +31,7 @@ from seed_curves import draw_seed_curves
 SPECS = ("sparse-ffn(sparsity=8)", "sparse-qkv", "shared-moe(groups=1)", "sequence-altup(k=2)")
 WAYS: dict[str, dict[str, float]] = {  # parts of all steps
     "plain": {},
+    "align": {"align": 0.2, "distil": 0.0},
     "distil": {"distil": 0.5},
     "align, distil": {"align": 0.2, "distil": 0.5},
     "anneal, distil": {"anneal": 0.4, "distil": 0.5},
@@ -39,7 +40,7 @@ WAYS: dict[str, dict[str, float]] = {  # parts of all steps
     "distil, hidden": {"distil": 0.5, "hidden": 1.0},
     "teacher alone": {"distil": 1.0},
 }
-ONLY_NAMED = ("own dial, distil", "distil, hidden", "teacher alone")  # ways that are tried where --ways names them
+ONLY_NAMED = ("align", "own dial, distil", "distil, hidden", "teacher alone")  # ways that are tried where --ways names them
 DENSE = ""
 ALIGN_LR = 1e-3
 MODELS = {"demo": DenseModel(), "converged": DenseModel(steps=2000), "SmolLM2": SmolLM2()}
