@@ -17,12 +17,12 @@ from retrofit.anatomy.attention_masks import mask_key, true_hides
 from retrofit.anatomy.attention_parsing import is_batch_first
 from retrofit.anatomy.attention_sites import MaskArgument
 from retrofit.anatomy.branches import is_mixer, owner_of
-from retrofit.anatomy.outside_stacks import is_token_id
+from retrofit.anatomy.outside_stacks import token_tables
 from retrofit.anatomy.parts import Layer
 from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.program.aten_ops import SCAN, is_float, op, shape
 from retrofit.program.capture import capture, missing_masks
-from retrofit.program.dataflow import Dataflow
+from retrofit.program.dataflow import Dataflow, backward_slice
 from retrofit.program.program import Call, Key
 
 
@@ -49,6 +49,7 @@ class LayerCalls:
             with contextlib.suppress(CaptureError):
                 self.masked = Dataflow(capture(model, examples | missing))
         self.cores = find_attentions(self.masked)
+        self.ids = backward_slice(lookup.args[1] for _, lookup in token_tables(self.masked))
         self.calls = {(call.path, call.index): call for call in self.masked.program.calls}
 
     def of_layer(self, layer: Layer) -> LayerCall:
@@ -108,7 +109,7 @@ class LayerCalls:
         return None
 
     def token_mask(self, call: Call, tokens_first: bool) -> Key:
-        """An argument with a number or a boolean for each token that depends on the inputs, and counts nothing."""
+        """An argument with a number or a boolean for each token that depends on the inputs, and neither counts nor names tokens."""
         flow = self.masked
         for key, node in call.inputs.items():
             size, streams = shape(node) or (), [shape(one) or () for one in call.inputs.values()]
@@ -116,7 +117,7 @@ class LayerCalls:
             if key is None or len(size) != 2 or is_float(node) or node not in flow.depends or size not in rows:
                 continue
             above = [one for one in flow.nodes if flow.reaches(one, node)]
-            if not any(op(one) in SCAN or one in flow.program.parameters or is_token_id(one, flow) for one in above):
+            if not any(op(one) in SCAN or one in flow.program.parameters or one in self.ids for one in above):
                 return key
         return None
 
