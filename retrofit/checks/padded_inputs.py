@@ -8,7 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.runtime.probes import Inputs, accepts, filler_id, has_two_sides, ids_name, is_decoder_side, is_per_token, resized_like
+from retrofit.runtime.probes import (
+    Inputs,
+    accepts,
+    filler_id,
+    has_two_sides,
+    ids_name,
+    is_decoder_side,
+    is_per_token,
+    logits_of,
+    resized_like,
+    run,
+    same_bits,
+)
 
 PADS = 3  # padding tokens put before or after a sequence
 
@@ -28,6 +40,15 @@ def takes_padding(model: nn.Module, inputs: Inputs) -> bool:
     """Whether the model has token ids to pad and takes an attention mask that says so."""
     name = ids_name(inputs)
     return name is not None and inputs[name].shape[1] > PADS + 1 and accepts(model, "attention_mask")
+
+
+def reads_padding(model: nn.Module, padded: Inputs) -> bool:
+    """Whether what the model computes depends on the mask among these inputs; some take one and leave it unread."""
+    name = ids_name(padded)
+    assert name is not None
+    mask = padded["attention_mask"]
+    found, unmasked = (logits_of(run(model, {**padded, "attention_mask": one})) for one in (mask, torch.ones_like(mask)))
+    return not same_bits(found, unmasked)
 
 
 def without_padding(outputs: torch.Tensor, inputs: Inputs) -> torch.Tensor:

@@ -8,6 +8,7 @@ Nothing in the model is changed: the parameters are copies, in place of the modu
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import Cache
 
 from retrofit.checks.site_recording import CacheMark, map_tensors
 from retrofit.pipeline.method_reference import (
@@ -374,10 +376,11 @@ class Replay:
         return max(found, self.compare_gradients(value, losses, expected, seed), key=lambda one: one.gap)
 
     def module_draws(self, seed: int) -> list[Draw]:
-        """The random numbers that the module draws."""
+        """The random numbers that the module draws; its caches stay as they are."""
+        args, kwargs = map_tensors((self.args, self.kwargs), lambda one: copy.deepcopy(one) if isinstance(one, Cache) else one)
         torch.manual_seed(seed)
         with torch.no_grad(), self.children(False), Widened(), Drawn() as drawn:
-            self.module.forward(*self.args, **self.kwargs)  # its hooks ran when the call was recorded
+            self.module.forward(*args, **kwargs)  # its hooks ran when the call was recorded
         return drawn.draws
 
     def run_module(self, seed: int) -> tuple[Tensor, list[Tensor]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retrofit.checks.padded_inputs import pad_both_sides, takes_padding
+from retrofit.checks.padded_inputs import pad_both_sides, reads_padding, takes_padding
 from retrofit.checks.site_recording import MOST, CallRecorder, has_cache, map_tensors
 from retrofit.checks.stepping import PADDED, PLAIN, section, step_batch, ways_to_step
 from retrofit.errors import RetrofitError, first_line
@@ -68,8 +68,7 @@ class SiteWays:
             yield Way(" on one token", lambda: self.plain(resized(self.model, self.inputs, 1, 1, seed=11)))
         pads = takes_padding(self.model, self.inputs)
         if pads:
-            padded = lambda: self.plain(pad_both_sides(self.model, self.inputs))  # noqa: E731
-            yield Way(" where sequences are padded", padded, trains=True, spared=True)
+            yield Way(" where sequences are padded", self.padded, trains=True, spared=True)
         if length > 1 and accepts(self.model, "use_cache"):
             plans = {"step by step on a cache": (PLAIN, (1,) * STEPS), "in chunks on a cache": (PLAIN, CHUNKS)}
             if PADDED in ways_to_step(self.model, self.inputs):
@@ -109,6 +108,14 @@ class SiteWays:
 
     def plain(self, inputs: Inputs) -> Calls:
         return recorded(self.model, self.references, inputs)
+
+    def padded(self) -> Calls:
+        """The calls where sequences are padded; none where the model leaves its mask unread, and so takes padding for tokens."""
+        inputs = pad_both_sides(self.model, self.inputs)
+        if reads_padding(self.model, inputs):
+            return self.plain(inputs)
+        self.missing.append(("no module was compared where sequences are padded", "the model leaves its padding mask unread"))
+        return {}
 
     def on_cache(self, words: str, kind: str, lengths: tuple[int, ...]) -> Calls:
         """The calls of a batch whose last tokens are decoded so many at a time; none where the model keeps no cache."""
