@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from retrofit.checks.finding import Finding, Raised, attempt, failed, merge, ski
 from retrofit.checks.padded_inputs import Padded, takes_padding
 from retrofit.checks.subject import Subject
 from retrofit.runtime.agreement import Comparison
-from retrofit.runtime.probes import accepts, output_ids_name, run
+from retrofit.runtime.probes import accepts, ids_name, output_ids_name, run
 
 SIDES = ("left", "right")
 
@@ -25,6 +26,7 @@ class PaddingMeasurement:
     """For each side a padded sequence against the same alone; no side where the model takes no padding."""
 
     sides: dict[str, Comparison | Raised]
+    contents: Comparison | Raised | None = None  # left padding of two kinds, where it shifts positions and the sequences differ
 
 
 def measure(subject: Subject, before: PaddingMeasurement | None = None, context: Context | None = None) -> PaddingMeasurement:
@@ -32,7 +34,10 @@ def measure(subject: Subject, before: PaddingMeasurement | None = None, context:
     sides = [side for side in SIDES if before is None or isinstance(before.sides.get(side), Comparison)]
     if not takes_padding(subject.model, subject.inputs):
         return PaddingMeasurement({})
-    return PaddingMeasurement({side: attempt(compare_padded, subject, side) for side in sides})
+    found = {side: attempt(compare_padded, subject, side) for side in sides}
+    left = found.get("left")
+    shifts = isinstance(left, Comparison) and not left.agrees and not accepts(subject.model, "position_ids")
+    return PaddingMeasurement(found, attempt(compare_contents, subject) if shifts else None)
 
 
 def judge(now: PaddingMeasurement, before: PaddingMeasurement | None, context: Context) -> Finding:
@@ -50,6 +55,12 @@ def judge_side(side: str, now: PaddingMeasurement, before: PaddingMeasurement | 
     model = context.subject.model
     if not ours.agrees and before is None and side == "left" and not accepts(model, "position_ids"):
         return skipped("it takes no positions, so padding on the left may shift them", ours.measured)
+    if not context.exact and isinstance(now.contents, Comparison) and side == "left":
+        found = judge_comparison(
+            now.contents, None, context, lambda limit: locate_contents(model, context.subject.padded(side), limit)
+        )
+        shifted = f"it takes no positions: padding shifts them, and changes the approximation ({ours.measured})"
+        return dataclasses.replace(found, why=found.why or shifted)
     dense = dense if isinstance(dense, Comparison) else None
     return judge_comparison(ours, dense, context, lambda limit: locate_padding(model, context.subject.padded(side), limit))
 
@@ -64,6 +75,41 @@ def compare_padded(subject: Subject, side: str) -> Comparison:
         return row[:, padded.kept] if output_ids_name(padded.batch, outputs) else row, row_of(alone, padded)
 
     return arithmetic.compare(ways)
+
+
+def compare_contents(subject: Subject) -> Comparison:
+    """A sequence padded on the left, against the same with other tokens in the padding."""
+    arithmetic, padded = subject.arithmetic, subject.padded("left")
+
+    def ways() -> tuple[torch.Tensor, torch.Tensor]:
+        one, other = (arithmetic.logits(batch) for batch in (padded.batch, refilled(padded)))
+        kept = padded.kept if output_ids_name(padded.batch, one) else slice(None)
+        return row_of(one, padded)[:, kept], row_of(other, padded)[:, kept]
+
+    return arithmetic.compare(ways)
+
+
+def refilled(padded: Padded) -> dict[str, Any]:
+    """The batch with tokens of the sequences themselves where there was padding."""
+    name = ids_name(padded.batch)
+    assert name is not None
+    ids = padded.batch[name]
+    return {**padded.batch, name: torch.where(padded.batch["attention_mask"] == 0, ids.flip(-1), ids)}
+
+
+def locate_contents(model: nn.Module, padded: Padded, limit: float) -> Divergence:
+    """The first module whose output for a sequence depends on what stands in its padding."""
+    rows, width = padded.batch["attention_mask"].shape
+    with record_activations(model) as one:
+        run(model, padded.batch)
+    with record_activations(model) as other:
+        run(model, refilled(padded))
+
+    def kept(found: Activations) -> Activations:
+        sizes = {path: [value for value in values if value.shape[:2] == (rows, width)] for path, values in found.items()}
+        return {path: [row_of(value, padded)[:, padded.kept] for value in values] for path, values in sizes.items()}
+
+    return first_divergence(kept(other), kept(one), limit)
 
 
 def row_of(values: torch.Tensor, padded: Padded) -> torch.Tensor:

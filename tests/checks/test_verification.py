@@ -118,6 +118,30 @@ def test_a_model_that_takes_no_positions_is_not_blamed_for_padding_on_the_left()
     assert check.status == "passed" and "left: it takes no positions" in check.why
 
 
+class WithoutPositions(nn.Module):
+    """A Llama that numbers tokens from the first column, padding or not, and may leave its mask unread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = llama()
+        self.reads_mask = True
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        mask = attention_mask if self.reads_mask else None
+        return self.decoder(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
+
+
+def test_an_approximation_of_shifted_positions_is_held_to_what_padding_may_not_do() -> None:
+    model = WithoutPositions()
+    reference = Reference.of(model)
+    retrofit.apply(model, "lsh-attention(rounds=2, buckets=4, chunk=4)", verify=False)
+    (check,) = retrofit.verify(model, reference, checks=("padding",)).checks
+    assert check.status == "passed" and "padding shifts them" in check.why
+    model.reads_mask = False
+    (check,) = retrofit.verify(model, reference, checks=("padding",)).checks
+    assert check.status == "failed" and "self_attn" in check.why
+
+
 class Lagging(nn.Module):
     """A layer that adds the token before, which it keeps beside the cache: beams do not move it, or (`forgets`) it is not kept."""
 
