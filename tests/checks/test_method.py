@@ -11,6 +11,7 @@ import torch
 import transformers
 from support.method_verdicts import verdict
 from support.tiny_models import VOCABULARY, bert, built, gpt2, llama, t5, vit
+from torch import nn
 
 from retrofit.checks.site_recording import map_tensors
 from retrofit.errors import DoesNotFitError
@@ -140,6 +141,39 @@ def test_a_pass_without_a_reference_is_skipped(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(SparseLoss, "reference", None)
     found = verdict(llama(), "sparse-loss(modules=4)")
     assert (found.status, found.why) == ("skipped", "no reference of sparse-loss")
+
+
+class UnreadMask(nn.Module):
+    """A Llama that takes a padding mask and leaves it unread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = llama()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+        return self.decoder(input_ids=input_ids, use_cache=False).logits
+
+
+class UnnamedCache(nn.Module):
+    """A Llama that makes a cache in every forward, and does not say so in its signature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = llama()
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        return self.decoder(input_ids=input_ids, attention_mask=attention_mask, use_cache=True, **kwargs).logits
+
+
+def test_a_model_that_leaves_its_mask_unread_is_not_held_to_it() -> None:
+    found = verdict(UnreadMask(), "recurrence(rank=4)", nudge=True)
+    assert found.status == "passed", found.measured
+    assert "leaves its padding mask unread" in found.why
+
+
+def test_a_cache_that_a_model_makes_in_training_is_not_used_up_by_the_comparison() -> None:
+    found = verdict(UnnamedCache(), "recurrence(rank=4)", nudge=True)
+    assert found.status == "passed", found.why
 
 
 # ── Faults in the sources of the passes ──────────────────────────────────────────────────────────────────────────────────────────
