@@ -70,11 +70,14 @@ def mask_key(call: Call, mask: fx.Node, streams: tuple[Key, Key], tokens_first: 
 
 
 def true_hides(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether True means hidden in the mask at `node`: without padding it is True nowhere, or for no token and itself."""
+    """Whether True means hidden in the mask at `node`: without padding True for no token and itself, or not for the first token.
+
+    Tokens further right may be hidden all the same: some models fill a sequence up to a multiple of their window.
+    """
     with torch.device("cpu"):
         value = mask_value(node, flow)
     if value is None or value.dim() < 2:
         return False
     if value.shape[-1] == value.shape[-2]:
         return value.dtype == torch.bool and not bool(value.diagonal(dim1=-2, dim2=-1).any())
-    return value.dim() == 2 and not bool(value.any())
+    return value.dim() == 2 and not bool(value[:, 0].any())

@@ -49,7 +49,7 @@ class LayerCalls:
             with contextlib.suppress(CaptureError):
                 self.masked = Dataflow(capture(model, examples | missing))
         self.cores = find_attentions(self.masked)
-        self.ids = backward_slice(lookup.args[1] for _, lookup in token_tables(self.masked))
+        self.ids = backward_slice(lookup.all_input_nodes[-1] for _, lookup in token_tables(self.masked))
         self.calls = {(call.path, call.index): call for call in self.masked.program.calls}
 
     def of_layer(self, layer: Layer) -> LayerCall:
@@ -99,6 +99,9 @@ class LayerCalls:
             keys = [mask_key(call, mask, (stream, None), tokens_first, flow) for mask in masks if mask in flow.depends]
             key = next((one for one in keys if one is not None), None)
             hidden = bool(keys)
+            tokens = (shape(call.inputs[stream]) or ())[0 if tokens_first else 1]
+            if key is not None and (shape(call.inputs[key]) or ())[-1] != tokens:
+                raise unfit(layer, f"its mask {key} is about more than its own tokens")
         else:
             key = self.token_mask(call, tokens_first)
             hidden = any(mask in flow.depends for core in self.cores for mask in core.masks) and not cores

@@ -15,6 +15,7 @@ from support.retrofitted import moved
 from torch import Tensor, nn
 
 import retrofit
+from retrofit.anatomy.layer_calls import LayerCalls
 from retrofit.errors import DoesNotFitError
 from retrofit.passes import Recurrence
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward, RecurrentLayer
@@ -286,6 +287,21 @@ def test_what_cannot_have_one_is_refused_with_the_reason(name: str, spec: str, w
     with pytest.raises(DoesNotFitError) as caught:
         retrofit.apply(copy.deepcopy(model), spec, verify=False)
     assert why in str(caught.value)
+
+
+def test_a_mask_over_two_stacks_does_not_show_a_layer_its_own_padding() -> None:
+    entry = zoo.entry("seq2seq/t5gemma2")
+    model = zoo.build(entry)
+    rewritten = retrofit.apply(model, "recurrence(rank=4)", example_inputs=zoo.inputs(entry, model), verify=False)
+    sites = [name for name, module in rewritten.named_modules() if isinstance(module, RecurrentFeedForward)]
+    assert sites and all(name.startswith("model.encoder.") for name in sites)
+
+
+def test_tokens_that_a_model_fills_its_window_with_do_not_turn_its_mask_round() -> None:
+    entry = zoo.entry("masked/longformer")
+    anatomy = retrofit.inspect(zoo.build(entry))  # 12 tokens, filled up to 16: those are hidden, without any padding in the input
+    call = LayerCalls(anatomy).of_layer(anatomy.stacks[0].layers[0])
+    assert call.mask is not None and call.mask.true_hides
 
 
 class Repeated(nn.Module):
