@@ -24,11 +24,26 @@ def judge(now: Cost, before: Cost | None, context: Context) -> Finding:
     parameters = f"parameters {before.parameters:,} → {now.parameters:,}"
     measured = f"{parameters}, FLOPs a token {before.flops_per_token:,} → {now.flops_per_token:,}"
     whole = all(fate.kind != "dropped" for fate in context.fates.values())
-    if context.rewrites is not None and whole and now.parameters - before.parameters != context.claimed:
+    new = now.parameters - before.parameters - (0 if context.exact else newly_read(now, before, context))
+    if context.rewrites is not None and whole and new != context.claimed:
         return failed(measured, f"claimed are {context.claimed:,} new parameters; never read: {unread_parameters(context)}")
     if context.exact and (missing := omitted_work(now, before, context)):
         return failed(measured, f"an exact rewrite leaves out no work: {first_few(missing)}")
     return passed(measured)
+
+
+def newly_read(now: Cost, before: Cost, context: Context) -> int:
+    """Elements of dense parameters that are read and were not, less those of the reverse, where the model chose other experts.
+
+    Where the dense graph leaves no parameter of a shape unread, nothing is chosen, and each has to be read on.
+    """
+    parameters = context.subject.parameters
+    kept = {name: parameters[fate.name] for name, fate in context.fates.items() if fate.kind in ("kept", "moved")}
+    did = {id(value) for name, value in kept.items() if name in before.read}
+    does = {id(parameters[name]) for name in now.read}
+    single = {id(value): value for value in kept.values()}
+    chosen = {value.shape for one, value in single.items() if one not in did}
+    return sum(value.numel() * ((one in does) - (one in did)) for one, value in single.items() if value.shape in chosen)
 
 
 def unread_parameters(context: Context) -> str:

@@ -25,6 +25,7 @@ class Cost:
     flops: int  # of the whole pass
     tokens: int  # positions the pass works on: batch × length, or batch
     by_module: dict[str, int]  # FLOPs in each module's own code
+    read: frozenset[str] = frozenset()  # names of the parameters that the graph reads
 
     @property
     def flops_per_token(self) -> int:
@@ -33,13 +34,14 @@ class Cost:
 
 def cost_of(program: Program) -> Cost:
     """The cost of a program on the inputs it was captured with."""
-    read = (value_of(node).numel() for node in program.parameters if node.users)
+    read = {node: name for node, name in program.parameters.items() if node.users}
     by_module: dict[str, int] = {}
     for node in program.graph.nodes:
         if count := flops_of(node):
             path = program.owner[node].path if node in program.owner else ""
             by_module[path] = by_module.get(path, 0) + count
-    return Cost(sum(read), sum(by_module.values()), tokens_of(program), by_module)
+    elements = sum(value_of(node).numel() for node in read)
+    return Cost(elements, sum(by_module.values()), tokens_of(program), by_module, frozenset(read.values()))
 
 
 def flops_per_token(program: Program) -> int:

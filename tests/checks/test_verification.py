@@ -8,6 +8,7 @@ import random
 import weakref
 import zlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import retrofit
 from retrofit.anatomy.sites import Site
 from retrofit.checks.cache import own_failing
+from retrofit.checks.cost import newly_read
 from retrofit.checks.fingerprint import Fingerprint, checksum, fingerprints
 from retrofit.checks.generation import Decoded, difference
 from retrofit.checks.gradients import GradientsMeasurement, collect_gradients, new_among_idle, nudged, thawed
@@ -33,7 +35,7 @@ from retrofit.errors import RetrofitError
 from retrofit.graphs.graph_module import graph_module
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.program.capture import capture
-from retrofit.program.cost import cost_of
+from retrofit.program.cost import Cost, cost_of
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.surgery.edit import Fate
 
@@ -140,6 +142,21 @@ def test_an_approximation_of_shifted_positions_is_held_to_what_padding_may_not_d
     model.reads_mask = False
     (check,) = retrofit.verify(model, reference, checks=("padding",)).checks
     assert check.status == "failed" and "self_attn" in check.why
+
+
+def test_experts_that_are_chosen_anew_are_no_new_parameters() -> None:
+    experts = {f"experts.{one}": torch.zeros(4, 8) for one in range(3)} | {"head": torch.zeros(2, 4), "tail": torch.zeros(3, 4)}
+    fates = {name: Fate("kept", name) for name in experts}
+    context: Any = SimpleNamespace(subject=SimpleNamespace(parameters=experts), fates=fates)
+
+    def newly(did: set[str], does: set[str]) -> int:
+        before, now = (Cost(0, 0, 1, {}, frozenset(one)) for one in (did, does))
+        return newly_read(now, before, context)
+
+    rest = {"head", "tail"}
+    assert newly({"experts.0"} | rest, {"experts.1", "experts.2"} | rest) == 32
+    assert newly({"experts.0", "experts.1"} | rest, {"experts.2"} | rest) == -32
+    assert newly({"experts.0"} | rest, {"experts.0", "head"}) == 0  # the tail is not chosen, but lost
 
 
 class Lagging(nn.Module):
