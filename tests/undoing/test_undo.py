@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,22 @@ def test_the_command_writes_a_dense_directory(upcycled: Any, tmp_path: Path, cap
     assert "quantization_config" not in (output / "config.json").read_text()
     assert equal(transformers.AutoModelForCausalLM.from_pretrained(output), tiny_models.llama())
     assert main(["diff", str(output), str(output)]) == 0 and "nothing differs" in capsys.readouterr().out
+
+
+def alive() -> tuple[int, int]:
+    """How many tensors and modules there are, and how many bytes the tensors hold."""
+    gc.collect()
+    kinds = [(one, type(one)) for one in gc.get_objects()]
+    tensors = [one for one, kind in kinds if issubclass(kind, torch.Tensor)]
+    modules = sum(issubclass(kind, torch.nn.Module) for _, kind in kinds)
+    return len(tensors) + modules, sum(one.untyped_storage().nbytes() for one in tensors if one.device.type == "cpu")
+
+
+@pytest.mark.long
+def test_fifty_times_apply_and_undo_leaves_nothing_behind() -> None:
+    model = tiny_models.llama()
+    found = []
+    for _ in range(50):
+        model = retrofit.undo(retrofit.apply(model, "altup(k=2)", verify=False))
+        found.append(alive())
+    assert found[-1] == found[4], found
