@@ -66,11 +66,21 @@ def each(new: Tensor, old: Tensor, real: Tensor, t: int) -> Any:
 
 
 def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | None:
-    """Which of the last `tokens` tokens the model's input says are no padding; None where no mask of that size says."""
-    for name, value in call.inputs.items():
-        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.shape == (batch, so_far):
-            return value.bool()[:, so_far - tokens :]
-    return None
+    """Which of the last `tokens` tokens the model's input says are no padding; None where no mask of that size says.
+
+    Of places behind all that the model was given, which it fills a window with, its own mask is believed that they are hidden.
+    """
+    given = [value for value in call.inputs.values() if isinstance(value, Tensor) and value.dim() == 2 and len(value) == batch]
+    masks = [one for name, one in call.inputs.items() if name.endswith("attention_mask") and any(one is value for value in given)]
+    for mask in masks:
+        if mask.shape[1] == so_far:
+            return mask.bool()[:, so_far - tokens :]
+    own = (call.kwargs.get("recurrence") or {}).get("real")
+    length = max((value.shape[1] for value in given if value.shape[1] < tokens), default=0)
+    if tokens < so_far or own is None or not length or bool(own[:, length:].any()):
+        return None
+    shown = next((mask.bool() for mask in masks if mask.shape[1] == length), torch.ones(batch, length, dtype=torch.bool))
+    return torch.cat([shown, shown.new_zeros(batch, tokens - length)], 1)
 
 
 def wiring(observed: Observed) -> Problems:

@@ -302,6 +302,7 @@ def test_tokens_that_a_model_fills_its_window_with_do_not_turn_its_mask_round() 
     anatomy = retrofit.inspect(zoo.build(entry))  # 12 tokens, filled up to 16: those are hidden, without any padding in the input
     call = LayerCalls(anatomy).of_layer(anatomy.stacks[0].layers[0])
     assert call.mask is not None and call.mask.true_hides
+    retrofit.apply(anatomy.model, "recurrence(rank=4)")
 
 
 class Repeated(nn.Module):
