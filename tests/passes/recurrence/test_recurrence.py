@@ -289,6 +289,12 @@ def test_what_cannot_have_one_is_refused_with_the_reason(name: str, spec: str, w
     assert why in str(caught.value)
 
 
+def test_a_mask_that_layers_get_as_the_model_got_it_shows_them_their_padding() -> None:
+    model = retrofit.apply(zoo.build(zoo.entry("causal/lfm2")), "recurrence(rank=4)", verify=False)
+    layers = [module for module in model.modules() if isinstance(module, RecurrentLayer)]
+    assert len(layers) == model.config.num_hidden_layers and all(layer.mask is not None for layer in layers)
+
+
 def test_a_mask_over_two_stacks_does_not_show_a_layer_its_own_padding() -> None:
     entry = zoo.entry("seq2seq/t5gemma2")
     model = zoo.build(entry)
