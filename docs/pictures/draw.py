@@ -40,7 +40,7 @@ def small_model(name: str) -> PreTrainedModel:
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 256,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
