@@ -99,9 +99,9 @@ class LayerCalls:
             keys = [mask_key(call, mask, (stream, None), tokens_first, flow) for mask in masks if mask in flow.depends]
             key = next((one for one in keys if one is not None), None)
             hidden = bool(keys)
-            tokens = (shape(call.inputs[stream]) or ())[0 if tokens_first else 1]
-            if key is not None and (shape(call.inputs[key]) or ())[-1] != tokens:
-                raise unfit(layer, f"its mask {key} is about more than its own tokens")
+            size = shape(call.inputs.get(stream)) or ()
+            if key is not None and size and (shape(call.inputs[key]) or ())[-1] != size[not tokens_first]:
+                raise unfit(layer, "its mask covers more than its own tokens")
         else:
             key = self.token_mask(call, tokens_first)
             hidden = any(mask in flow.depends for core in self.cores for mask in core.masks) and not cores

@@ -24,8 +24,10 @@ def judge(now: Cost, before: Cost | None, context: Context) -> Finding:
     parameters = f"parameters {before.parameters:,} → {now.parameters:,}"
     measured = f"{parameters}, FLOPs a token {before.flops_per_token:,} → {now.flops_per_token:,}"
     whole = all(fate.kind != "dropped" for fate in context.fates.values())
-    new = now.parameters - before.parameters - (0 if context.exact else newly_read(now, before, context))
-    if context.rewrites is not None and whole and new != context.claimed:
+    unclaimed = now.parameters - before.parameters - context.claimed
+    if unclaimed and not context.exact:
+        unclaimed -= newly_read(now, before, context)
+    if context.rewrites is not None and whole and unclaimed:
         return failed(measured, f"claimed are {context.claimed:,} new parameters; never read: {unread_parameters(context)}")
     if context.exact and (missing := omitted_work(now, before, context)):
         return failed(measured, f"an exact rewrite leaves out no work: {first_few(missing)}")
