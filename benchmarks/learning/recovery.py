@@ -4,8 +4,9 @@ A dense model is rewritten by each approximate pass with calibration, and traine
 the steps of `align` among them: the same windows in the same order for one seed. The dense model is trained on the same tokens too.
 With several `--steps` each way is a run of its own, with a schedule of its own, for each of these lengths.
 `--model demo` is the demo's byte-level Llama (2.8 million parameters, 500 steps), `converged` the same one trained four times as
-long, `SmolLM2` a real one. Every run is kept in the JSON file; the next call goes on from there. Prints held-out losses, mean and
-standard deviation over the seeds, and draws them.
+long, `fresh` one trained as long on half of the standard library's sources, where recovery sees the other half, which its teacher
+has not, `SmolLM2` a real one. Every run is kept in the JSON file; the next call goes on from there. Prints held-out losses, mean
+and standard deviation over the seeds, and draws them.
 
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3 --steps 125 250 --ways plain distil
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from experiment import DenseModel, Kept, SmolLM2, mean_and_deviation, rewritten, run_settings, trained_on, with_error
 from seed_curves import draw_seed_curves
+from texts import LIBRARY
 
 SPECS = ("sparse-ffn(sparsity=8)", "sparse-qkv", "shared-moe(groups=1)", "sequence-altup(k=2)")
 WAYS: dict[str, dict[str, float]] = {  # parts of all steps
@@ -43,7 +45,12 @@ WAYS: dict[str, dict[str, float]] = {  # parts of all steps
 ONLY_NAMED = ("align", "own dial, distil", "distil, hidden", "teacher alone")  # ways that are tried where --ways names them
 DENSE = ""
 ALIGN_LR = 1e-3
-MODELS = {"demo": DenseModel(), "converged": DenseModel(steps=2000), "SmolLM2": SmolLM2()}
+MODELS = {
+    "demo": DenseModel(),
+    "converged": DenseModel(steps=2000),
+    "fresh": DenseModel(steps=2000, text=LIBRARY),
+    "SmolLM2": SmolLM2(),
+}
 
 
 def main() -> None:
@@ -83,7 +90,7 @@ def one_run(spec: str, way: str, steps: int, seed: int, options: argparse.Namesp
     """The numbers of one run."""
     start = MODELS[options.model]
     dense = start.trained(options.output.parent)
-    model = rewritten(dense, spec, seed, tokenizer=start.tokenizer)
+    model = rewritten(dense, spec, seed, tokenizer=start.tokenizer, text=start.text)
     parts = WAYS[way]
     align, anneal = (round(parts.get(stage, 0.0) * steps) for stage in ("align", "anneal"))
     settings = run_settings(steps - align, options.lr, seed, lr_new=options.lr_new if spec else None, bf16=options.bf16)
@@ -97,7 +104,7 @@ def one_run(spec: str, way: str, steps: int, seed: int, options: argparse.Namesp
             distil_hidden=parts.get("hidden", 0.0),
             dial="own" if "own_dial" in parts else "mixture",
         )
-    run = trained_on(model, settings, dense if parts else None, start.tokenizer)
+    run = trained_on(model, settings, dense if parts else None, start.tokenizer, start.text)
     known = ("alignment", "dense_loss", "start_loss", "seconds_per_step", "eval_losses")
     numbers = run.to_dict()
     return {"align": align, **{name: numbers[name] for name in known if name in numbers}}
