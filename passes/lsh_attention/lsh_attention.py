@@ -34,9 +34,11 @@ from retrofit.sdk import (
     Site,
     SpecError,
     Stack,
+    chooses_keys,
     collect_near_miss,
     find_attention_sites,
     find_attentions,
+    is_causal,
     op,
     option,
     selected_depths,
@@ -183,6 +185,10 @@ class SiteFinder:
         core = self.core(branch)
         call = self.flow.call_of(core.result)
         self.check_module(call, branch)
+        if (chooser := chooses_keys(core, self.flow)) is not None:
+            where = f"{op(chooser)} in {self.flow.call_of(chooser).path or 'the model'}"
+            why = f"its keys are chosen by what tokens hold ({where}): of those in a bucket few would be left"
+            raise unfit(call.path, why, "layers= leaves depths out; such an attention is sparse as it is")
         query, key = shape(core.query) or (), shape(core.key) or ()
         source = shape(self.anatomy.node(branch.source)) or ()
         name = branch.name or call.path
@@ -194,10 +200,11 @@ class SiteFinder:
             )
         times = sum(one.path == call.path for one in self.anatomy.program.calls)
         made_by = self.made_by(call.path) if self.projections is not None else ()
-        site = BucketedSite(call.path, query[1], query[3], stack.causal, times, query[2], *made_by)
+        causal = stack.causal or is_causal(core, self.anatomy.node(branch.source), self.flow)
+        site = BucketedSite(call.path, query[1], query[3], causal, times, query[2], *made_by)
         known = self.sites.setdefault(call.path, site)
         if known.causal != site.causal:
-            raise unfit(name, "a causal stack shares it with one that is not")
+            raise unfit(name, "its mask hides later keys at one depth and shows them at another")
 
     def made_by(self, path: str) -> tuple[str, str]:
         """The modules that make the queries and the keys of an attention; raises `DoesNotFitError` where one cannot make both."""

@@ -10,12 +10,11 @@ from torch import fx, nn
 from retrofit.anatomy.feed_forward_sites import Port, no_feed_forward
 from retrofit.anatomy.parts import Branch
 from retrofit.anatomy.weight_products import weight_product
-from retrofit.program.aten_ops import DROPOUT, LAYOUT, POINTWISE, is_number, op, shape
+from retrofit.program.aten_ops import COMPARISON, DROPOUT, LAYOUT, POINTWISE, is_number, op, shape
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call
 
-COMPARISON = frozenset("gt ge lt le eq ne logical_and logical_or logical_not".split())
-ELEMENTWISE = POINTWISE | COMPARISON | frozenset("expm1 min max ones_like full_like".split())
+ELEMENTWISE = POINTWISE | COMPARISON | frozenset("logical_and logical_or logical_not expm1 min max ones_like full_like".split())
 
 Step = Call | fx.Node  # a module that the hidden units pass, or an operation of the model's own code
 

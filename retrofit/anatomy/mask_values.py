@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +14,22 @@ from torch.utils._pytree import tree_map_only
 from retrofit.anatomy.attention_cores import Attention
 from retrofit.program.aten_ops import (
     CAST,
+    COMPARISON,
+    CONVOLUTION,
     JOIN,
+    LAYOUT,
+    LIKE,
+    PRODUCT,
+    ROUTING,
     extent,
+    is_float,
+    is_heavy,
     op,
     shape,
 )
 from retrofit.program.dataflow import Dataflow
 
+ADDED_PRODUCTS = frozenset("addmm addbmm baddbmm".split())  # their first operand is added to the product of the others
 LARGEST_MASK_INPUT = 1 << 20  # elements of a parameter that a mask may be computed from
 
 
@@ -72,12 +82,17 @@ def zeros_for(node: fx.Node) -> Any:
 
 
 def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
-    """The value of a mask for inputs without padding; parameters count as zeros, None where it depends on a large tensor."""
+    """The value of a mask for inputs without padding; parameters count as zeros, None where it depends on a large tensor.
+
+    What lies above a product with a parameter is not run, so that the value is the same for a model without values.
+    """
     program = flow.program
-    ancestors = [node for node in flow.nodes if flow.ancestors[mask] & flow.bit(node)]
     values: dict[fx.Node, Any] = {}
-    for node in ancestors:
+    for node in nodes_above(mask, flow, is_zero_without_weights):
         example = node.meta.get("val")
+        if is_zero_without_weights(node, flow) and isinstance(example, torch.Tensor):
+            values[node] = torch.zeros(shape(node) or (), dtype=example.dtype)
+            continue
         if node.op == "placeholder":
             if not isinstance(example, torch.Tensor):
                 values[node] = example
@@ -108,3 +123,56 @@ def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
             return None
     result = values.get(mask)
     return result if isinstance(result, torch.Tensor) else None
+
+
+def nodes_above(result: fx.Node, flow: Dataflow, ends_at: Callable[[fx.Node, Dataflow], bool]) -> list[fx.Node]:
+    """The nodes that `result` depends on, itself included, in order; nothing that only nodes at which the search ends depend on."""
+    found: set[fx.Node] = set()
+    pending = [result]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            ends = op(node) in LIKE or ends_at(node, flow)
+            pending += [] if ends else [part for part in node.all_input_nodes if part in flow.position]
+    return sorted(found, key=flow.position.__getitem__)
+
+
+def is_zero_without_weights(node: fx.Node, flow: Dataflow) -> bool:
+    """Whether the value is a product with a parameter, or a row of one: zero where parameters are; its size is known."""
+    name = op(node)
+    if name not in PRODUCT | CONVOLUTION | {"embedding"} or name in ADDED_PRODUCTS or not all(shape(node) or (0,)):
+        return False
+    biased = name == "linear" or name in CONVOLUTION  # whose third operand is added
+    factors, added = node.all_input_nodes[: 2 if biased else None], node.all_input_nodes[2:] if biased else []
+    return any(is_parameter(one, flow) for one in factors) and all(is_parameter(one, flow) for one in added)
+
+
+def is_parameter(node: fx.Node, flow: Dataflow) -> bool:
+    """Whether the value is a parameter, in whatever layout and type."""
+    while op(node) in LAYOUT | CAST and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node in flow.program.parameters
+
+
+def chooses_keys(core: Attention, flow: Dataflow) -> fx.Node | None:
+    """What chooses the keys that a mask of the attention shows, by what tokens hold: a comparison or the largest of some scores.
+
+    A bias that depends on what tokens hold chooses nothing. None where only places and the inputs themselves decide.
+    """
+    for mask in core.masks:
+        for node in nodes_above(mask, flow, is_no_mask):
+            if op(node) in ROUTING | COMPARISON and any(is_computed_by_weights(one, flow) for one in node.all_input_nodes):
+                return node
+    return None
+
+
+def is_no_mask(node: fx.Node, flow: Dataflow) -> bool:
+    """Whether the value is what tokens hold, or a size and no tensor."""
+    return is_heavy(node) or shape(node) is None
+
+
+def is_computed_by_weights(node: fx.Node, flow: Dataflow) -> bool:
+    """Whether the value is a float that was computed from the inputs by weights of the model."""
+    weights = (one for one in flow.program.parameters if one in flow.position)
+    return is_float(node) and node in flow.depends and any(flow.reaches(one, node) for one in weights)

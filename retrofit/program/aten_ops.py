@@ -54,6 +54,7 @@ POOLING = frozenset(
     "avg_pool1d avg_pool2d max_pool1d max_pool2d max_pool2d_with_indices adaptive_avg_pool1d adaptive_avg_pool2d".split()
 )
 ROUTING = frozenset("topk sort argsort argmax".split())
+COMPARISON = frozenset("eq ne lt le gt ge".split())
 LIKE = frozenset(
     "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty sym_size size".split()
 )  # their result depends on the operand's shape only

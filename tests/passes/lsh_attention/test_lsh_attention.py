@@ -14,6 +14,7 @@ from support import cached_decoding, tiny_models, zoo
 from torch import Tensor, nn
 
 import retrofit
+from retrofit.anatomy import mask_values
 from retrofit.errors import DoesNotFitError, RetrofitError, SpecError
 from retrofit.passes import LSHAttention
 from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention
@@ -180,6 +181,56 @@ class Own(nn.Module):
 
 def fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+
+
+class Chooser(nn.Module):
+    """Attends to the 3 keys that score highest with an indexer of its own; or adds these scores as a bias, and to all before."""
+
+    def __init__(self, hides: bool) -> None:
+        super().__init__()
+        self.index, self.hides = nn.Linear(16, 8), hides
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (one.unflatten(-1, (2, 8)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        index, places = self.index(x), torch.arange(x.shape[1], device=x.device)
+        scores = (index @ index.mT).unsqueeze(1).masked_fill(places[None] > places[:, None], -3e4)
+        if self.hides:
+            chosen = torch.zeros_like(scores).scatter(-1, scores.topk(3, -1).indices, 1.0)
+            scores = scores.masked_fill(chosen == 0, -3e4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, scores)
+        return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def own(block: nn.Module) -> nn.Module:
+    """An `Own` model with another block, and weights that are not small."""
+    torch.manual_seed(0)
+    model = Own(fused)
+    model.block = block
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return model
+
+
+def test_an_attention_that_chooses_its_keys_by_what_tokens_hold_is_a_near_miss() -> None:
+    with pytest.raises(DoesNotFitError, match=r"its keys are chosen by what tokens hold \(topk in "):
+        retrofit.apply(own(Chooser(hides=True)), LSHAttention(**FORM), example_inputs={"input_ids": ids(2, 9)}, verify=False)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_bias_that_large_weights_make_leaves_an_attention_causal(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_values, "LARGEST_MASK_INPUT", 200)  # smaller than the embedding
+    model = own(Chooser(hides=False)).to(device)
+    (planned,) = retrofit.plan_of(model, LSHAttention(**FORM), example_inputs={"input_ids": ids(2, 9).to(device)}).passes
+    (site,) = planned.plan.attentions  # type: ignore[attr-defined]
+    assert site.causal
+
+
+@torch.no_grad()
+def test_what_a_token_sees_by_such_a_bias_does_not_depend_on_later_ones() -> None:
+    model = retrofit.apply(own(Chooser(hides=False)), LSHAttention(**FORM), example_inputs={"input_ids": ids()}, verify=False)
+    torch.testing.assert_close(model(ids()[:, :11]), model(ids())[:, :11])
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
