@@ -16,7 +16,7 @@ from retrofit.checks.finding import Finding, Raised, attempt, failed, merge, ski
 from retrofit.checks.padded_inputs import Padded, takes_padding
 from retrofit.checks.subject import Subject
 from retrofit.runtime.agreement import Comparison
-from retrofit.runtime.probes import accepts, ids_name, output_ids_name, run
+from retrofit.runtime.probes import ids_name, output_ids_name, run
 
 SIDES = ("left", "right")
 
@@ -36,7 +36,7 @@ def measure(subject: Subject, before: PaddingMeasurement | None = None, context:
         return PaddingMeasurement({})
     found = {side: attempt(compare_padded, subject, side) for side in sides}
     left = found.get("left")
-    shifts = isinstance(left, Comparison) and not left.agrees and not accepts(subject.model, "position_ids")
+    shifts = isinstance(left, Comparison) and not left.agrees and not is_numbered(subject)
     return PaddingMeasurement(found, attempt(compare_contents, subject) if shifts else None)
 
 
@@ -53,7 +53,7 @@ def judge_side(side: str, now: PaddingMeasurement, before: PaddingMeasurement | 
     if isinstance(ours, Raised):
         return failed("", ours.error)
     model = context.subject.model
-    if not ours.agrees and before is None and side == "left" and not accepts(model, "position_ids"):
+    if not ours.agrees and before is None and side == "left" and not is_numbered(context.subject):
         return skipped("it takes no positions, so padding on the left may shift them", ours.measured)
     if not context.exact and isinstance(now.contents, Comparison) and side == "left":
         found = judge_comparison(
@@ -63,6 +63,11 @@ def judge_side(side: str, now: PaddingMeasurement, before: PaddingMeasurement | 
         return dataclasses.replace(found, why=found.why or shifted)
     dense = dense if isinstance(dense, Comparison) else None
     return judge_comparison(ours, dense, context, lambda limit: locate_padding(model, context.subject.padded(side), limit))
+
+
+def is_numbered(subject: Subject) -> bool:
+    """Whether the model is told the positions of the tokens that it is given with padding; of two sides none are."""
+    return "position_ids" in subject.padded("left").batch
 
 
 def compare_padded(subject: Subject, side: str) -> Comparison:

@@ -133,14 +133,29 @@ class WithoutPositions(nn.Module):
         return self.decoder(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
 
 
-def test_an_approximation_of_shifted_positions_is_held_to_what_padding_may_not_do() -> None:
-    model = WithoutPositions()
-    reference = Reference.of(model)
-    retrofit.apply(model, "lsh-attention(rounds=2, buckets=4, chunk=4)", verify=False)
-    (check,) = retrofit.verify(model, reference, checks=("padding",)).checks
+class WithoutPositionsOfTwoSides(WithoutPositions):
+    """The same over the tokens of an encoder: what they hold on average is added to each of a decoder. It takes positions of which
+    side nobody knows."""
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, decoder_input_ids: Any = None
+    ) -> torch.Tensor:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        found = super().forward(input_ids, mask)
+        mean = (found * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None]
+        return self.decoder.lm_head(self.decoder.model.embed_tokens(decoder_input_ids)) + mean  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [WithoutPositions, WithoutPositionsOfTwoSides])
+def test_an_approximation_of_shifted_positions_is_held_to_what_padding_may_not_do(kind: type[WithoutPositions]) -> None:
+    model, ids = kind(), torch.arange(5, 29).view(2, 12)
+    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :6]} if kind is WithoutPositionsOfTwoSides else {})
+    reference = Reference.of(model, inputs)
+    retrofit.apply(model, "lsh-attention(rounds=2, buckets=4, chunk=4)", example_inputs=inputs, verify=False)
+    (check,) = retrofit.verify(model, reference, inputs, checks=("padding",)).checks
     assert check.status == "passed" and "padding shifts them" in check.why
     model.reads_mask = False
-    (check,) = retrofit.verify(model, reference, checks=("padding",)).checks
+    (check,) = retrofit.verify(model, reference, inputs, checks=("padding",)).checks
     assert check.status == "failed" and "self_attn" in check.why
 
 
