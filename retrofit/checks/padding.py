@@ -104,15 +104,16 @@ def refilled(padded: Padded) -> dict[str, Any]:
 
 def locate_contents(model: nn.Module, padded: Padded, limit: float) -> Divergence:
     """The first module whose output for a sequence depends on what stands in its padding."""
-    rows, width = padded.batch["attention_mask"].shape
+    mask = padded.batch["attention_mask"]
+    real = row_of(mask, padded)[0].bool()
     with record_activations(model) as one:
         run(model, padded.batch)
     with record_activations(model) as other:
         run(model, refilled(padded))
 
     def kept(found: Activations) -> Activations:
-        sizes = {path: [value for value in values if value.shape[:2] == (rows, width)] for path, values in found.items()}
-        return {path: [row_of(value, padded)[:, padded.kept] for value in values] for path, values in sizes.items()}
+        sizes = {path: [value for value in values if value.shape[:2] == mask.shape] for path, values in found.items()}
+        return {path: [row_of(value, padded)[:, real] for value in values] for path, values in sizes.items()}
 
     return first_divergence(kept(other), kept(one), limit)
 
