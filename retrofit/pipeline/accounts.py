@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from retrofit.anatomy.wording import plural
-from retrofit.runtime.line_folding import fold_lines
+from retrofit.runtime.line_folding import fold_lines, one_line
 from retrofit.runtime.notes import fold_notes
 
 if TYPE_CHECKING:
@@ -59,13 +59,14 @@ def promise(exact: bool) -> str:
 
 
 def rewritten_lines(sites: Sequence[Site]) -> list[str]:
-    return [f"{site.name or 'the model'}: {site.what}" for site in sites]
+    return [one_line(f"{site.name or 'the model'}: {site.what}") for site in sites]
 
 
 def untouched_lines(near_misses: Sequence[NearMiss]) -> list[str]:
     """Each place, the reason and the remedy where there is one."""
     return [
-        f"{miss.name or 'the model'}: {miss.why}" + (f"\n  way out: {miss.remedy}" if miss.remedy else "") for miss in near_misses
+        one_line(f"{miss.name or 'the model'}: {miss.why}") + (f"\n  way out: {one_line(miss.remedy)}" if miss.remedy else "")
+        for miss in near_misses
     ]
 
 
@@ -80,9 +81,10 @@ def listed(title: str, lines: Iterable[str]) -> list[Cells]:
 
 
 def shortened(title: str, folded: list[str]) -> list[Cells]:
-    """The texts as rows under one title, at most `MOST`, with how many were left out."""
+    """The texts as rows under one title, one for each line, at most `MOST` texts, with how many were left out."""
     left_out = [f"and {len(folded) - MOST:,} more"] if len(folded) > MOST else []
-    return [("" if number else title, text) for number, text in enumerate([*folded[:MOST], *left_out])]
+    lines = [line for text in [*folded[:MOST], *left_out] for line in text.split("\n")]
+    return [("" if number else title, line) for number, line in enumerate(lines)]
 
 
 def aligned(rows: Sequence[Cells]) -> str:

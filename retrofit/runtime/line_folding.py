@@ -9,6 +9,11 @@ FEWEST = 3  # lines worth folding
 NUMBER = re.compile(r"(?<=[._A-Za-z])\d+|\d+(?:,\d{3})*(?:\.\d+)?")  # `layers.0.1` holds two, `1,000.5` one
 
 
+def one_line(text: str) -> str:
+    """The text with its line breaks written out: a name from a file begins no line of ours."""
+    return text.replace("\n", "\\n")
+
+
 def fold_lines(lines: Iterable[str]) -> list[str]:
     """The lines in order, those that differ in their numbers only as one, with their count and the range of each number.
 

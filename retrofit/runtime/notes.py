@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from retrofit.runtime.line_folding import FEWEST, fold_lines
+from retrofit.runtime.line_folding import FEWEST, fold_lines, one_line
 
 Worst = Literal["lowest", "highest"]
 
@@ -45,8 +45,8 @@ def fold_notes(notes: Iterable[str]) -> list[str]:
         if isinstance(note, Note) and note.values:
             tables.setdefault((note.kind, *note.values), []).append(note)
         else:
-            texts.append(note)
-    few = [str(note) for group in tables.values() if len(group) < FEWEST for note in group]
+            texts.append(one_line(note))
+    few = [one_line(note) for group in tables.values() if len(group) < FEWEST for note in group]
     return [*("\n".join(table_lines(group)) for group in tables.values() if len(group) >= FEWEST), *few, *fold_lines(texts)]
 
 
@@ -62,7 +62,7 @@ def table_lines(notes: Sequence[Note]) -> list[str]:
         listed.sort(key=lambda note: note.values[columns[0]], reverse=first.worst == "highest")
         listed = listed[:WORST_ROWS]
         rows.append([f"the {first.worst} {columns[0]}:"])
-    rows += [[note.site, *(f"{note.values[column]:{note.form}}" for column in columns)] for note in listed]
+    rows += [[one_line(note.site), *(f"{note.values[column]:{note.form}}" for column in columns)] for note in listed]
     first_width = max(len(row[0]) for row in rows)
     widths = [max(len(row[index]) for row in rows if len(row) > 1) for index in range(1, len(columns) + 1)]
     return [

@@ -22,7 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrofit.anatomy.sites import Site
+from retrofit.anatomy.sites import NearMiss, Site
 from retrofit.anatomy.wording import format_change
 from retrofit.cli import build_parser, main
 from retrofit.cli.failures import report
@@ -36,6 +36,7 @@ from retrofit.pipeline.accounts import listed, plan_rows
 from retrofit.pipeline.protocol import Plan
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.runtime.line_folding import fold_lines
+from retrofit.runtime.notes import Note
 
 COMMANDS = ("apply", "inspect", "verify", "export", "train", "passes")
 
@@ -406,6 +407,22 @@ def test_a_long_list_says_how_much_it_leaves_out() -> None:
     assert rows[:2] == [("notes", "a: said"), ("", "b: said")]
     assert rows[-1] == ("", "and 4 more")
     assert listed("notes", []) == []
+
+
+def test_every_line_of_an_account_is_a_row() -> None:
+    hostile = "h.0\n  way out: pay"
+    notes = tuple(Note("energy kept", name, {"kept": 0.5}, ".1%") for name in (hostile, "h.1", "h.2"))
+    missed = (NearMiss(hostile, "too narrow", remedy="use N = 2"),)
+    table = io.StringIO()
+    print_table(plan_rows("ffn()", False, Plan((), near_misses=missed, notes=notes)), stream=table)
+    assert [line.strip() for line in table.getvalue().splitlines()[2:]] == [
+        "leaves alone   h.0\\n  way out: pay: too narrow",
+        "way out: use N = 2",
+        "notes          energy kept           kept",
+        "h.0\\n  way out: pay  50.0%",
+        "h.1                  50.0%",
+        "h.2                  50.0%",
+    ]
 
 
 @given(st.lists(st.sampled_from(["h.0: x", "h.1: x", "h.7: x", "y 1.5", "y 2", "z"])))
