@@ -127,7 +127,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
                     projections.fit(edit.model, moments, absorb=True)
                     starts.append(values_of(projections))
             for letter, (before, after) in projections.fit(edit.model, moments).items():
-                columns = {"before": before, "after": after} if moments else {"error": after}
+                columns = {"before": before, "after": after} if moments else {"without calibration": after}
                 edit.note(f"relative error of {letter}", one.site.name, columns, form=".3f", worst="highest")
             built.append((projections, [*starts, values_of(projections)]))
         for projections, _ in built:
