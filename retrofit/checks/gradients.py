@@ -15,6 +15,7 @@ from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, first_few, passed, skipped
 from retrofit.checks.sliced_gradients import SlicedGradients
 from retrofit.checks.subject import Subject
+from retrofit.pipeline.replaying import recipe
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.probes import Inputs, accepts, named_outputs, resized_like
 
@@ -59,7 +60,7 @@ def measure(
     never: frozenset[str] = frozenset()
     waiting = found.zero & late
     if waiting and found.zero <= idle | late and not found.broken - once_broken(before, context):
-        others = {name for name, _ in subject.model.named_parameters()} - late
+        others = {name for name, _ in subject.model.named_parameters()} - (waiting if account_is_lost(context) else late)
         others -= {fate.name for fate in context.fates.values() if fate.kind in ("kept", "moved")}
         with nudged(subject.model, others):
             after = collect_gradients(subject.model, subject.inputs, shape, idle, first + BATCHES)
@@ -96,10 +97,20 @@ def judge(now: GradientsMeasurement | None, before: GradientsMeasurement | None,
 
 
 def late_parameters(context: Context) -> frozenset[str]:
-    """The parameters whose gradient is zero until others have moved: rewrites announce them by name or the end of it."""
+    """The parameters whose gradient is zero until others have moved: rewrites announce them by name or the end of it.
+
+    Any may be one of them where passes rewrote the model and their account is lost, as in an exported program.
+    """
+    if account_is_lost(context):
+        return frozenset(name for name, _ in context.subject.model.named_parameters())
     announced = [name for rewrite in context.rewrites or () for name in rewrite.second_step]
     names = [name for name, _ in context.subject.model.named_parameters()]
     return frozenset(name for name in names if any(f".{name}".endswith(f".{end}") for end in announced))
+
+
+def account_is_lost(context: Context) -> bool:
+    """Whether passes rewrote the model and nothing says what they did there."""
+    return context.rewrites is None and recipe(context.subject.model) is not None
 
 
 def newly_frozen(now: GradientsMeasurement, before: GradientsMeasurement | None, context: Context) -> list[str]:

@@ -86,7 +86,9 @@ def judge(now: MethodMeasurement, before: Any, context: Context) -> Finding:
         more = len(now.problems) - len(named)
         return failed(describe(now), "\n".join([*named, *([f"and {more} more"] if more else []), *missing]))
     if not now.compared or not now.calls:
-        return skipped("\n".join(missing) or "no pass has rewritten the model")
+        gone = bool(passes_of(context.subject.model, context)) and not now.sites
+        none = "the model's modules are not those that its passes made" if gone else "no pass has rewritten the model"
+        return skipped("\n".join(missing) or none)
     return passed(describe(now), "\n".join(missing))
 
 

@@ -230,6 +230,9 @@ def test_exported_programs_come_in_and_go_out(tmp_path: Path) -> None:
     assert torch.equal(back(ids(3, 5)), wide(ids(3, 5)))
     assert str(retrofit.recipe(back)) == str(retrofit.recipe(wide))
     assert {name for name, _ in back.named_parameters()} >= {"layers.0.p", "layers.2.g"}
+    checks = {check.name: check for check in retrofit.verify(back).checks}
+    assert checks["gradients"].status == "passed" and "1 from the second step on" in checks["gradients"].measured
+    assert checks["method"].why == "the model's modules are not those that its passes made"
 
 
 def test_a_file_that_is_no_program_is_said_to_be_none(tmp_path: Path) -> None:
