@@ -45,6 +45,7 @@ from retrofit.sdk import (
     shape,
 )
 
+WITHOUT_GRADIENT = "no gradient reaches it: the outputs depend on it by comparison or choice alone"
 NO_FEED_FORWARD = "emit='graph' makes each feed-forward a module; layers= leaves depths out"
 
 
@@ -125,6 +126,8 @@ class Recurrence(Pass[RecurrencePlan]):
         with collect_near_miss(layer.name or layer.exit, near_misses):
             if not layer.ffns:
                 raise unfit(layer.name or layer.exit, "it has no feed-forward", NO_FEED_FORWARD)
+            if not finder.anatomy.is_trained(layer):
+                raise unfit(layer.name or layer.exit, WITHOUT_GRADIENT, "layers= leaves depths out")
             around, call = finder.modules.stream_module(layer, stack), finder.calls.of_layer(layer)
             for branch in layer.ffns:
                 with collect_near_miss(branch.name or layer.name, near_misses):
@@ -191,10 +194,11 @@ class SiteFinder:
         size = self.size_read(place, call)
         if size[:-1] not in (call.size[:-1], (call.size[0] * call.size[1],)):
             raise unfit(place.path, f"it reads {size} where its layer gets {call.size}: not every token once, in order")
-        if stack.causal and call.times > 1:
+        causal = stack.causal or call.causal
+        if causal and call.times > 1:
             raise unfit(place.path, f"{call.path} is called at several depths, and the cache keeps one state for each module")
-        both = bidirectional and not stack.causal
-        site = RecurrentSite(place, call, name, size[-1], len(size) == 2, stack.causal, both)
+        both = bidirectional and not causal
+        site = RecurrentSite(place, call, name, size[-1], len(size) == 2, causal, both)
         if (known := self.sites.setdefault(module, site)) is not site and known.bidirectional != both:
             raise unfit(place.path, "a causal stack shares it with one that is not")
         _, names = self.paths.setdefault(call.path, (call, []))

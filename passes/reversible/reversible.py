@@ -52,6 +52,7 @@ from retrofit.sdk import (
 )
 
 MOST_BITS = 16
+WITHOUT_GRADIENT = "no gradient reaches it: the outputs depend on it by comparison or choice alone"
 SCHEMES = ("exact", "terraformer")
 OTHER_SCHEME = "scheme=exact; layers= leaves depths out"
 
@@ -195,6 +196,8 @@ class StepFinder:
         """The step of a layer; raises `DoesNotFitError` where it can be none."""
         key_in, key_out = layer.stream_places()
         self.require_reversible(layer)
+        if not self.anatomy.is_trained(layer):
+            raise unfit(layer.name, WITHOUT_GRADIENT)
         self.sites.setdefault(layer.name, ReversibleSite(layer.name, key_in, key_out))
 
     def swaps(self, layer: Layer, stack: Stack) -> SwapSite:
@@ -235,7 +238,16 @@ class StepFinder:
         if before != after:
             raise unfit(layer.name, f"its stream enters as {before} and leaves as {after}")
         self.require_closed(call, layer)
+        self.require_stateless(call, layer)
         return call
+
+    def require_stateless(self, call: Call, layer: Layer) -> None:
+        """Raises `DoesNotFitError` where the layer leaves something of its tokens in a module: its second run would read it."""
+        for inner in self.flow.program.calls:
+            names = [name for name, node in inner.kept.items() if node in self.flow.depends]
+            if names and call.encloses(inner):
+                kept = f"{names[0]} of {inner.path}"
+                raise unfit(layer.name, f"its code keeps {kept} between calls, and its second run would read that")
 
     def require_closed(self, call: Call, layer: Layer) -> None:
         """Raises `DoesNotFitError` where the layer reads or returns a float past its arguments and what it returns.

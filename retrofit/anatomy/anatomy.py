@@ -48,6 +48,10 @@ class Anatomy:
         """The node of the program called `name`, as parts of the anatomy name it."""
         return self.flow.node(name)
 
+    def is_trained(self, layer: Layer) -> bool:
+        """Whether what the layer returns gets a gradient from an output of the model."""
+        return self.node(layer.exit) in self.flow.trained
+
     @property
     def width(self) -> int:
         """The stream's width, d_model, of the last stack: the one that makes the outputs."""

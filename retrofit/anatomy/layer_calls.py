@@ -17,6 +17,7 @@ from retrofit.anatomy.attention_masks import mask_key, true_hides
 from retrofit.anatomy.attention_parsing import is_batch_first
 from retrofit.anatomy.attention_sites import MaskArgument
 from retrofit.anatomy.branches import is_mixer, owner_of
+from retrofit.anatomy.mask_values import is_causal
 from retrofit.anatomy.outside_stacks import token_tables
 from retrofit.anatomy.parts import Layer
 from retrofit.errors import CaptureError, DoesNotFitError
@@ -36,6 +37,7 @@ class LayerCall:
     mask: MaskArgument | None  # None where no argument shows padding
     tokens_first: bool  # whether the stream is (length, batch, width)
     times: int  # calls of this module in one forward
+    causal: bool  # whether its own attentions, of which it has some, hide later tokens from earlier ones
 
 
 class LayerCalls:
@@ -59,6 +61,8 @@ class LayerCalls:
         size = shape(node) or ()
         if len(size) != 3:
             raise unfit(layer, f"its stream is {size}, and not laid out (batch, length, width)")
+        if not all(size):
+            raise unfit(layer, "how many tokens it gets depends on what tokens hold, so that a cache does not count them")
         masked = self.calls.get((call.path, call.index), call)
         stream = masked.inputs.get(key, node)
         inside = [core for core in self.cores if masked.encloses(self.masked.call_of(core.result))]
@@ -68,7 +72,9 @@ class LayerCalls:
         if tokens_first and not is_batch_first((size[1], size[0], size[2]), queries[0]):
             tokens_first = False
         times = sum(one.path == call.path for one in self.flow.program.calls)
-        return LayerCall(call.path, key, size, self.mask(layer, masked, key, own, tokens_first), tokens_first, times)
+        causal = bool(own) and all(is_causal(core, stream, self.masked) for core in own)
+        mask = self.mask(layer, masked, key, own, tokens_first)
+        return LayerCall(call.path, key, size, mask, tokens_first, times, causal)
 
     def innermost(self, layer: Layer) -> Call:
         """The innermost call of a module in which all branches of the layer are computed, one that mixes tokens among them."""

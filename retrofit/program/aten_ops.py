@@ -55,6 +55,7 @@ POOLING = frozenset(
 )
 ROUTING = frozenset("topk sort argsort argmax".split())
 COMPARISON = frozenset("eq ne lt le gt ge".split())
+NO_GRADIENT = frozenset("detach round floor ceil trunc sign sgn heaviside".split())  # nothing learns through them
 LIKE = frozenset(
     "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty sym_size size".split()
 )  # their result depends on the operand's shape only

@@ -2,7 +2,7 @@
 
 While a model is traced, hooks put one on each tensor that a submodule receives or returns. Nothing reads them; they go through all
 that happens to the graph, as operations that must be kept do. Afterwards they are removed again, and what they marked becomes the
-inputs and outputs of the calls.
+inputs and outputs of the calls, and what the code left in the attributes of its module.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from retrofit.program.module_stacks import innermost_call
 from retrofit.program.program import Call, Key
+
+KEPT = "attribute "  # before the name, in a marker of what a call left in its module
 
 
 class Marker:
@@ -69,8 +71,10 @@ def mark_calls(model: nn.Module) -> Iterator[list[Call]]:
     """Within this context every call of a submodule of `model` is recorded, and its tensors are marked."""
     calls = [Call("", 0, 0, None)]
     stack = [calls[0]]
+    held: list[dict[str, torch.Tensor]] = []  # the attributes of the modules on the stack when they were called
     counts: dict[str, int] = {}
     handles: list[Any] = []
+    names = [(module, set(vars(module))) for module in model.modules()]
 
     def before(path: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,13 +82,18 @@ def mark_calls(model: nn.Module) -> Iterator[list[Call]]:
             counts[path] = call.index + 1
             calls.append(call)
             stack.append(call)
+            held.append(tensor_attributes(module))
             marker = Marker(call.number, leaves=False)
             return marker.mark_all(tuple(args)), marker.mark_all(dict(kwargs))
 
         return hook
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return Marker(stack.pop().number, leaves=True).mark_all(output)
+        call, before = stack.pop(), held.pop()
+        for name, value in tensor_attributes(module).items():
+            if value is not before.get(name):
+                add_marker(value, call.number, True, KEPT + name)
+        return Marker(call.number, leaves=True).mark_all(output)
 
     try:
         for path, module in model.named_modules():
@@ -95,6 +104,14 @@ def mark_calls(model: nn.Module) -> Iterator[list[Call]]:
     finally:
         for handle in handles:
             handle.remove()
+        for module, known in names:  # `torch.export` restores what was there before, and leaves what is new: tensors of the trace
+            for name in tensor_attributes(module).keys() - known:
+                delattr(module, name)
+
+
+def tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that the module holds past its parameters and buffers."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 
 def restore_users(graph: fx.Graph) -> None:
@@ -115,7 +132,10 @@ def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
         if node.target is mark:
             source, number, leaves, key = node.args
             call = calls[number]
-            (call.outputs if leaves else call.inputs).setdefault(parse_key(key), source)
+            if key.startswith(KEPT):
+                call.kept[key.removeprefix(KEPT)] = source
+            else:
+                (call.outputs if leaves else call.inputs).setdefault(parse_key(key), source)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
             continue

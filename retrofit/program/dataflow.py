@@ -14,8 +14,8 @@ from collections.abc import Iterable
 import networkx
 from torch import fx
 
-from retrofit.program.aten_ops import LIKE, carried_operands, is_heavy, op, shape
-from retrofit.program.program import Call, Program
+from retrofit.program.aten_ops import LIKE, NO_GRADIENT, carried_operands, is_float, is_heavy, op, shape
+from retrofit.program.program import MUTATION, Call, Program
 
 
 class Dataflow:
@@ -59,6 +59,15 @@ class Dataflow:
     def named(self) -> dict[str, fx.Node]:
         """The nodes by name."""
         return {node.name: node for node in self.nodes}
+
+    @functools.cached_property
+    def trained(self) -> set[fx.Node]:
+        """The floats that get a gradient from an output: it depends on them through floats, not by comparison or choice alone."""
+        found = {node for name, node in self.program.outputs.items() if is_float(node) and not name.startswith(MUTATION)}
+        for node in reversed(self.nodes):
+            if node in found and op(node) not in NO_GRADIENT | LIKE:
+                found.update(part for part in node.all_input_nodes if is_float(part) or has_parts(part))
+        return found
 
     def node(self, name: str) -> fx.Node:
         """The node called `name`."""
@@ -124,6 +133,11 @@ class Dataflow:
             )
             graph.add_edges_from((part.name, node.name) for part in node.all_input_nodes if part in self.position)
         return graph
+
+
+def has_parts(node: fx.Node) -> bool:
+    """Whether the value is several tensors."""
+    return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def is_assertion(node: fx.Node) -> bool:

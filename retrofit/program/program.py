@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+MUTATION = "mutation "  # before a number, in the name of an output that is the new value of a buffer
+
 Key = int | str | None
 
 
@@ -22,6 +24,7 @@ class Call:
     parent: Call | None
     inputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
     outputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
+    kept: dict[str, fx.Node] = dataclasses.field(default_factory=dict)  # by attribute: the tensors that its code left in the module
 
     def __hash__(self) -> int:
         return self.number

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from retrofit.program.call_markers import remove_markers
-from retrofit.program.program import Call, Program
+from retrofit.program.program import MUTATION, Call, Program
 
 
 def read_program(exported: torch.export.ExportedProgram, calls: list[Call]) -> Program:
@@ -34,7 +34,7 @@ def output_names(exported: torch.export.ExportedProgram) -> list[str]:
     """A name for each flat output: its key in the mapping that holds it, or its position."""
     names: list[str] = []
     mutated = len(exported.graph_signature.output_specs) - len(exported.graph_signature.user_outputs)
-    names.extend(f"mutation {position}" for position in range(mutated))
+    names.extend(f"{MUTATION}{position}" for position in range(mutated))
     spec = exported.call_spec.out_spec
     dummy = torch.utils._pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     leaves, _ = torch.utils._pytree.tree_flatten_with_path(dummy)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from retrofit.errors import CaptureError
 from retrofit.program.aten_ops import op, shape
 from retrofit.program.capture import capture
+from retrofit.program.dataflow import Dataflow
 
 
 class Inner(nn.Module):
@@ -66,6 +67,26 @@ def test_inputs_and_outputs_of_calls_are_the_nodes_between_them() -> None:
     assert program.outputs["last"] is second.outputs[0]
     assert op(program.outputs["sum"]) == "add" and program.returns is dict
     assert not any("retrofit" in str(node.target) for node in program.graph.nodes), "no marker is left"
+
+
+class Stateful(Inner):
+    """Leaves its last row and a table in itself."""
+
+    def forward(self, x: Tensor, scale: Tensor, *, shift: Tensor) -> tuple[Tensor, Tensor]:
+        y, z = super().forward(x, scale, shift=shift)
+        self.last, self.table = y[:, -1:], torch.arange(x.shape[1])
+        return y, z
+
+
+def test_what_a_module_keeps_between_calls_is_known_of_each_and_the_model_keeps_nothing_of_the_capture() -> None:
+    model = Outer()
+    model.inner = Stateful()
+    flow = Dataflow(capture(model, inputs()))
+    first, second = (call for call in flow.program.calls if call.path == "inner")
+    for call in (first, second):
+        assert {name: node in flow.depends for name, node in call.kept.items()} == {"last": True, "table": False}
+        assert op(call.kept["last"]) == "slice" and call.outputs.keys() == {0, 1}
+    assert not flow.reaches(second.kept["last"], first.kept["last"]) and not hasattr(model.inner, "last")
 
 
 def test_the_owner_of_a_node_is_the_innermost_call_it_is_computed_in() -> None:

@@ -322,18 +322,73 @@ class Repeated(nn.Module):
         return self.head(self.block(self.block(self.embedding(input_ids))))  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
+class Mixed(Repeated):
+    """Layers of which each may see later tokens or not, over all tokens or over those that an embedding chooses."""
+
+    def __init__(self, causal: tuple[bool, ...], chosen: bool = False, sorts: bool = False) -> None:
         super().__init__()
+        self.blocks = nn.ModuleList(WrittenOut() if chosen else Block(one) for one in causal)
+        self.chosen, self.sorts = chosen, sorts
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embedding(input_ids)
+        if self.sorts:
+            x = torch.where(self.head(self.block(x)).amax(-1, keepdim=True) > 0.5, 2 * x, x)
+        if self.chosen:
+            x = x[:, (x[0].sum(-1) > 0).nonzero().flatten()]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, causal: bool = True) -> None:
+        super().__init__()
+        self.causal = causal
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
         self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (one.unsqueeze(1) for one in self.qkv(x).chunk(3, -1))
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+        x = x + self.out(self.attend(q, k, v).squeeze(1))
         return x + self.mlp(x)  # type: ignore[no-any-return]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+
+class WrittenOut(Block):
+    """For as many tokens as there are: the fused operation asks whether there are any."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        places = torch.arange(q.shape[2])
+        return (q @ k.mT).masked_fill(places[None] > places[:, None], -3e4).softmax(-1) @ v
 
 
 def test_a_causal_layer_at_several_depths_is_refused_as_the_cache_has_one_state_for_it() -> None:
     with pytest.raises(DoesNotFitError, match="called at several depths"):
         retrofit.apply(Repeated(), "recurrence", example_inputs={"input_ids": ids()}, verify=False)
+
+
+def planned(model: nn.Module) -> Any:
+    return Recurrence(rank=RANK).plan(retrofit.inspect(model, {"input_ids": ids()}))
+
+
+def test_a_layer_whose_own_attentions_hide_later_tokens_keeps_its_state_in_whatever_stack() -> None:
+    plan = planned(Mixed((True, False, True)))
+    assert [(site.layer.path, site.causal) for site in plan.recurrent] == [
+        ("blocks.0", True),
+        ("blocks.1", False),
+        ("blocks.2", True),
+    ]
+
+
+def test_a_layer_over_tokens_that_a_model_chooses_is_a_near_miss_as_a_cache_does_not_count_them() -> None:
+    plan = planned(Mixed((True, True), chosen=True))
+    assert not plan.sites and all("how many tokens it gets depends on what tokens hold" in miss.why for miss in plan.near_misses)
+
+
+def test_a_layer_that_only_decides_something_is_a_near_miss_as_nothing_in_it_learns() -> None:
+    plan = planned(Mixed((True, True), sorts=True))
+    assert [site.name for site in plan.sites] == ["blocks.0.mlp", "blocks.1.mlp"]
+    assert "no gradient reaches it" in plan.near_misses[0].why and plan.near_misses[0].name == "block"

@@ -175,6 +175,42 @@ def test_a_gradient_that_would_get_lost_is_found_in_the_data_flow(model: Any, wh
     assert not plan.sites and len(plan.near_misses) == 3 and all(why in miss.why for miss in plan.near_misses)
 
 
+class Remembering(Block):
+    """Adds what it gave the last token in the call before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        before = self.__dict__.get("before", torch.zeros(()))
+        self.before = y[:, -1:]
+        return y + before
+
+
+class Sorting(Model):
+    """Its first block only decides which tokens the others get doubled."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        first, *others = self.blocks
+        x = self.embedding(ids)
+        x = torch.where(self.head(first(x)).amax(-1, keepdim=True) > 0.5, 2 * x, x)
+        for block in others:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_a_layer_that_keeps_something_of_its_tokens_in_its_module_is_no_step() -> None:
+    model = Model(False, False)
+    model.blocks[1] = Remembering([], model.seen)
+    plan = Reversible().plan(retrofit.inspect(model, {"ids": IDS}))
+    assert [site.name for site in plan.sites] == ["blocks.0", "blocks.2"]
+    assert "its code keeps before of blocks.1 between calls" in plan.near_misses[0].why
+
+
+def test_a_layer_that_only_decides_something_is_no_step() -> None:
+    plan = Reversible().plan(retrofit.inspect(Sorting(False, False), {"ids": IDS}))
+    assert [site.name for site in plan.sites] == ["blocks.1", "blocks.2"]
+    assert "no gradient reaches it" in plan.near_misses[0].why and plan.near_misses[0].name == "blocks.0"
+
+
 def test_as_a_graph_such_layers_return_what_others_read() -> None:
     model: Any = retrofit.apply(Model(False, True), Reversible(), example_inputs={"ids": IDS}, verify=False)
     loss = model.train()(IDS).sum()
