@@ -254,6 +254,15 @@ def test_few_tokens_gather_rows_in_the_file_and_many_do_not(tmp_path):
     assert sum(gathering) == 1 and len(branches) >= 2, branches
 
 
+def test_a_choice_by_size_may_be_handed_strides(tmp_path):
+    model = tiny_models.llama(num_hidden_layers=1, hidden_size=32, intermediate_size=64)
+    retrofit.apply(model, SparseFFN(sparsity=64), verify=False)  # one block: the strides of its choice are more than its sizes say
+    session = OnnxSession(retrofit.export_onnx(model, tmp_path / "model.onnx", "none", fuse=False).files[0].path, 1)
+    for tokens in (ids(1, 1), ids(3, 17)):
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        torch.testing.assert_close(session(inputs)["logits"], logits(model, **inputs), atol=PARITY, rtol=PARITY)
+
+
 # ── Files ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -162,7 +162,8 @@ def custom_translations() -> dict[Any, Callable[..., Any]]:
     """Operations that torch's own translation lacks, or supports at some sizes only.
 
     A maximum or minimum over all axes; the k largest where fewer than k are: a model asks for them only where there are more, so a
-    program of more tokens does, and all that there are is what the model takes of fewer.
+    program of more tokens does, and all that there are is what the model takes of fewer; the stride of an axis, which a choice by
+    size is handed with its tensors.
     """
     from onnxscript import onnx_opset
 
@@ -183,9 +184,12 @@ def custom_translations() -> dict[Any, Callable[..., Any]]:
         few = op.Min(op.Constant(value_ints=[k]), extent)
         return op.TopK(self, few, axis=dim, largest=largest, sorted=sorted)
 
+    def stride(self: Any, dim: int) -> Any:  # every tensor in ONNX is contiguous
+        return op.ReduceProd(op.Shape(self, start=dim + 1), keepdims=False) if dim != -1 else op.Constant(value_int=1)
+
     aten = torch.ops.aten
     reductions = {aten.amax.default: reduced(op.ReduceMax), aten.amin.default: reduced(op.ReduceMin)}
-    return {**reductions, aten.topk.default: largest_few}
+    return {**reductions, aten.topk.default: largest_few, aten.sym_stride.int: stride}
 
 
 def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
