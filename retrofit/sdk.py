@@ -137,4 +137,6 @@ from retrofit.surgery.transformers_quantization import is_packed as is_packed
 from retrofit.runtime.probes import accepts as accepts
 from retrofit.runtime.probes import is_numbering as is_numbering
 from retrofit.runtime.probes import is_per_token as is_per_token
+from retrofit.runtime.quiet import quiet as quiet
+from retrofit.runtime.skeletons import without_weights as without_weights
 from retrofit.runtime.state_preservation import preserve_state as preserve_state

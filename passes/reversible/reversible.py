@@ -28,6 +28,7 @@ from retrofit.passes.reversible import two_stream_reference as swaps_once_more
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer
 from retrofit.passes.reversible.swaps import SwapSite, bounds_of, branches_of, parts_of, same_as
 from retrofit.passes.reversible.two_stream_layer import SecondStream, TwoStreamLayer
+from retrofit.passes.reversible.written_arguments import written_arguments
 from retrofit.sdk import (
     LIKE,
     Anatomy,
@@ -64,6 +65,7 @@ class ReversibleSite:
     path: str
     stream_in: int | str
     stream_out: int | str | None
+    written: tuple[int | str, ...] = ()  # its arguments that the model writes to once it has run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +133,9 @@ class Reversible(Pass[ReversiblePlan]):
                 previous = layer if found else None
         if notes and not links:
             raise DoesNotFitError("reversible: no two layers follow each other", why=notes[0], remedy="gradient checkpointing")
-        steps = tuple(finder.sites.values())
+        written = written_arguments(anatomy.model, anatomy.program.examples, finder.sites)
+        steps = tuple(dataclasses.replace(step, written=written.get(path, ())) for path, step in finder.sites.items())
+        notes += [f"{path}: the model writes to its argument {keys[0]}, and a copy is kept" for path, keys in written.items()]
         return ReversiblePlan(
             sites=tuple(
                 Site(step.path, f"reversible, {self.bits} bit{'s' * (self.bits > 1)} kept of each number") for step in steps
@@ -179,7 +183,9 @@ class Reversible(Pass[ReversiblePlan]):
             edit.replace_module(link.path, wrapped)
         for step in plan.steps:
             layer = edit.model.get_submodule(step.path)
-            edit.replace_module(step.path, ReversibleLayer(layer, self.bits, stream_in=step.stream_in, stream_out=step.stream_out))
+            into, out = step.stream_in, step.stream_out
+            made = ReversibleLayer(layer, self.bits, stream_in=into, stream_out=out, written=step.written)
+            edit.replace_module(step.path, made)
 
 
 class StepFinder:

@@ -20,6 +20,7 @@ from retrofit.passes.reversible import reference, reversible_layer
 from retrofit.passes.reversible.chain import Step
 from retrofit.passes.reversible.repeated_call import KeptCache
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer
+from retrofit.rewriting import apply_reported
 
 IDS = torch.randint(5, 40, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -209,6 +210,39 @@ def test_a_layer_that_only_decides_something_is_no_step() -> None:
     plan = Reversible().plan(retrofit.inspect(Sorting(False, False), {"ids": IDS}))
     assert [site.name for site in plan.sites] == ["blocks.1", "blocks.2"]
     assert "no gradient reaches it" in plan.near_misses[0].why and plan.near_misses[0].name == "blocks.0"
+
+
+class Stepping(Block):
+    """Adds a state, and returns what it makes the next one of."""
+
+    def forward(self, x: Tensor, state: list[Tensor]) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y = super().forward(x + state[0].tanh())
+        self.seen.clear()
+        return y, y[:, -1:]
+
+
+class States(Model):
+    """Keeps the states of its layers in tensors of its own, which it writes to; it returns them with its logits."""
+
+    def forward(self, ids: Tensor, use_cache: bool = True) -> dict[str, Any]:  # type: ignore[override]
+        x = self.embedding(ids)
+        states = [x.new_zeros(len(ids), 1, 8) for _ in self.blocks]
+        for block, state in zip(self.blocks, states, strict=True):
+            x, after = block(x, [state])
+            if use_cache:
+                state.copy_(after)
+        return {"logits": self.head(x), "states": states if use_cache else None}
+
+
+def test_of_arguments_that_the_model_writes_to_once_a_layer_has_run_a_step_keeps_a_copy() -> None:
+    torch.manual_seed(0)
+    model = States(False, False)
+    model.blocks = nn.ModuleList(Stepping([], model.seen) for _ in range(3))
+    report = apply_reported(model, Reversible(), example_inputs={"ids": IDS}).report
+    assert report is not None and report["method"].status == "passed"
+    assert [block.written for block in model.blocks] == [(1,)] * 3
+    model.train()(IDS)["logits"].sum().backward()
+    assert all(one.grad is not None for one in model.blocks[0].parameters())
 
 
 def test_as_a_graph_such_layers_return_what_others_read() -> None:
