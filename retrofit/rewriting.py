@@ -31,7 +31,7 @@ from retrofit.runtime.example_inputs import device_of, named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import run
 from retrofit.runtime.state_preservation import preserve_state
-from retrofit.runtime.usable_models import require_in_memory, require_module, require_uncompiled, require_values
+from retrofit.runtime.usable_models import require_in_memory, require_module, require_trainable, require_uncompiled, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit, Fate, Keep
@@ -105,6 +105,7 @@ def apply_reported(
     chosen = parse_passes(passes)
     require_module(model)
     require_uncompiled(model)
+    require_trainable(model)
     require_in_memory(model, "rewritten")
     recipe_storage.refuse_packed(model, "rewritten")
     if verify:

@@ -24,7 +24,7 @@ from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.offloading import offloaded_module
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.skeletons import without_weights
-from retrofit.runtime.usable_models import require_module
+from retrofit.runtime.usable_models import require_module, untrainable_tensor
 from retrofit.runtime.wrapped_models import transformer_inside
 
 
@@ -32,7 +32,7 @@ from retrofit.runtime.wrapped_models import transformer_inside
 def inspect(model: nn.Module, example_inputs: Any = None) -> Anatomy:
     """The anatomy of `model`: its stacks, layers, branches, embedding and head; raises `NoTransformerError` where it has none."""
     require_module(model)
-    if offloaded_module(model) is not None:
+    if offloaded_module(model) is not None or untrainable_tensor(model) is not None:
         model = without_weights(model)
     model = transformer_inside(model, example_inputs)
     return read_anatomy(model, capture(model, named_inputs(model, example_inputs)))

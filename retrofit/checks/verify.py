@@ -26,7 +26,7 @@ from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.released_memory import release_freed_memory
 from retrofit.runtime.state_preservation import preserve_state
-from retrofit.runtime.usable_models import require_module, require_values
+from retrofit.runtime.usable_models import require_module, require_trainable, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery.edit import Fate
 
@@ -48,6 +48,7 @@ def verify(
     does not exist. The check `onnx` runs only where `checks` names it.
     """
     require_module(model)
+    require_trainable(model)
     model = transformer_inside(model, example_inputs)
     require_values(model, "verified", LOAD_FIRST)
     require_known(checks)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import SpecError
 from retrofit.runtime.calibration import Calibration
-from retrofit.runtime.example_inputs import example_inputs, vocabulary_of
+from retrofit.runtime.example_inputs import example_inputs, trainable, vocabulary_of
 from retrofit.runtime.probes import accepts, ids_name
 from retrofit.surgery.transformers_quantization import quantization_of
 
@@ -26,7 +26,10 @@ def calibration_from(model: nn.Module, given: Any) -> Calibration:
     """
     if isinstance(given, Calibration):
         return given
-    batches = tuple(as_batches(model, given))
+    batches = tuple(
+        {name: trainable(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        for batch in as_batches(model, given)
+    )
     if not batches:
         raise SpecError("calibration= holds nothing", why="no batch came out of it", remedy=REMEDY)
     return Calibration(batches)

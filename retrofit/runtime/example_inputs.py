@@ -107,6 +107,11 @@ def example_inputs(
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
+def trainable(value: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its copy where it was made under `torch.inference_mode`: a backward pass may keep it."""
+    return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value
+
+
 def named_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:
     """What the model is captured with: `given` (mapping, tensor, sequence) or derived inputs, by argument name, without a cache."""
     parameters = forward_parameters(model)
@@ -118,7 +123,7 @@ def named_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:
         values = [given] if isinstance(given, torch.Tensor) else list(given)
         inputs = dict(zip(parameters, values, strict=False))
     device = device_of(model)
-    inputs = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    inputs = {name: trainable(value).to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if "use_cache" in parameters or (keywords and hasattr(getattr(model, "config", None), "use_cache")):
         inputs["use_cache"] = False

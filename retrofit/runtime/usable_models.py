@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -46,6 +47,23 @@ def require_uncompiled(model: nn.Module) -> None:
                 why="it would go on running the code that torch.compile made of the dense model",
                 remedy="rewrite the model first and compile the result",
             )
+
+
+def require_trainable(model: nn.Module) -> None:
+    """No parameter or buffer was made under `torch.inference_mode`, else `RetrofitError`."""
+    name = untrainable_tensor(model)
+    if name is not None:
+        raise RetrofitError(
+            f"{type(model).__name__} was made under torch.inference_mode()",
+            why=f"{name} can never get a gradient, nor be changed outside of it",
+            remedy="load or build the model outside of it; torch.no_grad() does no harm",
+        )
+
+
+def untrainable_tensor(model: nn.Module) -> str | None:
+    """The name of a parameter or buffer that was made under `torch.inference_mode`."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return next((name for name, tensor in named if tensor.is_inference()), None)
 
 
 def require_values(model: nn.Module, what: str, remedy: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import tiny_models
 from support.own_models import Own
 from torch import nn
 
@@ -63,6 +64,32 @@ def test_compiled_in_place_or_in_a_layer(asked: str) -> None:
         with pytest.raises(RetrofitError, match=named) as error:
             ASKED[asked](model)
         assert "compile the result" in error.value.remedy
+
+
+@pytest.mark.parametrize("asked", ["apply", "apply unverified", "plan", "verify"])
+def test_made_under_inference_mode(asked: str) -> None:
+    with torch.inference_mode():
+        model = Own()
+    for mode in (True, False):
+        with torch.inference_mode(mode), pytest.raises(RetrofitError, match=r"was made under torch\.inference_mode") as error:
+            ASKED[asked](model)
+        assert "a.weight can never get a gradient" in error.value.why
+    assert retrofit.inspect(model).width == 24
+
+
+def test_rewritten_and_loaded_under_inference_mode_a_model_trains(tmp_path: Path) -> None:
+    model = tiny_models.llama(num_hidden_layers=1)
+    with torch.inference_mode():
+        ids = torch.arange(3, 16).expand(4, -1).contiguous()
+        retrofit.apply(model, "altup(k=2)", "sparse-ffn(sparsity=4)", example_inputs={"input_ids": ids}, calibration=ids)
+        assert retrofit.verify(model, example_inputs={"input_ids": ids}).ok
+        retrofit.save(model, tmp_path / "model.pt")
+        loaded = retrofit.load(tmp_path / "model.pt")
+        assert torch.is_inference_mode_enabled()
+    for one in (model, loaded):
+        one(ids.clone(), labels=ids.clone()).loss.backward()
+        assert not any(parameter.is_inference() for parameter in one.parameters())
+        assert one.get_input_embeddings().weight.grad is not None
 
 
 @pytest.mark.parametrize("asked", ["apply", "verify", "export"])
