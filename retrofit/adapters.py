@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError, VerificationError, first_line
 from retrofit.runtime.agreement import Arithmetic
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.precision import as_stored
 from retrofit.runtime.probes import logits_of, run
 from retrofit.runtime.quiet import quiet
 from retrofit.runtime.state_preservation import preserve_random_state
@@ -63,15 +65,17 @@ def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module
 @contextlib.contextmanager
 def merged_for_now(inside: Any) -> Iterator[None]:
     """Within this context the adapters are part of the weights; afterwards the weights are what they were, bit for bit."""
-    kept = {name: one.detach().clone() for name, one in inside.model.named_parameters()}
+    with as_stored(), torch.no_grad():
+        kept = {name: one.detach().clone() for name, one in inside.model.named_parameters()}
     inside.merge_adapter(safe_merge=True)
     try:
         yield
     finally:
         inside.unmerge_adapter()
-        for name, one in inside.model.named_parameters():
-            if name in kept:
-                one.data.copy_(kept[name])
+        with as_stored():
+            for name, one in inside.model.named_parameters():
+                if name in kept:
+                    one.data = kept[name]  # a merge in a wider arithmetic left a wider tensor there
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:

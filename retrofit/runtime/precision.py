@@ -63,6 +63,13 @@ def kind_of(function: OpOverload) -> Kind:
     return "selection" if function in SELECTIONS else "plain"
 
 
+@contextlib.contextmanager
+def as_stored() -> Iterator[None]:
+    """Within this context operations compute in the dtypes of their arguments, whatever arithmetic is in force around it."""
+    with _disable_current_modes():
+        yield
+
+
 class SameWidth(TorchFunctionMode):
     """Within this context a function gets its arguments wide where it would refuse several widths before any dispatcher sees them.
 
