@@ -51,6 +51,27 @@ def test_the_merged_model_computes_what_both_did(
     assert changed == {"self_attn.q_proj.weight", "mlp.moe.router.weight", "mlp.moe.up.weight", "mlp.moe.down.weight"}
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["peft", "transformers"])
+def test_a_model_with_adapters_is_rewritten_then_merged_and_saved(native: bool, tmp_path: Path) -> None:
+    model, config = tiny_models.llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    adapted: Any = model if native else peft.get_peft_model(model, config).eval()
+    if native:
+        model.add_adapter(config)
+    with torch.no_grad():
+        expected = adapted(input_ids=IDS).logits
+    retrofit.apply(adapted, "altup(k=2)")
+    trips = [check for check in retrofit.verify(adapted).checks if check.name == "round trip"]
+    assert [one.status for one in trips] == ["skipped"] and "retrofit.merge_adapters" in trips[0].why
+    if native:
+        return
+    merged = retrofit.merge_adapters(adapted)
+    assert retrofit.verify(merged).ok
+    retrofit.save(merged, tmp_path / "merged")
+    with torch.no_grad():
+        torch.testing.assert_close(retrofit.load(tmp_path / "merged")(IDS).logits, expected, atol=1e-5, rtol=1e-5)
+
+
 class Bypass(nn.Module):
     """A module that reads the weight of a child and does not call it: what wraps the child has no effect."""
 

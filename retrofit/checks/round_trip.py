@@ -24,6 +24,7 @@ from retrofit.errors import CheckpointError
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.full_disks import why_full
 from retrofit.runtime.probes import distance, logits_of, run, same_bits
+from retrofit.runtime.wrapped_models import holds_adapters
 from retrofit.storage.checkpoint import load, save
 from retrofit.storage.sampled_files import is_large, same_sample, write_samples
 from retrofit.surgery import transformers_bookkeeping
@@ -75,6 +76,8 @@ def take_trip(context: Context, folder: Path, before: RoundTripMeasurement | Non
     """The trip of a transformers model through a directory with samples of its large weights, and where that comes out wrong with
     whole ones; of others through a file."""
     subject = context.subject
+    if holds_adapters(subject.model):
+        return Trip(omitted="PEFT saves adapters without their model; merge them (retrofit.merge_adapters), and verify the result")
     through_directory = is_transformers(subject.model)
     sampled: Trip | Raised = Raised("not tried")
     if through_directory and (large := sum(is_large(one) for one in subject.model.parameters())):

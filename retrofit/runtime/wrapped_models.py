@@ -1,4 +1,4 @@
-"""A transformers model inside a module that feeds it, such as a sentence-transformers model."""
+"""A transformers model inside a module that feeds it, such as a sentence-transformers model; adapters inside a model."""
 
 from __future__ import annotations
 
@@ -38,6 +38,12 @@ def transformers_models(model: nn.Module) -> list[nn.Module]:
         ):
             found.append(module)
     return found
+
+
+def holds_adapters(model: nn.Module) -> bool:
+    """Whether PEFT has put adapters into `model`, which `save_pretrained` then leaves out of the model or saves alone."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    return peft is not None and any(isinstance(module, peft.BaseTunerLayer) for module in model.modules())
 
 
 def takes(model: nn.Module, example_inputs: Any) -> bool:
