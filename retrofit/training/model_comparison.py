@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.anatomy.inspection import inspect
+from retrofit.errors import TrainingError, first_line
 from retrofit.pipeline.tokenization import Codec, codec_for, windows_of
 from retrofit.program.cost import flops_per_token
 from retrofit.runtime.example_inputs import device_of
@@ -28,6 +29,7 @@ from retrofit.training.windows import ordered_windows, require_windows
 ROUNDS = 5  # of timed calls; the models take turns in each
 DECODED = 16  # tokens that are decoded for a time
 BATCH = 4  # windows
+ONE_ORIGIN = "compare models that were made from the same dense model, and give --length where they read fewer tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +73,7 @@ def compare_models(
     data = ordered_windows(windows, seed=0)
     batches = [collator([data[row] for row in range(start, min(start + BATCH, len(data)))]) for start in range(0, len(data), BATCH)]
     progress("timing")
+    require_comparable(models, batches[0])
     times = timed(models, batches[0])
     found: list[Figures] = []
     for name, model in models.items():
@@ -80,7 +83,7 @@ def compare_models(
             Figures(
                 name,
                 loss,
-                loss * counted_tokens(batches) / bytes_of(windows, codec) / math.log(2) if counts_all(batches) else None,
+                loss * counted_tokens(batches) / bytes_of(windows, codec) / math.log(2) if counts_all(batches, windows) else None,
                 divergence,
                 agreement,
                 sum(parameter.numel() for parameter in model.parameters()),
@@ -111,9 +114,33 @@ def predictions(model: nn.Module, dense: nn.Module, batches: Sequence[Example]) 
     return float(sums[0]) / rows, float(sums[1]) / tokens, float(sums[2]) / tokens
 
 
-def counts_all(batches: Sequence[Example]) -> bool:
-    """Whether every token but one of each window is predicted."""
-    return all(int((batch["labels"] != IGNORED).sum()) >= batch["labels"].numel() - len(batch["labels"]) for batch in batches)
+@torch.no_grad()
+def require_comparable(models: Mapping[str, nn.Module], batch: Example) -> None:
+    """Every model predicts as many classes of as many tokens as the first does, else `TrainingError`."""
+    shapes: dict[str, torch.Size] = {}
+    for name, model in models.items():
+        learner = add_loss(model)
+        inputs = without_labels(learner, {key: value.to(device_of(model)) for key, value in batch.items()})
+        try:
+            with evaluation_mode(learner):
+                shapes[name] = token_logits(learner(**inputs)).shape
+        except Exception as error:  # whatever the model's own code raises
+            raise TrainingError(
+                f"{name} cannot read what the first model reads", why=first_line(error), remedy=ONE_ORIGIN
+            ) from error
+    first, expected = next(iter(shapes.items()))
+    for name, shape in shapes.items():
+        if shape != expected:
+            raise TrainingError(
+                f"{name} cannot be compared with {first}",
+                why=f"of one batch its predictions are {' × '.join(map(str, shape))}, and not {' × '.join(map(str, expected))}",
+                remedy=ONE_ORIGIN,
+            )
+
+
+def counts_all(batches: Sequence[Example], windows: Tensor) -> bool:
+    """Whether every token of each window but the first is predicted."""
+    return sum(int((batch["labels"] != IGNORED).sum()) for batch in batches) >= windows.numel() - len(windows)
 
 
 def counted_tokens(batches: Sequence[Example]) -> int:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
-from training.test_continued_pretraining import TEXTS, bert, llama
+from training.test_continued_pretraining import TEXTS, bert, llama, t5
 from training.test_curves import ink
 
 import retrofit
@@ -55,6 +56,23 @@ def test_masked_tokens_have_no_bits_a_byte_and_an_encoder_decodes_nothing() -> N
     (figures,) = compare_models({"dense": dense}, TEXTS, length=32, most=3)
     assert figures.bits_per_byte is None and figures.decode is None
     assert figures.loss == pytest.approx(math.log(300), abs=1.0)
+
+
+def test_corrupted_spans_have_no_bits_a_byte() -> None:
+    dense = t5()
+    dense.generation_config.decoder_start_token_id = 0
+    (figures,) = compare_models({"dense": dense}, TEXTS, length=32, most=3)
+    assert figures.bits_per_byte is None
+
+
+def test_models_of_other_origin_are_refused() -> None:
+    with pytest.raises(TrainingError, match="other cannot be compared with dense") as error:
+        compare_models({"dense": llama(), "other": bert()}, TEXTS, length=32, most=3)
+    assert "its predictions are 3 × 32 × 300, and not 3 × 32 × 259" in error.value.why
+    small = llama()
+    small.model.embed_tokens = nn.Embedding(3, 16)
+    with pytest.raises(TrainingError, match="small cannot read what the first model reads"):
+        compare_models({"dense": llama(), "small": small}, TEXTS, length=32, most=3)
 
 
 def test_the_picture_has_a_point_for_each_model(tmp_path: Path) -> None:
