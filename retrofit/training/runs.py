@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from retrofit.anatomy.wording import plural
 from retrofit.errors import TrainingError
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.deferred_signals import deferred_signals
@@ -91,7 +92,7 @@ class TrainingRun:
         rows = [
             ("objective", f"{self.objective}, {self.reads}"),
             ("data", f"{self.windows:,} windows of {settings.length} tokens, {self.held_out:,} more held out"),
-            ("steps", f"{settings.steps:,} of {settings.batch_size} windows"),
+            ("steps", f"{settings.steps:,}, each of {plural(settings.batch_size, 'window')}"),
             ("parameters", f"{self.parameters:,}"),
         ]
         if self.losses:
