@@ -83,7 +83,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         },
         start=start_reference.start,
     )
-    remedy: ClassVar[str] = "retrofit inspect shows the attentions; modules=, output=keep and layers= change what they must allow"
+    remedy: ClassVar[str] = "choose other modules= or layers=, or output=keep; retrofit inspect shows the attentions"
 
     modules: int | None = option(None, "S, modules that a projection is divided into; none: as many as query heads", minimum=1)
     kernel: int = option(3, "F, modules and tokens that a filter sees", minimum=1)
@@ -181,11 +181,24 @@ class SparseQKV(Pass[SparseQKVPlan]):
     def stride(self, site: AttentionSite, letter: str, count: int, columns: int, modules: int) -> int:
         """How many modules of the queries there are for each module of a letter with `count` columns."""
         if columns % modules:
-            raise self.unfit(site, f"its {columns} columns are no multiple of modules={modules}")
+            raise self.unfit(site, f"its {columns} columns are no multiple of modules={modules}", self.divisions(site, columns))
         if columns % count or modules % (columns // count):
             size = columns // modules
-            raise self.unfit(site, f"no stride over {modules} modules of {size} columns gives the {count} columns of {letter}")
+            why = f"no stride over {modules} modules of {size} columns gives the {count} columns of {letter}"
+            raise self.unfit(site, why, self.divisions(site, columns))
         return columns // count
+
+    def divisions(self, site: AttentionSite, columns: int) -> str:
+        """The numbers of modules nearest to the one asked for that the columns of every letter allow, as the option is written."""
+        wanted = self.modules or site.heads
+        counts = [count for letter, count in site.widths.items() if letter != REST]
+        allowed = [
+            modules
+            for modules in range(1, columns + 1)
+            if columns % modules == 0 and all(columns % count == 0 and modules % (columns // count) == 0 for count in counts)
+        ]
+        nearest = sorted(allowed, key=lambda modules: abs(math.log(modules / wanted)))[:3]
+        return f"use modules={' or '.join(map(str, sorted(nearest)))}" if nearest else ""
 
     def shape(
         self, site: AttentionSite, variant: str, width: int, modules: int, size: int, strides: dict[str, int]

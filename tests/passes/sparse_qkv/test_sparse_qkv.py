@@ -419,6 +419,7 @@ def test_calibration_gives_a_nearer_start() -> None:
         ("causal/llama", {"modules": 7}, "modules=7"),
         ("causal/minicpm3", {}, "k is made by 2 matrices"),
         ("causal/gemma2", {"modules": 1}, "no stride"),
+        ("causal/gemma2", {"modules": 5}, "use modules="),
         ("masked/bert", {"output": "conv"}, "does not return"),
     ],
 )
