@@ -151,7 +151,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         n, k = self.sparsity, "one hidden unit" if self.active == 1 else f"{self.active} hidden units"
         sizes = collections.Counter((site.width, site.units) for site in fitting)
         return SparseFFNPlan(
-            tuple(Site(site.name, f"{k} of {n} active in each of {site.units // n} blocks") for site in fitting),
+            tuple(Site(site.name, f"{k} of {n} active in {blocks_of(site.units // n)}") for site in fitting),
             tuple(near_misses),
             new_parameters=sum(count * self.controller_parameters(*size) for size, count in sizes.items()),
             formula=self.formula(sizes),
@@ -286,3 +286,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         install_feed_forward(site, block, edit)
         for dense, new, layout in rearranged:
             edit.rearrange_parameter(dense, new, block, layout, "a row for each hidden unit, in blocks")
+
+
+def blocks_of(number: int) -> str:
+    return "its one block" if number == 1 else f"each of {number} blocks"
