@@ -52,6 +52,9 @@ class Sink(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True  # torch warns of a buffer that is not, and writes from the first byte to the last
+
     def write(self, data: Any) -> int:
         if self.failure is None and not self.stopped():
             try:

@@ -137,6 +137,13 @@ def test_an_exported_program_too(act: Callable[[], None], tmp_path: Path, monkey
     assert os.listdir(tmp_path) == []
 
 
+def test_torch_warns_of_nothing_while_it_writes_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("torch.export.pt2_archive._package.logger.warning", lambda text, *_: said.append(text))
+    save_exported(nn.Linear(3, 3), tmp_path / "a.pt2", example_inputs={"input": torch.ones(2, 3)})
+    assert said == []
+
+
 @pytest.mark.parametrize("what", ["file", "directory"])
 def test_a_second_interrupt_leaves_nothing_either(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C again while what is half-written is removed."""
