@@ -24,6 +24,7 @@ import retrofit
 from retrofit.anatomy.sites import Site
 from retrofit.checks.cache import own_failing
 from retrofit.checks.cost import newly_read
+from retrofit.checks.divergence import first_divergence
 from retrofit.checks.fingerprint import Fingerprint, checksum, fingerprints
 from retrofit.checks.generation import Decoded, difference
 from retrofit.checks.gradients import GradientsMeasurement, collect_gradients, new_among_idle, nudged, thawed
@@ -535,3 +536,8 @@ def test_frozen_parameters_are_known_to_be_reached() -> None:
 
 def test_a_model_with_another_attention_kernel_than_the_usual_one_comes_back_from_its_directory() -> None:
     retrofit.apply(gpt2(attn_implementation="eager"), "sum")  # raises where a check fails
+
+
+def test_a_difference_between_models_without_common_modules_is_put_in_words() -> None:
+    found = first_divergence({}, {"a.b": [torch.ones(2)]}, 1e-6, {})
+    assert found.describe(str) == "no module of the dense model is found again, so none says where the difference arises"
