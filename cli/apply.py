@@ -61,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     if arguments.calibrate is not None:
         require_calibration(arguments.calibrate, passes)
-    output = check_model_output(arguments.output or default_output(arguments.model, [one.name for one in passes]), arguments.force)
+    output = arguments.output or default_output(arguments.model, [one.name for one in passes])
+    check_model_output(output, arguments.force, arguments.model)
     if arguments.stream:
         return run_streamed(arguments, passes, output)
 

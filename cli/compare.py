@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         if paths.count(path) > 1:
             raise UsageError(f"{path} is given twice", why="each model has one column", remedy="give it once")
     if arguments.picture is not None:
-        check_output(arguments.picture, arguments.force)
+        check_output(arguments.picture, arguments.force, ".png")
 
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.checkpoint import load

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from retrofit.cli.failures import UsageError
-from retrofit.cli.outputs import check_model_output, default_output, write_model
+from retrofit.cli.outputs import check_model_output, default_output, with_a_name, write_model
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
@@ -61,9 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     model = require_path(arguments.model)
     if arguments.native is not None:
         return run_native(arguments, model)
-    output = arguments.output or model.resolve().with_name(
-        f"{model.resolve().stem if model.is_file() else model.resolve().name}.onnx"
-    )
+    named = with_a_name(model)
+    output = arguments.output or named.with_name(f"{named.stem if named.is_file() else named.name}.onnx")
 
     from retrofit.onnx.exporter.export_onnx import export_onnx
     from retrofit.storage.checkpoint import load

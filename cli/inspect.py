@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 def print_anatomy(arguments: argparse.Namespace) -> int:
     """The anatomy is on stdout and, where `--svg` names one, its drawing in a file."""
     if arguments.svg is not None:
-        check_output(arguments.svg, arguments.force)
+        check_output(arguments.svg, arguments.force, ".svg")
 
     from retrofit.anatomy.inspection import inspect
 

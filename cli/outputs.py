@@ -7,33 +7,49 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from retrofit.cli.failures import UsageError
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import final_name
-from retrofit.storage.file_names import is_file_name, require_writable_kind
+from retrofit.storage.file_names import EXPORTED, ONNX, is_file_name, require_writable_kind
 
 if TYPE_CHECKING:
     from torch import nn
 
+GRAPHS = (EXPORTED, ONNX)  # files of models without a class
+
 
 def default_output(model: Path, words: Sequence[str]) -> Path:
     """`model.altup.pt` for `model.pt` and what was done to it, a directory `model.altup` for `model` or `model.gguf`."""
-    model = model if model.name not in ("", "..") else model.resolve()
+    model = with_a_name(model)
     done = ".".join(words)
     if model.suffix == gguf_header.SUFFIX:
         return model.with_name(f"{model.stem}.{done}")  # a directory has room for the tokenizer that the file holds
-    suffix = ".pt2" if model.suffix in (".pt2", ".onnx") else ".pt"  # a graph stays one, and trains
+    suffix = EXPORTED if model.suffix in GRAPHS else ".pt"  # a graph stays one, and trains
     return model.with_name(f"{model.name}.{done}" if model.is_dir() else f"{model.stem}.{done}{suffix}")
 
 
-def check_output(output: Path, force: bool) -> Path:
-    """`output`, where a file may be written there; raises `CheckpointError` before any work where it may not."""
+def with_a_name(model: Path) -> Path:
+    """The same path; that of `.` and `..` ends with the directory's name."""
+    return model if model.name not in ("", "..") else model.resolve()
+
+
+def check_output(output: Path, force: bool, suffix: str = "") -> Path:
+    """`output`, where a file may be written there; raises an error before any work where it may not, or has another suffix."""
+    if suffix and output.suffix.lower() != suffix:
+        raise UsageError(f"{output} is no name of a file in {suffix[1:].upper()}", remedy=f"call it {output.name}{suffix}")
     final_name(output, force=force, directory=False)
     return output
 
 
-def check_model_output(output: Path, force: bool) -> Path:
-    """`output`, where a model may be written there; raises `CheckpointError` before any work where it may not."""
+def check_model_output(output: Path, force: bool, source: Path | None = None) -> Path:
+    """`output`, where the model may be written that is made of `source`; raises an error before any work where it may not."""
     require_writable_kind(output)
+    if source is not None and source.suffix in GRAPHS and output.suffix not in GRAPHS:
+        raise UsageError(
+            f"{output} cannot hold what becomes of {source}",
+            why="it is a graph, which no class could build again",
+            remedy=f"name a {' or '.join(GRAPHS)} file with -o",
+        )
     final_name(output, force=force, directory=not is_file_name(output))
     return output
 

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     output = arguments.output or default_output(arguments.model, ["trained"])
     if is_first():
-        check_model_output(output, arguments.force)
+        check_model_output(output, arguments.force, arguments.model)
 
         from retrofit.training.runs import refuse_to_overwrite
 

@@ -265,6 +265,23 @@ def test_an_output_without_a_directory_is_refused(tmp_path: Path) -> None:
         check_output(tmp_path / "nowhere" / "model.pt", force=True)
 
 
+def test_a_picture_has_the_name_of_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(tmp_path)
+    for words in (["inspect", model, "--svg", "a.png"], ["compare", model, f"{model}/..", "--data", "x", "--picture", "a.svg"]):
+        assert main(words) == 2
+        assert "way out: call it a.png.svg" in (said := capsys.readouterr().err) or "way out: call it a.svg.png" in said
+
+
+@pytest.mark.parametrize("words", [["apply", "--pass", "sum"], ["train", "--data", "text.txt", "--steps", "1"]])
+def test_a_graph_is_not_rewritten_for_a_file_that_cannot_hold_it(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model.onnx").touch()
+    for output in ("x.pt", "x"):
+        assert main([*words, str(tmp_path / "model.onnx"), "-o", str(tmp_path / output)]) == 2
+        assert "way out: name a .pt2 or .onnx file with -o" in capsys.readouterr().err
+
+
 def test_a_failure_to_write_names_the_output() -> None:
     with pytest.raises(OSError) as caught, name_in_errors(Path("out.pt")):
         raise OSError(errno.ENOSPC, "No space left on device")
