@@ -28,19 +28,20 @@ def written_arguments(model: nn.Module, inputs: Mapping[str, Any], paths: Collec
 
     def hook_for(path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            for key, value in (*enumerate(args), *kwargs.items()):
+            given: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
+            for key, value in given:
                 calls.extend((path, key, one, one._version) for one in tree_flatten(value)[0] if isinstance(one, Tensor))
 
         return hook
 
-    given = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    called = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
     if accepts(model, "use_cache"):
-        given["use_cache"] = True
+        called["use_cache"] = True
     with contextlib.suppress(Exception), quiet(), torch.no_grad(), torch.device("meta"):  # what the model's own code raises
         skeleton = without_weights(model).train()
         for path in paths:
             skeleton.get_submodule(path).register_forward_pre_hook(hook_for(path), with_kwargs=True)
-        skeleton(**given)
+        skeleton(**called)
     found: dict[str, dict[Key, None]] = {}
     for path, key, one, version in calls:
         if one._version != version:
