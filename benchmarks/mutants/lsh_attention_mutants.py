@@ -234,7 +234,7 @@ MUTANTS = [
     ),
     whole(
         "an encoder is taken for causal",
-        "query[1], query[3], stack.causal, times",
+        "query[1], query[3], causal, times",
         "query[1], query[3], True, times",
         trials=ENCODING,
     ),

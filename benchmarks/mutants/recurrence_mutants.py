@@ -215,13 +215,13 @@ MUTANTS = [
     ),
     whole(
         "the option bidirectional has no effect",
-        "both = bidirectional and not stack.causal",
+        "both = bidirectional and not causal",
         "both = False",
         trials=on("bert", "recurrence(rank=4, bidirectional=true)"),
     ),
     whole(
         "decoders are read in both directions too",
-        "both = bidirectional and not stack.causal",
+        "both = bidirectional and not causal",
         "both = bidirectional",
         trials=on("t5", "recurrence(rank=4, bidirectional=true)"),
     ),
