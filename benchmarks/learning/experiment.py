@@ -52,8 +52,7 @@ class DenseModel:
     def trained(self, folder: Path) -> nn.Module:
         """The model, from its file in `folder` where it was trained before."""
         kind = "modernbert" if self.masked else "llama"
-        read = "" if self.text is DOCUMENTATION else ".library"
-        path = folder / f"dense.{kind}.d{self.width}.l{self.layers}.{self.steps}{read}.pt"
+        path = folder / f"dense.{kind}.d{self.width}.l{self.layers}.{self.steps}.{self.text.name}.pt"
         if not path.exists():
             torch.manual_seed(0)
             model = self.untrained()

@@ -17,6 +17,7 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "li
 class Text:
     """What a dense model is trained on, what it and its rewrites are trained on afterwards, and how much of that is held out."""
 
+    name: str
     first: Callable[[], list[str]]
     then: Callable[[], list[str]]
     held_out: float
@@ -36,5 +37,5 @@ def library_half(half: int) -> list[str]:
     return ["\n".join(file.read_text(encoding="utf-8", errors="ignore") for file in files[half::2])]
 
 
-DOCUMENTATION = Text(documentation, documentation, held_out=0.03)
-LIBRARY = Text(lambda: library_half(0), lambda: library_half(1), held_out=0.007)
+DOCUMENTATION = Text("documentation", documentation, documentation, held_out=0.03)
+LIBRARY = Text("library", lambda: library_half(0), lambda: library_half(1), held_out=0.007)

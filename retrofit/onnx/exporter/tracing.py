@@ -163,7 +163,7 @@ def custom_translations() -> dict[Any, Callable[..., Any]]:
 
     A maximum or minimum over all axes; the k largest where fewer than k are: a model asks for them only where there are more, so a
     program of more tokens does, and all that there are is what the model takes of fewer; the stride of an axis, which a choice by
-    size is handed with its tensors.
+    size takes beside its tensors.
     """
     from onnxscript import onnx_opset
 
