@@ -41,8 +41,8 @@ def is_causal(core: Attention, stream: fx.Node, flow: Dataflow) -> bool:
     with torch.device("cpu"):  # also where the default device is another
         values = [value for mask in core.masks if (value := mask_value(mask, flow)) is not None]
         among_others = [value[..., own] for value in values if own is not None and value.dim() >= 2 and value.shape[-1] >= own.stop]
-        square = [value for value in among_others or values if value.dim() >= 2 and value.shape[-1] == value.shape[-2]]
-        visible = [unmasked_keys(value) for value in square]
+        square = [value for value in among_others or values if value.dim() >= 2 and value.shape[-1] == value.shape[-2] > 1]
+        visible = [unmasked_keys(value).flatten(0, -3).any(0) if value.dim() > 2 else unmasked_keys(value) for value in square]
         return bool(visible) and not bool(functools.reduce(torch.logical_and, visible).triu(1).any())
 
 

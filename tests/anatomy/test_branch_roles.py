@@ -82,6 +82,18 @@ def added_mask(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
     return m.out(joined((scores(m, h) + mask).softmax(-1) @ heads(m.v(h))))
 
 
+def masks_of_unlike_shapes(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
+    """One for each head, one for each sequence and head at once, and a divisor."""
+    late = torch.full((h.shape[1], h.shape[1]), -math.inf).triu(1)
+    of_heads, of_all = late.expand(HEADS, -1, -1), late.expand(len(h) * HEADS, -1, -1)
+    weighed = (scores(m, h) + of_heads).flatten(0, 1) + of_all
+    return m.out(joined((weighed / torch.full((1, 1, 1), 2.0)).softmax(-1).unflatten(0, (-1, HEADS)) @ heads(m.v(h))))
+
+
+def divided_scores(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
+    return m.out(joined((scores(m, h) / torch.full((1, 1, 1), 2.0)).softmax(-1) @ heads(m.v(h))))
+
+
 def mask_of_the_hidden(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
     hidden = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).triu(1)
     return m.out(joined(scores(m, h).masked_fill(hidden, -math.inf).softmax(-1) @ heads(m.v(h))))
@@ -159,6 +171,8 @@ ATTENTIONS = {
     fused_projections: False,
     written_out: False,
     added_mask: True,
+    masks_of_unlike_shapes: True,
+    divided_scores: False,
     mask_of_the_hidden: True,
     mask_of_the_visible: True,
     banded_mask: False,
