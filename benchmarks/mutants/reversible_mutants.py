@@ -228,7 +228,7 @@ MUTANTS = [
         "own = losses[span[0] : span[1]]",
         "own = losses",
         trials=TWO_STREAMS,
-        test=f"{SWAPS}::test_other_methods_inside_have_the_gradients_of_the_formula",
+        test=f"{SWAPS}::test_a_branch_has_the_losses_that_the_layers_own_code_records_for_it_alone",
     ),
     branches(
         "for one branch all of them are computed again",

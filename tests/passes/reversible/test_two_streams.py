@@ -15,6 +15,7 @@ import torch
 import transformers
 from support import tiny_models
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import retrofit
 from retrofit.errors import RetrofitError
@@ -26,6 +27,7 @@ from retrofit.passes.reversible.repeated_call import Returned
 from retrofit.passes.reversible.two_stream_layer import SecondStream, TwoStreamLayer, two_stream_layers
 from retrofit.passes.reversible.two_streams import TwoStreamStep
 from retrofit.runtime.peak_memory import peak_bytes
+from retrofit.surgery.auxiliary_losses import auxiliary_losses, record_auxiliary_loss
 
 IDS = torch.randint(5, 40, (3, 9), generator=torch.Generator().manual_seed(0))
 PASS = Reversible(scheme="terraformer")
@@ -235,6 +237,39 @@ def test_other_methods_inside_have_the_gradients_of_the_formula(inside: str) -> 
         expected_loss, expected = step(model, inputs("llama"))
     torch.testing.assert_close(loss, expected_loss)
     assert set(found) == set(expected)
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-7, msg=lambda said, name=name: f"{name}: {said}")
+
+
+class RecordsItself(LlamaDecoderLayer):
+    """A layer whose own code, not a part of it, records a loss for each branch."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + record_auxiliary_loss(attended, attended.square().mean(), self)
+        made = self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + record_auxiliary_loss(made, made.pow(4).mean().sqrt(), self)
+
+
+def test_a_branch_has_the_losses_that_the_layers_own_code_records_for_it_alone() -> None:
+    model = copy.deepcopy(dense("llama"))
+    for layer in model.model.layers:
+        layer.__class__ = RecordsItself
+    model = retrofit.apply(model, PASS, verify=False).double()
+    observed: Any = type("Observed", (), {"sites": [type("Site", (), {"module": one}) for one in two_stream_layers(model)]})
+
+    def gradients() -> tuple[list[float], dict[str, Tensor | None]]:
+        model.train().zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        with auxiliary_losses() as losses:
+            loss = model(**inputs("llama")).loss
+        (loss + sum(losses)).backward()
+        return [float(one.detach()) for one in losses], {name: one.grad for name, one in model.named_parameters()}
+
+    found_losses, found = gradients()
+    with two_stream_reference.everything_kept(observed):
+        expected_losses, expected = gradients()
+    assert len(found_losses) == 6 and found_losses == pytest.approx(expected_losses)
     for name, one in expected.items():
         torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-7, msg=lambda said, name=name: f"{name}: {said}")
 
