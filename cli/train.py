@@ -86,11 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     output = arguments.output or default_output(arguments.model, ["trained"])
     if is_first():
-        check_model_output(output, arguments.force, arguments.model)
-
         from retrofit.training.runs import refuse_to_overwrite
 
         refuse_to_overwrite(output, resume=arguments.resume, force=arguments.force)
+        check_model_output(output, arguments.force, arguments.model)
 
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.checkpoint import load

@@ -125,9 +125,23 @@ def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
     if resume and not has_checkpoint(folder):
         raise TrainingError(f"there is no run to resume in {folder}", why="it holds no checkpoint", remedy="leave out --resume")
     if output.exists() and not force:
-        raise TrainingError(f"{output} exists", remedy="name another with -o, or overwrite it with --force")
+        if resume and is_finished(read_record(folder)):
+            raise already_done(folder, f"{output} is its result")
+        remedy = "overwrite it with --force" if resume else "name another with -o, or overwrite it with --force"
+        raise TrainingError(f"{output} exists", remedy=remedy)
     if ours and not (resume or force or came_to_nothing(folder)):
         raise TrainingError(f"{folder} holds an earlier run", remedy="continue it with --resume, or start over with --force")
+
+
+def already_done(folder: Path, why: str) -> TrainingError:
+    """There is nothing to resume in the folder: how to go on from its last step, and how to start over."""
+    checkpoint = last_checkpoint(folder)
+    done = 0 if checkpoint is None else steps_done(checkpoint)
+    return TrainingError(
+        f"the run to resume has done {plural(done, 'step')} already",
+        why=why,
+        remedy=f"to go on from there, give --steps above {done} and --force; to train anew, --force without --resume",
+    )
 
 
 def refuse_held(folder: Path) -> None:
@@ -148,8 +162,12 @@ def is_run(folder: Path) -> bool:
 def last_checkpoint(folder: Path) -> Path | None:
     """The latest whole checkpoint: the trainer writes its state last."""
     whole = (state.parent for state in folder.glob("checkpoint-*/trainer_state.json"))
-    numbered = [path for path in whole if path.name.partition("-")[2].isdigit()]
-    return max(numbered, key=lambda path: int(path.name.partition("-")[2]), default=None)
+    return max((path for path in whole if path.name.partition("-")[2].isdigit()), key=steps_done, default=None)
+
+
+def steps_done(checkpoint: Path) -> int:
+    """The steps after which `checkpoint-8` was written."""
+    return int(checkpoint.name.partition("-")[2])
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -257,9 +275,9 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
                 why=f"{record['facts'].get(name)} then, {now} now",
                 remedy=f"give the same {name}, or start over with --force",
             )
-    done = 0 if checkpoint is None else int(checkpoint.name.partition("-")[2])
+    done = 0 if checkpoint is None else steps_done(checkpoint)
     if done > settings.steps or (done == settings.steps and is_finished(record) and output.exists()):
-        raise TrainingError(f"the run to resume has done {done} steps already", remedy="give more with --steps")
+        raise already_done(folder, f"--steps {settings.steps} is no more than that")
     write_record(folder, {**record, "settings": dataclasses.asdict(settings)})
     return folder, checkpoint
 

@@ -569,6 +569,19 @@ def test_the_command_goes_on_after_an_interruption(
     assert last_checkpoint(folder_of(on_disk / "model.trained.pt")) is not None
 
 
+def test_a_finished_run_says_how_to_go_on_and_how_to_start_over(on_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(on_disk) == 0
+    capsys.readouterr()
+    for more in (["--resume"], ["--resume", "--force"]):
+        assert command(on_disk, *more) == 2
+        said = capsys.readouterr().err
+        assert "the run to resume has done 8 steps already" in said
+        assert "give --steps above 8 and --force; to train anew, --force without --resume" in said
+    assert command(on_disk, "--resume", "--force", "--steps", "9") == 0  # as it said
+    assert command(on_disk, "--force") == 0
+    assert TrainingRun.read(on_disk / "model.trained.pt").settings.steps == 8
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
