@@ -187,9 +187,11 @@ def timed(models: Mapping[str, nn.Module], batch: Example) -> dict[str, tuple[fl
 
 
 def generated(model: Any, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
-    mask = torch.ones_like(inputs["input_ids"])
-    ids = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
-    return model.generate(**{"attention_mask": mask, **ids}, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)  # type: ignore[no-any-return]
+    """A decoder starts from the token that it starts from in the window, whether or not the model's config names one."""
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
+    if "decoder_input_ids" in given:
+        given["decoder_start_token_id"] = int(given.pop("decoder_input_ids")[0, 0])
+    return model.generate(**given, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)  # type: ignore[no-any-return]
 
 
 def seconds(action: Callable[[], Any]) -> float:

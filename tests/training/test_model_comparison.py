@@ -21,7 +21,7 @@ from retrofit.errors import TrainingError
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.training.comparison_picture import draw_comparison
 from retrofit.training.curves import COLOURS
-from retrofit.training.model_comparison import Figures, compare_models
+from retrofit.training.model_comparison import Figures, compare_models, generated
 
 torch.set_num_threads(1)
 
@@ -60,9 +60,20 @@ def test_masked_tokens_have_no_bits_a_byte_and_an_encoder_decodes_nothing() -> N
 
 def test_corrupted_spans_have_no_bits_a_byte() -> None:
     dense = t5()
-    dense.generation_config.decoder_start_token_id = 0
     (figures,) = compare_models({"dense": dense}, TEXTS, length=32, most=3)
     assert figures.bits_per_byte is None
+
+
+def test_a_decoder_starts_as_in_training_where_the_config_does_not_say() -> None:
+    dense = t5()
+    assert dense.generation_config.decoder_start_token_id is dense.generation_config.bos_token_id is None
+    starts: list[int] = []
+    dense.decoder.register_forward_pre_hook(lambda _, args, given: starts.append(int(given["input_ids"][0, 0])), with_kwargs=True)
+    window = {"input_ids": torch.arange(5, 13)[None], "decoder_input_ids": torch.tensor([[7, 8, 9]])}
+    generated(dense, window, 2)
+    assert starts[0] == 7
+    (figures,) = compare_models({"dense": dense}, TEXTS, length=32, most=3)
+    assert figures.decode is not None
 
 
 def test_models_of_other_origin_are_refused() -> None:
