@@ -90,5 +90,9 @@ def cells(one: TensorDifference) -> tuple[str, str]:
 
 
 def short(value: object) -> str:
+    from retrofit.differences import ABSENT
+
+    if value is ABSENT:
+        return "absent"
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else f"{text[:57]}…"

@@ -6,6 +6,7 @@ Where the recipes differ, what is left of the dense model is compared with what 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,6 +22,15 @@ from retrofit.runtime.usable_models import require_in_memory, require_module, re
 from retrofit.undoing.dense_parameters import DenseForm, dense_form
 
 CHANGING = ("quantization_config", "transformers_version", "architectures", "_name_or_path")  # say nothing of the model
+
+
+class NoEntry(enum.Enum):
+    """What a configuration says of an entry that it does not have."""
+
+    ABSENT = "absent"
+
+
+ABSENT = NoEntry.ABSENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Differences:
 
     architectures: tuple[str, str]
     recipes: tuple[tuple[str, ...], tuple[str, ...]]
-    config: Mapping[str, tuple[Any, Any]]  # the entries that differ
+    config: Mapping[str, tuple[Any, Any]]  # the entries that differ; ABSENT where one model has no such entry
     sites: tuple[SiteDifference, ...]
     tensors: tuple[TensorDifference, ...]  # those whose values differ first, the largest relative difference before the others
     equal: int  # parameters and saved buffers that are the same, bit for bit
@@ -78,8 +88,9 @@ class Differences:
         return rows
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain data."""
-        return {"same": self.same, **dataclasses.asdict(self)}
+        """All of it as plain data; "absent" is said of an entry that a config does not have."""
+        config = {key: [value.value if value is ABSENT else value for value in pair] for key, pair in self.config.items()}
+        return {"same": self.same, **dataclasses.asdict(self), "config": config}
 
 
 @one_at_a_time
@@ -195,6 +206,6 @@ def config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def different_entries(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The entries of two configurations that differ; None where one has no such entry."""
+    """The entries of two configurations that differ; one that is None in the one and absent in the other does not."""
     keys = dict.fromkeys((*one, *other))
-    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
+    return {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in keys if one.get(key) != other.get(key)}

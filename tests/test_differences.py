@@ -13,6 +13,7 @@ from support import tiny_models
 
 import retrofit
 from retrofit.cli import main
+from retrofit.differences import ABSENT
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +57,18 @@ def test_the_command_tells_recipes_apart(widened: Any, tmp_path: Path, capsys: p
     found = json.loads(capsys.readouterr().out)
     assert not found["same"] and found["equal"] == 21 and found["recipes"][1][0].startswith("altup(k=3")
     assert main(["diff", two, two, "--exit-code"]) == 0
+
+
+def test_an_entry_that_is_absent_is_told_from_one_that_is_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = tiny_models.llama(), tiny_models.llama()
+    one.config.update({"mine": "a", "set": None, "neither": None})
+    other.config.update({"yours": 3, "set": 4})
+    found = retrofit.diff(one, other)
+    assert found.config == {"mine": ("a", ABSENT), "set": (None, 4), "yours": (ABSENT, 3)}
+    retrofit.save(one, tmp_path / "one")
+    retrofit.save(other, tmp_path / "other")
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "other")]) == 0
+    rows = [line.split()[-3:] for line in capsys.readouterr().out.splitlines() if {"mine", "set", "yours"} & set(line.split())]
+    assert sorted(rows) == [["mine", '"a"', "absent"], ["set", "null", "4"], ["yours", "absent", "3"]]
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "other"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"] == {"mine": ["a", "absent"], "set": [None, 4], "yours": ["absent", 3]}
