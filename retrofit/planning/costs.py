@@ -49,10 +49,11 @@ def measurable(model: nn.Module, window: Inputs) -> tuple[str, ...]:
 def seconds_of_token(model: nn.Module, window: Inputs) -> float:
     """The mean time from one token to the next as `generate` decodes them, the first left out."""
     began: list[float] = []
-    name, positions = ids_name(window), getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    ids, positions = ids_name(window), getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    kept = (ids, ids_name(window, decoder=True))  # of what has a row a window
     length = max(1, min(PROMPT, positions - TOKENS - 2)) if isinstance(positions, int) else PROMPT
     prompt = {key: value[:1, :length] if isinstance(value, Tensor) and value.dim() == 2 else value for key, value in window.items()}
-    prompt = {key: value for key, value in prompt.items() if key == name or not isinstance(value, Tensor) or value.dim() != 2}
+    prompt = {key: value for key, value in prompt.items() if key in kept or not isinstance(value, Tensor) or value.dim() != 2}
     with evaluation_mode(model):
         handle = model.register_forward_pre_hook(lambda module, args: began.append(time.perf_counter()))
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.tiny_models import llama
+from support.tiny_models import llama, t5
 from torch import Tensor, nn
 
 import retrofit
@@ -19,7 +19,7 @@ from retrofit.anatomy.inspection import inspect
 from retrofit.cli import main
 from retrofit.errors import PlanningError
 from retrofit.pipeline.registry import parse_spec
-from retrofit.planning import measuring
+from retrofit.planning import costs, measuring
 from retrofit.planning.candidates import candidates_of, depths_text, short_spec
 from retrofit.planning.changed_modules import changed_modules
 from retrofit.planning.planned_recipe import ModelPlan
@@ -262,6 +262,13 @@ def hybrid_of(model: nn.Module, recipe: tuple[str, ...]) -> Any:
 
 
 # ── Candidates ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_decoder_is_timed_where_its_config_names_no_first_token() -> None:
+    model = t5()
+    model.generation_config.decoder_start_token_id = None
+    ids = windows(2, model.config.vocab_size)
+    assert costs.seconds_of("decode", model, {"input_ids": ids, "decoder_input_ids": ids}) > 0
 
 
 def test_a_pass_by_its_name_is_the_family_that_it_proposes() -> None:
