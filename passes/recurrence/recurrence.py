@@ -22,6 +22,7 @@ from retrofit.passes.recurrence import reference as once_more
 from retrofit.passes.recurrence.recurrent_feed_forward import Layout, RecurrentFeedForward, RecurrentLayer
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence as RecurrentUnit
 from retrofit.sdk import (
+    WITHOUT_GRADIENT,
     Anatomy,
     Branch,
     DoesNotFitError,
@@ -45,7 +46,6 @@ from retrofit.sdk import (
     shape,
 )
 
-WITHOUT_GRADIENT = "no gradient reaches it: the outputs depend on it by comparison or choice alone"
 NO_FEED_FORWARD = "emit='graph' makes each feed-forward a module; layers= leaves depths out"
 
 

@@ -31,6 +31,7 @@ from retrofit.passes.reversible.two_stream_layer import SecondStream, TwoStreamL
 from retrofit.passes.reversible.written_arguments import written_arguments
 from retrofit.sdk import (
     LIKE,
+    WITHOUT_GRADIENT,
     Anatomy,
     Call,
     DoesNotFitError,
@@ -53,7 +54,6 @@ from retrofit.sdk import (
 )
 
 MOST_BITS = 16
-WITHOUT_GRADIENT = "no gradient reaches it: the outputs depend on it by comparison or choice alone"
 SCHEMES = ("exact", "terraformer")
 OTHER_SCHEME = "scheme=exact; layers= leaves depths out"
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from retrofit.program.dataflow import Dataflow
     from retrofit.program.program import Program
 
+WITHOUT_GRADIENT = "no gradient reaches it: the outputs depend on it by comparison or choice alone"  # of what is not trained
+
 
 @dataclasses.dataclass(frozen=True)
 class Anatomy:
