@@ -1,9 +1,10 @@
 """A whole trained model, dense and rewritten by recipes, in the ways in which it can be run on this machine.
 
 SmolLM2-135M, or a small Llama: tokens a second of a prompt and of decoding, the loss on text that nothing was fitted on, and the
-memory, in torch (float32, compiled, bfloat16, int8) and in ONNX Runtime (float32, int8). Is a rewrite worth it beside what anybody
-can have without one, and together with it? The models take turns in one process, way by way, always beside the dense model in plain
-torch. Memory is that of a process of its own. Results are kept in a file: what was measured is not measured again.
+memory, in torch (float32, compiled, bfloat16, int8) and in ONNX Runtime (float32, its own int8, what `retrofit export --weights`
+packs). Is a rewrite worth it beside what anybody can have without one, and together with it? The models take turns in one process,
+way by way, always beside the dense model in plain torch. Memory is that of a process of its own. Results are kept in a file: what was
+measured is not measured again.
 
     python benchmarks/planning.py --model smollm2 --targets "decode 1.3x"
     python benchmarks/whole_model.py --model smollm2 --recipe build/planning/smollm2.decode-1.3x.json -o docs/whole_models.md
@@ -34,7 +35,7 @@ from experiment import TEXTS, DenseModel, SmolLM2
 from on_cuda.parts import FAILED, Kept, attempt
 from side_by_side import interleaved
 from whole.page import Rows, table, written
-from whole.ways import ROOM, Running, files_of, ways, write_int8
+from whole.ways import ROOM, WEIGHTS, Running, files_of, packed_file, ways, write_int8
 
 import retrofit
 from retrofit.pipeline.registry import parse_recipe
@@ -143,6 +144,11 @@ def make(name: str, recipe: list[str], dense: nn.Module, data: PlanningData, opt
     found: dict[str, Any] = {"parameters": sum(one.numel() for one in model.parameters())}
     found["onnx"] = attempt(lambda: str(retrofit.export_onnx(model, onnx, force=True)))
     found["int8"] = attempt(lambda: write_int8(onnx, int8))
+    for weights in WEIGHTS:
+        path = packed_file(options.folder, name, weights)
+        found[f"--weights {weights}"] = attempt(
+            lambda weights=weights, path=path: str(retrofit.export_onnx(model, path, weights=weights, force=True))
+        )
     return found
 
 

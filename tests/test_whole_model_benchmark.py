@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 SPEC = "sparse-ffn(sparsity=8, active=2)"
 NAME = "sparse-ffn-sparsity-8--active-2"
 BEGIN, END = "<!-- the table of benchmarks/whole_model.py -->", "<!-- its end -->"
-WAYS = ("torch", "torch, compiled", "torch, bfloat16", "torch, int8", "ONNX Runtime", "ONNX Runtime, int8")
+PACKED = ("ONNX Runtime, --weights int8", "ONNX Runtime, --weights int4")
+WAYS = ("torch", "torch, compiled", "torch, bfloat16", "torch, int8", "ONNX Runtime", "ONNX Runtime, int8", *PACKED)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Ways to run a decoder on a CPU: torch as it is, compiled, in bfloat16, in int8; ONNX Runtime, and that in int8.
+"""Ways to run a decoder on a CPU: torch as it is, compiled, in bfloat16, in int8; ONNX Runtime, and its own or our int8 and int4.
 
 Each has the same three calls, for one sequence: the logits of a prompt, the state after it, and the logits of the next token.
 """
@@ -6,6 +6,7 @@ Each has the same three calls, for one sequence: the logits of a prompt, the sta
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_st
 
 ROOM = 192  # tokens behind the prompt in a static cache: as many as are decoded in all rounds
 INT8_FILE = "int8.onnx"
+WEIGHTS = ("int8", "int4")  # of `retrofit export --weights`
 
 
 class Running(Protocol):
@@ -126,6 +128,11 @@ def files_of(folder: Path, name: str) -> tuple[Path, Path, Path]:
     return folder / f"{name}.pt", folder / f"{name}.onnx", folder / f"{name}.{INT8_FILE}"
 
 
+def packed_file(folder: Path, name: str, weights: str) -> Path:
+    """Where a model is for ONNX Runtime with weights that `retrofit export --weights` packed."""
+    return folder / f"{name}.weights-{weights}.onnx"
+
+
 def loaded(folder: Path, name: str) -> nn.Module:
     return retrofit.load(files_of(folder, name)[0]).eval()
 
@@ -139,4 +146,10 @@ def ways(threads: int, dense: str, backend: dict[str, Any]) -> dict[str, Callabl
         "torch, int8": lambda folder, name: InTorch(in_int8(loaded(folder, name), loaded(folder, dense))),
         "ONNX Runtime": lambda folder, name: InOnnxRuntime(files_of(folder, name)[1], threads),
         "ONNX Runtime, int8": lambda folder, name: InOnnxRuntime(files_of(folder, name)[2], threads),
+        **{
+            f"ONNX Runtime, --weights {weights}": functools.partial(
+                lambda weights, folder, name: InOnnxRuntime(packed_file(folder, name, weights), threads), weights
+            )
+            for weights in WEIGHTS
+        },
     }
