@@ -1,13 +1,15 @@
-"""Architectures of the installed transformers that have mixtures of experts, sized like a given model.
+"""Architectures of the installed transformers, sized like a given model with mixtures of experts.
 
 Nothing is known of an architecture but its config's entries. What an entry does is found by trying: the model of a changed config
-is built on the meta device, and its parameters are compared with those that are wanted.
+is built on the meta device, and its parameters are compared with those that are wanted. An architecture has mixtures if one of
+these models has stacked weights.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +24,6 @@ from retrofit.runtime.quiet import quiet
 from retrofit.undoing.dense_skeleton import skeleton_of
 
 IDENTITY = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config", "auto_map", "dtype")
-EXPERTS = "expert"  # in the name of an entry: such an architecture has mixtures
 DEPTH = "num_hidden_layers"  # as transformers calls it in every config, through `attribute_map`
 SWEEPS = 3
 Shapes = collections.Counter[tuple[int, ...]]
@@ -55,7 +56,7 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A class of transformers with mixtures, and the entries of its config that make it the size of a given model."""
+    """A class of transformers, and the entries of its config that make it the size of a given model."""
 
     kind: type[PreTrainedModel]
     fields: Mapping[str, Any]
@@ -81,7 +82,7 @@ class Architecture:
 
 
 def architectures_like(model: PreTrainedModel, only: str | None = None) -> Iterator[Architecture]:
-    """The architectures with mixtures that do the same task, with the entries of the model's config that they have too."""
+    """The architectures that do the same task, with the entries of the model's config that they have too."""
     names: dict[str, None] = {}
     for mapping in vars(modeling_auto).values():
         if type(mapping) is collections.OrderedDict and type(model).__name__ in mapping.values():  # not those that import classes
@@ -97,10 +98,8 @@ def architectures_like(model: PreTrainedModel, only: str | None = None) -> Itera
                 default = kind.config_class().to_dict()
         except Exception:  # a config that has no defaults
             continue
-        if any(EXPERTS in key for key in default):
-            shared = shared_entries(model.config, default)
-            own = tuple(key for key in default if key not in shared and key not in IDENTITY)
-            yield Architecture(kind, shared, own)
+        shared = shared_entries(model.config, default)
+        yield Architecture(kind, shared, tuple(key for key in default if key not in shared and key not in IDENTITY))
 
 
 def shared_entries(config: PreTrainedConfig, keys: Iterable[str]) -> dict[str, Any]:
@@ -119,24 +118,34 @@ def of_depth(config: Mapping[str, Any], kind: type[PreTrainedConfig], depth: int
     return {**cut, key: depth} if key in config else cut
 
 
-def sized(architecture: Architecture, wanted: Wanted) -> tuple[Architecture, str]:
-    """The architecture with the entries by which its parameters come nearest to those wanted, and why it does not fit.
+@dataclasses.dataclass(frozen=True)
+class Sized:
+    """An architecture with the entries by which its parameters come nearest to those wanted."""
 
-    The reason is "" where every parameter outside the mixtures is there and the experts have as many.
-    """
+    architecture: Architecture
+    why: str = ""  # it does not fit; "" where every parameter outside the mixtures is there and the experts have as many
+    has_stacks: bool = False  # in one of the models that were built
+
+
+def sized(architecture: Architecture, wanted: Wanted) -> Sized:
+    """The architecture in the size that is wanted; its entries are changed in turn until none of them brings it nearer."""
     try:
         model = architecture.skeleton()
     except Exception as error:  # whatever the architecture's code raises for the sizes of another
-        return architecture, f"it cannot be built of that size: {first_line(error)}"
+        return Sized(architecture, f"it cannot be built of that size: {first_line(error)}")
+    stacks = has_stacks(model)
     absent = [shape for shape in wanted.around - shapes_of(model) if len(shape) > 1]
     if absent:
-        return architecture, f"it has no weight {described(absent[0])} outside its mixtures"
+        return Sized(architecture, f"it has no weight {described(absent[0])} outside its mixtures", stacks)
     config = {**model.config.to_dict(), **architecture.fields}
     least, inert = wanted.cost(model), dict.fromkeys(architecture.own)
+    in_vain = 0  # entries in a row that brought it no nearer: once these are all, another sweep would try the same
     for _ in range(SWEEPS):
-        before = least
         for key in architecture.own:
+            in_vain += 1
             for value in trials(config.get(key), wanted):
+                if value == architecture.fields.get(key, config.get(key)):
+                    continue
                 changed = built(architecture.with_fields(**{key: value}))
                 if changed is None:
                     continue
@@ -145,11 +154,25 @@ def sized(architecture: Architecture, wanted: Wanted) -> tuple[Architecture, str
                         break  # it changes no parameter, whatever the number
                     continue
                 inert.pop(key, None)
+                stacks = stacks or has_stacks(changed)
+                if has_stacks(model) and not has_stacks(changed):
+                    continue  # without any mixture it is nearer only while its experts are too many or too large
                 if wanted.cost(changed) < least:
                     least, model, architecture = wanted.cost(changed), changed, architecture.with_fields(**{key: value})
-        if least in (before, 0):
+                    in_vain = 0
+            if in_vain >= len(architecture.own):
+                break
+        if not stacks:
+            return Sized(architecture, "it has no mixtures")
+        if least == 0 or in_vain >= len(architecture.own):
             break
-    return dataclasses.replace(architecture, inert=tuple(key for key in inert if key not in architecture.fields)), ""
+    return Sized(dataclasses.replace(architecture, inert=tuple(key for key in inert if key not in architecture.fields)), "", stacks)
+
+
+def has_stacks(model: nn.Module) -> bool:
+    """Whether two parameters can be weights of the same experts: of each expert, the one takes what the other returns."""
+    stacked = [shape for shape in shapes_of(model) if len(shape) == 3 and min(shape) > 1]
+    return any(one[0] == other[0] and one[1] == other[2] for one, other in itertools.product(stacked, repeat=2))
 
 
 def built(architecture: Architecture) -> PreTrainedModel | None:
@@ -161,18 +184,17 @@ def built(architecture: Architecture) -> PreTrainedModel | None:
 
 
 def trials(value: Any, wanted: Wanted) -> list[Any]:
-    """Values that an entry may take, by the kind of its default."""
+    """Values that an entry may take, by the kind of its default, which comes last."""
     if isinstance(value, bool):
-        return [not value]
+        return [not value, value]
     if isinstance(value, int) or value is None:
-        numbers = dict.fromkeys((*wanted.values, 1, 0))
-        return [one for one in numbers if one != value] + ([None] if value is not None else [])
+        return list(dict.fromkeys((*wanted.values, 1, 0, None, value)))
     if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
         kinds = list(dict.fromkeys(value))
         other = [[one if depth in wanted.depths else two for depth in range(wanted.layers)] for one in kinds for two in kinds]
-        return [list(one) for one in dict.fromkeys(map(tuple, other))]
+        return [list(one) for one in dict.fromkeys((*map(tuple, other), tuple(value)))]
     if isinstance(value, list):
-        return [[depth for depth in range(wanted.layers) if depth not in wanted.depths], list(wanted.depths)]
+        return [[depth for depth in range(wanted.layers) if depth not in wanted.depths], list(wanted.depths), value]
     return []
 
 

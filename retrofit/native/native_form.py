@@ -48,6 +48,7 @@ from retrofit.storage.filling import fill_transformers
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 from retrofit.undoing.dense_skeleton import RECIPE, skeleton_of, without_recipe
 
+DENSE = -1  # how far an architecture comes that shows no mixtures
 SHORT = 2  # layers of the skeletons that are tried
 WAY_OUT = "docs/native.md says which options make one possible; retrofit bundle writes a directory that loads without retrofit too"
 Progress = Callable[[str], None]
@@ -159,6 +160,7 @@ def require_mixtures(model: Any) -> PreTrainedModel:
 
 def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | None) -> DoesNotFitError:
     """The refusal, with what differs in the architecture that came nearest."""
+    refusals = [one for one in refusals if one.stage > DENSE or architecture]
     if not refusals:
         named = f"architecture {architecture}" if architecture else "architecture"
         why = f"transformers has no {named} with mixtures for that task"
@@ -189,11 +191,11 @@ def examined(
     for architecture in architectures_like(part, only):
         say(f"trying {architecture.name}")
         short = dataclasses.replace(architecture, fields=of_depth_where(architecture, depth))
-        fitting, why = sized(short, wanted)
-        if why:
-            yield Refusal(architecture.name, 0, why)
+        found = sized(short, wanted)
+        if found.why:
+            yield Refusal(architecture.name, 0 if found.has_stacks else DENSE, found.why)
             continue
-        model = fitting.skeleton()
+        fitting, model = found.architecture, found.architecture.skeleton()
         paths = mixture_paths(model, wanted)
         if len(paths) != len(wanted.depths):
             yield Refusal(architecture.name, 0, "it has no such mixtures")

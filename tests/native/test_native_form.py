@@ -12,10 +12,12 @@ import torch
 import transformers
 from support import tiny_models
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, DoesNotFitError
+from retrofit.native.architectures import Architecture, Shapes, Wanted, architectures_like, sized
 from retrofit.native.native_form import Match
 from retrofit.native.weight_layouts import Layout, combinations, equal_layout, layouts_for
 
@@ -122,6 +124,50 @@ def test_every_weight_takes_part_once() -> None:
         assert len(set(parts)) == len(parts) and {name for name, _ in parts} == {"a", "b"} and elements == 2
         assert not chosen["none"].sources and chosen["other"].transposed
     assert [one.sources for one in layouts_for(torch.Size((3, 1)), weights)] == [()]
+
+
+class PartsConfig(PreTrainedConfig):
+    """No entry is called after experts; by default there are too many, too large ones in every layer."""
+
+    model_type = "parts"
+
+    def __init__(self, every: int = 1, inner: int = 400, parts: int = 60, **more: Any) -> None:
+        self.every, self.inner, self.parts = every, inner, parts
+        super().__init__(**more)
+
+
+class Parts(PreTrainedModel):
+    """Two layers, of which every so many is a mixture and the others are dense."""
+
+    config_class = PartsConfig
+
+    def __init__(self, config: PartsConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(nn.Module() for _ in range(2))
+        for depth, layer in enumerate(self.layers):
+            if config.every and (depth + 1) % config.every == 0:
+                layer.router = nn.Linear(8, config.parts, bias=False)
+                layer.up = nn.Parameter(torch.empty(config.parts, config.inner, 8))
+                layer.down = nn.Parameter(torch.empty(config.parts, 8, config.inner))
+            else:
+                layer.dense = nn.Linear(8, 8, bias=False)
+        self.norm = nn.Parameter(torch.empty(8))
+
+
+def test_mixtures_are_known_by_their_weights_and_not_given_up_for_being_too_large() -> None:
+    routers = Shapes({(4, 8): 2})
+    wanted = Wanted(Shapes({(8,): 1}), 4, 2 * 2 * 4 * 8 * 12, routers, (4, 8, 12, 2), (0, 1), 2)
+    found = sized(Architecture(Parts, {}, ("every", "inner", "parts")), wanted)
+    assert (found.why, found.has_stacks) == ("", True)
+    config = found.architecture.skeleton().config
+    assert (config.every, config.inner, config.parts) == (1, 12, 4) and wanted.cost(found.architecture.skeleton()) == 0
+    dense = sized(Architecture(Parts, {"every": 0}, ("inner", "parts")), wanted)
+    assert (dense.why, dense.has_stacks) == ("it has no mixtures", False)
+
+
+def test_every_architecture_for_the_task_is_tried() -> None:
+    tried = {one.name for one in architectures_like(tiny_models.llama())}
+    assert {"mixtral", "mistral"} <= tried and "vit" not in tried
 
 
 def test_of_equals_the_one_with_nothing_strange_comes_first() -> None:
