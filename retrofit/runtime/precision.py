@@ -39,8 +39,10 @@ STRICT = {
     torch.conv_transpose2d,
     torch.conv_transpose3d,
     torch.nn.functional.scaled_dot_product_attention,
+    torch.nn.functional.rms_norm,  # these take several widths, and warn of them
+    torch.rms_norm,
+    aten.rms_norm.default,
 }
-
 
 RANDOM = frozenset(  # operations that draw; attention with a dropout computes first
     "bernoulli cauchy exponential geometric log_normal multinomial native_dropout normal normal_functional poisson rand rand_like"
@@ -71,7 +73,7 @@ def as_stored() -> Iterator[None]:
 
 
 class SameWidth(TorchFunctionMode):
-    """Within this context a function gets its arguments wide where it would refuse several widths before any dispatcher sees them.
+    """Within this context a function gets its arguments wide where it refuses, or warns of, several widths before any dispatcher.
 
     So does one whose arguments need a gradient: autograd then knows of the cast, and the way back is wide too. Gradients of narrow
     parameters are rounded once, at the end.

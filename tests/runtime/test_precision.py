@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 from support.tiny_models import VOCABULARY, bert, built, gpt2, llama, t5, vit
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.precision import SLICE, Widened
@@ -205,6 +207,23 @@ def test_experts_without_a_kernel_in_float64() -> None:
         ours = nn.functional.grouped_mm(rows, weights, offs=ends)
     expected = torch.cat([rows[:4].double() @ weights[0].double(), rows[4:].double() @ weights[2].double()])
     assert distance(ours, expected) < 1e-15
+
+
+@pytest.mark.parametrize("norm", [F.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.default])
+@torch.no_grad()
+def test_a_norm_is_given_one_width(norm: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    """Several are computed too, but torch warns of them, once a process: `torch.set_warn_always` lets each say so."""
+    x, weight = torch.randn(2, 8), torch.randn(8)
+    expected = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(), Widened():
+            warnings.simplefilter("error")
+            found = norm(x * 1, (8,), weight, 1e-5)
+    finally:
+        torch.set_warn_always(False)
+    assert "Warning" not in capfd.readouterr().err  # an operation that a graph calls warns there
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
 
 
 def test_complex_tables() -> None:
