@@ -1,7 +1,8 @@
 """Values that layers compute next to the stream and other layers read: which keys a layer chose, values that are mixed in later.
 
 What a strided layer computes it computes for its anchors. A layer with the same stride can use that as it is; anything else needs a
-value for every token.
+value for every token. A cast to the dtype and device that a value has computes nothing: torch returns the value itself, which in
+the graph is that cast from there on.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import fx
 
-from retrofit.sdk import Call, Dataflow, Key, shape
+from retrofit.sdk import CAST, Call, Dataflow, Key, op, shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ def cross_layer_values(flow: Dataflow, streams: Mapping[Call, fx.Node]) -> list[
     found: list[CrossLayerValue] = []
     for node in flow.nodes:
         producer = layer_of(flow, node, streams)
-        if producer is not None and node in flow.depends and node is not streams[producer]:
+        if producer is not None and node in flow.depends and node is not streams[producer] and value_before_casts(node) is node:
             found += uses_elsewhere(flow, node, producer, streams, output)
     return found
 
@@ -60,11 +61,26 @@ def uses_elsewhere(
                 yield CrossLayerValue(producer, consumer, value is node and key is not None)
 
 
+def value_before_casts(node: fx.Node) -> fx.Node:
+    """The value that the node is, where casts that change neither its dtype nor its device returned it."""
+    while op(node) in CAST and isinstance(operand := node.args[0], fx.Node) and is_of_same_kind(node, operand):
+        node = operand
+    return node
+
+
+def is_of_same_kind(one: fx.Node, other: fx.Node) -> bool:
+    ours, theirs = one.meta["val"], other.meta["val"]
+    return (ours.dtype, ours.device, ours.shape) == (theirs.dtype, theirs.device, theirs.shape)
+
+
 def arguments_from_layers(flow: Dataflow, call: Call, streams: Mapping[Call, fx.Node]) -> dict[Key, Call]:
     """The arguments of a call that layers computed next to their streams, and which layers."""
-    producers = {key: layer_of(flow, node, streams) for key, node in call.inputs.items()}
+    entered = {key: value_before_casts(node) for key, node in call.inputs.items()}
+    producers = {key: layer_of(flow, node, streams) for key, node in entered.items()}
     return {
-        key: producer for key, producer in producers.items() if producer is not None and call.inputs[key] is not streams[producer]
+        key: producer
+        for key, producer in producers.items()
+        if producer is not None and entered[key] is not value_before_casts(streams[producer])
     }
 
 

@@ -79,6 +79,41 @@ def test_rows_read_only_by_their_class_token_keep_their_last_layer() -> None:
     assert [getattr(layer, "k", 1) for layer in model.layers] == [1, 3, 3, 1]
 
 
+class Placed(Model):
+    """Layers receive one table by tokens, and cast it to the dtype that it has."""
+
+    class Layer(Layer):
+        def forward(self, x: Tensor, table: Tensor) -> Tensor:  # type: ignore[override]
+            h = self.norm(x) * table.to(x.dtype)
+            q, k, v = (each(h).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.query, self.key, self.value))
+            x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            return x + self.down(F.gelu(self.up(self.other(x))))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Placed.Layer() for _ in range(4))
+        self.register_buffer("waves", (torch.arange(64)[:, None] * torch.arange(1, D + 1) / 9).cos())
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x, table = self.embed(input_ids), self.waves[: input_ids.shape[1]][None] * 2
+        for layer in self.layers:
+            x = layer(x, table)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_a_table_that_a_layer_casts_to_its_own_dtype_is_not_of_that_layer() -> None:
+    """The later layers get it for every token, and not as the first one computed it, for anchors."""
+    model, tokens = Placed().eval(), torch.arange(11)[None] * 5 % WORDS
+    x, table = model.embed(tokens), model.waves[:11][None] * 2
+    for layer in model.layers:
+        x = x + (layer(x[:, ::3], table[:, ::3]) - x[:, ::3])[:, torch.arange(11) // 3]  # a1 = b = 1, a2 = 0
+    expected = model.head(x)
+    rewritten = retrofit.apply(model, SequenceAltUp(k=3, layers="all"), verify=False)
+    assert [getattr(layer, "k", 1) for layer in rewritten.layers] == [3, 3, 3, 3]
+    torch.testing.assert_close(rewritten(tokens), expected, rtol=1e-4, atol=1e-5)
+
+
 class Masked(Model):
     """Layers receive a mask and in addition which queries are padding, which says nothing about the keys."""
 
