@@ -149,15 +149,21 @@ def rewrite_once(
     count_flops: bool,
     note: str = "",
     keep: Keep | None = None,
+    dense: Program | None = None,
 ) -> Applied:
     """What `apply_reported` does, on the model's modules or on its graph; `note` is told with the first pass.
 
-    `keep` gets the parameters that the edits put into the model (`Edit`).
+    `keep` gets the parameters that the edits put into the model (`Edit`). `dense` is the program of the same model with weights,
+    whose modules are rewritten as they are: the model is not captured again.
     """
     whole, model = model, transformer_inside(model, example_inputs)
     fed = model if model is not whole else None
     before = sum(parameter.numel() for parameter in model.parameters())
-    model, inputs, dense = prepare_model(model, example_inputs, emit, say)
+    if dense is None:
+        model, inputs, dense = prepare_model(model, example_inputs, emit, say)
+    else:
+        inputs = named_inputs(model, example_inputs)
+        dense = dataclasses.replace(dense, examples=inputs)  # on the device of this model
     reference = None
     if verify:
         say("measuring the dense model")

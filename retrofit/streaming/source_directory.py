@@ -19,6 +19,7 @@ from retrofit.storage.directories import directory_class, load_directory
 from retrofit.storage.filling import ONLY_DATA, config_class, require_all_used, require_match
 from retrofit.storage.load_failures import name_file_in_errors
 from retrofit.storage.weight_files import INDEX, WEIGHTS, extents_of
+from retrofit.streaming.result_files import is_worth_moving
 from retrofit.streaming.tensor_files import TensorFiles
 from retrofit.surgery.transformers_bookkeeping import leave_weights_mapped
 
@@ -65,6 +66,24 @@ def model_on_files(folder: Path, files: TensorFiles, place: Place) -> Any:
     require_match(found["missing_keys"], (), found["mismatched_keys"])
     require_all_used(model, found["unexpected_keys"])
     return model
+
+
+def model_as_it_lies(folder: Path, files: TensorFiles) -> Any | None:
+    """The model, its weights where they lie in the files; None where loading computes one that takes much memory."""
+    computed: list[str] = []
+
+    def refuse(name: str, parameter: nn.Parameter) -> None:
+        if is_worth_moving(parameter, files):
+            computed.append(name)
+            raise ValueError(f"{name} is in no file")
+
+    try:
+        model = model_on_files(folder, files, refuse)
+    except Exception:  # transformers makes errors of its own of what is raised while it loads
+        if computed:
+            return None
+        raise
+    return None if computed else model
 
 
 @contextlib.contextmanager

@@ -3,7 +3,9 @@
 The passes run twice. First on the model without weights: that shows whether they fit, what the result's tensors are, and so how
 much room they take and where each will lie. Then on the model itself, whose weights are mapped from its files: the code, the order
 and the random numbers are those of `apply`, and so is every bit of what it makes. What a pass puts into the model goes to its place
-in the result as soon as it is there; what no pass touched is copied from file to file at the end.
+in the result as soon as it is there; what no pass touched is copied from file to file at the end. The model itself is captured, and
+both runs read that program; one whose weights are computed on loading has none before there is a place for them, and is captured
+in each run.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import dataclasses
 import gc
 import hashlib
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.calibration import calibration_from
 from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
 from retrofit.pipeline.running import Progress, run_passes
+from retrofit.program.capture import capture
+from retrofit.program.program import Program
 from retrofit.rewriting import Applied, parse_passes, require_use, rewrite_once
 from retrofit.runtime.atomic_writes import final_name
 from retrofit.runtime.calibration import Calibration
@@ -45,6 +49,7 @@ from retrofit.streaming.recordings_on_disk import RecordingsOnDisk
 from retrofit.streaming.result_files import ResultFiles
 from retrofit.streaming.source_directory import (
     bytes_computed_on_loading,
+    model_as_it_lies,
     model_on_files,
     model_without_weights,
     require_directory,
@@ -69,6 +74,16 @@ class Layouts:
     loaded: dict[str, str]  # names in the result of the dense parameters that it holds as they are
     aside: int  # at most so many bytes are needed on the way
     computed: int  # so many bytes of the dense model are not in its files as they are
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """The model itself, its weights where they lie in its files, before anything is done to it."""
+
+    files: TensorFiles
+    model: Any
+    program: Program
+    random_state: torch.Tensor  # of the generator after the capture, as it is in `apply`
 
 
 @one_at_a_time
@@ -101,13 +116,18 @@ def apply_streamed(
     folder, companions = transformer_folder(source), companion_files(source)
     with preserve_random_state():
         say(f"reading {source} without its weights")
-        layouts = run_without_weights(folder, recipe, calibration, say, shard_size)
+        sources = source_extents(folder)
+        skeleton = model_without_weights(folder)
+        computed = bytes_computed_on_loading(skeleton, sources)
+        mapped = None if computed else map_and_capture(folder, seed, say)
+        layouts = run_without_weights(skeleton, computed, mapped, recipe, calibration, say, shard_size)
         require_room(output, layouts, verify)
         identity = identity_of(folder, layouts, seed)
         with resumable_directory(output, identity, force=force) as unfinished:
             place = unfinished.folder / folder.relative_to(source)
             place.mkdir(parents=True, exist_ok=True)
-            accounts = write_weights(folder, place, layouts, recipe, seed, unfinished, say)
+            accounts = write_weights(folder, place, layouts, mapped, recipe, seed, unfinished, say)
+            del mapped  # its files may be of parameters that were set aside
             say(f"writing {output}")
             write_configuration(layouts.applied.model, place)
             add_companions(layouts.applied.model, source, companions, unfinished.folder)  # type: ignore[arg-type]
@@ -128,11 +148,33 @@ def require_directories(source: Path, output: Path) -> None:
         )
 
 
-def run_without_weights(folder: Path, passes: Recipe, calibration: Any, say: Progress, shard_size: int) -> Layouts:
-    """What the passes make of the model, but for its values; raises `DoesNotFitError` where they do not fit."""
-    sources = source_extents(folder)
-    model = model_without_weights(folder)
-    computed = bytes_computed_on_loading(model, sources)
+def map_and_capture(folder: Path, seed: int, say: Progress) -> Mapped | None:
+    """The model on its mapped weights and its program; None where loading computes weights, which need a place first."""
+    files = TensorFiles()
+    with kept_out_of_memory(files):
+        say("mapping its weights")
+        model = model_as_it_lies(folder, files)
+        if model is None:
+            return None
+        say("capturing the dense model")
+        inputs = named_inputs(model)
+        torch.manual_seed(seed)
+        return Mapped(files, model, capture(model, inputs), torch.get_rng_state())
+
+
+def run_without_weights(
+    model: Any,
+    computed: Mapping[str, int],
+    mapped: Mapped | None,
+    passes: Recipe,
+    calibration: Any,
+    say: Progress,
+    shard_size: int,
+) -> Layouts:
+    """What the passes make of the model, but for its values; raises `DoesNotFitError` where they do not fit.
+
+    `computed` has the sizes of what no file holds as it is.
+    """
     data = None if calibration is None else calibration_from(model, calibration)
     order = ParametersInOrder(model)
     applied = rewrite_once(
@@ -145,6 +187,7 @@ def run_without_weights(folder: Path, passes: Recipe, calibration: Any, say: Pro
         say=say,
         count_flops=True,
         keep=order,
+        dense=None if mapped is None else mapped.program,
     )
     saved = saved_tensors(model)
     result = ModelLayout.of(model, shard_size)
@@ -194,15 +237,25 @@ def identity_of(folder: Path, layouts: Layouts, seed: int) -> dict[str, Any]:
 
 
 def write_weights(
-    folder: Path, place: Path, layouts: Layouts, passes: Recipe, seed: int, unfinished: Unfinished, say: Progress
+    folder: Path,
+    place: Path,
+    layouts: Layouts,
+    mapped: Mapped | None,
+    passes: Recipe,
+    seed: int,
+    unfinished: Unfinished,
+    say: Progress,
 ) -> tuple[Rewrite, ...]:
     """Every tensor of the result is in its file in `place`; returns what the passes say of what they did."""
-    files = TensorFiles()
+    files = TensorFiles() if mapped is None else mapped.files
     if layouts.data is not None:  # some are fitted where they lie: a file may hold values of half a fit
         unfinished.steps.difference_update(one.name for one in layouts.new)
     with ResultFiles(place, layouts.result, files, unfinished) as result, kept_out_of_memory(files):
-        say("mapping its weights")
-        model = model_on_files(folder, files, lambda name, one: result.move_out_of_memory(layouts.loaded.get(name, ""), one))
+        if mapped is None:
+            say("mapping its weights")
+            model = model_on_files(folder, files, lambda name, one: result.move_out_of_memory(layouts.loaded.get(name, ""), one))
+        else:
+            model = mapped.model
         for name, parameter in model.named_parameters():
             if name not in layouts.loaded:  # the others when they are copied
                 require_finite_weight(name, parameter)
@@ -219,9 +272,11 @@ def write_weights(
         edit = Edit(model, layouts.data, keep)
         inputs = named_inputs(model)
         torch.manual_seed(seed)
+        if mapped is not None:
+            torch.set_rng_state(mapped.random_state)
         recipe_storage.make_room(model, edit)
         with recordings_kept_by(RecordingsOnDisk(unfinished.aside, files)):
-            accounts, _ = run_passes(model, passes, inputs, edit, say)
+            accounts, _ = run_passes(model, passes, inputs, edit, say, None if mapped is None else mapped.program)
         files.release()
         require_same(accounts, layouts.applied.rewrites)
         write_rest(model, result, {*layouts.loaded.values()}, say)

@@ -108,6 +108,26 @@ def test_it_writes_what_apply_in_memory_writes(case: tuple[str, ...], models: Pa
     assert applied.parameters_after == sum(one.numel() for one in retrofit.load(tmp_path / "whole").parameters())
 
 
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("source", "captures"), [("llama", 2), ("mixture", 3)])
+def test_a_model_that_lies_in_its_files_is_captured_once_and_its_result_once(
+    source: str, captures: int, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[Any] = []
+    monkeypatch.setattr(torch.export, "export", remembering(captured, torch.export.export, 0))
+    apply_streamed(models / source, tmp_path / "out", "altup(k=2)", verify=False)
+    assert len(captured) == captures
+
+
+def test_weights_that_are_computed_without_a_sign_of_it_are_found_on_loading(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed_apply, "bytes_computed_on_loading", lambda model, sources: {})
+    in_memory(models / "mixture", tmp_path / "whole", "memory(rank=2)")
+    apply_streamed(models / "mixture", tmp_path / "streamed", "memory(rank=2)", verify=False)
+    assert differences(tmp_path / "whole", tmp_path / "streamed") == []
+
+
 @pytest.mark.long
 def test_it_refuses_what_apply_in_memory_refuses(models: Path, tmp_path: Path) -> None:
     said = []
@@ -229,9 +249,9 @@ def test_what_was_killed_goes_on_where_it_was(records: int, models: Path, tmp_pa
 
 
 def remembering(calls: list[Any], function: Any, argument: int) -> Any:
-    def wrapped(*arguments: Any) -> Any:
+    def wrapped(*arguments: Any, **options: Any) -> Any:
         calls.append(arguments[argument])
-        return function(*arguments)
+        return function(*arguments, **options)
 
     return wrapped
 
