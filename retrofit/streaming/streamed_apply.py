@@ -10,11 +10,12 @@ in each run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import hashlib
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -256,10 +257,11 @@ def write_weights(
             model = model_on_files(folder, files, lambda name, one: result.move_out_of_memory(layouts.loaded.get(name, ""), one))
         else:
             model = mapped.model
-        for name, parameter in model.named_parameters():
-            if name not in layouts.loaded:  # the others when they are copied
-                require_finite_weight(name, parameter)
-                files.release()
+        with one_thread():
+            for name, parameter in model.named_parameters():
+                if name not in layouts.loaded:  # the others when they are copied
+                    require_finite_weight(name, parameter)
+                    files.release()
         order = ParametersInOrder(model)
 
         def keep(parameters: Iterable[nn.Parameter]) -> None:
@@ -287,14 +289,26 @@ def write_rest(model: nn.Module, result: ResultFiles, dense: set[str], say: Prog
     """Every tensor that no edit has put into its place is there; the `dense` ones hold numbers, else `RetrofitError`."""
     tensors = saved_by_layout(model, result.layout)
     done = 0
-    for name, extent in result.layout.extents.items():
-        if name in dense and name not in result.unfinished.steps:
-            require_finite_weight(name, tensors[name])
-        result.write(name, tensors[name])
-        result.files.release()
-        done += extent.size
-        say(f"writing, {done / result.layout.size:.0%}")
+    with one_thread():
+        for name, extent in result.layout.extents.items():
+            if name in dense and name not in result.unfinished.steps:
+                require_finite_weight(name, tensors[name])
+            result.write(name, tensors[name])
+            result.files.release()
+            done += extent.size
+            say(f"writing, {done / result.layout.size:.0%}")
     result.record()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Within this context torch computes in one thread: what is read once from a file is there no sooner for several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def saved_by_layout(model: nn.Module, layout: ModelLayout) -> dict[str, torch.Tensor]:
