@@ -191,7 +191,7 @@ def vocabulary_size(model: nn.Module) -> int:
     raise TrainingError(
         f"{type(model).__name__} has no vocabulary",
         why="it has neither a config with vocab_size nor a table that is looked up by token ids",
-        remedy="train a Hugging Face language model",
+        remedy="give a language model: text is read as token ids",
     )
 
 

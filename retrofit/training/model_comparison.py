@@ -21,7 +21,7 @@ from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.peak_memory import own_bytes, peak_bytes
 from retrofit.runtime.probes import can_generate
 from retrofit.training.label_loss import add_loss
-from retrofit.training.objectives import IGNORED, Collator, Example, objective_for
+from retrofit.training.objectives import IGNORED, Collator, Example, Objective, for_loss_of, objective_for
 from retrofit.training.outputs import token_logits, without_labels
 from retrofit.training.settings import check_values
 from retrofit.training.windows import ordered_windows, require_windows
@@ -69,16 +69,16 @@ def compare_models(
     windows = windows_of(texts, codec, length)
     require_windows(windows)
     windows = windows[torch.linspace(0, len(windows) - 1, min(most, len(windows))).round().long()]
-    collator = Collator(objective_for(add_loss(dense), codec, windows[0].long()))
-    data = ordered_windows(windows, seed=0)
-    batches = [collator([data[row] for row in range(start, min(start + BATCH, len(data)))]) for start in range(0, len(data), BATCH)]
+    objective = objective_for(add_loss(dense), codec, windows[0].long())
+    batches = batches_of(windows, objective)
     progress("timing")
     require_comparable(models, batches[0])
     times = timed(models, batches[0])
     found: list[Figures] = []
     for name, model in models.items():
         progress(f"measuring {name}")
-        loss, divergence, agreement = predictions(model, dense, batches)
+        own = batches if model is dense else batches_of(windows, for_loss_of(add_loss(model), objective, windows[0].long()))
+        loss, divergence, agreement = predictions(model, dense, own)
         found.append(
             Figures(
                 name,
@@ -93,6 +93,12 @@ def compare_models(
             )
         )
     return found
+
+
+def batches_of(windows: Tensor, objective: Objective) -> list[Example]:
+    """The windows, a few at a time; what is hidden in them is the same at every call."""
+    collator, data = Collator(objective), ordered_windows(windows, seed=0)
+    return [collator([data[row] for row in range(start, min(start + BATCH, len(data)))]) for start in range(0, len(data), BATCH)]
 
 
 @torch.no_grad()
@@ -111,7 +117,7 @@ def predictions(model: nn.Module, dense: nn.Module, batches: Sequence[Example]) 
             same = ours.argmax(-1) == theirs.argmax(-1)
             sums += torch.tensor([float(loss) * len(ours), float(apart.sum()), float(same.sum())], dtype=torch.float64)
             rows, tokens = rows + len(ours), tokens + apart.numel()
-    return float(sums[0]) / rows, float(sums[1]) / tokens, float(sums[2]) / tokens
+    return float(sums[0]) / rows, max(0.0, float(sums[1])) / tokens, float(sums[2]) / tokens  # rounding may make it less than zero
 
 
 @torch.no_grad()
@@ -157,7 +163,8 @@ def memory_of(model: nn.Module, batch: Example) -> int:
     """The bytes of the weights, and of what a forward of one window makes at its peak."""
     window = {name: value[:1].to(device_of(model)) for name, value in batch.items() if name != "labels"}
     with evaluation_mode(model):
-        return own_bytes(model) + peak_bytes(lambda: model(**window))
+        learner = add_loss(model)  # it has the inputs that follow from the ids
+        return own_bytes(model) + peak_bytes(lambda: learner(**window))
 
 
 # ── Times ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -229,6 +229,13 @@ def detect_label_shift(model: nn.Module, example: Example) -> int:
     return int(abs(difference - before) < abs(difference - here))
 
 
+def for_loss_of(model: nn.Module, objective: Objective, window: torch.Tensor) -> Objective:
+    """The same objective with its labels where the loss of `model` reads them, detected on one `window` of ids (seq,)."""
+    with evaluation_mode(model), torch.no_grad():
+        shift = detect_label_shift(model, objective.example(window, torch.Generator().manual_seed(0)))
+    return dataclasses.replace(objective, shift=shift)  # type: ignore[type-var]
+
+
 def compute_logits(model: nn.Module, example: Example) -> torch.Tensor:
     """The logits for each label of `example`: (batch, seq, vocab), the first output of three dimensions."""
     length = example["labels"].shape[-1]

@@ -76,6 +76,23 @@ def test_a_decoder_starts_as_in_training_where_the_config_does_not_say() -> None
     assert figures.decode is not None
 
 
+def test_a_model_that_takes_more_than_ids_is_compared_too() -> None:
+    class Graph(nn.Module):
+        """As a file's graph: every input is required, and there is no config."""
+
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            return self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids).logits  # type: ignore[no-any-return]
+
+    dense = llama()
+    first, second = compare_models({"dense": dense, "graph": Graph(dense)}, TEXTS, length=32, most=3)
+    assert second.loss == pytest.approx(first.loss, rel=1e-5) and second.agreement == 1.0
+    assert second.memory >= 4 * second.parameters and second.decode is None
+
+
 def test_models_of_other_origin_are_refused() -> None:
     with pytest.raises(TrainingError, match="other cannot be compared with dense") as error:
         compare_models({"dense": llama(), "other": bert()}, TEXTS, length=32, most=3)
