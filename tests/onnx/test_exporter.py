@@ -266,6 +266,28 @@ def test_a_choice_by_size_may_be_handed_strides(tmp_path):
 # ── Files ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class CalledLikeValues(nn.Module):
+    """Its parameters have the names that torch's exporter gives to values of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(60):
+            self.register_parameter(f"val_{number}", nn.Parameter(torch.randn(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for parameter in self.parameters():
+            x = x + parameter
+        return x.reshape(x.shape[0], -1, 2).transpose(1, 2).flatten(1) + torch.arange(x.shape[1]) * 0.5
+
+
+def test_parameters_may_be_called_as_the_exporter_calls_values(tmp_path):
+    """As those of a model that was read from a file that it wrote."""
+    model, x = CalledLikeValues(), torch.randn(3, 4)
+    retrofit.export_onnx(model, tmp_path / "model.onnx", example_inputs={"x": torch.randn(2, 4)})
+    (found,) = OnnxSession(tmp_path / "model.onnx")({"x": x}).values()
+    torch.testing.assert_close(found, model(x).detach())
+
+
 def test_a_file_that_exists_stays_unless_forced(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_text("mine")

@@ -40,9 +40,14 @@ class RewriteStep:
 
 
 def optimize(model: onnx_ir.Model, rounds: int = 2) -> onnx_ir.Model:
-    """Constants folded, equal computations merged, nothing that is not read."""
+    """Constants folded, equal computations merged, nothing that is not read.
+
+    Every value has a name of its own first: a weight that was read from an ONNX file may be called as the exporter calls a value.
+    """
+    from onnx_ir.passes.common import NameFixPass
     from onnxscript import optimizer, rewriter
 
+    NameFixPass()(model)
     rules = rewriter._DEFAULT_REWRITE_RULES
     try:
         rewriter._DEFAULT_REWRITE_RULES = tuple(rule for rule in rules if rule.name not in PAIRWISE_RULES)
