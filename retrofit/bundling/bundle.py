@@ -32,6 +32,7 @@ from retrofit.runtime.quiet import quiet
 from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.storage.architecture import transformers_class
 from retrofit.storage.companions import companion_files
+from retrofit.storage.file_names import is_file_name
 from retrofit.storage.filling import ONLY_DATA, config_class
 from retrofit.storage.model_card import put_on_card, row
 from retrofit.storage.pipeline_directories import is_pipeline
@@ -54,6 +55,8 @@ def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, forc
     where a layer cannot be written down.
     """
     path = Path(path)
+    if is_file_name(path):
+        raise CheckpointError(f"{path} cannot be a bundle", why="a bundle is a directory", remedy=f"call it {path.stem}")
     if isinstance(model_or_dir, (str, Path)):
         return bundle_directory(Path(model_or_dir), path, force=force)
     model = getattr(model_or_dir, "_orig_mod", model_or_dir)  # torch.compile's wrapper
