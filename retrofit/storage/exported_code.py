@@ -39,6 +39,10 @@ WITH_GRAPHS = frozenset(  # operators that take graphs and run them
     for name in "wrap_with_set_grad_enabled wrap_with_autocast cond while_loop scan map_impl associative_scan flex_attention "
     "tag_activation_checkpoint invoke_subgraph".split()
 )
+PICKLED = (  # how names of pickled objects begin; torch 2.11 knows one kind of them
+    constants.CUSTOM_OBJ_FILENAME_PREFIX,
+    getattr(constants, "OPAQUE_OBJ_FILENAME_PREFIX", "opaque_obj_"),
+)
 IMPORTS = ("__enum__", "default_factory_module")  # keys of a tree of arguments by which torch imports a module
 TEXTS = ("as_string", "as_strings", "metadata", "guards_code", "opset_version")  # data, or never read by this project
 
@@ -80,7 +84,7 @@ def pickled_records(reader: PT2ArchiveReader, model: str, path: Path) -> Iterato
             continue
         for name, payload in json.loads(reader.read_string(configured.format(model)))["config"].items():
             stored = str(payload["path_name"])
-            if stored.startswith((constants.CUSTOM_OBJ_FILENAME_PREFIX, constants.OPAQUE_OBJ_FILENAME_PREFIX)):
+            if stored.startswith(PICKLED):
                 raise is_code(path, f"{name!r} is a pickled object")
             if payload["use_pickle"]:
                 yield os.path.join(folder, stored)
