@@ -3,8 +3,8 @@
 SmolLM2-135M, or a small Llama: tokens a second of a prompt and of decoding, the loss on text that nothing was fitted on, and the
 memory, in torch (float32, compiled, bfloat16, int8) and in ONNX Runtime (float32, its own int8, what `retrofit export --weights`
 packs). Is a rewrite worth it beside what anybody can have without one, and together with it? The models take turns in one process,
-way by way, always beside the dense model in plain torch. Memory is that of a process of its own. Results are kept in a file: what was
-measured is not measured again.
+way by way, always beside the dense model in plain torch. Memory is that of a process of its own. Results are kept in a file: what
+was measured is not measured again.
 
     python benchmarks/planning.py --model smollm2 --targets "decode 1.3x"
     python benchmarks/whole_model.py --model smollm2 --recipe build/planning/smollm2.decode-1.3x.json -o docs/whole_models.md

@@ -16,6 +16,7 @@ import datetime
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "build" / "matrix"
 RESULTS = FOLDER / "results.json"
 PAGE = ROOT / "docs" / "compatibility.md"
-FREE = ("torch", "transformers", "tokenizers", "huggingface_hub")  # not pinned by constraints.txt: they follow the two versions
+FREE = ("torch", "transformers", "tokenizers", "huggingface_hub", "setuptools")  # not pinned: they follow the two versions
 TESTS = ("tests/storage/test_other_programs.py", "tests/test_packaging.py", "tests/cli/test_end_to_end.py")
 
 
@@ -96,6 +97,10 @@ def run(environment: Environment, python: str, shared: Path | None) -> dict[str,
     }
 
 
+def not_run(why: str) -> dict[str, object]:
+    return {"why": why, "date": datetime.date.today().isoformat()}
+
+
 PROGRAMS = """
 ## Other programs
 
@@ -158,12 +163,12 @@ def main() -> int:
             continue
         python = shutil.which(f"python{one.python}")
         if python is None:
-            results[one.name] = {
-                "why": f"there is no python{one.python} on this machine",
-                "date": datetime.date.today().isoformat(),
-            }
+            results[one.name] = not_run(f"there is no python{one.python} on this machine")
         else:
-            results[one.name] = run(one, python, options.on)
+            try:
+                results[one.name] = run(one, python, options.on)
+            except subprocess.CalledProcessError as error:
+                results[one.name] = not_run(f"`{shlex.join(error.cmd[1:4])} …` failed")
         RESULTS.write_text(json.dumps(results, indent=2))
         print(one.name, results[one.name].get("said", results[one.name].get("why")), flush=True)
     PAGE.write_text(page(results), encoding="utf-8")
