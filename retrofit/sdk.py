@@ -31,7 +31,7 @@ from retrofit.errors import RetrofitError as RetrofitError
 from retrofit.errors import SpecError as SpecError
 
 # The anatomy of a model: what `plan` reads.
-from retrofit.anatomy.anatomy import WITHOUT_GRADIENT as WITHOUT_GRADIENT
+from retrofit.anatomy.findings import WITHOUT_GRADIENT as WITHOUT_GRADIENT
 from retrofit.anatomy.anatomy import Anatomy as Anatomy
 from retrofit.anatomy.parts import NO_STREAM as NO_STREAM
 from retrofit.anatomy.parts import Branch as Branch

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from retrofit.anatomy.findings import Findings
 from retrofit.anatomy.parts import Part, Stack
-
-if TYPE_CHECKING:
-    from retrofit.anatomy.anatomy import Anatomy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Surroundings:
     tied: bool  # whether head and token embedding are one weight
 
 
-def surroundings(anatomy: Anatomy) -> Surroundings:
+def surroundings(anatomy: Findings) -> Surroundings:
     """The pieces around the stacks of `anatomy`."""
     counted: set[int | str] = set()
     parts = dict.fromkeys((*filter(None, [anatomy.embedding]), *anatomy.embeddings))
@@ -58,7 +56,7 @@ def surroundings(anatomy: Anatomy) -> Surroundings:
     return Surroundings(embeddings, stem, tail, head, stacks, elsewhere, is_tied(anatomy))
 
 
-def part_piece(anatomy: Anatomy, parts: Sequence[Part], counted: set[int | str]) -> Piece:
+def part_piece(anatomy: Findings, parts: Sequence[Part], counted: set[int | str]) -> Piece:
     """One weight under all the names it is used by, with the small parameters of its module (a bias)."""
     part = parts[0]
     homes = tuple(dict.fromkeys(anatomy.flow.call_of(anatomy.node(one.node)).path or one.name for one in parts))
@@ -74,14 +72,14 @@ def part_piece(anatomy: Anatomy, parts: Sequence[Part], counted: set[int | str])
     return Piece(homes, type(owner).__name__ if owner is not None else "", part, size, tuple(one.node for one in parts))
 
 
-def module_piece(anatomy: Anatomy, name: str, counted: set[int | str]) -> Piece:
+def module_piece(anatomy: Findings, name: str, counted: set[int | str]) -> Piece:
     module = lookup(anatomy.model, name, "get_submodule")
     if module is None:
         return Piece((name,), "", None, None, ())
     return Piece((name,), type(module).__name__, None, count(module.parameters(), counted), ())
 
 
-def stack_size(anatomy: Anatomy, stack: Stack, counted: set[int | str]) -> int:
+def stack_size(anatomy: Findings, stack: Stack, counted: set[int | str]) -> int:
     """How many parameters the layers of a stack have, those of a module called several times counted once."""
     layers = {layer.name or f"#{index}": layer for index, layer in enumerate(stack.layers)}
     modules = [lookup(anatomy.model, name, "get_submodule") for name in layers]
@@ -108,7 +106,7 @@ def count(parameters: Iterable[Any], counted: set[int | str]) -> int:
     return total
 
 
-def is_tied(anatomy: Anatomy) -> bool:
+def is_tied(anatomy: Findings) -> bool:
     """Whether the head's weight is the token embedding's."""
     if anatomy.head is None or anatomy.embedding is None:
         return False

@@ -7,15 +7,13 @@ import enum
 import itertools
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from retrofit.anatomy.findings import Findings
 from retrofit.anatomy.folding import common_name, fold_layers, leaves, relative, structure
 from retrofit.anatomy.parts import Branch, Layer, Stack
 from retrofit.anatomy.surroundings import Piece, Surroundings, surroundings
 from retrofit.anatomy.wording import heads, layer_range, owner, plural, shapes, sharing
-
-if TYPE_CHECKING:
-    from retrofit.anatomy.anatomy import Anatomy
 
 WIDTH = 100
 GAP = "  "
@@ -35,7 +33,7 @@ class Row:
     parameters: int | None = None
 
 
-def table(anatomy: Anatomy) -> str:
+def table(anatomy: Findings) -> str:
     """The anatomy as text of at most 100 columns, layers that repeat written once."""
     around = surroundings(anatomy)
     lines = [*wrap_lines(headline(anatomy, around), WIDTH), "", *align(list(rows(anatomy, around)))]
@@ -46,7 +44,7 @@ def table(anatomy: Anatomy) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def headline(anatomy: Anatomy, around: Surroundings) -> str:
+def headline(anatomy: Findings, around: Surroundings) -> str:
     """Class, parameters, width and tying of the model in one line."""
     facts = [type(anatomy.model).__name__, plural(anatomy.parameters, "parameter")]
     if anatomy.stacks:
@@ -56,7 +54,7 @@ def headline(anatomy: Anatomy, around: Surroundings) -> str:
     return " · ".join(facts)
 
 
-def rows(anatomy: Anatomy, around: Surroundings) -> Iterator[Row]:
+def rows(anatomy: Findings, around: Surroundings) -> Iterator[Row]:
     """Every row of the table, from the inputs to the outputs."""
     for piece in around.embeddings:
         yield part_row("embedding", piece)
@@ -169,7 +167,7 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() or letter == TOGETHER else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
-def plain(anatomy: Anatomy) -> dict[str, Any]:
+def plain(anatomy: Findings) -> dict[str, Any]:
     """The anatomy as lists, dictionaries, numbers and strings, without the graph and the model."""
     return {
         "model": type(anatomy.model).__name__,
