@@ -8,9 +8,10 @@ from typing import Any
 
 from retrofit.cli.failures import UsageError
 from retrofit.cli.parser import suggest
+from retrofit.errors import SpecError
 from retrofit.pipeline.options import options_of
 from retrofit.pipeline.protocol import Pass
-from retrofit.pipeline.registry import load_pass, pass_names
+from retrofit.pipeline.registry import load_pass, pass_names, split_spec
 
 Declared = Callable[[str], Mapping[str, bool]]  # pass name → its options, and whether one may be given without a value, as a yes
 Requested = list[tuple[str, dict[str, str]] | Path]  # (pass name, option → text), or a recipe file; in the order given
@@ -22,7 +23,8 @@ def split_passes(arguments: Sequence[str], own: Collection[str], declared: Decla
     """The arguments that belong to the command, and the passes with the options that belong to them, recipe files among them.
 
     After `--pass NAME`, `--option value` and `--option=value` belong to that pass where it declares the option, and else to the
-    command where it is one of its `own`. A yes-or-no option may be given without a value. Raises `UsageError`.
+    command where it is one of its `own`. A yes-or-no option may be given without a value. NAME may be a spec as in recipes,
+    `altup(k=2)`. Raises `UsageError`.
     """
     left: list[str] = []
     passes: Requested = []
@@ -36,9 +38,11 @@ def split_passes(arguments: Sequence[str], own: Collection[str], declared: Decla
         if not argument.startswith("--"):
             left.append(argument)
         elif option == "--pass":
-            name = value if equals else take_value(option, queue, own)
-            declared(name)  # an unknown name is an error before its options are
-            passes.append((name, {}))
+            name, options = name_and_options(value if equals else take_value(option, queue, own))
+            known = declared(name)  # an unknown name is an error before its options are
+            passes.append((name, options))
+            for unknown in options.keys() - known.keys():
+                refuse(f"--{unknown.replace('_', '-')}", own, passes, declared)
         elif option == "--recipe":
             file = value if equals else take_value(option, queue, own)
             if not file:
@@ -57,6 +61,17 @@ def split_passes(arguments: Sequence[str], own: Collection[str], declared: Decla
         else:
             refuse(option, own, passes, declared)
     return left, passes
+
+
+def name_and_options(text: str) -> tuple[str, dict[str, str]]:
+    """What `--pass` was given: a name, or a spec with options."""
+    if "(" not in text:
+        return text, {}
+    try:
+        name, options = split_spec(text)
+    except SpecError as error:
+        raise UsageError(error.what, remedy=error.remedy) from None
+    return name, {key.replace("-", "_"): value for key, value in options.items()}
 
 
 def take_value(option: str, queue: list[str], own: Collection[str]) -> str:

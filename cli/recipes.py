@@ -14,7 +14,7 @@ from retrofit.storage.recipe_file import read_recipe
 def add_pass_arguments(parser: Parser) -> None:
     """The parser reads --pass with the options that follow it, and --recipe."""
     parser.gather = gather_passes
-    parser.add_argument("--pass", metavar="NAME", help="a pass; several run in the order given; a pass's options follow it")
+    parser.add_argument("--pass", metavar="NAME", help="a pass, its options after it or as altup(k=2); several run in order")
     parser.add_argument("--recipe", metavar="FILE", help="passes with their options, in a file: one altup(k=2) a line")
 
 

@@ -18,6 +18,11 @@ def parse_spec(text: str) -> AnyPass:
     """The pass that `text` names, `altup` or `altup(k=2, init=hop)`."""
     if not isinstance(text, str):
         raise SpecError(f"{text!r} is no pass", remedy="give a pass, or its spec: altup(k=2)")
+    return make_pass(*split_spec(text))
+
+
+def split_spec(text: str) -> tuple[str, dict[str, str]]:
+    """The name in a spec, and the texts of its options; raises `SpecError` where it cannot be read."""
     match = re.fullmatch(r"\s*([A-Za-z][\w-]*)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
     if match is None:
         raise SpecError(f"cannot read the pass {text!r}", remedy="write it as name(option=value, …), e.g. altup(k=2)")
@@ -30,7 +35,7 @@ def parse_spec(text: str) -> AnyPass:
         if key.strip() in options:
             raise SpecError(f"{name}: option {key.strip()} is given twice", remedy="give it once")
         options[key.strip()] = value.strip()
-    return make_pass(name, options)
+    return name, options
 
 
 def make_pass(name: str, options: Mapping[str, Any]) -> AnyPass:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from retrofit.errors import TrainingError
 from retrofit.pipeline.corresponding_sites import Correspondence, correspondence
 from retrofit.pipeline.replaying import rewritten_part
+from retrofit.pipeline.tokenization import vocabulary_size
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.offloading import offloaded_module
@@ -83,7 +84,7 @@ class Teacher:
             )
         part = transformer_inside(dense) if embeds_sentences(dense) else dense
         rewritten = rewritten_part(student) if embeds_sentences(student) else student
-        theirs, ours = vocabulary_of(part), vocabulary_of(rewritten)
+        theirs, ours = (vocabulary_of(one) or vocabulary_size(one) for one in (part, rewritten))
         if theirs != ours:
             raise TrainingError(
                 "the teacher has another vocabulary",

@@ -17,6 +17,7 @@ from retrofit.pipeline.tokenization import Codec, codec_for, windows_of
 from retrofit.runtime.drafts import held, is_held
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.storage.file_names import is_file_name
 from retrofit.training.distillation import LargestPredictions
 from retrofit.training.fingerprints import hash_example, hash_tokenizer, hash_weights, hash_windows
 from retrofit.training.kept_predictions import RECORD, SHARDS, Facts, KeptPredictions, difference, read_facts, write_facts
@@ -55,6 +56,8 @@ def teach(
     `name` is recorded as the teacher's. Raises `TrainingError` where the folder holds something else and `force` is not given.
     """
     folder = Path(folder)
+    if is_file_name(folder):
+        raise TrainingError(f"{folder} cannot hold predictions", why="they are a directory", remedy=f"call it {folder.stem}")
     check_values(length=length, top=top, seed=seed, batch_size=batch_size, temperature=temperature)
     if embeds_sentences(dense):
         raise TrainingError(

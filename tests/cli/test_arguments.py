@@ -129,6 +129,14 @@ def test_an_option_belongs_to_the_pass_before_it() -> None:
     assert split_passes(line, OWN, declared) == (["model.pt"], [("altup", {"k": "2"}), ("memory", {"k": "3", "rank": "-1"})])
 
 
+def test_a_pass_may_be_written_as_in_a_recipe() -> None:
+    line = ["--pass", "altup(k=2, coefficients=dynamic)", "--pass=memory(rank=3)", "--k", "3", "--force", "model.pt"]
+    assert split_passes(line, OWN, declared) == (
+        ["--force", "model.pt"],
+        [("altup", {"k": "2", "coefficients": "dynamic"}), ("memory", {"rank": "3", "k": "3"})],
+    )
+
+
 def test_a_pass_keeps_an_option_that_the_command_has_too() -> None:
     left, passes = split_passes(["--seed", "1", "--pass", "memory", "--seed", "2", "--pass", "altup", "--seed", "3"], OWN, declared)
     assert left == ["--seed", "1", "--seed", "3"]
@@ -154,6 +162,12 @@ def test_a_pass_keeps_an_option_that_the_command_has_too() -> None:
         (["--recipe"], ["--recipe needs a value"]),
         (["--recipe="], ["--recipe needs a value"]),
         (["--pass", "altpu", "--k", "2"], ["no pass called 'altpu'"]),
+        (["--pass", "altpu(k=2)"], ["no pass called 'altpu'"]),
+        (["--pass", "altup(kk=2)"], ["altup: unknown option --kk", "did you mean --k?"]),
+        (["--pass", "altup(k=2)", "--k", "3"], ["--k is given twice"]),
+        (["--pass", "altup(k=2, k=3)"], ["option k is given twice"]),
+        (["--pass", "altup(2)"], ["cannot read '2'", "option=value"]),
+        (["--pass", "altup(k=2"], ["cannot read the pass 'altup(k=2'"]),
     ],
 )
 def test_a_mistake_is_named(line: list[str], says: list[str]) -> None:

@@ -65,6 +65,12 @@ def test_the_divergence_from_the_largest_is_that_of_the_formula(
     torch.testing.assert_close(found_of.grad, expected_of.grad.float(), rtol=1e-3, atol=1e-5)  # type: ignore[union-attr]
 
 
+def test_predictions_are_a_directory_and_no_file(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"kept\.pt cannot hold predictions(?s:.*)call it kept"):
+        teach(confident(), TEXTS, tmp_path / "kept.pt", length=32)
+    assert not list(tmp_path.iterdir())
+
+
 @torch.no_grad()
 def test_what_is_kept_is_what_the_model_predicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = confident()
