@@ -44,7 +44,9 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=EXAMPLES,
     )
     parser.gather = gather_passes
-    parser.add_argument("--pass", metavar="NAME", help="a candidate, its options after it or as altup(k=2); may be given several times")
+    parser.add_argument(
+        "--pass", metavar="NAME", help="a candidate, its options after it or as altup(k=2); may be given several times"
+    )
     add_model_arguments(parser)
     parser.add_argument("--calibrate", metavar="TEXT", type=Path, nargs="+", action="extend", required=True, help="text files")
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
