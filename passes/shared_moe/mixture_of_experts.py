@@ -39,7 +39,8 @@ class Router(nn.Linear):
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that products have under autocast, None where there is none."""
     kind = device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    available = torch.compiler.is_dynamo_compiling() or torch.amp.is_autocast_available(kind)  # torch 2.11 cannot trace the latter
+    on = available and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
 
 

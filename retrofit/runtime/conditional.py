@@ -20,7 +20,7 @@ def cond(condition: bool | torch.SymBool, yes: Callable[..., Tensor], no: Callab
 
     Where a program is exported its sizes may be any: it gets `no` alone, or, within `both_kept`, both and the condition.
     """
-    if not torch.compiler.is_exporting():
+    if torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting():  # torch 2.11 compiles as if it exported
         return yes(*operands) if condition else no(*operands)
     originals = KEPT.get()
     if originals is None or condition is False:

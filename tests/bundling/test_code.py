@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import linecache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ def run(source: SourceText) -> dict[str, Any]:
     """What the code defines."""
     imports = "\n".join(one.statement() for one in source.imports())
     found: dict[str, Any] = {"__name__": __name__}
-    exec(compile(f"from __future__ import annotations\n{imports}\n{source.write()}", "bundle", "exec"), found)
+    text = f"from __future__ import annotations\n{imports}\n{source.write()}"
+    linecache.cache["<bundle>"] = len(text), None, text.splitlines(keepends=True), "<bundle>"  # Triton reads functions' source
+    exec(compile(text, "<bundle>", "exec"), found)
     return found
 
 

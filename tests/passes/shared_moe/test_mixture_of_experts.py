@@ -175,6 +175,8 @@ def test_capacity_and_balance_are_switch_transformers(tokens: int) -> None:
     router.classifier.weight = moe.router.weight
     x = torch.randn(1, tokens, D, generator=torch.Generator().manual_seed(tokens))
     dispatched, probability, logits = router(x)
+    if dispatched.is_floating_point():
+        pytest.skip("the router of this version of transformers counts every token by itself, so that no expert is full")
     with auxiliary_losses() as losses:
         gates, selected = moe.train().route(x[0])
     kept = dispatched[0].sum(-1).bool()
