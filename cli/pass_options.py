@@ -41,7 +41,7 @@ def split_passes(arguments: Sequence[str], own: Collection[str], declared: Decla
             name, options = name_and_options(value if equals else take_value(option, queue, own))
             known = declared(name)  # an unknown name is an error before its options are
             passes.append((name, options))
-            for unknown in options.keys() - known.keys():
+            for unknown in (key for key in options if key not in known):
                 refuse(f"--{unknown.replace('_', '-')}", own, passes, declared)
         elif option == "--recipe":
             file = value if equals else take_value(option, queue, own)
