@@ -170,7 +170,7 @@ def rewrite_once(
         reference = Reference.of(model, inputs, dense)
     require_finite(model, reference)
     edit = Edit(model, None if calibration is None else calibration_from(model, calibration), keep)
-    earlier = recipe_storage.stored_recipe(model)
+    modules, earlier = dict(model.named_modules(remove_duplicate=False)), recipe_storage.stored_recipe(model)
     if example_inputs is not None:
         edit.set_attribute(model, "retrofit_inputs", recipe_storage.describe_inputs(inputs))
     try:
@@ -179,7 +179,8 @@ def rewrite_once(
         if note:
             accounts = (dataclasses.replace(accounts[0], notes=(note, *accounts[0].notes)), *accounts[1:])
         recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)))
-        edit.set_attribute(model, "retrofit_rewrites", (*with_current_names(rewrites(model) or (), edit.dense, edit), *accounts))
+        before_these = with_current_names(rewrites(model) or (), edit.dense, modules, edit)
+        edit.set_attribute(model, "retrofit_rewrites", (*before_these, *accounts))
         edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))
         edit.set_attribute(model, "retrofit_added", added(edit))
         say("capturing the result")

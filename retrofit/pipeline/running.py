@@ -32,25 +32,42 @@ def run_passes(
         anatomy = inspect(model, inputs) if program is None or rewrites else read_anatomy(model, program)
         dense_flops = dense_flops or flops_per_token(anatomy.program)
         say(f"rewriting with {one.spec()}")
-        before, lost, names = parameter_sizes(model), dropped_elements(edit), dict(model.named_parameters(remove_duplicate=False))
+        before, lost = parameter_sizes(model), dropped_elements(edit)
+        names, modules = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
         with torch.no_grad():
             account = one.rewrite(anatomy, edit)
         after = parameter_sizes(model)
-        rewrites = list(with_current_names(rewrites, names, edit))
+        rewrites = list(with_current_names(rewrites, names, modules, edit))
         gone = {key: size for key, size in before.items() if key not in after and key not in edit.replaced}
         rewrites.append(dataclasses.replace(account, superseded=sum(gone.values()) - (dropped_elements(edit) - lost)))
     return tuple(rewrites), dense_flops
 
 
-def with_current_names(rewrites: Iterable[Rewrite], before: Mapping[str, nn.Parameter], edit: Edit) -> tuple[Rewrite, ...]:
-    """The accounts of earlier passes with current parameter names; `before` holds the parameters by their old names."""
+def with_current_names(
+    rewrites: Iterable[Rewrite], parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module], edit: Edit
+) -> tuple[Rewrite, ...]:
+    """The accounts of earlier passes with current names of parameters and sites; by their old names, what these were is given."""
     names = {id(parameter): name for name, parameter in edit.model.named_parameters()}
+    places: dict[int, list[str]] = {}
+    for path, module in edit.model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(path)
 
-    def now(name: str) -> str:
-        old = before.get(name)
+    def parameter_name(name: str) -> str:
+        old = parameters.get(name)
         return name if old is None else names.get(id(edit.replaced.get(id(old), old)), name)
 
-    return tuple(dataclasses.replace(one, second_step=tuple(map(now, one.second_step))) for one in rewrites)
+    def site_name(name: str) -> str:
+        paths = places.get(id(modules.get(name)), [name])
+        return name if name in paths else paths[0]
+
+    return tuple(
+        dataclasses.replace(
+            one,
+            second_step=tuple(map(parameter_name, one.second_step)),
+            sites=tuple(dataclasses.replace(site, name=site_name(site.name)) for site in one.sites),
+        )
+        for one in rewrites
+    )
 
 
 def parameter_sizes(model: nn.Module) -> dict[int, int]:
