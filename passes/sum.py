@@ -77,6 +77,7 @@ class SumEmbedding(Pass[SumPlan]):
         {SummedEmbedding: ModuleReference(once_more.summed_embedding, ("layer",))}, start=once_more.start
     )
     remedy: ClassVar[str] = "apply it to a model of text; altup(embedding=recycled) widens any stream"
+    way_around: ClassVar[str] = "its own code may depend on the stream's width: try altup(embedding=recycled)"
 
     @property
     def exact(self) -> bool:

@@ -186,9 +186,9 @@ def rewrite_once(
         say("capturing the result")
         report = result = None
         if verify or count_flops or device_of(model).type == "meta":
-            result = capture_result(model, inputs)
+            result = capture_result(model, inputs, passes)
         else:
-            run_result(model, inputs)
+            run_result(model, inputs, passes)
         if reference is not None:
             say("verifying")
             report = check_rewrite(
@@ -246,29 +246,27 @@ def has_layers_in_code(model: nn.Module, program: Program) -> bool:
     return any(not layer.name for layer in read_anatomy(model, program).layers)
 
 
-def capture_result(model: nn.Module, inputs: dict[str, Any]) -> Program:
+def capture_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> Program:
     """The rewritten model as a program; raises `DoesNotFitError` where it does not run."""
     try:
         return capture(model, inputs)
     except CaptureError as error:
-        raise not_running(error.why) from error
+        raise not_running(error.why, passes) from error
 
 
-def run_result(model: nn.Module, inputs: dict[str, Any]) -> None:
+def run_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> None:
     """The rewritten model runs, else `DoesNotFitError`: one short pass, where its program is not needed."""
     try:
         with preserve_state(model):
             run(model, inputs)
     except Exception as error:  # whatever the model's own code raises
-        raise not_running(first_line(error)) from error
+        raise not_running(first_line(error), passes) from error
 
 
-def not_running(why: str) -> DoesNotFitError:
-    return DoesNotFitError(
-        "the rewritten model does not run",
-        why=why,
-        remedy="the model was left as it was; its own code may depend on the stream's width: for altup, try embedding=recycled",
-    )
+def not_running(why: str, passes: Recipe) -> DoesNotFitError:
+    one_by_one = "apply the passes one after the other: the one that it cannot bear is refused"
+    way_out = passes[0].way_around if len(passes) == 1 else one_by_one
+    return DoesNotFitError("the rewritten model does not run", why=why, remedy=f"the model was left as it was; {way_out}")
 
 
 __all__ = ["Applied", "apply", "apply_reported", "recipe"]

@@ -149,7 +149,7 @@ OPTIONS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", OPTIONS, ids=str)
-@pytest.mark.parametrize("one", PASSES)
+@pytest.mark.parametrize("one", [name for name in PASSES if name != "merge-cross-attention"])  # which is for decoders
 def test_every_pass_on_every_form_of_the_encoder(how: dict[str, object], one: str) -> None:
     model, given = masked(**how), padded()
     before = copy.deepcopy(model)
@@ -157,6 +157,11 @@ def test_every_pass_on_every_form_of_the_encoder(how: dict[str, object], one: st
     assert applied.report is not None and applied.report.ok and applied.rewrites[0].sites
     assert applied.model is model or (isinstance(applied.model, fx.GraphModule) and is_what_it_was(model, before))
     assert learns(applied.model, given)
+
+
+def test_a_padded_input_that_torch_computes_as_a_nested_tensor_is_compared() -> None:
+    applied = apply_reported(masked(), "sum", example_inputs=padded(), count_flops=False)
+    assert applied.report is not None and applied.report.ok and applied.report["function"].status == "passed"
 
 
 class Translator(nn.Module):

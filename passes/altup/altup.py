@@ -53,6 +53,7 @@ class AltUp(Pass[AltUpPlan]):
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, Alg. 1"
     rewrites: ClassVar[str] = "stack"
     remedy: ClassVar[str] = "use stacks=all"
+    way_around: ClassVar[str] = "its own code may depend on the stream's width: try embedding=recycled"
     reference: ClassVar[MethodReference] = MethodReference(
         {
             AltUpLayer: ModuleReference(once_more.altup_layer, ("layer",), key="stream_out"),

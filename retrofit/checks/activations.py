@@ -18,7 +18,8 @@ def record_activations(
 ) -> Iterator[Activations]:
     """Within this context the output of every module with parameters of its own is recorded, as `keep` reduces it.
 
-    So is that of the modules at the paths in `also`.
+    So is that of the modules at the paths in `also`. A nested tensor, which torch's encoder computes with where its input is padded,
+    is recorded with zeros in place of its padding.
     """
     activations: Activations = {}
 
@@ -26,7 +27,8 @@ def record_activations(
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             value = output[0] if isinstance(output, (tuple, list)) and output else output
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                activations.setdefault(path, []).append(keep(value.detach()))
+                dense = value.to_padded_tensor(0.0) if value.is_nested else value
+                activations.setdefault(path, []).append(keep(dense.detach()))
 
         return hook
 
