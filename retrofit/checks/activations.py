@@ -18,8 +18,8 @@ def record_activations(
 ) -> Iterator[Activations]:
     """Within this context the output of every module with parameters of its own is recorded, as `keep` reduces it.
 
-    So is that of the modules at the paths in `also`. A nested tensor, which torch's encoder computes with where its input is padded,
-    is recorded with zeros in place of its padding.
+    So is that of the modules at the paths in `also`. A nested tensor (torch's encoder makes one of a padded input) is recorded
+    with zeros in place of its padding.
     """
     activations: Activations = {}
 
