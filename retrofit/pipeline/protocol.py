@@ -99,6 +99,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
     recovery: ClassVar[Recovery] = Recovery()
     candidates: ClassVar[tuple[str, ...]] = ()  # settings that `retrofit plan` tries: options of a spec, "active=4, rank=16"
     remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits and no near miss has one
+    # Where the rewritten model does not run:
     way_around: ClassVar[str] = "its own code may reach into what is rewritten: leave that out, or use another pass"
 
     def __post_init__(self) -> None:
