@@ -86,9 +86,10 @@ class WrappedModules:
         if call is None:
             raise self.refuse(branch.name, "its module is not called inside the layer", self.no_feed_forward)
         call = self.own_call(call, outer)
-        outputs = [self.anatomy.node(other.output) for other in layer.branches if other is not branch]
-        if any(call.encloses(self.flow.call_of(output)) for output in outputs):
+        others = [self.flow.call_of(self.anatomy.node(other.output)) for other in layer.branches if other is not branch]
+        if any(call.encloses(other) for other in others):
             return self.gathered(branch)
+        call = self.before_flattening(call, [outer, *others])
         read = {
             key: self.flow.position[node]
             for key, node in call.inputs.items()
@@ -110,6 +111,24 @@ class WrappedModules:
             if all(outer.encloses(other) for other in self.calls.values() if other.path == one.path):
                 return one
         return call
+
+    def before_flattening(self, call: Call, others: list[Call]) -> Call:
+        """The call, or where it reads (tokens, d), the innermost around it that does no more than lay a stream's tokens out so.
+
+        It encloses none of `others`.
+        """
+        for one in call.chain:
+            if any(one.encloses(other) for other in others):
+                break
+            if any(len(shape(node) or ()) == 3 and self.lays_out(one, call, node) for node in one.inputs.values()):
+                return one
+        return call
+
+    def lays_out(self, around: Call, call: Call, stream: fx.Node) -> bool:
+        """Whether `call` is called with a view of `stream` and what it returns becomes a view of that shape, `around` it."""
+        reads = any(stream in self.flow.carried_chain(node) for node in call.inputs.values())
+        results = [node for node in around.outputs.values() if shape(node) == shape(stream)]
+        return reads and any(one in self.flow.carried_chain(node) for node in results for one in call.outputs.values())
 
     def gathered(self, branch: Branch) -> WrappedModule:
         """The place of an FFN whose modules, called by the layer's own code, become one module."""

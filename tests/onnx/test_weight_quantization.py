@@ -130,6 +130,46 @@ def test_rows_that_are_gathered_are_unpacked_after_that(bits: int) -> None:
     assert unpacking and all(read[node.input[0]].op_type == "Gather" for node in unpacking)
 
 
+ROW_PRODUCTS = {  # of x and the rows (…, K, d) that are gathered
+    "with the transpose": ("FusedMatMul", {"transB": 1}),
+    "with the rows": ("MatMul", {}),
+    "with the transpose, of two dimensions": ("Gemm", {"transB": 1}),
+    "with the transpose, and a bias": ("Gemm", {"transB": 1}),
+}
+
+
+@pytest.mark.parametrize("form", ROW_PRODUCTS)
+def test_a_product_with_gathered_rows_scales_its_columns_and_not_the_rows(form: str) -> None:
+    operation, how = ROW_PRODUCTS[form]
+    flat, biased = operation == "Gemm", form.endswith("bias")
+    indices = torch.randint(len(W.T), (5,) if flat else (2, 3, 5), generator=torch.Generator().manual_seed(2))
+    width = len(W) if how else 5
+    x = torch.randn(*indices.shape[:-1], 1, width, generator=torch.Generator().manual_seed(3))
+    bias = RNG.standard_normal(5).astype("f")
+    product = helper.make_node(
+        operation, ["x", "rows", *["b"] * biased], ["y"], domain="com.microsoft" if operation == "FusedMatMul" else "", **how
+    )
+    nodes = [helper.make_node("Gather", ["w", "i"], ["rows"], axis=0), product]
+    inputs = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, list(x.shape)),
+        helper.make_tensor_value_info("i", TensorProto.INT64, list(indices.shape)),
+    ]
+    held = [numpy_helper.from_array(one, name) for name, one in {"w": W.T.copy(), "b": bias}.items() if name == "w" or biased]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    graph = helper.make_graph(nodes, "graph", inputs, outputs, held)
+    imports = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
+    made, _ = quantized(helper.make_model(graph, opset_imports=imports, ir_version=10), 8)
+    stored = held_by(made)
+    scales = stored["w_row_scales"] if biased else stored["w_scales"][:, None]
+    rows = torch.from_numpy(stored["w_rows"].astype("f") * scales)[indices]
+    expected = x @ (rows.transpose(-1, -2) if how else rows)
+    found = run(made, x=x, i=indices)["y"]
+    torch.testing.assert_close(found, expected + torch.from_numpy(bias) if biased else expected, atol=1e-5, rtol=1e-5)
+    cast = next(node.output[0] for node in made.graph.node if node.op_type == "Cast")
+    (reader,) = [node for node in made.graph.node if cast in node.input]
+    assert reader.op_type == ("Mul" if biased else operation), "without a bias no row is scaled"
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_tied_head_is_packed_once(bits: int) -> None:
     nodes = [
@@ -175,7 +215,7 @@ def with_numbers_of(model: Any, file: Any) -> Any:
     """The torch model with the numbers in the file, each matrix found by the numbers it was rounded from."""
     held, model = held_by(file), copy.deepcopy(model)
     matrices = [unpacked_blocks(node, held) for node in nodes_of(file.graph) if node.op_type == "MatMulNBits"]
-    matrices += [held[name] * held[name.removesuffix("_rows") + "_row_scales"] for name in held if name.endswith("_rows")]
+    matrices += [held[name] * held[name.removesuffix("_rows") + "_scales"][:, None] for name in held if name.endswith("_rows")]
     left = {name: one for name, one in model.named_parameters() if one.dim() == 2}
     for matrix in map(torch.from_numpy, matrices):
         for turned in (matrix, matrix.t()):

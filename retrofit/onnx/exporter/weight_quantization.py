@@ -1,7 +1,8 @@
 """A graph whose weight matrices are kept in 8 or 4 bits: products with them, and rows of them that are gathered.
 
     blocks   products of every step: MatMulNBits, a scale for 32 numbers of a column (ONNX Runtime's own packing and kernels)
-    rows     matrices of which few rows are read at a time: int8, a scale a row; what is read is unpacked, and the whole (by
+    rows     matrices of which few rows are read at a time: int8, a scale a row. A product with the rows that are read is one with
+             whole numbers, and the scales are those of its columns: a number a row and not d of them. The whole is unpacked (by
              DequantizeLinear) only where the whole is multiplied by, in the branch for many tokens
 
 A matrix that is both (a tied head) is kept in blocks, of which GatherBlockQuantized unpacks rows. Rows that few tokens gather have
@@ -192,9 +193,9 @@ def pack_blocks(model: Any, value: Any, products: list[Product], gathers: list[A
                 gather, [view, onnx_ir.node("GatherBlockQuantized", [view.outputs[0], gather.inputs[1], s], how, domain=MICROSOFT)]
             )
     elif gathers:
-        q8, s8, _ = row_packed(model, value, weight)
+        q8, scales8, _ = row_packed(model, value, weight)
         for gather in gathers:
-            replace(gather, gathered_rows(q8, s8, gather.inputs[1]))
+            replace(gather, gathered_rows(q8, column_of(model, value, scales8), gather.inputs[1]))
     after = dequantize_blocks(sizes, torch.from_numpy(packed), torch.from_numpy(scales))
     drop(model, value)
     return QuantizedWeight(str(value.name), "blocks", bits, before, after if transposed else after.t().contiguous())
@@ -216,17 +217,19 @@ def block_packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.nd
 
 
 def pack_rows(model: Any, value: Any, products: list[Product], gathers: list[Any], bits: int) -> QuantizedWeight:
-    """Rows of the matrix are unpacked where they are gathered, the whole where it is multiplied by."""
+    """Rows of the matrix are read as whole numbers where they are gathered, the whole is unpacked where it is multiplied by."""
     import onnx_ir
 
     before = numbers_of(value)
-    q, s, after = row_packed(model, value, before)
+    q, scales, after = row_packed(model, value, before)
     for gather in gathers:
-        replace(gather, gathered_rows(q, s, gather.inputs[1]))
-    uses = list(value.uses())
-    flat = constant(model, f"{value.name}_scales", numbers_of(s).flatten().numpy()) if uses else s
-    for node, place in uses:
-        whole = onnx_ir.node("DequantizeLinear", [q, flat], {"axis": 0})
+        if (product := only_product(gather)) is None:
+            replace(gather, gathered_rows(q, column_of(model, value, scales), gather.inputs[1]))
+        else:
+            scale_product(model, product, row_of(model, value, scales), gather.inputs[1])
+            replace(gather, gathered_numbers(q, gather.inputs[1]))
+    for node, place in list(value.uses()):
+        whole = onnx_ir.node("DequantizeLinear", [q, row_of(model, value, scales)], {"axis": 0})
         whole.name = whole.outputs[0].name = f"{node.outputs[0].name}_DequantizeLinear"
         node.graph.insert_before(node, whole)
         node.replace_input_with(place, whole.outputs[0])
@@ -234,21 +237,68 @@ def pack_rows(model: Any, value: Any, products: list[Product], gathers: list[Any
     return QuantizedWeight(str(value.name), "rows", 8, before, after)
 
 
-def row_packed(model: Any, value: Any, weight: Tensor) -> tuple[Any, Any, Tensor]:
+def row_packed(model: Any, value: Any, weight: Tensor) -> tuple[Any, Tensor, Tensor]:
     """The matrix in int8, its scales, one a row, and the numbers that these stand for."""
-    scales = weight.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_INT8
-    whole = (weight / scales).round().clamp(-LARGEST_INT8, LARGEST_INT8)
-    q = constant(model, f"{value.name}_rows", whole.to(torch.int8).numpy())
-    return q, constant(model, f"{value.name}_row_scales", scales.numpy()), whole * scales
+    scales = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_INT8
+    whole = (weight / scales.unsqueeze(1)).round().clamp(-LARGEST_INT8, LARGEST_INT8)
+    return constant(model, f"{value.name}_rows", whole.to(torch.int8).numpy()), scales, whole * scales.unsqueeze(1)
+
+
+def row_of(model: Any, value: Any, scales: Tensor) -> Any:
+    """The scales as an initializer (rows)."""
+    return constant(model, f"{value.name}_scales", scales.numpy())
+
+
+def column_of(model: Any, value: Any, scales: Tensor) -> Any:
+    """The scales as an initializer (rows, 1)."""
+    return constant(model, f"{value.name}_row_scales", scales.unsqueeze(1).numpy())
 
 
 def gathered_rows(q: Any, s: Any, indices: Any) -> list[Any]:
     """Nodes that read rows and their scales, and unpack them: the last one's output is what a gather of the matrix would be."""
     import onnx_ir
 
-    rows, scales = onnx_ir.node("Gather", [q, indices], {"axis": 0}), onnx_ir.node("Gather", [s, indices], {"axis": 0})
-    numbers = onnx_ir.node("Cast", [rows.outputs[0]], {"to": int(onnx_ir.DataType.FLOAT)})
-    return [rows, scales, numbers, onnx_ir.node("Mul", [numbers.outputs[0], scales.outputs[0]])]
+    scales = onnx_ir.node("Gather", [s, indices], {"axis": 0})
+    rows, numbers = gathered_numbers(q, indices)
+    return [scales, rows, numbers, onnx_ir.node("Mul", [numbers.outputs[0], scales.outputs[0]])]
+
+
+def gathered_numbers(q: Any, indices: Any) -> list[Any]:
+    """Nodes that read rows of whole numbers, as floats."""
+    import onnx_ir
+
+    rows = onnx_ir.node("Gather", [q, indices], {"axis": 0})
+    return [rows, onnx_ir.node("Cast", [rows.outputs[0]], {"to": int(onnx_ir.DataType.FLOAT)})]
+
+
+def only_product(gather: Any) -> Product | None:
+    """The product that alone reads what a node gathers, without anything added to it; None where that is read otherwise."""
+    rows = gather.outputs[0]
+    uses = [] if rows.is_graph_output() else rows.uses()
+    if len(uses) != 1:
+        return None
+    ((node, place),) = uses
+    transposed = multiplies_by(node, place)
+    return None if transposed is None or len(node.inputs) != 2 else Product(node, transposed)
+
+
+def scale_product(model: Any, product: Product, scales: Any, indices: Any) -> None:
+    """The product with gathered rows scales each row of theirs: its results where it multiplies by the transpose, else its operands.
+
+    Rows (…, K, d) have scales (…, 1, K), of indices (…, K).
+    """
+    import onnx_ir
+
+    node = product.node
+    axis = constant(model, "last_axis_but_one", np.array([-2], np.int64))
+    wide = onnx_ir.node("Unsqueeze", [indices, axis])
+    of_rows = onnx_ir.node("Gather", [scales, wide.outputs[0]], {"axis": 0})
+    x, rows = node.inputs
+    scaled = [] if product.transposed else [onnx_ir.node("Mul", [x, of_rows.outputs[0]])]
+    x = scaled[0].outputs[0] if scaled else x
+    again = onnx_ir.Node(node.domain, node.op_type, [x, rows], list(node.attributes.values()), num_outputs=1)
+    after = [onnx_ir.node("Mul", [again.outputs[0], of_rows.outputs[0]])] if product.transposed else []
+    replace(node, [wide, of_rows, *scaled, again, *after])
 
 
 # The graph.
