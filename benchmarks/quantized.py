@@ -180,7 +180,8 @@ def forms() -> dict[str, Build]:
         "dense, MatMulNBits, 8 bits, multiplying int8": blocks(8, 4),
         "dense, MatMulNBits, 4 bits, multiplying int8": blocks(4, 4),
         "gathered, float32": gathered("float32"),
-        "gathered, int8, a scale a row": gathered("rows"),
+        "gathered, int8, its rows scaled": gathered("rows"),
+        "gathered, int8, what they are multiplied by scaled": gathered("columns"),
         "gathered, GatherBlockQuantized, 8 bits": gathered("blocks", 8),
         "gathered, GatherBlockQuantized, 4 bits": gathered("blocks", 4),
     }
@@ -243,6 +244,10 @@ def gathered(form: str, bits: int = 8) -> Build:
             nodes = [helper.make_node("Gather", [one, "units"], [f"{one}.few"]) for one in held]
             nodes.append(helper.make_node("Cast", [f"{name}.few"], [f"{name}.n"], to=TensorProto.FLOAT))
             nodes.append(helper.make_node("Mul", [f"{name}.n", f"{name}.s.few"], [r]))
+        elif form == "columns":
+            held = {name: rng.integers(-127, 128, (D_FF, D)).astype("i1"), f"{name}.s": np.full(D_FF, 4e-4, "f")}
+            nodes = [helper.make_node("Gather", [one, "units"], [f"{one}.few"]) for one in held]
+            nodes.append(helper.make_node("Cast", [f"{name}.few"], [r], to=TensorProto.FLOAT))
         else:
             held = {
                 name: rng.integers(0, 256, (D_FF, D * bits // 8)).astype("u1"),
@@ -250,9 +255,17 @@ def gathered(form: str, bits: int = 8) -> Build:
             }
             how = {"gather_axis": 0, "quantize_axis": 1, "block_size": BLOCK, "bits": bits}
             nodes = [helper.make_node("GatherBlockQuantized", [name, "units", f"{name}.s"], [r], domain="com.microsoft", **how)]
-        down = columns == D
-        product = helper.make_node("MatMul", [x, r], [y]) if down else helper.make_node("Gemm", [x, r], [y], transB=1)
-        return [*nodes, product], held
+        if columns == D:  # down: what it multiplies is scaled
+            if form == "columns":
+                nodes.append(helper.make_node("Mul", [x, f"{name}.s.few"], [f"{name}.x"]))
+                x = f"{name}.x"
+            nodes.append(helper.make_node("MatMul", [x, r], [y]))
+        elif form == "columns":
+            nodes.append(helper.make_node("Gemm", [x, r], [f"{name}.y"], transB=1))
+            nodes.append(helper.make_node("Mul", [f"{name}.y", f"{name}.s.few"], [y]))
+        else:
+            nodes.append(helper.make_node("Gemm", [x, r], [y], transB=1))
+        return nodes, held
 
     return build
 

@@ -231,11 +231,11 @@ def table_start(observed: Observed) -> Problems:
     """The new columns of a token table are noise with the spread of the dense ones (hop), or copies of these (lockstep)."""
     widened = {fate.name: fate for fate in observed.fates.values() if fate.kind == "widened"}
     for name, fate in widened.items():
-        table = observed.model.get_parameter(name).detach().float()
-        owner = observed.model.get_submodule(name.rpartition(".")[0])
+        parameter, owner = observed.model.get_parameter(name), observed.model.get_submodule(name.rpartition(".")[0])
         dim = next((dim for dim, part in enumerate(fate.index) if part != slice(None)), None)
-        if dim is None or not isinstance(owner, nn.Embedding):
+        if dim is None or not isinstance(owner, nn.Embedding) or parameter is not owner.weight:
             continue
+        table = parameter.detach().float()
         width = fate.index[dim].stop
         dense, rest = table.narrow(dim, 0, width), table.narrow(dim, width, table.shape[dim] - width)
         if observed.options.init == "lockstep":

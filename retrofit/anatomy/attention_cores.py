@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from retrofit.program.aten_ops import (
     ACTIVATION,
     ATTENTION,
     CAST,
+    CONJUNCTION,
     DROPOUT,
     JOIN,
     LAYOUT,
@@ -130,8 +133,33 @@ def score_product(scores: Any, flow: Dataflow) -> tuple[fx.Node | None, list[fx.
             return node, masks
         if op(node) in SCALING:
             for part in node.all_input_nodes:
-                (pending if flow.heavy_ancestors[part] and part in flow.depends else masks).append(part)
+                if not (flow.heavy_ancestors[part] and part in flow.depends):
+                    masks.append(part)
+                elif is_boolean(part):
+                    masks += conjuncts(part, lambda one: not (flow.heavy_ancestors[one] and one in flow.depends))
+                else:
+                    pending.append(part)
     return None, masks
+
+
+def conjuncts(condition: fx.Node, ends_at: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """The nodes at which the search ends among those that a condition on scores holds together, and selects from."""
+    pending, seen, found = [condition], set(), []
+    while pending:
+        node = pending.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        if ends_at(node):
+            found.append(node)
+        elif op(node) in CONJUNCTION | LAYOUT | SELECTION:
+            pending += node.all_input_nodes
+    return found
+
+
+def is_boolean(node: fx.Node) -> bool:
+    example = node.meta.get("val")
+    return isinstance(example, torch.Tensor) and example.dtype == torch.bool
 
 
 def weighing_product(softmax: fx.Node, flow: Dataflow) -> fx.Node | None:

@@ -67,10 +67,7 @@ class LayerCalls:
         stream = masked.inputs.get(key, node)
         inside = [core for core in self.cores if masked.encloses(self.masked.call_of(core.result))]
         own = [core for core in inside if self.masked.reaches(stream, core.key)]
-        queries = [shape(core.query) or () for core in own]
-        tokens_first = bool(queries) and not is_batch_first(size, queries[0])
-        if tokens_first and not is_batch_first((size[1], size[0], size[2]), queries[0]):
-            tokens_first = False
+        tokens_first = is_tokens_first(size, own)
         times = sum(one.path == call.path for one in self.flow.program.calls)
         causal = bool(own) and all(is_causal(core, stream, self.masked) for core in own)
         mask = self.mask(layer, masked, key, own, tokens_first)
@@ -129,6 +126,16 @@ class LayerCalls:
             if not any(op(one) in SCAN or one in flow.program.parameters or one in self.ids for one in above):
                 return key
         return None
+
+
+def is_tokens_first(size: tuple[int, ...], cores: list[Attention]) -> bool:
+    """Whether a stream of this size is (length, batch, width): by the keys that masks have columns for, else by the queries."""
+    masks = [shape(mask) or () for core in cores for mask in core.masks]
+    columns = {one[-1] for one in masks if len(one) == 4} & {size[0], size[1]}
+    if len(columns) == 1 and size[0] != size[1] and 1 not in columns:
+        return columns == {size[0]}
+    queries = [shape(core.query) or () for core in cores]
+    return bool(queries) and not is_batch_first(size, queries[0]) and is_batch_first((size[1], size[0], size[2]), queries[0])
 
 
 def unfit(layer: Layer, why: str) -> DoesNotFitError:

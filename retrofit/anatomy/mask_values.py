@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from retrofit.anatomy.attention_cores import Attention
+from retrofit.anatomy.attention_cores import Attention, conjuncts
 from retrofit.program.aten_ops import (
     CAST,
     COMPARISON,
@@ -42,8 +42,18 @@ def is_causal(core: Attention, stream: fx.Node, flow: Dataflow) -> bool:
         values = [value for mask in core.masks if (value := mask_value(mask, flow)) is not None]
         among_others = [value[..., own] for value in values if own is not None and value.dim() >= 2 and value.shape[-1] >= own.stop]
         square = [value for value in among_others or values if value.dim() >= 2 and value.shape[-1] == value.shape[-2] > 1]
+        if not square:  # the keys that a query may see at all are laid out otherwise: what those of a mask are selected from
+            lengths = (shape(stream) or ())[:-1]
+            whole = [one for mask in core.masks for one in conjuncts(mask, lambda node: is_square(node, lengths))]
+            square = [value for one in dict.fromkeys(whole) if (value := mask_value(one, flow)) is not None]
         visible = [unmasked_keys(value).flatten(0, -3).any(0) if value.dim() > 2 else unmasked_keys(value) for value in square]
         return bool(visible) and not bool(functools.reduce(torch.logical_and, visible).triu(1).any())
+
+
+def is_square(node: fx.Node, lengths: tuple[int, ...]) -> bool:
+    """Whether the node has a row and a column for each of so many tokens."""
+    size = shape(node) or ()
+    return len(size) >= 2 and size[-1] == size[-2] > 1 and size[-1] in lengths
 
 
 def keys_of_stream(core: Attention, stream: fx.Node, flow: Dataflow) -> slice | None:

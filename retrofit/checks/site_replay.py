@@ -432,6 +432,13 @@ class Replay:
         wrong = (~(rows <= LIMIT * float(expected.detach().abs().max()))).nonzero().flatten()
         return f", first at token {int(wrong[0])} of {len(rows)}, at {len(wrong)} in all" if len(wrong) else ""
 
+    def zeroed_padding(self, argument: Tensor) -> Tensor | float:
+        """A factor that is 0 where the argument is padding that the model has set to zero: no gradient goes on from there."""
+        hidden = self.site.irrelevant
+        if hidden is None or argument.shape[:-1] != hidden.shape or not any(argument is one for one in self.inputs):
+            return 1.0
+        return 1.0 - (hidden & (argument == 0).all(-1)).unsqueeze(-1).to(argument.dtype)
+
     def compare_gradients(self, value: Tensor, losses: Sequence[Tensor], expected: Tensor, seed: int) -> Found:
         """The gradients of a random linear function of the output, and of the losses, by both computations."""
         cotangent = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(value.device)
@@ -444,9 +451,9 @@ class Replay:
         theirs = gradients_of((expected * cotangent).sum() + sum(self.site.losses), wanted)
         floor = NEGLIGIBLE * max((float(one.abs().max()) for one in theirs if one is not None and one.numel()), default=0.0)
         worst = Found()
-        for name, one, other in zip(names, ours, theirs, strict=True):
-            label = name.removeprefix("parameter ")
-            left, right = (None if grad is None else self.parameters.reduced(label, grad) for grad in (one, other))
+        for name, leaf, one, other in zip(names, wanted, ours, theirs, strict=True):
+            label, zeros = name.removeprefix("parameter "), self.zeroed_padding(leaf)
+            left, right = (None if grad is None else self.parameters.reduced(label, grad * zeros) for grad in (one, other))
             if left is None or right is None:
                 present = right if left is None else left
                 if present is not None and bool((present.abs() > floor).any()):
