@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 import retrofit
 from retrofit.checks.graph_hashes import hash_nodes
 from retrofit.checks.reference import Reference
+from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward
 
 SETTLED = "in float64 (limit 1e-09)"
 
@@ -51,6 +52,21 @@ def test_half_precision_keeps_its_dtype_and_is_measured_in_float32(dtype: torch.
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     model.model.layers[1].layer.mlp.register_forward_hook(lambda module, args, output: output * (1 + 1e-4))
     assert [check.name for check in retrofit.verify(model, reference, checks=checks).failed] == ["graph", "function"]
+
+
+@pytest.mark.parametrize(("dim", "shift", "where"), [(0, 1, "in other rows moved"), (1, -1, "on moved the output at position")])
+def test_a_leak_through_what_begins_at_zero_is_found(dim: int, shift: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    reference = Reference.of(model)
+    retrofit.apply(model, "recurrence(rank=2)", verify=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert retrofit.verify(model, reference, checks=["causality"]).ok
+    added = RecurrentFeedForward.added
+    monkeypatch.setattr(RecurrentFeedForward, "added", lambda *given: added(*given).roll(shift, dim))
+    report = retrofit.verify(model, reference, checks=["function", "causality"])
+    assert [check.name for check in report.failed] == ["causality"], "the function is still the dense one"
+    assert "once what begins at zero has moved" in report["causality"].why and where in report["causality"].why
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "the noise is gone"
 
 
 @pytest.mark.long
