@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from retrofit.passes.reversible.intercepted_sums import Branches, Following, call_intercepted
-from retrofit.passes.reversible.repeated_call import Placeholder, RandomState, RepeatedCall, Returned, flattened
+from retrofit.passes.reversible.repeated_call import (
+    Placeholder,
+    RandomState,
+    RepeatedCall,
+    Returned,
+    flattened,
+    leaves_of,
+    recorded_graph,
+)
 from retrofit.sdk import ArgumentPlace
 
 RUN = "run_of_branches"  # the attribute of a part while its layer runs
@@ -56,13 +64,18 @@ class BranchCall(RepeatedCall):
             self.counts.append(len(recorded[0]))
             self.states.append(None if before[-1].is_current() else before[-1])
             before[:] = [RandomState(self.device)] if self.states[-1] is not None else before
-            return following(number, value)
+            with torch.no_grad():
+                stream = following(number, value.detach())
+            return stream.detach().requires_grad_()
 
-        with parts_of(self, Recording(self.answers)):
-            output, known, losses = self.run_branches(x, self.values, ended, recorded)
-        known |= {id(value): original for value, original in zip(self.values, self.given, strict=True)}
+        values = leaves_of(self.values)
+        with recorded_graph(kept=False), parts_of(self, Recording(self.answers)):
+            output, known, losses = self.run_branches(x.detach().requires_grad_(), values, ended, recorded)
+        known |= {id(value): original for value, original in zip(values, self.given, strict=True)}
         self.given, self.recorded = [], len(losses)
-        return Returned(output, self.stream_out, known, losses)
+        returned = Returned(output, self.stream_out, known, losses)
+        returned.tensors = [one.detach() for one in returned.tensors]
+        return returned
 
     def branch(self, number: int, x: Tensor, with_graph: bool = True) -> tuple[Tensor, Returned, list[Tensor]]:
         """One branch once more, with a graph from its stream x: what it adds, what the layer returns, the tensors it was given.
@@ -70,7 +83,7 @@ class BranchCall(RepeatedCall):
         Of what is returned only the tensors that require a gradient are of this branch, and the losses are its own alone.
         """
         self.require_unchanged()
-        values = [one.detach().requires_grad_(with_graph) for one in self.values]
+        values = leaves_of(self.values)
         blank = torch.zeros_like(x, requires_grad=False)
         found: list[Tensor] = []
         recorded: list[list[Tensor]] = []
@@ -87,7 +100,7 @@ class BranchCall(RepeatedCall):
                 if state is not None:
                     state.put(state.states)
                 skipping.active = True
-                torch.set_grad_enabled(with_graph)
+                torch.set_grad_enabled(True)
                 return x
             skipping.active = False
             return blank.detach()
@@ -96,7 +109,7 @@ class BranchCall(RepeatedCall):
         random: Any = contextlib.nullcontext()
         if any(one is not None for one in self.states):  # what is computed of zeros may draw too
             random = state.restored() if state is not None else RandomState(self.device).kept()
-        with torch.set_grad_enabled(with_graph and number == 0), random, parts_of(self, skipping):
+        with recorded_graph(with_graph), torch.set_grad_enabled(number == 0), random, parts_of(self, skipping):
             output, known, losses = self.run_branches(x if number == 0 else blank, values, ended, recorded)
         own = losses[span[0] : span[1]]
         return found[0], Returned(output, self.stream_out, known | {id(value): value for value in values}, own), values

@@ -99,7 +99,7 @@ class Chain:
             raise used_up()
         after, current = self.newest
         move = self.moves.pop()
-        x = laid_out(to_float(current, move.dtype), move.strides).requires_grad_(with_graph)
+        x = laid_out(to_float(current, move.dtype), move.strides).requires_grad_()
         returned, given = move.call.again(x, with_graph)
         if move.signs is None or move.low is None:
             self.newest = None

@@ -98,14 +98,14 @@ class RepeatedCall:
     def first(self, x: Tensor) -> Returned:
         """What the layer returns for the stream x, without a graph.
 
-        While it runs there is one, of which nothing is kept: an operation may run another kernel where an argument is trained, as
-        torch's attention does for a trained mask, and the second run is to run the same.
+        While it runs there is one, as in every run of it: an operation may run another kernel where an argument is trained, as
+        torch's attention does for a trained mask, and all runs are to run the same.
         """
         self.values = [one.detach() for one in self.given]
         self.versions += [one._version for one in self.values]
         before = RandomState(self.device)
-        values = [one.detach().requires_grad_() for one in self.values]
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(forget, forgotten):
+        values = leaves_of(self.values)
+        with recorded_graph(kept=False):
             output, known, losses = self.run(x.detach().requires_grad_(), values)
         known |= {id(value): original for value, original in zip(values, self.given, strict=True)}
         self.given = []
@@ -117,8 +117,8 @@ class RepeatedCall:
     def again(self, x: Tensor, with_graph: bool = True) -> tuple[Returned, list[Tensor]]:
         """The same once more, with a graph from x and from the tensors that it returns, one for each of those given at first."""
         self.require_unchanged()
-        values = [one.detach().requires_grad_(with_graph) for one in self.values]
-        with torch.set_grad_enabled(with_graph), self.random.restored() if self.random else contextlib.nullcontext():
+        values = leaves_of(self.values)
+        with recorded_graph(with_graph), self.random.restored() if self.random else contextlib.nullcontext():
             output, known, losses = self.run(x, values)
         return Returned(output, self.stream_out, known | {id(value): value for value in values}, losses), values
 
@@ -157,12 +157,25 @@ class RepeatedCall:
             return (called or self.layer)(*arguments, **keywords), known, losses
 
 
+@contextlib.contextmanager
+def recorded_graph(kept: bool) -> Iterator[None]:
+    """Within this context operations make a graph for the gradient; unless it is `kept`, nothing that they save for it is."""
+    hooks = contextlib.nullcontext() if kept else torch.autograd.graph.saved_tensors_hooks(forget, forgotten)
+    with torch.enable_grad(), hooks:
+        yield
+
+
+def leaves_of(values: list[Tensor]) -> list[Tensor]:
+    """The values as leaves of a graph that require a gradient."""
+    return [one.detach().requires_grad_() for one in values]
+
+
 def forget(saved: Tensor) -> None:
     """Nothing is kept of a tensor that an operation saves for its gradient."""
 
 
 def forgotten(kept: None) -> Tensor:
-    raise AssertionError("the first run of a layer has no gradient")
+    raise AssertionError("this run of a layer has no gradient")
 
 
 class KeptCache:

@@ -95,7 +95,7 @@ class TwoStreamChain:
         total: list[Tensor | None] = [None] * (len(call.values) + len(parameters))
         for number in reversed(range(len(call.sums))):
             after, current = self.newest
-            x = to_float(current, link.dtypes[number + 1]).requires_grad_(with_graph)
+            x = to_float(current, link.dtypes[number + 1]).requires_grad_()
             value, returned, given = call.branch(number, x, with_graph)
             previous = after - to_fixed(value.detach())
             self.newest = current, previous

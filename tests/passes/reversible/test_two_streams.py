@@ -566,3 +566,30 @@ def test_its_dial_leads_from_the_dense_stacks() -> None:
             with found.sites.mixed(share):
                 assert torch.equal(model(IDS).logits, teacher(IDS).logits) == same
         assert all(layer.share == 1 for layer in two_stream_layers(model))
+
+
+class AnotherKernel(nn.Module):
+    """Rounds otherwise where a gradient is wanted, as some of torch's operations do."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        return y * (1 + 1e-5) if y.requires_grad else y
+
+
+@pytest.mark.parametrize("scheme", ["terraformer", "exact"])
+@pytest.mark.parametrize("depth", [3, 1], ids=["all layers have a gradient", "the last two have none"])
+def test_every_run_of_a_layer_is_by_the_kernels_that_a_gradient_asks_for(scheme: str, depth: int) -> None:
+    model = copy.deepcopy(dense("llama"))
+    for layer in model.model.layers:
+        layer.mlp = AnotherKernel(layer.mlp)
+    retrofit.apply(model, Reversible(scheme=scheme), verify=False)
+    model.train()
+    kept: list[Tensor] = []
+    model.model.layers[depth - 1].register_forward_hook(lambda module, args, output: kept.append(output))
+    model(input_ids=IDS)
+    kept[0].sum().backward()  # raises where a stream is not the one that it was
+    assert model.model.embed_tokens.weight.grad is not None
