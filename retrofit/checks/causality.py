@@ -154,7 +154,9 @@ def leak_of(subject: Subject, name: str, arithmetic: Arithmetic) -> Leak:
     if not bool(leaking.any()):  # what moved are values that are no numbers
         return Leak(moves, 1.0, f"changing {name} changed which of the earlier outputs are numbers")
     same = early.all(1)  # rows in which nothing changed
-    mixes = f"changing {name} in other rows moved the output at position {position_in(leaking[same])}" if leaking[same].any() else ""
+    mixes = (
+        f"changing {name} in other rows moved the output at position {position_in(leaking[same])}" if leaking[same].any() else ""
+    )
     leaking, early = leaking[~same], early[~same]
     if not bool(leaking.any()):
         return Leak(moves, 0.0, "", mixes)

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
-from support import zoo
+from support import tiny_models, zoo
 from support.retrofitted import moved
 from torch import Tensor, nn
 
@@ -232,6 +232,16 @@ def test_an_ffn_with_code_between_its_modules_is_refused_with_that_code() -> Non
     with pytest.raises(DoesNotFitError, match=r"code between them: gelu") as caught:
         retrofit.apply(model, "memory(beside=ffns)", example_inputs=inputs("causal/opt"), verify=False)
     assert "beside=layers" in caught.value.remedy and state(model) == before
+
+
+def test_layers_on_two_streams_are_refused_with_the_reason() -> None:
+    """What a table adds to what such a layer returns would be lost: its streams go on by the side of that."""
+    model = tiny_models.llama(num_hidden_layers=2)
+    retrofit.apply(model, "reversible(scheme=terraformer)", verify=False)
+    for lookup in ("token-id", "lsh", "softmax"):
+        with pytest.raises(DoesNotFitError, match="these are two streams") as refused:
+            retrofit.apply(model, f"memory(lookup={lookup})")
+        assert "goes last" in refused.value.remedy
 
 
 def test_dropout_that_moves_is_reported() -> None:
