@@ -24,6 +24,16 @@ from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_pack
 from retrofit.onnx.exporter.parity import compare_with_torch, is_comparable, other_sizes
 from retrofit.pipeline.replaying import recipe
 
+UNPACKING = {  # operators of packed weights
+    "DequantizeLinear",
+    "DynamicQuantizeMatMul",
+    "GatherBlockQuantized",
+    "MatMulInteger",
+    "MatMulIntegerToFloat",
+    "MatMulNBits",
+    "QLinearMatMul",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class OnnxMeasurement:
@@ -98,7 +108,28 @@ def check_file(path: Path, subject: Subject) -> Finding:
     measured = f"{parity.measured} on inputs of {len(other_sizes(part))} shapes, as {part.name}"
     if parity.agrees:
         return passed(measured)
-    return failed(measured, f"the outputs of {path.name} lie further from torch's than rounding explains")
+    why = f"the outputs of {path.name} lie further from torch's than rounding explains"
+    if packed := packed_products(path):
+        why += (
+            f"\nit computes with packed weights ({', '.join(packed)}), and was held against the model's own: how far packing moves"
+            " the outputs is in what `retrofit export --weights` prints"
+        )
+    return failed(measured, why)
+
+
+def packed_products(path: Path) -> list[str]:
+    """The operators in the file, its branches included, that unpack weights or multiply by packed ones."""
+    import onnx
+
+    found: set[str] = set()
+    held: set[str] = set()
+    pending = [onnx.load(path, load_external_data=False).graph]
+    while pending:
+        graph = pending.pop()
+        held |= {one.name for one in graph.initializer}
+        found |= {node.op_type for node in graph.node if node.op_type in UNPACKING and held & {*node.input}}
+        pending += [one.g for node in graph.node for one in node.attribute if one.HasField("g")]
+    return sorted(found)
 
 
 def part_like(running: OnnxSession, subject: Subject) -> ExportPart:
