@@ -35,7 +35,6 @@ from retrofit.anatomy.findings import WITHOUT_GRADIENT as WITHOUT_GRADIENT
 from retrofit.anatomy.anatomy import Anatomy as Anatomy
 from retrofit.anatomy.branches import BEFORE_TWO_STREAMS as BEFORE_TWO_STREAMS
 from retrofit.anatomy.branches import ON_TWO_STREAMS as ON_TWO_STREAMS
-from retrofit.anatomy.branches import is_on_two_streams as is_on_two_streams
 from retrofit.anatomy.parts import NO_STREAM as NO_STREAM
 from retrofit.anatomy.parts import Branch as Branch
 from retrofit.anatomy.parts import Layer as Layer

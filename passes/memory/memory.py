@@ -31,8 +31,6 @@ from retrofit.passes.memory.token_ids import (
     trace_forwarding,
 )
 from retrofit.sdk import (
-    BEFORE_TWO_STREAMS,
-    ON_TWO_STREAMS,
     Anatomy,
     Edit,
     MethodReference,
@@ -44,7 +42,6 @@ from retrofit.sdk import (
     Stack,
     WrappedModule,
     collect_near_miss,
-    is_on_two_streams,
     option,
     selected_depths,
 )
@@ -111,12 +108,7 @@ class Memory(Pass[MemoryPlan]):
         near_misses: list[NearMiss] = []
         recorded = dict(getattr(getattr(anatomy.model, "config", None), ROWS, None) or {})
         found: list[StackTables] = []
-        branches = [branch for stack in anatomy.stacks for layer in stack.layers for branch in layer.branches]
-        on_two_streams = any(is_on_two_streams(branch, anatomy.stacks, anatomy.flow) for branch in branches)
         for stack in anatomy.stacks:
-            if on_two_streams:
-                near_misses.append(NearMiss(stack.name, ON_TWO_STREAMS, BEFORE_TWO_STREAMS))
-                continue
             if any(layer.name in tables.places for tables in found for layer in stack.layers):
                 near_misses.append(NearMiss(stack.name, "a second stream through layers that have their tables"))
                 continue

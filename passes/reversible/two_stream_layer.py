@@ -41,6 +41,7 @@ class TwoStreamLayer(Wrapper):
     """
 
     stays_outermost = True  # between two layers there is nothing else
+    adds_branches = True
 
     def __init__(
         self,

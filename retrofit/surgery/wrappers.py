@@ -70,9 +70,14 @@ def map_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Wrapper(nn.Module):
-    """Wraps the module `layer` and forwards its public attributes, but for `stays_outermost`: whether nothing may wrap it again."""
+    """Wraps the module `layer` and forwards its public attributes, but for two that say what other passes may not do.
+
+    `stays_outermost`: nothing may wrap it again. `adds_branches`: it adds the branches of its layer to a stream itself, so that
+    what another pass adds to what the layer returns would be lost.
+    """
 
     stays_outermost = False
+    adds_branches = False
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()

@@ -283,7 +283,7 @@ def only_product(gather: Any) -> Product | None:
 
 
 def scale_product(model: Any, product: Product, scales: Any, indices: Any) -> None:
-    """The product with gathered rows scales each row of theirs: its results where it multiplies by the transpose, else its operands.
+    """The product with gathered rows is one with scaled rows: its results are scaled, or its operand where it is not transposed.
 
     Rows (…, K, d) have scales (…, 1, K), of indices (…, K).
     """

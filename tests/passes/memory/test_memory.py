@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
-from support import tiny_models, zoo
+from support import zoo
 from support.retrofitted import moved
 from torch import Tensor, nn
 
@@ -234,9 +234,10 @@ def test_an_ffn_with_code_between_its_modules_is_refused_with_that_code() -> Non
     assert "beside=layers" in caught.value.remedy and state(model) == before
 
 
-def test_layers_on_two_streams_are_refused_with_the_reason() -> None:
+@pytest.mark.parametrize("identity", ["causal/llama", "causal/gpt_neox"])
+def test_layers_on_two_streams_are_refused_with_the_reason(identity: str) -> None:
     """What a table adds to what such a layer returns would be lost: its streams go on by the side of that."""
-    model = tiny_models.llama(num_hidden_layers=2)
+    model = build(identity)
     retrofit.apply(model, "reversible(scheme=terraformer)", verify=False)
     for lookup in ("token-id", "lsh", "softmax"):
         with pytest.raises(DoesNotFitError, match="these are two streams") as refused:
