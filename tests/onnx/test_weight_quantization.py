@@ -43,6 +43,11 @@ def unpacked_blocks(node: Any, held: dict[str, np.ndarray]) -> np.ndarray:
     return matrix
 
 
+def unpacked_rows(name: str, held: dict[str, np.ndarray]) -> np.ndarray:
+    """A matrix whose rows are gathered: r Q, or r Q c where its columns have scales too."""
+    return held[f"{name}_rows"] * held[f"{name}_scales"][:, None] * held.get(f"{name}_column_scales", 1.0)
+
+
 def nodes_of(graph: Any) -> list[Any]:
     inner = [one.g for node in graph.node for one in node.attribute if one.type == onnx.AttributeProto.GRAPH]
     return [*graph.node, *(node for one in inner for node in nodes_of(one))]
@@ -160,14 +165,40 @@ def test_a_product_with_gathered_rows_scales_its_columns_and_not_the_rows(form: 
     imports = [helper.make_opsetid("", 18), helper.make_opsetid("com.microsoft", 1)]
     made, _ = quantized(helper.make_model(graph, opset_imports=imports, ir_version=10), 8)
     stored = held_by(made)
-    scales = stored["w_row_scales"] if biased else stored["w_scales"][:, None]
-    rows = torch.from_numpy(stored["w_rows"].astype("f") * scales)[indices]
+    scales = {"w_scales": stored["w_row_scales"][:, 0]} if biased else {}
+    rows = torch.from_numpy(unpacked_rows("w", stored | scales).astype("f"))[indices]
     expected = x @ (rows.transpose(-1, -2) if how else rows)
     found = run(made, x=x, i=indices)["y"]
     torch.testing.assert_close(found, expected + torch.from_numpy(bias) if biased else expected, atol=1e-5, rtol=1e-5)
     cast = next(node.output[0] for node in made.graph.node if node.op_type == "Cast")
     (reader,) = [node for node in made.graph.node if cast in node.input]
     assert reader.op_type == ("Mul" if biased else operation), "without a bias no row is scaled"
+
+
+def test_a_large_column_of_rows_that_are_summed_takes_no_bits_of_the_others() -> None:
+    matrix = W.T.copy()  # (rows, d)
+    matrix[:, 7] *= 100
+    nodes = [helper.make_node("Gather", ["w", "i"], ["rows"], axis=0), helper.make_node("MatMul", ["x", "rows"], ["y"])]
+    made, (done,) = quantized(one_matrix(nodes, matrix), 8)
+    assert np.allclose(done.after, unpacked_rows("w", held_by(made)), rtol=1e-6)
+    moved = np.linalg.norm(done.after.numpy() - matrix, axis=0) / np.linalg.norm(matrix, axis=0)
+    assert moved.max() < 0.02, "of every column"
+    rounded = np.abs(matrix).max(1, keepdims=True) / 127  # of a scale a row alone
+    alone = np.linalg.norm(np.round(matrix / rounded) * rounded - matrix, axis=0) / np.linalg.norm(matrix, axis=0)
+    assert alone.max() > 0.3
+
+
+def test_what_only_chooses_keeps_eight_bits() -> None:
+    small = RNG.standard_normal((NARROW, NARROW)).astype("f")
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["low"]),
+        helper.make_node("MatMul", ["low", "c"], ["logits"]),
+        helper.make_node("ArgMax", ["logits"], ["y"], axis=-1),
+        helper.make_node("MatMul", ["x", "v"], ["z"]),
+    ]
+    made, done = quantized(one_matrix(nodes, W, c=small, v=W.copy()[:, ::-1].copy()), 4)
+    assert {one.name: one.bits for one in done} == {"w": 8, "c": 8, "v": 4}
+    assert not run(made, x=X)["y"].is_floating_point()
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -215,7 +246,7 @@ def with_numbers_of(model: Any, file: Any) -> Any:
     """The torch model with the numbers in the file, each matrix found by the numbers it was rounded from."""
     held, model = held_by(file), copy.deepcopy(model)
     matrices = [unpacked_blocks(node, held) for node in nodes_of(file.graph) if node.op_type == "MatMulNBits"]
-    matrices += [held[name] * held[name.removesuffix("_rows") + "_scales"][:, None] for name in held if name.endswith("_rows")]
+    matrices += [unpacked_rows(name.removesuffix("_rows"), held) for name in held if name.endswith("_rows")]
     left = {name: one for name, one in model.named_parameters() if one.dim() == 2}
     for matrix in map(torch.from_numpy, matrices):
         for turned in (matrix, matrix.t()):

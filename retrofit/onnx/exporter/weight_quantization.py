@@ -2,12 +2,15 @@
 
     blocks   products of every step: MatMulNBits, a scale for 32 numbers of a column (ONNX Runtime's own packing and kernels)
     rows     matrices of which few rows are read at a time: int8, a scale a row. A product with the rows that are read is one with
-             whole numbers, and the scales are those of its columns: a number a row and not d of them. The whole is unpacked (by
-             DequantizeLinear) only where the whole is multiplied by, in the branch for many tokens
+             whole numbers, and the scales are those of its results, or of what it multiplies: a number a row and not d of them.
+             Where rows are summed (h W, and not x Wᵀ) each column has a scale too, or one large column would take the others'
+             numbers: W ≈ r Q c, c the columns' norms. The whole is unpacked (by DequantizeLinear) only where the whole is
+             multiplied by, in the branch for many tokens
 
 A matrix that is both (a tied head) is kept in blocks, of which GatherBlockQuantized unpacks rows. Rows that few tokens gather have
 8 bits where the rest has 4: ONNX Runtime unpacks rows of 4 bits more slowly than it reads four times as many bytes
-(`benchmarks/quantized.py --operators`). Norms, biases, convolutions, and matrices that anything else reads stay as they are.
+(`benchmarks/quantized.py --operators`). So have matrices that only choose, a controller's or a router's: what is computed
+depends on the choice, and they are small. Norms, biases, convolutions, and matrices that anything else reads stay as they are.
 
 MatMulNBits rounds what it multiplies by to 8 bits as well, in blocks of 32 (`accuracy_level` 4): with float32 there its kernels are
 slower than dense ones (the same benchmark).
@@ -26,6 +29,7 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import RetrofitError
+from retrofit.onnx.exporter.parity import CHOOSES
 from retrofit.onnx.importer.dequantization import dequantize_blocks
 from retrofit.onnx.importer.operators.table import MICROSOFT
 
@@ -36,6 +40,7 @@ BLOCK = 32  # numbers that share a scale
 INT8_COMPUTE = 4  # MatMulNBits' accuracy level at which it multiplies whole numbers
 LEAST = 32  # a matrix with fewer rows or columns is not worth packing
 LARGEST_INT8 = 127
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +70,7 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
     import onnx_ir
 
     share_copies(model)
+    choosers = matrices_that_choose(model)
     done = []
     for value in list(model.graph.initializers.values()):
         tensor = value.const_value
@@ -77,7 +83,7 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
         products, gathers = readers
         everywhere = any(product.node.graph is model.graph for product in products)
         pack = pack_blocks if not gathers or everywhere else pack_rows
-        done.append(pack(model, value, products, gathers, bits))
+        done.append(pack(model, value, products, gathers, 8 if value in choosers else bits))
     if not done:
         raise RetrofitError(
             f"no matrix of the model can be kept in {bits} bits",
@@ -87,6 +93,18 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
     model.graph.opset_imports.setdefault(MICROSOFT, 1)
     model.graph.sort()
     return done
+
+
+def matrices_that_choose(model: onnx_ir.Model) -> set[onnx_ir.Value]:
+    """The initializers of which nothing but a choice is computed: those of a controller, of a router."""
+    alone: set[onnx_ir.Node] = set()  # nodes whose results nothing but choices read
+    for node in reversed(list(model.graph)):
+        users = {user for one in node.outputs for user, _ in one.uses()}
+        is_output = any(one.is_graph_output() for one in node.outputs)
+        if node.op_type in CHOOSES or (users and users <= alone and not is_output):
+            alone.add(node)
+    read = {one for node in alone for one in node.inputs if one is not None and one.is_initializer()}
+    return {one for one in read if {user for user, _ in one.uses()} <= alone}
 
 
 def share_copies(model: onnx_ir.Model) -> None:
@@ -193,7 +211,7 @@ def pack_blocks(model: Any, value: Any, products: list[Product], gathers: list[A
                 gather, [view, onnx_ir.node("GatherBlockQuantized", [view.outputs[0], gather.inputs[1], s], how, domain=MICROSOFT)]
             )
     elif gathers:
-        q8, scales8, _ = row_packed(model, value, weight)
+        q8, scales8, _ = row_packed(model, value, weight, torch.ones(columns))
         for gather in gathers:
             replace(gather, gathered_rows(q8, column_of(model, value, scales8), gather.inputs[1]))
     after = dequantize_blocks(sizes, torch.from_numpy(packed), torch.from_numpy(scales))
@@ -220,37 +238,43 @@ def pack_rows(model: Any, value: Any, products: list[Product], gathers: list[Any
     """Rows of the matrix are read as whole numbers where they are gathered, the whole is unpacked where it is multiplied by."""
     import onnx_ir
 
-    before = numbers_of(value)
-    q, scales, after = row_packed(model, value, before)
-    for gather in gathers:
-        if (product := only_product(gather)) is None:
-            replace(gather, gathered_rows(q, column_of(model, value, scales), gather.inputs[1]))
+    before, name = numbers_of(value), str(value.name)
+    readers = [only_product(gather) for gather in gathers]
+    summed = all(one is not None and not one.transposed for one in readers)
+    columns = before.norm(dim=0).clamp_min(TINY) if summed else torch.ones(before.shape[1])
+    q, rows, after = row_packed(model, value, before, columns)
+    scales = constant(model, f"{name}_scales", rows.numpy())
+    of_columns = constant(model, f"{name}_column_scales", columns.numpy()) if summed else None
+    for gather, product in zip(gathers, readers, strict=True):
+        if product is None:
+            replace(gather, gathered_rows(q, column_of(model, value, rows), gather.inputs[1]))
         else:
-            scale_product(model, product, row_of(model, value, scales), gather.inputs[1])
+            scale_product(model, product, scales, of_columns, gather.inputs[1])
             replace(gather, gathered_numbers(q, gather.inputs[1]))
     for node, place in list(value.uses()):
-        whole = onnx_ir.node("DequantizeLinear", [q, row_of(model, value, scales)], {"axis": 0})
-        whole.name = whole.outputs[0].name = f"{node.outputs[0].name}_DequantizeLinear"
-        node.graph.insert_before(node, whole)
-        node.replace_input_with(place, whole.outputs[0])
+        whole = [onnx_ir.node("DequantizeLinear", [q, scales], {"axis": 0})]
+        whole += [onnx_ir.node("Mul", [whole[0].outputs[0], of_columns])] if of_columns is not None else []
+        for made in whole:
+            made.name = made.outputs[0].name = f"{node.outputs[0].name}_{made.op_type}"
+            node.graph.insert_before(node, made)
+        node.replace_input_with(place, whole[-1].outputs[0])
+    if not scales.uses():
+        model.graph.initializers.pop(scales.name)
     drop(model, value)
-    return QuantizedWeight(str(value.name), "rows", 8, before, after)
+    return QuantizedWeight(name, "rows", 8, before, after)
 
 
-def row_packed(model: Any, value: Any, weight: Tensor) -> tuple[Any, Tensor, Tensor]:
-    """The matrix in int8, its scales, one a row, and the numbers that these stand for."""
-    scales = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / LARGEST_INT8
-    whole = (weight / scales.unsqueeze(1)).round().clamp(-LARGEST_INT8, LARGEST_INT8)
-    return constant(model, f"{value.name}_rows", whole.to(torch.int8).numpy()), scales, whole * scales.unsqueeze(1)
-
-
-def row_of(model: Any, value: Any, scales: Tensor) -> Any:
-    """The scales as an initializer (rows)."""
-    return constant(model, f"{value.name}_scales", scales.numpy())
+def row_packed(model: Any, value: Any, weight: Tensor, columns: Tensor) -> tuple[Any, Tensor, Tensor]:
+    """The matrix in int8, the scales of its rows beside those of its `columns`, and the numbers that all these stand for."""
+    even = weight / columns
+    scales = even.abs().amax(1).clamp_min(TINY) / LARGEST_INT8
+    whole = (even / scales.unsqueeze(1)).round().clamp(-LARGEST_INT8, LARGEST_INT8)
+    after = whole * scales.unsqueeze(1) * columns
+    return constant(model, f"{value.name}_rows", whole.to(torch.int8).numpy()), scales, after
 
 
 def column_of(model: Any, value: Any, scales: Tensor) -> Any:
-    """The scales as an initializer (rows, 1)."""
+    """The scales of rows as an initializer (rows, 1)."""
     return constant(model, f"{value.name}_row_scales", scales.unsqueeze(1).numpy())
 
 
@@ -282,10 +306,10 @@ def only_product(gather: Any) -> Product | None:
     return None if transposed is None or len(node.inputs) != 2 else Product(node, transposed)
 
 
-def scale_product(model: Any, product: Product, scales: Any, indices: Any) -> None:
+def scale_product(model: Any, product: Product, scales: Any, columns: Any, indices: Any) -> None:
     """The product with gathered rows is one with scaled rows: its results are scaled, or its operand where it is not transposed.
 
-    Rows (…, K, d) have scales (…, 1, K), of indices (…, K).
+    Rows (…, K, d) have scales (…, 1, K), of indices (…, K); `columns` (d), or None, are those of the results of one not transposed.
     """
     import onnx_ir
 
@@ -294,11 +318,12 @@ def scale_product(model: Any, product: Product, scales: Any, indices: Any) -> No
     wide = onnx_ir.node("Unsqueeze", [indices, axis])
     of_rows = onnx_ir.node("Gather", [scales, wide.outputs[0]], {"axis": 0})
     x, rows = node.inputs
-    scaled = [] if product.transposed else [onnx_ir.node("Mul", [x, of_rows.outputs[0]])]
-    x = scaled[0].outputs[0] if scaled else x
+    before = [] if product.transposed else [onnx_ir.node("Mul", [x, of_rows.outputs[0]])]
+    x = before[0].outputs[0] if before else x
     again = onnx_ir.Node(node.domain, node.op_type, [x, rows], list(node.attributes.values()), num_outputs=1)
-    after = [onnx_ir.node("Mul", [again.outputs[0], of_rows.outputs[0]])] if product.transposed else []
-    replace(node, [wide, of_rows, *scaled, again, *after])
+    factor = of_rows.outputs[0] if product.transposed else columns
+    after = [] if factor is None else [onnx_ir.node("Mul", [again.outputs[0], factor])]
+    replace(node, [wide, of_rows, *before, again, *after])
 
 
 # The graph.
