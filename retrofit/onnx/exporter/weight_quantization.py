@@ -9,7 +9,7 @@
 
 A matrix that is both (a tied head) is kept in blocks, of which GatherBlockQuantized unpacks rows. Rows that few tokens gather have
 8 bits where the rest has 4: ONNX Runtime unpacks rows of 4 bits more slowly than it reads four times as many bytes
-(`benchmarks/quantized.py --operators`). So have matrices that only choose, a controller's or a router's: what is computed
+(`benchmarks/quantized.py --operators`). Matrices that only choose, a controller's or a router's, are not packed: what is computed
 depends on the choice, and they are small. Norms, biases, convolutions, and matrices that anything else reads stay as they are.
 
 MatMulNBits rounds what it multiplies by to 8 bits as well, in blocks of 32 (`accuracy_level` 4): with float32 there its kernels are
@@ -76,14 +76,14 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
         tensor = value.const_value
         if tensor is None or value.is_graph_output() or len(tensor.shape) != 2 or min(tensor.shape.numpy()) < LEAST:
             continue
-        if value.dtype != onnx_ir.DataType.FLOAT or (readers := readers_of(value)) is None:
+        if value.dtype != onnx_ir.DataType.FLOAT or value in choosers or (readers := readers_of(value)) is None:
             continue
         if not wanted(numbers_of(value)):
             continue
         products, gathers = readers
         everywhere = any(product.node.graph is model.graph for product in products)
         pack = pack_blocks if not gathers or everywhere else pack_rows
-        done.append(pack(model, value, products, gathers, 8 if value in choosers else bits))
+        done.append(pack(model, value, products, gathers, bits))
     if not done:
         raise RetrofitError(
             f"no matrix of the model can be kept in {bits} bits",
