@@ -8,9 +8,8 @@
 A model with random weights in bfloat16 is written shard by shard to a temporary folder in --folder; nothing of it is ever whole in
 memory. Each pass is applied to it in a process of its own, whose memory is looked at every 20 ms: resident is all of it, own is
 without the pages of mapped files, which the system can take back. Before each measurement the files that it reads are dropped from
-the page cache. Copying is that of as many bytes as the result has, read from the source and brought to the disk (fsync), of more
-than 4 GB at the rate of 4 GB. Seconds are those that passed; busy are those that the process kept a processor, which say more on a
-machine that others use too.
+the page cache. Copying is that of as many bytes as the result has, read from the source and brought to the disk (fsync).
+Seconds are those that passed; busy are those that the process kept a processor, which say more on a machine that others use too.
 With --load the result is loaded by stock `from_pretrained(device_map="auto", max_memory=…)` with the layers on the disk, and makes
 one token.
 """
@@ -61,7 +60,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 SPECS = ("altup(k=2)", "memory(lookup=softmax, rank=16)", "shared-moe(groups=1)")
 GB = 1e9
-COPIED = 4 * 10**9  # bytes
 POOL = 10_000_019  # random numbers; each weight is these, from a place of its own on, over and over
 
 
@@ -134,7 +132,6 @@ def copying(source: Path, target: Path, size: int) -> tuple[float, float]:
     """Seconds, and busy ones, to copy `size` bytes of the source's files, again if they are fewer, and bring them to the disk."""
     drop_from_page_cache(source)
     target.mkdir()
-    whole, size = size, min(size, COPIED)
     files = sorted(source.glob("*.safetensors"))
     start, busy, copied = time.perf_counter(), time.process_time(), 0
     while copied < size:
@@ -146,7 +143,7 @@ def copying(source: Path, target: Path, size: int) -> tuple[float, float]:
                 os.fsync(descriptor)
                 os.close(descriptor)
                 copied += file.stat().st_size
-    part = whole / copied
+    part = size / copied
     seconds = (time.perf_counter() - start) * part, (time.process_time() - busy) * part
     shutil.rmtree(target)
     return seconds
@@ -193,9 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--pass", dest="specs", action="append", help=f"a pass with its options (default: {', '.join(SPECS)})")
-    parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="where there is room for three such models"
-    )
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where there is room for two such models")
     parser.add_argument("--calibrate", metavar="FILE", type=Path, help="text that the passes fit to")
     parser.add_argument("--verify", action="store_true", help="with the checks that run in a stream")
     parser.add_argument("--load", action="store_true", help="load each result with its layers on the disk")
@@ -215,17 +210,18 @@ def main() -> None:
             command += ["--calibrate", str(options.calibrate)] if options.calibrate else []
             seconds, busy, resident, own = measured(command)
             size = size_of(output)
+            loaded = ""
+            if options.load:
+                allowed = f"{max(1, size // 4 // 2**20)}MiB"
+                loading, _, most, _ = measured([sys.executable, "-c", LOAD, str(output), allowed])
+                loaded = f"    loaded with {allowed} for weights: {loading:.1f} s, {most / GB:.2f} GB resident\n"
+                shutil.rmtree(f"{output}.offload", ignore_errors=True)
+            shutil.rmtree(output)  # before there is a copy: a disk need not have room for both
             copied, copied_busy = copying(source, Path(name) / "copy", size)
             memory, times = (resident, own), (seconds, busy, copied, copied_busy)
             figures = " | ".join([*(f"{one / GB:.2f} GB" for one in memory), *(f"{one:.1f} s" for one in times)])
             how = (", calibrated" if options.calibrate else "") + (", verified" if options.verify else "")
-            print(f"| `{spec}`{how} | {size / GB:.2f} GB | {figures} |", flush=True)
-            if options.load:
-                allowed = f"{max(1, size // 4 // 2**20)}MiB"
-                seconds, _, resident, own = measured([sys.executable, "-c", LOAD, str(output), allowed])
-                print(f"    loaded with {allowed} for weights: {seconds:.1f} s, {resident / GB:.2f} GB resident", flush=True)
-                shutil.rmtree(f"{output}.offload", ignore_errors=True)
-            shutil.rmtree(output)
+            print(f"| `{spec}`{how} | {size / GB:.2f} GB | {figures} |\n{loaded}", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from retrofit.checks.fingerprint import chunks, is_finite
+from retrofit.checks.finite_weights import not_finite, require_finite_weight
 from retrofit.runtime.resumable_directory import Unfinished
 from retrofit.runtime.safetensors_header import Extent
 from retrofit.storage.weight_files import INDEX
 from retrofit.streaming.model_layout import ModelLayout
-from retrofit.streaming.tensor_files import TensorFiles, bytes_of, copy_bytes, reserved_file, write_at
+from retrofit.streaming.tensor_files import TensorFiles, bytes_of, copy_bytes, forget_pages, reserved_file, write_at
 
 SMALL = 1 << 16  # bytes; a smaller new tensor stays in memory until the end
 STEP = 1 << 28  # bytes that are written between two records of what is on the disk
@@ -66,15 +68,26 @@ class ResultFiles:
     def __exit__(self, *failure: object) -> None:
         self.open.close()
 
-    def write(self, name: str, tensor: Tensor) -> None:
-        """The tensor is where the layout has it; one that was written before the process was stopped is not written again."""
+    def write(self, name: str, tensor: Tensor, *, finite: bool = False) -> None:
+        """The tensor is where the layout has it; one that was written before the process was stopped is not written again.
+
+        Raises `RetrofitError` where it is to be `finite`, a weight of numbers, and is not.
+        """
         if name in self.unfinished.steps:
             return
         extent, source = self.layout.extents[name], self.files.find(tensor)
+        place = self.place_of(name)
+        if finite and (source is None or source == place):
+            require_finite_weight(name, tensor)
+
+        def seen(piece: Tensor) -> None:
+            if not all(map(is_finite, chunks(piece))):
+                raise not_finite(name, tensor)
+
         if source is None:
             write_at(self.descriptors[extent.file], extent.start, bytes_of(tensor))
-        elif source != self.place_of(name):
-            copy_bytes(source, self.descriptors[extent.file], extent.start)
+        elif source != place:
+            copy_bytes(source, self.descriptors[extent.file], extent.start, seen if finite else None)
         self.pending.append(name)
         self.pending_bytes += extent.size
         if self.pending_bytes >= STEP:
@@ -84,6 +97,7 @@ class ResultFiles:
         """What was written is on the disk, and would not be written again."""
         for one in self.descriptors.values():
             os.fsync(one)
+            forget_pages(one)
         self.unfinished.record(self.pending)
         self.pending, self.pending_bytes = [], 0
 

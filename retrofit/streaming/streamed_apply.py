@@ -291,9 +291,7 @@ def write_rest(model: nn.Module, result: ResultFiles, dense: set[str], say: Prog
     done = 0
     with one_thread():
         for name, extent in result.layout.extents.items():
-            if name in dense and name not in result.unfinished.steps:
-                require_finite_weight(name, tensors[name])
-            result.write(name, tensors[name])
+            result.write(name, tensors[name], finite=name in dense)
             result.files.release()
             done += extent.size
             say(f"writing, {done / result.layout.size:.0%}")

@@ -8,7 +8,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from retrofit.runtime.safetensors_header import DTYPES, METADATA, Extent
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CACHE_LINE = 64  # bytes; tensors that torch makes begin at a multiple
-PIECE = 1 << 25  # bytes that are copied at a time
+PIECE = 1 << 23  # bytes that are copied at a time: few enough to stay in a processor's cache
 RESIDENT = 1 << 29  # bytes of files that may stay in memory before they are released
 EVERY = 0.02  # seconds
 
@@ -120,27 +120,42 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def copy_bytes(source: Extent, descriptor: int, start: int) -> None:
-    """The bytes of a tensor in one file are in another from `start` on; they do not pass through this process where it can be."""
+def copy_bytes(source: Extent, descriptor: int, start: int, seen: Callable[[Tensor], None] | None = None) -> None:
+    """The bytes of a tensor in one file are in another from `start` on; `seen` gets its numbers piece by piece on the way.
+
+    Read and written by way of a buffer they are looked at without being read once more, and no page has to be mapped.
+    """
+    buffer = bytearray(min(PIECE, source.size))
+    whole = memoryview(buffer)
     with source.file.open("rb") as opened:
         done = 0
         while done < source.size:
-            count = min(PIECE, source.size - done)
-            done += copy_piece(opened.fileno(), source.start + done, descriptor, start + done, count)
+            piece = whole[: min(len(buffer), source.size - done)]
+            read_at(opened.fileno(), source.start + done, piece)
+            if seen is not None:
+                seen(torch.frombuffer(buffer, dtype=source.dtype, count=len(piece) // source.dtype.itemsize))
+            write_at(descriptor, start + done, piece)
+            done += len(piece)
+        forget_pages(opened.fileno(), source.start, source.size)
 
 
-def copy_piece(source: int, from_byte: int, target: int, to_byte: int, count: int) -> int:
-    """Copies up to `count` bytes; returns how many."""
-    if hasattr(os, "copy_file_range"):
-        with contextlib.suppress(OSError):  # of two file systems, or one that cannot
-            copied = os.copy_file_range(source, target, count, from_byte, to_byte)
-            if copied:
-                return copied
-    content = os.pread(source, count, from_byte)
-    if not content:
-        raise EOFError("the file has become shorter while it was read")
-    write_at(target, to_byte, memoryview(content))
-    return len(content)
+def forget_pages(descriptor: int, start: int = 0, size: int = 0) -> None:
+    """What the system keeps of the file in memory may go, all from `start` on where `size` is 0: nobody reads it again soon.
+
+    Else a model larger than memory drives out everything else there, and to make room takes longer than to copy.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
+
+
+def read_at(descriptor: int, start: int, into: memoryview) -> None:
+    """The bytes of the file from there on are in the buffer."""
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], start + done)
+        if not count:
+            raise EOFError("the file has become shorter while it was read")
+        done += count
 
 
 @contextlib.contextmanager
