@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     call(
         "the first run of a layer may run other kernels than the second",
-        "with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(forget, forgotten):",
+        "with recorded_graph(kept=False):",
         "with torch.no_grad():",
         trials=on("t5-without-dropout", "reversible(bits=2)"),
         test=f"{LAYERS}::test_gradients_are_those_with_everything_kept_bit_for_bit",

@@ -79,25 +79,32 @@ def judge(now: CausalityMeasurement | None, before: CausalityMeasurement | None,
     if not now.leaks:
         return skipped("its outputs do not belong to tokens one by one")
     causal = [name for name, leak in now.leaks.items() if must_be_causal(name, leak, now, before)]
-    for found, words in ((now.leaks, ""), (now.moved, "once what begins at zero has moved, ")):
-        for name, leak in found.items():
-            if leak.mixes and before is not None and name in before.leaks and not before.leaks[name].mixes:
-                return failed(f"{name}: rows of a batch depend on each other", words + leak.mixes)
-            if words and leak.share and name in causal:
-                return failed(f"{name}: {leak.share:.0%} of the earlier outputs moved", words + leak.where)
-    if not causal:
-        return skipped("the dense model is not causal" if before is not None else "it reads both ways, and keeps no cache")
     measured = ", ".join(
         f"{name}: {now.leaks[name].share:.0%} of the earlier outputs moved, by at most {now.leaks[name].moves.measured}"
         for name in causal
     )
     leaking = next((name for name in causal if now.leaks[name].share), None)
-    if leaking is None:
-        return passed(measured)
-    moves = now.leaks[leaking].moves
-    with context.subject.arithmetic.computing(moves.in_float64):
-        divergence = locate_leak(context.subject, leaking, moves.limit)
-    return failed(measured, f"{now.leaks[leaking].where}\n{divergence.describe(context.place)}")
+    if leaking is not None:
+        moves = now.leaks[leaking].moves
+        with context.subject.arithmetic.computing(moves.in_float64):
+            divergence = locate_leak(context.subject, leaking, moves.limit)
+        return failed(measured, f"{now.leaks[leaking].where}\n{divergence.describe(context.place)}")
+    if why := hidden_leak(now, before, causal):
+        return failed(measured, why)
+    if not causal:
+        return skipped("the dense model is not causal" if before is not None else "it reads both ways, and keeps no cache")
+    return passed(measured)
+
+
+def hidden_leak(now: CausalityMeasurement, before: CausalityMeasurement | None, causal: list[str]) -> str:
+    """A leak between rows that the dense model has not, or one of the `causal` inputs through what begins at zero; "" without."""
+    for leaks, words in ((now.leaks, ""), (now.moved, "once what begins at zero has moved, ")):
+        for name, leak in leaks.items():
+            if leak.mixes and before is not None and name in before.leaks and not before.leaks[name].mixes:
+                return f"rows of a batch depend on each other: {words}{leak.mixes}"
+            if name in causal and leak.share:
+                return words + leak.where
+    return ""
 
 
 def must_be_causal(name: str, leak: Leak, now: CausalityMeasurement, before: CausalityMeasurement | None) -> bool:
