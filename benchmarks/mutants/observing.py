@@ -271,7 +271,7 @@ def attempt(folder: Path, trial: Trial, reference: bytes, program: Any) -> Row:
             report = check(rewritten, measured, *arguments, **keywords, checks=(name,))
             if not report.ok:
                 break
-            keywords["program"] = keywords["program"] or capture_result(rewritten, measured.inputs)
+            keywords["program"] = keywords["program"] or capture_result(rewritten, measured.inputs, ())
         return report
 
     rewriting.check_rewrite = up_to_the_first_failure
