@@ -19,8 +19,9 @@ from retrofit.checks.divergence import Divergence, first_divergence
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.stepping import keeps_cache
 from retrofit.checks.subject import Subject
-from retrofit.runtime.agreement import Arithmetic, Comparison
+from retrofit.runtime.agreement import Comparison
 from retrofit.runtime.example_inputs import special_ids
+from retrofit.runtime.packed_rows import is_packed_tensor
 from retrofit.runtime.probes import is_token_ids, ordinary_ids, resized_like, run, scale_of
 
 NOISE = 0.1  # in place of what begins at zero
@@ -120,15 +121,17 @@ def find_leaks(subject: Subject) -> dict[str, Leak]:
     if outputs.dim() != 3 or outputs.shape[1] < 2:
         return {}
     names = [name for name, value in subject.inputs.items() if is_token_ids(value) and value.shape[1] == outputs.shape[1]]
-    return {name: leak_of(subject, name, subject.arithmetic) for name in names}
+    return {name: leak_of(subject, name) for name in names}
 
 
 def leaks_once_moved(subject: Subject, context: Context) -> dict[str, Leak]:
     """The same with noise in place of the new parameters that are zero; nothing where there are none."""
-    zero = [one for one in context.new_parameters.values() if one.is_floating_point() and not bool(one.any())]
+    plain = [one for one in context.new_parameters.values() if one.is_floating_point() and not is_packed_tensor(one)]
+    zero = [one for one in plain if not bool(one.any())]
+    if not zero:
+        return {}
     with noise_in(zero):
-        moved = dataclasses.replace(subject, runs={}, watches={}, watched={}, wide_runs={})
-        return find_leaks(moved) if zero else {}
+        return find_leaks(dataclasses.replace(subject, runs={}, watches={}, watched={}, wide_runs={}))
 
 
 @contextlib.contextmanager
@@ -146,14 +149,15 @@ def noise_in(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
                 one.zero_()
 
 
-def leak_of(subject: Subject, name: str, arithmetic: Arithmetic) -> Leak:
+def leak_of(subject: Subject, name: str) -> Leak:
+    arithmetic = subject.arithmetic
     base, changed, early = with_changed_futures(subject, name)
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
         before, after = arithmetic.logits(base), arithmetic.logits(changed)
         return torch.where(early[..., None], after, before), before
 
-    moves = arithmetic.compare(ways)
+    moves = arithmetic.compare(ways, same_kernels=True)
     if moves.outputs is None or moves.others is None:
         return Leak(moves, 0.0, "")
     distances = (moves.outputs - moves.others).abs().amax(-1).nan_to_num(float("inf")) / scale_of(moves.others)  # (rows, length)
@@ -161,20 +165,14 @@ def leak_of(subject: Subject, name: str, arithmetic: Arithmetic) -> Leak:
     if not bool(leaking.any()):  # what moved are values that are no numbers
         return Leak(moves, 1.0, f"changing {name} changed which of the earlier outputs are numbers")
     same = early.all(1)  # rows in which nothing changed
-    mixes = (
-        f"changing {name} in other rows moved the output at position {position_in(leaking[same])}" if leaking[same].any() else ""
-    )
+    mixed = leaking[same].nonzero().tolist()
+    mixes = f"changing {name} in other rows moved the output at position {mixed[0][1]}" if mixed else ""
     leaking, early = leaking[~same], early[~same]
     if not bool(leaking.any()):
         return Leak(moves, 0.0, "", mixes)
     row, position = leaking.nonzero()[0].tolist()
     where = f"changing {name} from position {int(early[row].sum())} on moved the output at position {position}"
     return Leak(moves, float(leaking.sum() / early.sum()), where, mixes)
-
-
-def position_in(leaking: torch.Tensor) -> int:
-    """The position of the first of some outputs (rows, length)."""
-    return int(leaking.nonzero()[0, 1])
 
 
 def with_changed_futures(subject: Subject, name: str) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:

@@ -432,12 +432,12 @@ class Replay:
         wrong = (~(rows <= LIMIT * float(expected.detach().abs().max()))).nonzero().flatten()
         return f", first at token {int(wrong[0])} of {len(rows)}, at {len(wrong)} in all" if len(wrong) else ""
 
-    def zeroed_padding(self, argument: Tensor) -> Tensor | float:
-        """A factor that is 0 where the argument is padding that the model has set to zero: no gradient goes on from there."""
+    def going_on(self, gradient: Tensor, leaf: Tensor) -> Tensor:
+        """The gradient of a leaf, zero where that is an argument's padding which the model has set to zero: none goes on there."""
         hidden = self.site.irrelevant
-        if hidden is None or argument.shape[:-1] != hidden.shape or not any(argument is one for one in self.inputs):
-            return 1.0
-        return 1.0 - (hidden & (argument == 0).all(-1)).unsqueeze(-1).to(argument.dtype)
+        if hidden is None or leaf.shape[:-1] != hidden.shape or not any(leaf is one for one in self.inputs):
+            return gradient
+        return gradient.masked_fill((hidden & (leaf == 0).all(-1)).unsqueeze(-1), 0.0)
 
     def compare_gradients(self, value: Tensor, losses: Sequence[Tensor], expected: Tensor, seed: int) -> Found:
         """The gradients of a random linear function of the output, and of the losses, by both computations."""
@@ -452,8 +452,11 @@ class Replay:
         floor = NEGLIGIBLE * max((float(one.abs().max()) for one in theirs if one is not None and one.numel()), default=0.0)
         worst = Found()
         for name, leaf, one, other in zip(names, wanted, ours, theirs, strict=True):
-            label, zeros = name.removeprefix("parameter "), self.zeroed_padding(leaf)
-            left, right = (None if grad is None else self.parameters.reduced(label, grad * zeros) for grad in (one, other))
+            label, pair = (
+                name.removeprefix("parameter "),
+                (None if grad is None else self.going_on(grad, leaf) for grad in (one, other)),
+            )
+            left, right = (None if grad is None else self.parameters.reduced(label, grad) for grad in pair)
             if left is None or right is None:
                 present = right if left is None else left
                 if present is not None and bool((present.abs() > floor).any()):

@@ -54,7 +54,7 @@ POOLING = frozenset(
     "avg_pool1d avg_pool2d max_pool1d max_pool2d max_pool2d_with_indices adaptive_avg_pool1d adaptive_avg_pool2d".split()
 )
 ROUTING = frozenset("topk sort argsort argmax".split())
-CONJUNCTION = frozenset("bitwise_and logical_and __and__ and".split())
+CONJUNCTION = frozenset("bitwise_and logical_and __and__".split())
 COMPARISON = frozenset("eq ne lt le gt ge".split())
 NO_GRADIENT = frozenset("detach round floor ceil trunc sign sgn heaviside".split())  # nothing learns through them
 LIKE = frozenset(

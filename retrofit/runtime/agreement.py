@@ -1,6 +1,6 @@
 """Whether two ways of computing one thing agree: what one arithmetic leaves in doubt is settled in a wider one.
 
-1. No gap in float32, or, in a large model, one within its own rounding: they agree.
+1. No gap in float32, or, in a large model where the ways may round differently, one within its own rounding: they agree.
 2. In float64 more than 1e-9 of the outputs' scale: they do not, however small the gap is in float32.
 3. Less, and the gap in float32 is one that the model's own rounding explains: they agree.
 4. Less, and it is not: with the choices made in float64 forced on float32 the gap must be explained. Then some choices nearly tied,
@@ -165,14 +165,18 @@ class Arithmetic:
         found: Result = self.remembered[key]
         return found
 
-    def compare(self, ways: Ways, in_doubt: bool = False) -> Comparison:
-        """Whether the two ways agree; `in_doubt` float64 is asked in any case. Raises what the ways raise."""
+    def compare(self, ways: Ways, in_doubt: bool = False, same_kernels: bool = False) -> Comparison:
+        """Whether the two ways agree; `in_doubt` float64 is asked in any case. Raises what the ways raise.
+
+        Ways that run the `same_kernels` on the same numbers round alike, so that even in a large model any gap is a doubt.
+        """
         with self.computing(), self.remembering():
             one, other = ways()
         gap = distance(one, other)
         if self.dtype == torch.float64:
             return self.decided(one, other, Comparison(gap, self.name, agrees=gap <= LIMIT, limit=LIMIT, in_float64=True))
-        if not in_doubt and (gap == 0.0 or (not self.settles_everything and gap <= 2 * self.rounding)):
+        may_round = not self.settles_everything and not same_kernels
+        if not in_doubt and (gap == 0.0 or (may_round and gap <= 2 * self.rounding)):
             return Comparison(gap, self.name)
         try:
             with self.computing(in_float64=True):

@@ -60,8 +60,7 @@ class Fault:
 
 
 FAULTS: list[Fault] = []
-BELOW_ROUNDING = {  # of a model in float32, by the kernels of some processors; in a large one float64 is not asked about it
-    "a ten-millionth of the following token gets into a layer",
+SHAPES_APART = {  # ways of other shapes round differently, and these are no more than that: in a large model nothing else decides
     "a millionth of the padding reaches a token",
     "a step on the cache is off by a millionth",
 }
@@ -441,8 +440,9 @@ def test_fault_is_found_by_the_check_meant_for_it(one: Fault) -> None:
 def test_fault_is_found_in_a_large_model(one: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "SETTLED", 0)  # every model is large
     (check,) = report_of(one, (one.check,)).checks
-    if check.status == "passed" and one.what in BELOW_ROUNDING:
-        pytest.skip(f"no more than rounding: {check.measured}")
+    if check.status == "passed" and one.what in SHAPES_APART:
+        assert "in float32" in check.measured and "float64" not in check.measured
+        return
     assert check.status == "failed"
     assert one.names in f"{check.measured}\n{check.why}" or one.names == "beam: "  # of a large model no beams are decoded
 
