@@ -38,7 +38,7 @@ FILES = [
     *(("exported, set 18", name) for name in ("causal/llama", "causal/gpt2", "causal/opt", "masked/roberta")),
     *(("exported, set 23", name) for name in ("causal/gpt2", "image/vit")),
     *(("fused by ONNX Runtime", name) for name in ("masked/bert", "image/vit")),
-    *(("with its cache", name) for name in ("causal/llama", "causal/gpt_neox", "causal/gemma2", "image/vit")),
+    *(("with its cache", name) for name in ("causal/mistral", "causal/llama", "causal/gpt_neox", "causal/gemma2", "image/vit")),
 ]
 DEAR = (
     *(("with its cache", name) for name in ("causal/llama", "causal/gemma2", "causal/gpt_neox", "image/vit")),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch import Tensor
 
 from retrofit.errors import first_line
+from retrofit.onnx.exporter.attention_fusion import attend_on_cache, rotate_by_token
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
 from retrofit.runtime.probes import distance
 
@@ -88,18 +89,13 @@ def fusions() -> dict[str, Callable[[onnx_ir.Model], int]]:
     def in_turn(*fuse: Callable[[onnx_ir.Model], int]) -> Callable[[onnx_ir.Model], int]:
         return lambda model: sum(one(model) for one in fuse)
 
+    find = functools.partial(ort.fuse_sdpa, apply_shape_inference=True)
+    place = (ort.fuse_gqa, ort.fuse_mha1, ort.fuse_mha2, ort.fuse_mha_scale, ort.fuse_mha_bias, ort.replace_sdpa_by_mha)
     return {
         "norms": in_turn(ort.fuse_rms_normalization, ort.fuse_skip_layer_normalization, ort.fuse_skip_rms_normalization),
-        "rotary embeddings": in_turn(ort.fuse_rotary_embedding, ort.fuse_cos_sin_cache),
-        "attention": in_turn(
-            functools.partial(ort.fuse_sdpa, apply_shape_inference=True),
-            ort.fuse_gqa,
-            ort.fuse_mha1,
-            ort.fuse_mha2,
-            ort.fuse_mha_scale,
-            ort.fuse_mha_bias,
-            ort.replace_sdpa_by_mha,
-        ),
+        "rotary embeddings": in_turn(ort.fuse_rotary_embedding, rotate_by_token, ort.fuse_partial_rotary_embedding),
+        "attention": in_turn(find, attend_on_cache, *place),
+        "attention, its cache apart": in_turn(find, *place),  # where the one before was not kept
         "GELU": in_turn(ort.fuse_erfgelu, ort.fuse_gelu, ort.fuse_bias_gelu),
         "products": RewriteRuleSet(ort.ORT_PATTERN_REWRITE_RULES).apply_to_model,
     }

@@ -193,7 +193,7 @@ def custom_translations() -> dict[Any, Callable[..., Any]]:
 
 
 def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
-    """The inputs, the outputs and the dynamic sizes of the model have these names."""
+    """The inputs, the outputs and the dynamic sizes of the model have these names, the sizes wherever they are spoken of."""
     import onnx_ir
 
     graph = model.graph
@@ -211,11 +211,17 @@ def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], sy
     for values, names in ((graph.inputs, inputs), (graph.outputs, outputs)):
         for value, name in zip(values, names, strict=True):
             value.name = name
-    for value in (*graph.inputs, *graph.outputs):
+    for value in (*graph.inputs, *(output for node in graph.all_nodes() for output in node.outputs)):
         if value.shape is not None:
-            value.shape = onnx_ir.Shape(
-                [extent if isinstance(extent, int) else symbols.get(str(extent.value), extent) for extent in value.shape]
-            )
+            value.shape = onnx_ir.Shape([extent if isinstance(extent, int) else named(extent, symbols) for extent in value.shape])
+
+
+def named(extent: onnx_ir.SymbolicDim, symbols: Mapping[str, str]) -> onnx_ir.SymbolicDim | str:
+    """The extent with the names of dynamic sizes in place of torch's symbols: fusions compare extents of inputs with others."""
+    if extent.value is None:
+        return extent
+    said = str(extent.value)
+    return symbols.get(said) or re.sub(r"\bs\d+\b", lambda found: symbols.get(found[0], found[0]), said)
 
 
 @contextlib.contextmanager

@@ -49,6 +49,7 @@ from retrofit.onnx.importer.operators import (  # noqa: F401 # each registers it
     shapes,
 )
 from retrofit.onnx.importer.operators.table import FACTORIES, MICROSOFT, OPERATORS, REFUSALS, Operator
+from retrofit.onnx.importer.rows_of_heads import read_rows_as_heads
 from retrofit.onnx.importer.values import DTYPES, is_number, numbers
 from retrofit.onnx.importer.weights import Weights, only_numbers
 from retrofit.pipeline import recipe_storage
@@ -90,6 +91,7 @@ class GraphBuilder:
     """The construction of the module of one file; with `keep_states` the states of earlier tokens stay inputs and outputs."""
 
     def __init__(self, model: onnx_ir.Model, path: Path, keep_states: bool) -> None:
+        read_rows_as_heads(model)
         self.model, self.path, self.keep_states = model, path, keep_states
         self.scope = SubgraphScope()
         self.values: dict[onnx_ir.Value | None, Any] = {None: None}  # FX nodes or numbers

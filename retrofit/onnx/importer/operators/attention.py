@@ -210,10 +210,12 @@ def multi_head_attention(
     past_v: Tensor | None = None,
     *,
     num_heads: int,
+    kv_num_heads: int = 0,
     mask_filter_value: float = -10000.0,
     scale: float = 0.0,
     unidirectional: int = 0,
 ) -> tuple[Tensor, ...]:
+    """`kv_num_heads`, of keys and values, is no attribute of ONNX Runtime's: `read_rows_as_heads` sets it where they are fewer."""
     if q.dim() == 5:  # (batch, length, heads, 3, width)
         q, k, v = (part.flatten(-2) for part in q.unbind(3))
     elif k is not None and k.dim() == 5:
@@ -226,7 +228,7 @@ def multi_head_attention(
             k, v = k + bias[width : width + k.shape[-1]], v + bias[width + k.shape[-1] :]
     q = split_heads(q, num_heads)
     if k.dim() == 3:
-        k, v = split_heads(k, num_heads), split_heads(v, num_heads)
+        k, v = (split_heads(part, kv_num_heads or num_heads) for part in (k, v))
     k, v = append_to_past(past_k, k), append_to_past(past_v, v)
     mask = sum_masks(key_mask(key_padding, k.shape[2], mask_filter_value, q), attention_bias)
     return merge_heads(attend(q, k, v, mask, bool(unidirectional), scale or None)), k, v

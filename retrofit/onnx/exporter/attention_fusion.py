@@ -1,0 +1,346 @@
+"""Attention on a cache as ONNX Runtime's own operators compute it: rotary embeddings, and keys and values as they lie there.
+
+As torch exports it, an attention whose queries share keys and values repeats these for every query, and the fused operator wants
+them with their axes swapped: of a step of one token, much of the time goes there. `MultiHeadAttention` also takes the earlier keys
+and values as the cache keeps them, and the tokens' own as the products leave them. Queries that share a head of keys become rows
+of that head.
+
+    rotate_by_token    x · cos + turned(x) · sin             →  RotaryEmbedding, with a table of these tokens' angles
+    attend_on_cache    attention(q, repeated(past ++ k), …)  →  MultiHeadAttention(q as rows, k, v, mask, past, …)
+
+Both start from what onnxscript's rewriters find (`RotaryEmbedding` and `SDPA` of a domain of their own). `GroupQueryAttention`
+would do without rows, but in ONNX Runtime it takes no batch of several tokens on a cache, and lets no token see a later one.
+
+Source: ONNX Runtime's documentation of its contributed operators.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, TypeAlias
+
+from retrofit.onnx.importer.operators.table import MICROSOFT
+
+if TYPE_CHECKING:
+    import onnx_ir
+    from onnx_ir.tape import Tape
+
+    Value: TypeAlias = onnx_ir.Value
+    Node: TypeAlias = onnx_ir.Node
+
+FOUND = "ai.onnxruntime._fusion"  # the domain of what onnxscript's rewriters found and nothing has replaced yet
+SWAPPED = [0, 2, 1, 3]  # (batch, heads, tokens, width) of (batch, tokens, heads, width), and back
+HEADS, WIDTH = 1, 3  # axes of (batch, heads, tokens, width)
+
+
+# Rotary embeddings.
+
+
+def rotate_by_token(model: onnx_ir.Model) -> int:
+    """Every rotation whose angles are those of two equal halves is ONNX Runtime's `RotaryEmbedding`; returns how many there are."""
+    import onnx_ir
+
+    known: dict[tuple[Value, Value, str], list[Value]] = {}
+    count = 0
+    for node in [node for node in model.graph if (node.domain, node.op_type) == (FOUND, "RotaryEmbedding")]:
+        x, cos, sin = node.inputs
+        if x is None or cos is None or sin is None or x.shape is None or not all(has_equal_halves(one) for one in (cos, sin)):
+            continue
+        tape = onnx_ir.tape.Tape()
+        key = (cos, sin, str(x.shape[0]))  # layers share their angles
+        if key not in known:
+            known[key] = [token_numbers(tape, x, cos), *(angle_table(tape, one) for one in (cos, sin))]
+        attributes = {"interleaved": 0, "num_heads": x.shape[HEADS]}
+        replace(node, tape, tape.op("RotaryEmbedding", [x, *known[key]], attributes, domain=MICROSOFT))
+        count += 1
+    clean(model)
+    return count
+
+
+def has_equal_halves(value: Value) -> bool:
+    """Whether the value is (batch or 1, 1, tokens, width) and its last axis holds the same twice, which its nodes show."""
+    if value.shape is None or len(value.shape) != 4 or value.shape[1] != 1 or not isinstance(value.shape[WIDTH], int):
+        return False
+    while (node := value.producer()) is not None:
+        if node.op_type == "Concat":
+            return node.attributes["axis"].as_int() in (-1, len(value.shape or ()) - 1) and node.inputs[0] is node.inputs[1]
+        along = node.inputs[0]
+        scaled = (
+            node.op_type == "Mul" and (other := node.inputs[1]) is not None and other.shape is not None and not len(other.shape)
+        )
+        if (node.op_type not in ("Cos", "Sin", "Cast", "Unsqueeze") and not scaled) or along is None:
+            return False
+        value = along
+    return False
+
+
+def angle_table(tape: Tape, angles: Value) -> Value:
+    """The first halves of (batch, 1, tokens, width), one row a token of the batch."""
+    width = angles.shape[WIDTH]  # type: ignore[index]
+    assert isinstance(width, int)
+    ends = [constant(tape, [end]) for end in (0, width // 2, WIDTH, 1)]
+    return tape.op("Reshape", [tape.op("Slice", [angles, *ends]), constant(tape, [-1, width // 2])])
+
+
+def token_numbers(tape: Tape, x: Value, angles: Value) -> Value:
+    """The row of the table for each token of x: (batch, tokens). Angles of one row count for the whole batch."""
+    sizes = tape.op("Shape", [angles], {"start": 0, "end": 3})
+    zero, one = constant(tape, 0), constant(tape, 1)
+    rows = tape.op("Range", [zero, tape.op("ReduceProd", [sizes], {"keepdims": 0}), one])
+    batch, tokens = (tape.op("Shape", [value], {"start": axis, "end": axis + 1}) for value, axis in ((angles, 0), (angles, 2)))
+    numbers = tape.op("Reshape", [rows, tape.op("Concat", [batch, tokens], {"axis": 0})])
+    if x.shape is not None and angles.shape is not None and x.shape[0] == angles.shape[0]:
+        return numbers
+    every = tape.op("Concat", [tape.op("Shape", [x], {"start": 0, "end": 1}), tokens], {"axis": 0})
+    return tape.op("Expand", [numbers, every])
+
+
+# Keys and values of a cache.
+
+
+@dataclasses.dataclass(frozen=True)
+class Cached:
+    """Keys or values of all tokens (batch, heads, tokens, width): those of a cache, and behind them these tokens' own, if any."""
+
+    every: Value
+    earlier: Value
+    own: Value | None
+
+
+def attend_on_cache(model: onnx_ir.Model) -> int:
+    """Every attention on a cache takes it as it lies, in ONNX Runtime's `MultiHeadAttention`; returns how many there are."""
+    import onnx_ir
+
+    count = 0
+    for node in [node for node in model.graph if (node.domain, node.op_type) == (FOUND, "SDPA")]:
+        query, mask = node.inputs[0], node.inputs[3] if len(node.inputs) > 3 else None
+        keys, values = cached(node.inputs[1]), cached(node.inputs[2])
+        if query is None or keys is None or values is None or (heads := heads_of(query, keys, values)) is None:
+            continue
+        if mask is not None and (mask.shape is None or len(mask.shape) != 4 or mask.shape[HEADS] not in (1, heads.queries)):
+            continue
+        tape = onnx_ir.tape.Tape()
+        both = (keys, values)
+        inputs = [heads.as_rows(tape, tokens_first(tape, query))]
+        inputs += [one.earlier if one.own is None else tokens_first(tape, one.own) for one in both]
+        inputs += [None, None, None if mask is None else heads.mask_rows(tape, mask, query)]
+        inputs += [one.earlier for one in both if one.own is not None]
+        attributes: dict[str, int | float] = {"num_heads": heads.keys}
+        if (scale := node.attributes.get("scale")) is not None and scale.value is not None:
+            attributes["scale"] = scale.as_float()
+        grown = sum(one.own is not None for one in both)
+        if grown == 1:
+            continue
+        found, *present = tape.op_multi_out("MultiHeadAttention", inputs, attributes, num_outputs=1 + grown, domain=MICROSOFT)
+        for one, now in zip(both, present, strict=False):
+            now.shape, now.type = one.every.shape, one.every.type
+            return_instead(model.graph, one.every, now)
+        place_result(node, tape, heads.as_tokens(tape, found), heads)
+        count += 1
+    clean(model)
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """How many heads of queries and of keys there are, and their width. Queries that share keys follow one another."""
+
+    queries: int
+    keys: int
+    width: int
+
+    @property
+    def sharing(self) -> int:
+        """How many queries share a head of keys."""
+        return self.queries // self.keys
+
+    def as_rows(self, tape: Tape, query: Value) -> Value:
+        """(batch, tokens, queries · width) as (batch, sharing · tokens, keys · width)."""
+        if self.sharing == 1:
+            return query
+        apart = tape.op("Reshape", [query, constant(tape, [0, 0, self.keys, self.sharing, self.width])])
+        return tape.op(
+            "Reshape", [tape.op("Transpose", [apart], {"perm": [0, 3, 1, 2, 4]}), constant(tape, [0, -1, self.keys * self.width])]
+        )
+
+    def as_tokens(self, tape: Tape, rows: Value) -> Value:
+        """The other way round."""
+        if self.sharing == 1:
+            return rows
+        apart = tape.op("Reshape", [rows, constant(tape, [0, self.sharing, -1, self.keys, self.width])])
+        return tape.op(
+            "Reshape", [tape.op("Transpose", [apart], {"perm": [0, 2, 3, 1, 4]}), constant(tape, [0, 0, self.queries * self.width])]
+        )
+
+    def mask_rows(self, tape: Tape, mask: Value, query: Value) -> Value:
+        """The mask (batch or 1, heads or 1, tokens or 1, all tokens) with a row for each that `as_rows` makes."""
+        assert mask.shape is not None and query.shape is not None
+        if mask.shape[2] is None or mask.shape[2] != query.shape[2]:  # one row for all tokens
+            one = constant(tape, [1])
+            sizes = tape.op("Concat", [one, one, tape.op("Shape", [query], {"start": 2, "end": 3}), one], {"axis": 0})
+            mask_of_tokens = tape.op("Expand", [mask, sizes])
+        else:
+            mask_of_tokens = mask
+        if self.sharing == 1:
+            return mask_of_tokens
+        if mask.shape[HEADS] == 1:
+            return tape.op("Tile", [mask_of_tokens, constant(tape, [1, 1, self.sharing, 1])])
+        batch, tokens = (tape.op("Shape", [mask_of_tokens], {"start": axis, "end": end}) for axis, end in ((0, 1), (3, 4)))
+        sizes = tape.op("Concat", [batch, constant(tape, [self.keys, -1]), tokens], {"axis": 0})
+        return tape.op("Reshape", [mask_of_tokens, sizes])
+
+
+def cached(value: Value | None) -> Cached | None:
+    """What the keys or values are made of, repeated for queries or not; None where none of it is the graph's input."""
+    value = value if value is None else unrepeated(value)
+    if value is None or value.shape is None:
+        return None
+    if value.is_graph_input():
+        return Cached(value, value, None)
+    node = value.producer()
+    if node is None or node.op_type != "Concat" or len(node.inputs) != 2 or node.attributes["axis"].as_int() not in (2, -2):
+        return None
+    earlier, own = node.inputs
+    known = earlier is not None and own is not None and own.shape is not None
+    return Cached(value, earlier, own) if known and earlier.is_graph_input() else None
+
+
+def unrepeated(value: Value) -> Value:
+    """The value before each of its heads was repeated, (batch, heads, 1 → times, tokens, width); itself where none was."""
+    reshape = value.producer()
+    expand = None if reshape is None or reshape.op_type != "Reshape" or reshape.inputs[0] is None else reshape.inputs[0].producer()
+    unsqueeze = None if expand is None or expand.op_type != "Expand" or expand.inputs[0] is None else expand.inputs[0].producer()
+    if unsqueeze is None or unsqueeze.op_type != "Unsqueeze" or expand is None:
+        return value
+    before, between, repeated = unsqueeze.inputs[0], unsqueeze.outputs[0].shape, expand.outputs[0].shape
+    if before is None or before.shape is None or value.shape is None or between is None or repeated is None:
+        return value
+    if len(between) != 5 or len(repeated) != 5 or len(value.shape) != 4 or between[2] != 1:
+        return value
+    heads, times = repeated[1], repeated[2]
+    known = isinstance(heads, int) and isinstance(times, int)
+    return before if known and before.shape[HEADS] == heads and value.shape[HEADS] == heads * times else value
+
+
+def heads_of(query: Value, keys: Cached, values: Cached) -> Heads | None:
+    """The heads of an attention, (batch, heads, tokens, width) each; None where these are not known, or not of one width."""
+    found = []
+    for value in (query, keys.every, values.every):
+        if value.shape is None or len(value.shape) != 4:
+            return None
+        found.append((value.shape[HEADS], value.shape[WIDTH]))
+    (queries, width), of_keys, of_values = found
+    if not isinstance(queries, int) or not isinstance(width, int) or not isinstance(of_keys[0], int):
+        return None
+    return Heads(queries, of_keys[0], width) if of_keys == of_values and of_keys[1] == width else None
+
+
+def tokens_first(tape: Tape, value: Value) -> Value:
+    """(batch, heads, tokens, width) as (batch, tokens, heads · width): where that was turned, as it was before."""
+    assert value.shape is not None
+    node = value.producer()
+    heads, width = value.shape[HEADS], value.shape[WIDTH]
+    flat = constant(tape, [0, 0, heads * width])
+    if node is not None and is_swap(node) and (before := node.inputs[0]) is not None:
+        reshape = before.producer()
+        source = None if reshape is None or reshape.op_type != "Reshape" else reshape.inputs[0]
+        if source is not None and source.shape is not None and len(source.shape) == 3 and source.shape[2] == heads * width:
+            return source
+        return tape.op("Reshape", [before, flat])
+    if node is not None and (node.domain, node.op_type) == (MICROSOFT, "RotaryEmbedding") and node.inputs[0] is not None:
+        return tape.op("RotaryEmbedding", [tokens_first(tape, node.inputs[0]), *node.inputs[1:]], node.attributes, domain=MICROSOFT)
+    return tape.op("Reshape", [tape.op("Transpose", [value], {"perm": SWAPPED}), flat])
+
+
+def is_swap(node: Node) -> bool:
+    """Whether the node turns (batch, heads, tokens, width) into (batch, tokens, heads, width), or back."""
+    return node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == SWAPPED
+
+
+def place_result(node: Node, tape: Tape, found: Value, heads: Heads) -> None:
+    """What reads the attention's result reads `found`, (batch, tokens, heads · width): its axes are turned only where they must be.
+
+    Usually they are turned back behind it. In between, rows that see nothing may be made zero.
+    """
+    at, choice = node, None
+    user = only_user(at)
+    if (
+        user is not None
+        and user.op_type == "Where"
+        and user.inputs[2] is at.outputs[0]
+        and is_by_row(user.inputs[0], user.inputs[1])
+    ):
+        at, choice = user, user
+        user = only_user(at)
+    if user is not None and user.op_type == "Reshape" and same_shape(user.outputs[0], at.outputs[0]):
+        at = user
+        user = only_user(at)
+    flat = only_user(user) if user is not None and is_swap(user) else None
+    if (
+        flat is None
+        or flat.op_type != "Reshape"
+        or (shape := flat.outputs[0].shape) is None
+        or list(shape)[2:] != [heads.queries * heads.width]
+    ):
+        apart = tape.op("Reshape", [found, constant(tape, [0, 0, heads.queries, heads.width])])
+        replace(node, tape, tape.op("Transpose", [apart], {"perm": SWAPPED}))
+        return
+    if choice is not None:
+        rows = tape.op("Squeeze", [choice.inputs[0], constant(tape, [1])])
+        found = tape.op("Where", [rows, choice.inputs[1], found])
+    replace(flat, tape, found)
+
+
+def is_by_row(condition: Value | None, number: Value | None) -> bool:
+    """Whether the condition is (batch, 1, tokens, 1) and the number a single one."""
+    if condition is None or number is None or condition.shape is None or number.shape is None:
+        return False
+    return len(condition.shape) == 4 and condition.shape[1] == condition.shape[3] == 1 and set(number.shape) <= {1}
+
+
+def same_shape(one: Value, other: Value) -> bool:
+    """Whether two values have one shape, as far as the graph says."""
+    if one.shape is None or other.shape is None:
+        return False
+    return all(extent is not None for extent in one.shape.dims) and one.shape == other.shape
+
+
+# The graph.
+
+
+def only_user(node: Node) -> Node | None:
+    """The node that alone reads what the node computes; None where others do, or the graph returns it."""
+    uses = list(node.outputs[0].uses())
+    return uses[0].node if len(uses) == 1 and not node.outputs[0].is_graph_output() else None
+
+
+def constant(tape: Tape, numbers: int | list[int]) -> Value:
+    """Whole numbers: a list, or one number without axes."""
+    kind = "value_int" if isinstance(numbers, int) else "value_ints"
+    return tape.op("Constant", [], {kind: numbers})
+
+
+def replace(node: Node, tape: Tape, value: Value) -> None:
+    """The nodes on the tape are in the graph, and what read the node's result reads the value."""
+    assert node.graph is not None
+    node.graph.insert_before(node, tape.nodes)
+    value.shape, value.type = node.outputs[0].shape, node.outputs[0].type
+    return_instead(node.graph, node.outputs[0], value)
+    node.outputs[0].replace_all_uses_with(value)
+
+
+def clean(model: onnx_ir.Model) -> None:
+    """Nodes stand after what they read, and none is left that nothing reads."""
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    model.graph.opset_imports.setdefault(MICROSOFT, 1)
+    model.graph.sort()
+    RemoveUnusedNodesPass()(model)
+
+
+def return_instead(graph: onnx_ir.Graph | onnx_ir.Function, one: Value, now: Value) -> None:
+    """Where the graph returned `one` it returns `now`, under the same name."""
+    for place, output in enumerate(graph.outputs):
+        if output is one:
+            graph.outputs[place] = now
+            now.name, one.name = one.name, f"{one.name}_before"
