@@ -50,8 +50,9 @@ def rotate_by_token(model: onnx_ir.Model) -> int:
         key = (cos, sin, str(x.shape[0]))  # layers share their angles
         if key not in known:
             known[key] = [token_numbers(tape, x, cos), *(angle_table(tape, one) for one in (cos, sin))]
-        attributes = {"interleaved": 0, "num_heads": x.shape[HEADS]}
-        replace(node, tape, tape.op("RotaryEmbedding", [x, *known[key]], attributes, domain=MICROSOFT))
+        if not isinstance(heads := x.shape[HEADS], int):
+            continue
+        replace(node, tape, tape.op("RotaryEmbedding", [x, *known[key]], {"interleaved": 0, "num_heads": heads}, domain=MICROSOFT))
         count += 1
     clean(model)
     return count
@@ -65,9 +66,8 @@ def has_equal_halves(value: Value) -> bool:
         if node.op_type == "Concat":
             return node.attributes["axis"].as_int() in (-1, len(value.shape or ()) - 1) and node.inputs[0] is node.inputs[1]
         along = node.inputs[0]
-        scaled = (
-            node.op_type == "Mul" and (other := node.inputs[1]) is not None and other.shape is not None and not len(other.shape)
-        )
+        other = node.inputs[1] if node.op_type == "Mul" else None
+        scaled = other is not None and other.shape is not None and not len(other.shape)
         if (node.op_type not in ("Cos", "Sin", "Cast", "Unsqueeze") and not scaled) or along is None:
             return False
         value = along
@@ -117,21 +117,21 @@ def attend_on_cache(model: onnx_ir.Model) -> int:
         keys, values = cached(node.inputs[1]), cached(node.inputs[2])
         if query is None or keys is None or values is None or (heads := heads_of(query, keys, values)) is None:
             continue
+        if (keys.own is None) != (values.own is None) or node.attributes["key_format"].as_string() != "BHSd":
+            continue
         if mask is not None and (mask.shape is None or len(mask.shape) != 4 or mask.shape[HEADS] not in (1, heads.queries)):
             continue
         tape = onnx_ir.tape.Tape()
         both = (keys, values)
-        inputs = [heads.as_rows(tape, tokens_first(tape, query))]
-        inputs += [one.earlier if one.own is None else tokens_first(tape, one.own) for one in both]
+        inputs: list[Value | None] = [heads.as_rows(tape, tokens_first(tape, query, heads.queries * heads.width))]
+        inputs += [one.earlier if one.own is None else tokens_first(tape, one.own, heads.keys * heads.width) for one in both]
         inputs += [None, None, None if mask is None else heads.mask_rows(tape, mask, query)]
         inputs += [one.earlier for one in both if one.own is not None]
         attributes: dict[str, int | float] = {"num_heads": heads.keys}
         if (scale := node.attributes.get("scale")) is not None and scale.value is not None:
             attributes["scale"] = scale.as_float()
-        grown = sum(one.own is not None for one in both)
-        if grown == 1:
-            continue
-        found, *present = tape.op_multi_out("MultiHeadAttention", inputs, attributes, num_outputs=1 + grown, domain=MICROSOFT)
+        outputs = 1 if keys.own is None else 3
+        found, *present = tape.op_multi_out("MultiHeadAttention", inputs, attributes, num_outputs=outputs, domain=MICROSOFT)
         for one, now in zip(both, present, strict=False):
             now.shape, now.type = one.every.shape, one.every.type
             return_instead(model.graph, one.every, now)
@@ -201,8 +201,9 @@ def cached(value: Value | None) -> Cached | None:
     if node is None or node.op_type != "Concat" or len(node.inputs) != 2 or node.attributes["axis"].as_int() not in (2, -2):
         return None
     earlier, own = node.inputs
-    known = earlier is not None and own is not None and own.shape is not None
-    return Cached(value, earlier, own) if known and earlier.is_graph_input() else None
+    if earlier is None or own is None or own.shape is None or not earlier.is_graph_input():
+        return None
+    return Cached(value, earlier, own)
 
 
 def unrepeated(value: Value) -> Value:
@@ -235,21 +236,19 @@ def heads_of(query: Value, keys: Cached, values: Cached) -> Heads | None:
     return Heads(queries, of_keys[0], width) if of_keys == of_values and of_keys[1] == width else None
 
 
-def tokens_first(tape: Tape, value: Value) -> Value:
-    """(batch, heads, tokens, width) as (batch, tokens, heads · width): where that was turned, as it was before."""
-    assert value.shape is not None
+def tokens_first(tape: Tape, value: Value, width: int) -> Value:
+    """(batch, heads, tokens, …) as (batch, tokens, width), the width of all heads: where axes were swapped, as it was before."""
     node = value.producer()
-    heads, width = value.shape[HEADS], value.shape[WIDTH]
-    flat = constant(tape, [0, 0, heads * width])
     if node is not None and is_swap(node) and (before := node.inputs[0]) is not None:
         reshape = before.producer()
         source = None if reshape is None or reshape.op_type != "Reshape" else reshape.inputs[0]
-        if source is not None and source.shape is not None and len(source.shape) == 3 and source.shape[2] == heads * width:
+        if source is not None and source.shape is not None and len(source.shape) == 3 and source.shape[2] == width:
             return source
-        return tape.op("Reshape", [before, flat])
+        return tape.op("Reshape", [before, constant(tape, [0, 0, width])])
     if node is not None and (node.domain, node.op_type) == (MICROSOFT, "RotaryEmbedding") and node.inputs[0] is not None:
-        return tape.op("RotaryEmbedding", [tokens_first(tape, node.inputs[0]), *node.inputs[1:]], node.attributes, domain=MICROSOFT)
-    return tape.op("Reshape", [tape.op("Transpose", [value], {"perm": SWAPPED}), flat])
+        turned = tokens_first(tape, node.inputs[0], width)
+        return tape.op("RotaryEmbedding", [turned, *node.inputs[1:]], dict(node.attributes), domain=MICROSOFT)
+    return tape.op("Reshape", [tape.op("Transpose", [value], {"perm": SWAPPED}), constant(tape, [0, 0, width])])
 
 
 def is_swap(node: Node) -> bool:

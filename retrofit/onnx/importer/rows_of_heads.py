@@ -51,8 +51,10 @@ def turned(value: Value | None, axes: tuple[int, ...]) -> tuple[Value, list[int]
     if swap is None or swap.op_type != "Transpose" or tuple(swap.attributes["perm"].as_ints()) != axes or swap.inputs[0] is None:
         return None
     first = swap.inputs[0].producer()
-    sizes = None if first is None or first.op_type != "Reshape" else onnx_ir.convenience.get_const_tensor(first.inputs[1])
-    return None if first is None or sizes is None or first.inputs[0] is None else (first.inputs[0], sizes.numpy().tolist())
+    if first is None or first.op_type != "Reshape" or first.inputs[0] is None or first.inputs[1] is None:
+        return None
+    sizes = onnx_ir.convenience.get_const_tensor(first.inputs[1])
+    return None if sizes is None else (first.inputs[0], sizes.numpy().tolist())
 
 
 def only_user(node: Node | None) -> Node | None:
