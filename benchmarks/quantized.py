@@ -70,7 +70,9 @@ def export(options: argparse.Namespace) -> None:
 
     spec = options.recipe if options.export == "sparse" else ""
     start = time.perf_counter()
-    model = rewritten(SmolLM2().trained(options.folder), spec, calibrated=options.calibrated).eval()
+    start_from = SmolLM2()
+    dense = start_from.trained(options.folder)
+    model = rewritten(dense, spec, calibrated=options.calibrated, tokenizer=start_from.tokenizer).eval()
     options.folder.mkdir(parents=True, exist_ok=True)
     made = retrofit.export_onnx(model, options.folder / f"{options.export}.float32.onnx", force=True)
     print(f"{made}\n{spec or 'dense'}: {time.perf_counter() - start:.0f} s")

@@ -187,3 +187,34 @@ def test_what_an_encoder_decoder_reads_of_its_encoder_is_taken_as_it_lies(tmp_pa
     attentions = [node for node in graph.node if node.op_type == "MultiHeadAttention"]
     crossing = [node for node in attentions if node.input[1].endswith("encoder.key")]
     assert len(attentions) == 8 and len(crossing) == 4 and not [node for node in graph.node if node.op_type == "Softmax"]
+
+
+@pytest.mark.parametrize(("scale", "kept"), [(1.0, True), (1.01, False)])
+def test_a_fusion_is_tried_with_the_choices_of_the_graph_before(scale: float, kept: bool, monkeypatch) -> None:
+    """Of two units that tie, rounding may choose: that says nothing of the fusion. What they are chosen by must not move, though."""
+    lines = [
+        "half = Div(x, two)",
+        "turned = Neg(half)",
+        "back = Neg(turned)",
+        "whole = Mul(back, two)",
+        "both = Concat<axis=-1>(x, whole)",
+    ]
+    lines += ["unit = ArgMax<axis=-1, keepdims=0>(both)", "out = Gather<axis=0>(units, unit)"]
+    known = "float two = {2.0}, float[2,3] units = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}"
+    proto = parsed(f"choice (float[b,1] x) => (float[b,3] out) <{known}>", lines)
+
+    def fuse(model: onnx_ir.Model) -> int:
+        node = next(node for node in model.graph if node.op_type == "Div")
+        divisor = onnx_ir.node("Constant", [], {"value_float": 2.0 / scale})
+        model.graph.insert_before(node, divisor)
+        for gone in [one for one in model.graph if one.op_type == "Neg"]:
+            gone.outputs[0].replace_all_uses_with(gone.inputs[0])
+            model.graph.remove(gone)
+        node.replace_input_with(1, divisor.outputs[0])
+        choice = next(one for one in model.graph if one.op_type == "ArgMax")  # the last of those that tie, not the first
+        choice.attributes["select_last_index"] = onnx_ir.AttrInt64("select_last_index", 1)
+        return 1
+
+    monkeypatch.setattr(optimization, "fusions", lambda: {"fused": fuse})
+    _, (step,) = optimization.fuse_operators(onnx_ir.from_proto(proto), [{"x": torch.rand(4, 1) + 1}])
+    assert step.kept is kept and ("move" in step.why) is not kept, step

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Tensors: TypeAlias = Mapping[str, Tensor]
 LARGEST = 2**30  # bytes of weights; a larger model is not copied and run to see what a fusion does to it
 PAIRWISE_RULES = {"SlicesSplit"}  # of the optimizer: tried on every pair of slices, for minutes where a graph has hundreds
+CHOOSES = {"ArgMax": 0, "ArgMin": 0, "TopK": 1}  # operators by the place of the output that says what was chosen
+GIVEN = "_given"  # behind the name of a choice that a graph is given
 TOLERANCE = 1e-5  # relative to the largest output; a model that rounds more may move by what it rounds
 
 
@@ -114,8 +116,7 @@ def fuse_operators(
         return model, [
             RewriteStep("fusions", count_nodes(model), count_nodes(model), False, f"more than {LARGEST / 2**30:.0f} GiB of weights")
         ]
-    running = session_of(model)
-    expected = [running(example) for example in examples]
+    trial = ChoosingAlike(model, examples)
     account = []
     for name, fuse in fusions().items():
         candidate, before = model.clone(), count_nodes(model)
@@ -125,14 +126,64 @@ def fuse_operators(
             after = count_nodes(candidate)
             why = "" if after < before else "nothing to fuse"
             if not why:
-                running = session_of(candidate)
-                gap = max(largest_gap(running(example), outputs) for example, outputs in zip(examples, expected, strict=True))
+                gap = trial.gap(candidate)
                 why = "" if gap <= TOLERANCE or gap <= rounding() else f"the outputs move by {gap:.1e}"
         except Exception as error:  # a rewriter or a kernel that does not know this graph
             after, why = before, first_line(error)
         account.append(RewriteStep(name, before, after, not why, why))
         model = model if why else candidate
     return model, account
+
+
+class ChoosingAlike:
+    """A model's outputs, and those of others that choose as it does.
+
+    Two kernels of one operation round differently, and where a model chooses (an active unit, an expert) between candidates that
+    nearly tie, what it computes may move by much more. What the model chose is given to the other one, and what each chooses by is
+    one more output: that must agree, too.
+    """
+
+    def __init__(self, model: onnx_ir.Model, examples: Sequence[Tensors]) -> None:
+        clone, chosen = model.clone(), []
+        for node in choosing_nodes(clone):
+            chosen.append(str(node.outputs[CHOOSES[node.op_type]].name))
+            self.return_too(clone, node.inputs[0], node.outputs[CHOOSES[node.op_type]])
+        session = session_of(clone)
+        self.examples = examples
+        self.expected = [session(example) for example in examples]
+        self.made = [{f"{name}{GIVEN}": outputs.pop(name) for name in chosen} for outputs in self.expected]
+
+    def gap(self, other: onnx_ir.Model) -> float:
+        """How far another model's outputs lie from this one's, with its choices."""
+        session = self.session(other)
+        results = [session({**example, **made}) for example, made in zip(self.examples, self.made, strict=True)]
+        return max(largest_gap(found, outputs) for found, outputs in zip(results, self.expected, strict=True))
+
+    def session(self, other: onnx_ir.Model) -> OnnxSession:
+        """Another model, which is given its choices."""
+        import onnx_ir
+
+        clone = other.clone()
+        for node in choosing_nodes(clone):
+            chosen = node.outputs[CHOOSES[node.op_type]]
+            given = onnx_ir.Value(name=f"{chosen.name}{GIVEN}", shape=chosen.shape, type=onnx_ir.TensorType(onnx_ir.DataType.INT64))
+            clone.graph.inputs.append(given)
+            self.return_too(clone, node.inputs[0])
+            if node.op_type == "TopK":
+                picked = onnx_ir.node("GatherElements", [node.inputs[0], given], {"axis": node.attributes["axis"].as_int()})
+                clone.graph.insert_after(node, picked)
+                node.outputs[0].replace_all_uses_with(picked.outputs[0], replace_graph_outputs=True)
+            chosen.replace_all_uses_with(given, replace_graph_outputs=True)
+        return session_of(clone)
+
+    @staticmethod
+    def return_too(model: onnx_ir.Model, *values: onnx_ir.Value | None) -> None:
+        model.graph.outputs.extend(value for value in values if value is not None and not value.is_graph_output())
+
+
+def choosing_nodes(model: onnx_ir.Model) -> list[onnx_ir.Node]:
+    """The nodes that choose by the largest or smallest numbers, those of branches left out, in the graph's order."""
+    return [node for node in model.graph if node.op_type in CHOOSES and not node.domain]
 
 
 def session_of(model: onnx_ir.Model) -> OnnxSession:

@@ -22,7 +22,7 @@ from torch import Tensor
 from retrofit.errors import first_line
 from retrofit.onnx.exporter.export_part import LENGTH, ExportPart, Tensors
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
-from retrofit.onnx.exporter.optimization import largest_gap
+from retrofit.onnx.exporter.optimization import CHOOSES, largest_gap
 from retrofit.runtime.choices import Choices, OtherChoicesError
 from retrofit.runtime.precision import Widened
 from retrofit.runtime.probes import TOLERANCE, distance
@@ -31,7 +31,6 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-6, torch.float16: 2e-2}  # ga
 FARTHER = 16  # times as far from float64 as torch's outputs, a file's may lie: its kernels are others (a DFT is 11 times as far)
 UNSETTLED = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2}  # the limit where the model's code refuses float64
 TIE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2}  # relative to the largest candidate
-CHOOSES = {"ArgMax": 0, "ArgMin": 0, "TopK": 1}  # operators by the place of the output that says what was chosen
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 

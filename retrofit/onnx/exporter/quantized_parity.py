@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from retrofit.errors import CaptureError
 from retrofit.onnx.exporter.export_part import ExportPart
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
-from retrofit.onnx.exporter.optimization import largest_gap
-from retrofit.onnx.exporter.parity import CHOOSES, Parity, compare_with_torch, other_sizes, outputs_of, run_with_choices
+from retrofit.onnx.exporter.optimization import CHOOSES, largest_gap
+from retrofit.onnx.exporter.parity import Parity, compare_with_torch, other_sizes, outputs_of, run_with_choices
 from retrofit.onnx.exporter.weight_quantization import QuantizedWeight
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import RetrofitError
-from retrofit.onnx.exporter.parity import CHOOSES
+from retrofit.onnx.exporter.optimization import CHOOSES
 from retrofit.onnx.importer.dequantization import dequantize_blocks
 from retrofit.onnx.importer.operators.table import MICROSOFT
 
