@@ -191,7 +191,7 @@ def test_what_an_encoder_decoder_reads_of_its_encoder_is_taken_as_it_lies(tmp_pa
 
 @pytest.mark.parametrize(("scale", "kept"), [(1.0, True), (1.01, False)])
 def test_a_fusion_is_tried_with_the_choices_of_the_graph_before(scale: float, kept: bool, monkeypatch) -> None:
-    """Of two units that tie, rounding may choose: that says nothing of the fusion. What they are chosen by must not move, though."""
+    """Of two units that tie, rounding may choose, which says nothing of the fusion. What chooses them must not move, though."""
     lines = [
         "half = Div(x, two)",
         "turned = Neg(half)",
