@@ -34,9 +34,15 @@ def read_rows_as_heads(model: onnx_ir.Model) -> None:
         query, (_, _, keys, sharing, _) = apart
         if back[0] is not node.outputs[0] or node.attributes["num_heads"].as_int() != keys:
             continue
+        mask = node.inputs[5] if len(node.inputs) > 5 else None
+        repeat = None if mask is None else mask.producer()
+        if mask is not None and (
+            repeat is None or repeat.op_type not in ("Tile", "Reshape")
+        ):  # of one for all heads, of one for each
+            continue
         node.replace_input_with(0, query)
-        if len(node.inputs) > 5 and (mask := node.inputs[5]) is not None and (repeat := mask.producer()) is not None:
-            node.replace_input_with(5, repeat.inputs[0])  # a Tile, or a Reshape of a mask for every head
+        if repeat is not None:
+            node.replace_input_with(5, repeat.inputs[0])
         node.attributes["num_heads"] = onnx_ir.AttrInt64("num_heads", keys * sharing)
         node.attributes["kv_num_heads"] = onnx_ir.AttrInt64("kv_num_heads", keys)
         if end.outputs[0].is_graph_output():
