@@ -116,7 +116,7 @@ def fuse_operators(
         return model, [
             RewriteStep("fusions", count_nodes(model), count_nodes(model), False, f"more than {LARGEST / 2**30:.0f} GiB of weights")
         ]
-    trial = ChoosingAlike(model, examples)
+    trial = SameChoices(model, examples)
     account = []
     for name, fuse in fusions().items():
         candidate, before = model.clone(), count_nodes(model)
@@ -135,7 +135,7 @@ def fuse_operators(
     return model, account
 
 
-class ChoosingAlike:
+class SameChoices:
     """A model's outputs, and those of others that choose as it does.
 
     Two kernels of one operation round differently, and where a model chooses (an active unit, an expert) between candidates that
