@@ -452,10 +452,8 @@ class Replay:
         floor = NEGLIGIBLE * max((float(one.abs().max()) for one in theirs if one is not None and one.numel()), default=0.0)
         worst = Found()
         for name, leaf, one, other in zip(names, wanted, ours, theirs, strict=True):
-            label, pair = (
-                name.removeprefix("parameter "),
-                (None if grad is None else self.going_on(grad, leaf) for grad in (one, other)),
-            )
+            label = name.removeprefix("parameter ")
+            pair = [None if grad is None else self.going_on(grad, leaf) for grad in (one, other)]
             left, right = (None if grad is None else self.parameters.reduced(label, grad) for grad in pair)
             if left is None or right is None:
                 present = right if left is None else left

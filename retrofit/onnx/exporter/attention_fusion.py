@@ -20,6 +20,7 @@ import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
 from retrofit.onnx.importer.operators.table import MICROSOFT
+from retrofit.onnx.importer.rows_of_heads import only_user
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -305,12 +306,6 @@ def same_shape(one: Value, other: Value) -> bool:
 
 
 # The graph.
-
-
-def only_user(node: Node) -> Node | None:
-    """The node that alone reads what the node computes; None where others do, or the graph returns it."""
-    uses = list(node.outputs[0].uses())
-    return uses[0].node if len(uses) == 1 and not node.outputs[0].is_graph_output() else None
 
 
 def constant(tape: Tape, numbers: int | list[int]) -> Value:

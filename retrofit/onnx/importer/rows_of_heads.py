@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import onnx_ir.convenience
-
 from retrofit.onnx.importer.operators.table import MICROSOFT
 
 if TYPE_CHECKING:
@@ -22,10 +20,13 @@ if TYPE_CHECKING:
     Node = onnx_ir.Node
 
 TO_ROWS, TO_TOKENS = (0, 3, 1, 2, 4), (0, 2, 3, 1, 4)
+REPEATS = ("Tile", "Reshape")  # what makes the rows' mask: of one for all heads, of one for each
 
 
 def read_rows_as_heads(model: onnx_ir.Model) -> None:
     """Each such attention is one `MultiHeadAttention` of all queries, with `kv_num_heads` of keys and values."""
+    import onnx_ir
+
     for node in [node for node in model.graph if (node.domain, node.op_type) == (MICROSOFT, "MultiHeadAttention")]:
         apart = turned(node.inputs[0], TO_ROWS)
         end = only_user(only_user(only_user(node)))
@@ -36,9 +37,7 @@ def read_rows_as_heads(model: onnx_ir.Model) -> None:
             continue
         mask = node.inputs[5] if len(node.inputs) > 5 else None
         repeat = None if mask is None else mask.producer()
-        if mask is not None and (
-            repeat is None or repeat.op_type not in ("Tile", "Reshape")
-        ):  # of one for all heads, of one for each
+        if mask is not None and (repeat is None or repeat.op_type not in REPEATS):
             continue
         node.replace_input_with(0, query)
         if repeat is not None:
@@ -52,6 +51,8 @@ def read_rows_as_heads(model: onnx_ir.Model) -> None:
 
 def turned(value: Value | None, axes: tuple[int, ...]) -> tuple[Value, list[int]] | None:
     """What `Reshape(Transpose(Reshape(·)))` of these axes was made of, and the sizes of the first; None where it is none."""
+    import onnx_ir
+
     last = None if value is None else value.producer()
     swap = None if last is None or last.op_type != "Reshape" or last.inputs[0] is None else last.inputs[0].producer()
     if swap is None or swap.op_type != "Transpose" or tuple(swap.attributes["perm"].as_ints()) != axes or swap.inputs[0] is None:
