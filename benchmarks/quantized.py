@@ -5,9 +5,10 @@
     PYTHONPATH=tests python benchmarks/quantized.py --folder files --rounds 15           # the table
     python benchmarks/quantized.py --operators                                           # what the choices of the packing rest on
 
-The models take turns in every round, one token a step on a cache of `--past` tokens; a ratio is the median over the rounds of the
-dense model's time in the same form over a model's. The float files are written and checked by `retrofit.export_onnx`, the others
-packed from them by what `--weights` of `retrofit export` calls. The loss is that of the files, on windows of the demo's text.
+The models take turns in every round, `--tokens` steps of one token after a prompt of `--past`: a strided layer computes one token
+in k. A ratio is the median over the rounds of the dense model's time in the same form over a model's. The float files are written
+and checked by `retrofit.export_onnx`, the others packed from them by what `--weights` of `retrofit export` calls. The loss is that
+of the files, on windows of the demo's text.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--past", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tokens", type=int, default=4, help="steps timed at once")
+    parser.add_argument("--tokens", type=int, default=4, help="steps timed together, one after the other")
     parser.add_argument("--windows", type=int, default=4, help="of 128 tokens, for the loss")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
@@ -94,15 +95,15 @@ def table(options: argparse.Namespace) -> None:
     names = [(name, form) for form in options.forms for name in ("dense", "sparse")]
     files = {one: file_of(*one, options) for one in names}
     sessions = {one: OnnxSession(path, options.threads) for one, path in files.items()}
-    steps = {one: step_of(session, options.past) for one, session in sessions.items()}
+    steps = {one: steps_of(session, options) for one, session in sessions.items()}
     times: dict[tuple[str, str], list[float]] = {one: [] for one in names}
     clock = time.process_time if options.threads == 1 else time.perf_counter
     for turn in range(options.rounds + 1):
         shift = turn % len(names)
         for one in names[shift:] + names[:shift]:
             start = clock()
-            for _ in range(options.tokens):
-                sessions[one](steps[one])
+            for step in steps[one]:
+                sessions[one](step)
             if turn:  # the first round warms up
                 times[one].append((clock() - start) / options.tokens)
     print(f"SmolLM2-135M, {options.recipe}; {options.past} tokens before, {options.threads} thread(s), {options.rounds} rounds")
@@ -135,10 +136,15 @@ def inputs_of(ids: torch.Tensor, past: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "position_ids": torch.arange(past, past + ids.shape[1])[None]}
 
 
-def step_of(session: OnnxSession, past: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(1000, 40000, (1, past + 1), generator=torch.Generator().manual_seed(1))
-    outputs = session({**inputs_of(ids[:, :-1]), **session.empty_states(1)})
-    return {**inputs_of(ids[:, -1:], past), **next_step_states(outputs)}
+def steps_of(session: OnnxSession, options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
+    """The inputs of the steps that follow a prompt, one token each."""
+    past, steps = options.past, []
+    ids = torch.randint(1000, 40000, (1, past + options.tokens), generator=torch.Generator().manual_seed(1))
+    outputs = session({**inputs_of(ids[:, :past]), **session.empty_states(1)})
+    for place in range(past, past + options.tokens):
+        steps.append({**inputs_of(ids[:, place : place + 1], place), **next_step_states(outputs)})
+        outputs = session(steps[-1])
+    return steps
 
 
 def loss_of(session: OnnxSession, held: torch.Tensor) -> float:

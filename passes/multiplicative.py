@@ -44,7 +44,7 @@ class Multiplicative(nn.Module):
         is_few = x.numel() * (modules + size) <= modules * size * len(
             self.d
         )  # the scaled copies are no larger than the dense matrix
-        return cond(is_few, self.by_modules, self.by_matrix, x)
+        return cond(is_few, self.by_modules, self.by_matrix, x, size=(*x.shape[:-1], modules, size))
 
     def by_modules(self, x: Tensor) -> Tensor:
         modules = x.unsqueeze(-2) * self.d.t().to(x.dtype)  # (…, S, d)

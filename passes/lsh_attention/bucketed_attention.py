@@ -86,7 +86,8 @@ class BucketedAttention(nn.Module):
         mask = () if attn_mask is None else (attn_mask,)
         if known:
             return (few if n_k <= self.chunk else bucketed)(query, key, value, *mask)
-        return cond(n_k <= self.chunk, few, bucketed, query, key, value, *mask)
+        size = (*query.shape[:-1], value.shape[-1])
+        return cond(n_k <= self.chunk, few, bucketed, query, key, value, *mask, size=size)
 
     def operands(
         self,

@@ -27,7 +27,7 @@ LEAST = 1e-30  # of a factor that has a logarithm
 
 def linear_scan(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
     """c of every token: (batch, tokens, r)."""
-    return cond(f.shape[1] <= FEW, few_states, all_states, f, x, before)
+    return cond(f.shape[1] <= FEW, few_states, all_states, f, x, before, size=x.shape)
 
 
 def few_states(f: Tensor, x: Tensor, before: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ class AnchorLayer(AnchorKeys):
     A strided layer that keeps no keys (a recurrent one, a feed-forward) has its own with the token histories of the cache.
     """
 
+    common = frozenset({"real"})  # of what a program carries: the same for every strided layer of a model
+
     def __init__(self, name: str, k: int) -> None:
         self.k = k
         self.secondary: list[SecondaryAnchorKeys] = []  # where the strided layer has several attentions, those of the others
@@ -78,6 +80,10 @@ class AnchorLayer(AnchorKeys):
     @abc.abstractmethod
     def visible(self, new: CountedAnchors) -> Tensor:
         """Which keys, stored and new, each of the `new` anchors may see: (batch, 1, anchors, keys)."""
+
+    def settled(self, corrections: Tensor, anchors: Anchors) -> Tensor:
+        """What the layer computed for the `anchors`, or anything where none of them is one."""
+        return corrections
 
     @abc.abstractmethod
     def advance(self, new: Anchors, real: Tensor | None, length: int, corrections: Tensor | None) -> None:

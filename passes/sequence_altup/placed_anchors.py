@@ -6,6 +6,9 @@
 
 The sizes follow from the number of tokens, so that a program can be traced with them. A row with fewer anchors has unused entries
 behind its own, which no query may see.
+
+In a step of no anchor, which the sizes do not tell, what the layer computes changes nothing. The program says so: its results are
+chosen by whether there is one (`torch.where`), so that an exported file need not compute what it does not choose.
 """
 
 from __future__ import annotations
@@ -32,12 +35,28 @@ class PlacedAnchorLayer(AnchorLayer):
         self.last = states.get("correction")
         self.real = states["real"][:, 0] if "real" in states else None
         self.tokens = self.real.shape[1] if self.real is not None else 0
+        self.before = self.keys, self.values
+        self.any: Tensor | None = None  # whether there are anchors among the new tokens
         if self.keys is not None and self.values is not None:
             self.lazy_initialization(self.keys, self.values)
 
     def carried(self) -> dict[str, Tensor]:
         assert self.keys is not None and self.values is not None and self.last is not None and self.real is not None
-        return {"key": self.keys, "value": self.values, "correction": self.last, "real": self.real[:, None]}
+        keys, values = (self.chosen(now, then) for now, then in zip((self.keys, self.values), self.before, strict=True))
+        return {"key": keys, "value": values, "correction": self.last, "real": self.real[:, None]}
+
+    def chosen(self, now: Tensor, before: Tensor | None) -> Tensor:
+        """The keys or values with those of the new anchors; where there is none, as they were `before`, and room for later ones."""
+        if self.any is None:  # no step has been taken
+            return now
+        (batch, count), (_, heads, _, width) = self.every.index.shape, now.shape
+        room = now.new_zeros(batch, heads, count - (0 if before is None else before.shape[2]), width)
+        return torch.where(self.any, now, room if before is None else torch.cat([before, room], 2))
+
+    def settled(self, corrections: Tensor, anchors: Anchors) -> Tensor:
+        assert self.any is not None
+        size = (self.every.real.shape[0], anchors.count, corrections.shape[2])
+        return torch.where(self.any, corrections, corrections.new_zeros(size))
 
     def carrying(self, states: dict[str, Tensor]) -> PlacedAnchorLayer:
         return PlacedAnchorLayer(self.name, self.k, states, self.mask)
@@ -64,6 +83,7 @@ class PlacedAnchorLayer(AnchorLayer):
         found = CountedAnchors(new, self.k, before, filled_first=True)
         number = torch.cumsum(found.valid, 1) - 1 + (before + self.k - 1) // self.k
         self.numbers = torch.where(found.valid, number, self.every.count)
+        self.any = found.valid.any()
         return found
 
     def key_indices(self, new: Anchors, offset: int, extent: int, device: torch.device) -> tuple[Indices, Tensor | None]:

@@ -112,6 +112,7 @@ class StridedLayer(Wrapper):
         earlier, corrections = stored.earlier, None
         if anchors.count:
             output, corrections, key = self.run(call, cache, stored, anchors, offset)
+            corrections = stored.settled(corrections, anchors)
             stored.template = self.output_template(output, key)
         else:
             output, key = self.rebuild_output(stored.template, call, cache)

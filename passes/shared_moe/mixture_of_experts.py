@@ -141,7 +141,7 @@ class MixtureOfExperts(nn.Module):
             def gathered(x: Tensor, gates: Tensor, selected: Tensor) -> Tensor:
                 return self.combine_gathered(x, gates, selected, hidden)
 
-            return cond(selected.numel() > self.experts, every, gathered, x, gates, selected)
+            return cond(selected.numel() > self.experts, every, gathered, x, gates, selected, size=x.shape)
         expert, order = torch.sort(selected.flatten(), stable=True)  # rows sorted by expert, one grouped product for all
         ends = torch.searchsorted(expert, torch.arange(self.experts, device=expert.device), right=True).to(torch.int32)
         y = self.run_experts(x.index_select(0, order // self.k), expert, ends, hidden)

@@ -114,7 +114,7 @@ class SparseFeedForward(FeedForwardBlock):
         if self.training:
             return self.apply_mask(x, self.sample_mask(logits), *gate)
         unit, *weight = self.active_units(logits)
-        return cond(self.prefers_gather(x), self.compute_gathered, self.compute_masked, x, unit, *gate, *weight)
+        return cond(self.prefers_gather(x), self.compute_gathered, self.compute_masked, x, unit, *gate, *weight, size=x.shape)
 
     def values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """All hidden units, and what `down` multiplies in evaluation, which is zero where they are not active: (…, d_ff) each."""

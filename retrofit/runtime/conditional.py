@@ -15,10 +15,17 @@ Originals = Sequence[tuple[Any, str, Any]]  # owner, attribute, value
 KEPT: contextvars.ContextVar[Originals | None] = contextvars.ContextVar("kept", default=None)
 
 
-def cond(condition: bool | torch.SymBool, yes: Callable[..., Tensor], no: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-    """`yes(*operands)` where the condition holds, else `no(*operands)`, which must be right for every size.
+def cond(
+    condition: bool | torch.SymBool,
+    yes: Callable[..., Tensor],
+    no: Callable[..., Tensor],
+    *operands: Tensor,
+    size: Sequence[int | torch.SymInt],
+) -> Tensor:
+    """`yes(*operands)` where the condition holds, else `no(*operands)`, which must be right for every size of operands.
 
-    Where a program is exported its sizes may be any: it gets `no` alone, or, within `both_kept`, both and the condition.
+    Both return a tensor of that `size`. Where a program is exported its sizes may be any: it gets `no` alone, or, within
+    `both_kept`, both and the condition.
     """
     if torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting():  # torch 2.11 compiles as if it exported
         return yes(*operands) if condition else no(*operands)
@@ -26,7 +33,13 @@ def cond(condition: bool | torch.SymBool, yes: Callable[..., Tensor], no: Callab
     if originals is None or condition is False:
         return no(*operands)
     with as_it_was(originals):
-        return torch.cond(condition, yes, no, operands)  # type: ignore[arg-type,no-any-return]
+        flat = torch.cond(condition, flattened(yes), flattened(no), operands)  # type: ignore[arg-type]
+    return flat.view(size)  # type: ignore[no-any-return]
+
+
+def flattened(branch: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The branch, which returns its numbers in a row: the tracer cannot compare strides that several dynamic sizes make."""
+    return lambda *operands: branch(*operands).flatten()
 
 
 @contextlib.contextmanager

@@ -123,6 +123,29 @@ def test_what_rounding_explains_passes_and_what_it_does_not_is_reported(tmp_path
     assert not wrong.ok and "further from torch's than rounding explains" in str(wrong)
 
 
+def test_a_forward_that_rounds_nothing_by_luck_is_no_measure_of_rounding() -> None:
+    """Two numbers cancel but for a rest: torch's forward is exact, and rounding either of them once moves the rest by 1e-4."""
+
+    class Rest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(31, 64)
+            self.embedding.weight.data.fill_(1 + 2.0**-10)
+            self.other = nn.Parameter(torch.ones(64))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.embedding(ids) - self.other
+
+    model, inputs = built(Rest())
+    part = WholeModel(model, inputs)
+    before = [value.clone() for value in model.parameters()]
+    (exact,) = part(inputs)
+    for fault, agrees in ((1e-4, True), (1e-2, False)):
+        found = parity.compare_outputs({part.outputs[0]: exact * (1 + fault)}, part, inputs)
+        assert found.agrees is agrees and 5e-5 < found.own < 5e-4, found
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize("fault", [3e-5, 1e-5])
 def test_a_small_fault_of_a_model_that_hardly_rounds_is_reported(fault: float) -> None:
     """It is smaller than what `Cancels` rounds, and far above the rounding of this one."""

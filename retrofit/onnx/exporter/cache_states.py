@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol, TypeGuard, cast, runtime_checkable
 
@@ -36,9 +36,13 @@ States = dict[str, Tensor]
 
 @runtime_checkable
 class Carrier(Protocol):
-    """A cache layer that can be taken apart into tensors by name and put together from them; it keeps every `k`-th token."""
+    """A cache layer that can be taken apart into tensors by name and put together from them; it keeps every `k`-th token.
+
+    What it names as `common` is about the tokens and the same in every such layer of a cache, so the first one's is the only one.
+    """
 
     k: int
+    common: frozenset[str]
 
     def carried(self) -> States: ...
 
@@ -56,9 +60,11 @@ def states_of(cache: Any) -> States:
             "the model keeps no cache of keys and values", why=f"it returned {type(cache).__name__}", remedy=WITHOUT_CACHE
         )
     found: States = {}
+    common: frozenset[str] = frozenset()
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, Carrier):
-            found |= {f"{index}.{word}": value for word, value in layer.carried().items()}
+            found |= {f"{index}.{word}": value for word, value in layer.carried().items() if word not in common}
+            common |= layer.common
             continue
         for name, word in KEY_AND_VALUE.items():
             if is_state(held := getattr(layer, name, None)):
@@ -220,7 +226,7 @@ def build_cache(template: Cache, states: Mapping[str, Tensor]) -> Cache:
         cross = made.cross_attention_cache
         made.is_updated = {index: f"{index}.encoder.key" in states for index in range(len(cross.layers))}
     else:
-        made.layers = [build_layer(layer, index, states) for index, layer in enumerate(template.layers)]
+        made.layers = build_layers(template.layers, states)
     if isinstance(made, CacheWithHistories):
         made.histories = {}
     for name, last in states.items():
@@ -229,11 +235,21 @@ def build_cache(template: Cache, states: Mapping[str, Tensor]) -> Cache:
     return made
 
 
-def build_layer(template: Any, index: int, states: Mapping[str, Tensor]) -> Any:
-    """A cache layer that grows with each token and holds its states already; one that never holds any stays as it is."""
-    own = {name.partition(".")[2]: value for name, value in states.items() if layer_number(name) == index}
-    if isinstance(template, Carrier):
-        return template.carrying(own)
+def build_layers(templates: Sequence[Any], states: Mapping[str, Tensor]) -> list[Any]:
+    """The cache's layers like these templates, each of which holds its states already."""
+    made, common = [], States()
+    for index, template in enumerate(templates):
+        own = {name.partition(".")[2]: value for name, value in states.items() if layer_number(name) == index}
+        if isinstance(template, Carrier):
+            common |= {word: own[word] for word in template.common if word in own}
+            made.append(template.carrying(own | common))
+        else:
+            made.append(build_layer(template, own))
+    return made
+
+
+def build_layer(template: Any, own: States) -> Any:
+    """A cache layer that grows with each token and holds these states already; one that never holds any stays as it is."""
     if state_slots(template):
         return layer_with_states(template, own) if own else new_like(template)
     if getattr(template, "keys", None) is None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from retrofit.errors import CaptureError, RetrofitError, first_line
+from retrofit.onnx.exporter.branches import branch_file
 from retrofit.onnx.exporter.export_part import ExportPart
 from retrofit.onnx.exporter.export_plan import CacheMode, ExportPlan, plan_export
 from retrofit.onnx.exporter.onnxruntime_session import missing_packages
@@ -124,8 +125,8 @@ def export_onnx(
 
     An encoder-decoder becomes `encoder_{name}`, `decoder_{name}` and, with its cache, `decoder_with_past_{name}`. `cache` is
     `past` (a decoder takes and returns its keys and values), `none`, or `auto`: with, where the model has such a cache. `fuse` puts
-    ONNX Runtime's own operators in where it computes the same with them. `weights` packs the matrices in `int8` or `int4`
-    (`weight_quantization.py`). Weights of more than 1 GiB go into `{file}_data`.
+    ONNX Runtime's own operators in, and branches around what a step may not need, where it computes the same with them. `weights`
+    packs the matrices in `int8` or `int4` (`weight_quantization.py`). Weights of more than 1 GiB go into `{file}_data`.
 
     Raises `CaptureError` where the model cannot be traced, or ONNX Runtime computes something else; `CheckpointError` where a file
     exists (unless `force`) or cannot be written; `RetrofitError` where packages are missing or ONNX
@@ -185,23 +186,32 @@ def export_part(
     graph.metadata_props["retrofit.part"] = part.name
     graph.metadata_props["retrofit.recipe"] = "\n".join(recipe_storage.stored_recipe(model))
     comparable = not missing_packages("onnxruntime") and is_comparable(part_dtype(part))
+    account: PackedWeights | None = None
     if weights is not None:
         progress(f"packing the weights of {path.name}")
-        packed, account = pack_weights(graph, path, part, weights, comparable)
-        inputs, outputs = ([str(value.name) for value in values] for values in (graph.graph.inputs, graph.graph.outputs))
-        return ExportedFile(path, tuple(inputs), tuple(outputs), count_nodes(graph), tuple(steps), packed, account)
-    progress(f"writing {path.name}")
-    save_model(graph, path)
-    progress(f"running {path.name}")
-    parity = compare_with_torch(path, part) if comparable else None
+        parity, account = pack_weights(graph, path, part, weights, comparable)
+    else:
+        progress(f"writing {path.name}")
+        save_model(graph, path)
+        progress(f"running {path.name}")
+        parity = compare_with_torch(path, part) if comparable else None
+        require_agreement(parity, path, model)
+    nodes = count_nodes(graph)
+    if fuse and comparable:
+        steps.append(branch_file(path, part))
+        nodes = steps[-1].after if steps[-1].kept else nodes
+    inputs, outputs = (tuple(str(value.name) for value in values) for values in (graph.graph.inputs, graph.graph.outputs))
+    return ExportedFile(path, inputs, outputs, nodes, tuple(steps), parity, account)
+
+
+def require_agreement(parity: Parity | None, path: Path, model: nn.Module) -> None:
+    """Raises `CaptureError` where the file was compared with torch and computes something else."""
     if parity is not None and not parity.agrees:
         raise CaptureError(
             f"{path.name} would compute something else than {type(model).__name__}",
             why=f"on inputs of other shapes than it was traced with, ONNX Runtime's outputs lie {parity.measured}",
             remedy="report it; fuse=False and cache='none' export a plainer graph",
         )
-    inputs, outputs = ([str(value.name) for value in values] for values in (graph.graph.inputs, graph.graph.outputs))
-    return ExportedFile(path, tuple(inputs), tuple(outputs), count_nodes(graph), tuple(steps), parity)
 
 
 def pack_weights(

@@ -98,7 +98,7 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
 def matrices_that_choose(model: onnx_ir.Model) -> set[onnx_ir.Value]:
     """The initializers of which nothing but a choice is computed: those of a controller, of a router."""
     alone: set[onnx_ir.Node] = set()  # nodes whose results nothing but choices read
-    for node in reversed(list(model.graph)):
+    for node in reversed(list(model.graph.all_nodes())):
         users = {user for one in node.outputs for user, _ in one.uses()}
         is_output = any(one.is_graph_output() for one in node.outputs)
         if node.op_type in CHOOSES or (users and users <= alone and not is_output):

@@ -48,7 +48,7 @@ from retrofit.onnx.importer.operators import (  # noqa: F401 # each registers it
     resizing,
     shapes,
 )
-from retrofit.onnx.importer.operators.table import FACTORIES, MICROSOFT, OPERATORS, REFUSALS, Operator
+from retrofit.onnx.importer.operators.table import CHOICE, FACTORIES, MICROSOFT, OPERATORS, REFUSALS, Operator
 from retrofit.onnx.importer.rows_of_heads import read_rows_as_heads
 from retrofit.onnx.importer.values import DTYPES, is_number, numbers
 from retrofit.onnx.importer.weights import Weights, only_numbers
@@ -323,6 +323,9 @@ class GraphBuilder:
             condition = condition[0]
         if not isinstance(condition, fx.Node):
             return self.branch_results(branches["then_branch" if condition else "else_branch"])
+        if CHOICE in node.metadata_props:
+            results = zip(*(self.branch_results(branches[name]) for name in ("then_branch", "else_branch")), strict=True)
+            return [self.scope.graph.call_function(elementwise.where, (condition, one, other)) for one, other in results]
         if not self.depends_on_sizes_only(node.inputs[0]):
             raise CaptureError(
                 f"{self.path} computes a branch of the node {node_label(node)} from the values of its inputs",

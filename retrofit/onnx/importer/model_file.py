@@ -60,11 +60,27 @@ def load_model(path: Path) -> onnx_ir.Model:
 
 def simplify(model: onnx_ir.Model) -> None:
     """What reads a copy reads the original, and the weights of a file that has them as nodes are weights like others."""
-    from onnx_ir.passes.common import IdentityEliminationPass, LiftConstantsToInitializersPass
+    from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
-    IdentityEliminationPass()(model)
+    remove_copies(model)
     if has_weights_as_nodes(model.graph):
         LiftConstantsToInitializersPass(size_limit=SEVERAL)(model)
+
+
+def remove_copies(model: onnx_ir.Model) -> None:
+    """What reads a copy reads the original; a branch that returns what was computed outside of it still copies that."""
+    for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", "Identity")]:
+        (original,), (copy,) = node.inputs, node.outputs
+        if original is None or node.graph is None:
+            continue
+        if copy.is_graph_output():
+            maker = original.producer()
+            if maker is None or maker.graph is not node.graph or original.is_graph_output():
+                continue
+            copy.name, original.name = None, copy.name
+        original.shape, original.type = original.shape or copy.shape, original.type or copy.type
+        copy.replace_all_uses_with(original, replace_graph_outputs=True)
+        node.graph.remove(node, safe=True)
 
 
 def has_weights_as_nodes(graph: onnx_ir.Graph) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
+CHOICE = "retrofit.choice"  # in the metadata of an `If` that an export made of the operator it says: both branches may be computed
 Operator = Callable[..., Any]
 
 
