@@ -7,6 +7,7 @@ programs, whose sizes follow from the number of tokens.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,9 +82,9 @@ class AnchorLayer(AnchorKeys):
     def visible(self, new: CountedAnchors) -> Tensor:
         """Which keys, stored and new, each of the `new` anchors may see: (batch, 1, anchors, keys)."""
 
-    def settled(self, corrections: Tensor, anchors: Anchors) -> Tensor:
-        """What the layer computed for the `anchors`, or anything where none of them is one."""
-        return corrections
+    def settled(self, y: Tensor, between: Callable[[], Tensor]) -> Tensor:
+        """The stream after the layer: `y`, or what it is `between` anchors, where only values tell if the new tokens hold one."""
+        return y
 
     @abc.abstractmethod
     def advance(self, new: Anchors, real: Tensor | None, length: int, corrections: Tensor | None) -> None:

@@ -188,4 +188,13 @@ class CountedAnchors:
         return self.anchors.unsqueeze(-1)
 
 
+class NoAnchors:
+    """No anchor among new tokens, of which there are any number."""
+
+    def spread(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
+        """For all tokens the value of the last anchor before them: (batch, 1, d)."""
+        assert earlier is not None
+        return earlier
+
+
 Anchors = EvenAnchors | CountedAnchors

@@ -13,6 +13,7 @@ chosen by whether there is one (`torch.where`), so that an exported file need no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,10 +54,8 @@ class PlacedAnchorLayer(AnchorLayer):
         room = now.new_zeros(batch, heads, count - (0 if before is None else before.shape[2]), width)
         return torch.where(self.any, now, room if before is None else torch.cat([before, room], 2))
 
-    def settled(self, corrections: Tensor, anchors: Anchors) -> Tensor:
-        assert self.any is not None
-        size = (self.every.real.shape[0], anchors.count, corrections.shape[2])
-        return torch.where(self.any, corrections, corrections.new_zeros(size))
+    def settled(self, y: Tensor, between: Callable[[], Tensor]) -> Tensor:
+        return y if self.any is None or self.last is None else torch.where(self.any, y, between())
 
     def carrying(self, states: dict[str, Tensor]) -> PlacedAnchorLayer:
         return PlacedAnchorLayer(self.name, self.k, states, self.mask)
@@ -100,9 +99,11 @@ class PlacedAnchorLayer(AnchorLayer):
         return self.every.valid[:, None, None, :] & (number <= self.numbers[:, None, :, None])
 
     def advance(self, new: Anchors, real: Tensor | None, length: int, corrections: Tensor | None) -> None:
-        assert corrections is not None and new.valid is not None
+        assert corrections is not None and new.valid is not None and self.any is not None
         latest = corrections[:, -1:]
-        self.last = latest if self.last is None else torch.where(new.valid[:, -1:, None], latest, self.last)
+        if self.last is not None:
+            latest = torch.where(self.any, torch.where(new.valid[:, -1:, None], latest, self.last), self.last)
+        self.last = latest
         self.real = self.every.real
         self.tokens = self.tokens + length
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from retrofit.passes.sequence_altup.anchor_layer import AnchorLayer, MaskArgument
-from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, EvenAnchors
+from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, EvenAnchors, NoAnchors
 from retrofit.passes.sequence_altup.argument_paths import ArgumentPath, argument_path, positional_names
 from retrofit.passes.sequence_altup.cache_view import find_anchor_layer, store_anchor_layer, view_of
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
@@ -112,11 +112,12 @@ class StridedLayer(Wrapper):
         earlier, corrections = stored.earlier, None
         if anchors.count:
             output, corrections, key = self.run(call, cache, stored, anchors, offset)
-            corrections = stored.settled(corrections, anchors)
             stored.template = self.output_template(output, key)
         else:
             output, key = self.rebuild_output(stored.template, call, cache)
-        y = self.update(x, x.new_zeros(x.shape[0], 0, x.shape[2]) if corrections is None else corrections, anchors, earlier)
+        nothing = x.new_zeros(x.shape[0], 0, x.shape[2])
+        y = self.update(x, nothing if corrections is None else corrections, anchors, earlier)
+        y = stored.settled(y, lambda: self.update(x, nothing, NoAnchors(), earlier))
         stored.advance(anchors, real, x.shape[1], corrections)
         store_anchor_layer(cache, stored)
         return with_item(output, key, self.turn(y))
@@ -221,7 +222,7 @@ class StridedLayer(Wrapper):
         """What each anchor spreads over its window, from the layer's input and output: (batch, anchors, d)."""
         return y
 
-    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
+    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors | NoAnchors, earlier: Tensor | None) -> Tensor:
         """The stream after the layer; `earlier` is the correction of the last anchor before these tokens."""
         raise NotImplementedError
 
@@ -247,15 +248,15 @@ class SequenceAltUpLayer(StridedLayer):
         a1, a2, b = self.scalars()
         return (b * y + (a2 - b * (a1 + a2)) * x).to(x.dtype)
 
-    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
+    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors | NoAnchors, earlier: Tensor | None) -> Tensor:
         return (self.scalars()[0] * x + anchors.spread(corrections, earlier)).to(x.dtype)
 
 
 class StrideAndSkipLayer(StridedLayer):
     """Tokens that are no anchors skip the layer."""
 
-    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
-        if not anchors.count:
+    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors | NoAnchors, earlier: Tensor | None) -> Tensor:
+        if isinstance(anchors, NoAnchors) or not anchors.count:
             return x
         return torch.where(anchors.is_anchor(x), anchors.spread(corrections, earlier), x).to(x.dtype)
 
@@ -266,7 +267,7 @@ class AveragePoolingLayer(StridedLayer):
     def layer_input(self, x: Tensor, anchors: Anchors) -> Tensor:
         return anchors.window_means(x)
 
-    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors, earlier: Tensor | None) -> Tensor:
+    def update(self, x: Tensor, corrections: Tensor, anchors: Anchors | NoAnchors, earlier: Tensor | None) -> Tensor:
         return anchors.spread(corrections, earlier).to(x.dtype)
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 FOUND = "ai.onnxruntime._fusion"  # the domain of what onnxscript's rewriters found and nothing has replaced yet
 SWAPPED = [0, 2, 1, 3]  # (batch, heads, tokens, width) of (batch, tokens, heads, width), and back
+FILLED = ("Slice", "ScatterElements", "Concat")  # how keys and values are put into a cache, the last first
 HEADS, WIDTH = 1, 3  # axes of (batch, heads, tokens, width)
 
 
@@ -67,12 +68,26 @@ def has_equal_halves(value: Value) -> bool:
         if node.op_type == "Concat":
             return node.attributes["axis"].as_int() in (-1, len(value.shape or ()) - 1) and node.inputs[0] is node.inputs[1]
         along = node.inputs[0]
+        if takes_whole_rows(node):
+            assert along is not None
+            value = along
+            continue
         other = node.inputs[1] if node.op_type == "Mul" else None
         scaled = other is not None and other.shape is not None and not len(other.shape)
         if (node.op_type not in ("Cos", "Sin", "Cast", "Unsqueeze") and not scaled) or along is None:
             return False
         value = along
     return False
+
+
+def takes_whole_rows(node: Node) -> bool:
+    """Whether the node gathers along another axis than the last, everywhere the same for all of the last."""
+    index = node.inputs[1] if node.op_type == "GatherElements" else None
+    expand = None if index is None else index.producer()
+    before = None if expand is None or expand.op_type != "Expand" else expand.inputs[0]
+    if before is None or before.shape is None or index is None or index.shape is None:
+        return False
+    return before.shape[-1] == 1 and node.attributes["axis"].as_int() not in (-1, len(index.shape) - 1)
 
 
 def angle_table(tape: Tape, angles: Value) -> Value:
@@ -196,7 +211,7 @@ def cached(value: Value | None) -> Cached | None:
     value = value if value is None else unrepeated(value)
     if value is None or value.shape is None:
         return None
-    if value.is_graph_input():
+    if value.is_graph_input() or is_filled_in(value):
         return Cached(value, value, None)
     node = value.producer()
     if node is None or node.op_type != "Concat" or len(node.inputs) != 2 or node.attributes["axis"].as_int() not in (2, -2):
@@ -205,6 +220,16 @@ def cached(value: Value | None) -> Cached | None:
     if earlier is None or own is None or own.shape is None or not earlier.is_graph_input():
         return None
     return Cached(value, earlier, own)
+
+
+def is_filled_in(value: Value) -> bool:
+    """Whether the value is the graph's input with room behind it, into which others were put: what a strided layer keeps."""
+    kinds: list[str] = []
+    one: Value | None = value
+    while one is not None and (node := one.producer()) is not None and len(kinds) < len(FILLED):
+        kinds.append(node.op_type)
+        one = node.inputs[0]
+    return tuple(kinds) == FILLED and one is not None and one.is_graph_input()
 
 
 def unrepeated(value: Value) -> Value:

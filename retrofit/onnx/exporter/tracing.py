@@ -50,6 +50,7 @@ def trace_part(part: ExportPart) -> onnx_ir.Model:
             remedy="code that branches on the values of tensors, or an operation that ONNX lacks, cannot be exported",
         ) from error
     assign_names(model, list(example), part.outputs, symbols)
+    ask_sizes_once(model)
     return model
 
 
@@ -214,6 +215,27 @@ def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], sy
     for value in (*graph.inputs, *(output for node in graph.all_nodes() for output in node.outputs)):
         if value.shape is not None:
             value.shape = onnx_ir.Shape([extent if isinstance(extent, int) else named(extent, symbols) for extent in value.shape])
+
+
+def ask_sizes_once(model: onnx_ir.Model) -> None:
+    """A dynamic size is that of the first input that has it, whoever asks, so that what follows from it is computed once."""
+    import onnx_ir
+
+    first: dict[str, tuple[onnx_ir.Value, int]] = {}
+    for value in model.graph.inputs:
+        for axis, extent in enumerate(value.shape or ()):
+            if isinstance(extent, onnx_ir.SymbolicDim) and extent.value is not None:
+                first.setdefault(extent.value, (value, axis))
+    for node in [node for node in model.graph.all_nodes() if node.op_type == "Shape" and {"start", "end"} <= set(node.attributes)]:
+        asked, axis = node.inputs[0], node.attributes["start"].as_int()
+        if asked is None or not asked.is_graph_input() or asked.shape is None or node.attributes["end"].as_int() != axis + 1:
+            continue
+        extent = asked.shape[axis]
+        if isinstance(extent, onnx_ir.SymbolicDim) and extent.value in first:
+            source, place = first[extent.value]
+            node.replace_input_with(0, source)
+            for name, number in (("start", place), ("end", place + 1)):
+                node.attributes[name] = onnx_ir.AttrInt64(name, number)
 
 
 def named(extent: onnx_ir.SymbolicDim, symbols: Mapping[str, str]) -> onnx_ir.SymbolicDim | str:
