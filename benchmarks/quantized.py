@@ -30,6 +30,7 @@ from torch.nn import functional as F
 import retrofit
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.onnx.exporter.weight_quantization import BLOCK, quantize_weights
+from retrofit.pipeline.registry import parse_recipe
 
 sys.path.insert(0, str(Path(__file__).parent / "learning"))
 SPARSE = "sparse-ffn(sparsity=16)"
@@ -51,7 +52,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("quantized"))
     parser.add_argument("--export", choices=("dense", "sparse"))
-    parser.add_argument("--recipe", default=SPARSE)
+    parser.add_argument("--recipe", default=SPARSE, help="passes as text, separated by semicolons, or a file of a recipe")
     parser.add_argument("--calibrated", action="store_true", help="the start is fitted to text, which takes some minutes")
     parser.add_argument("--operators", action="store_true", help="time feed-forwards of single operators")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
@@ -67,16 +68,19 @@ def parse() -> argparse.Namespace:
 
 
 def export(options: argparse.Namespace) -> None:
-    from experiment import SmolLM2, rewritten
+    from experiment import SmolLM2, calibration_windows
+    from whole_model import recipe_of
 
-    spec = options.recipe if options.export == "sparse" else ""
     start = time.perf_counter()
-    start_from = SmolLM2()
-    dense = start_from.trained(options.folder)
-    model = rewritten(dense, spec, calibrated=options.calibrated, tokenizer=start_from.tokenizer).eval()
+    begun = SmolLM2()
+    model = begun.trained(options.folder)
+    torch.manual_seed(0)
+    if options.export == "sparse":
+        windows = calibration_windows(model, begun.tokenizer) if options.calibrated else None
+        model = retrofit.apply(model, *parse_recipe(recipe_of(options.recipe)[1]), calibration=windows, verify=False)
     options.folder.mkdir(parents=True, exist_ok=True)
-    made = retrofit.export_onnx(model, options.folder / f"{options.export}.float32.onnx", force=True)
-    print(f"{made}\n{spec or 'dense'}: {time.perf_counter() - start:.0f} s")
+    made = retrofit.export_onnx(model.eval(), options.folder / f"{options.export}.float32.onnx", force=True)
+    print(f"{made}\n{options.export}: {time.perf_counter() - start:.0f} s")
 
 
 def file_of(name: str, form: str, options: argparse.Namespace) -> Path:
