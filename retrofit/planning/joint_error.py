@@ -71,6 +71,16 @@ class JointError:
         shares = [weight * added / other for weight, (other, added) in zip(weights, known, strict=True)]
         return distance * sum(shares) / sum(weights)
 
+    def expected(self, chosen: Collection[int], measured: Sequence[MeasuredTogether]) -> float:
+        """About what K is, to ask `fitted` for what counts there: no more than where nearly as much adds up and was measured.
+
+        Small errors add up, large ones do not: predictions that are gone cannot go further.
+        """
+        q = max(self.together(chosen), FLOOR)
+        nearest = min(measured, key=lambda one: abs(math.log(max(self.together(one.chosen), FLOOR) / q)), default=None)
+        added_up = self.fitted(measured, 1.0).distance(chosen)
+        return added_up if nearest is None else min(added_up, nearest.distance)
+
     def fitted(self, measured: Sequence[MeasuredTogether], near: float) -> JointError:
         """With a and b of the hybrids measured, those counting most whose distance is near `near`."""
         points = [(self.together(one.chosen), one.distance) for one in measured]

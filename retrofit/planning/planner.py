@@ -218,12 +218,14 @@ class Planner:
         return next(iter(() if target is None else target.costs), self.measurements.quantities[0])
 
     def worth(self, chosen: Collection[int]) -> Worth:
-        """What a choice is predicted to be worth."""
+        """What a choice is predicted to be worth; what it loses is what it was measured to lose, where it was."""
         problem = self.problem()
-        near = self.joint_error(1.0).distance(chosen)
-        joint = self.joint_error(max(near, SAME))
-        distance = joint.distance(chosen)
         costs = {name: 1.0 + problem.cost(name, chosen) for name in problem.costs}
+        measured = self.known.get(tuple(sorted(chosen)))
+        if measured is not None:
+            return Worth(costs, self.told(measured.distance), measured.added_loss)
+        joint = self.joint_error(max(self.cosines.expected(chosen, list(self.known.values())), SAME))
+        distance = joint.distance(chosen)
         return Worth(costs, self.told(distance), self.loss(joint, distance))
 
     def loss(self, joint: JointError, distance: float) -> float | None:

@@ -100,3 +100,20 @@ def test_the_prediction_follows_what_was_measured_together() -> None:
         assert fitted.distance(chosen) == pytest.approx(truth(chosen), rel=0.05)
         assert fitted.added_loss(truth(chosen)) == pytest.approx(0.8 * truth(chosen))
     assert joint.fitted([], near=1.0).distance((0, 1)) == joint.distance((0, 1))
+
+
+def test_errors_that_no_longer_add_up_are_predicted_from_their_like() -> None:
+    """Of 28 sites that add up to 20 and more nothing is left of the predictions, which are then 4 from the dense ones at most."""
+    vectors = numpy.random.default_rng(3).normal(0.03, 0.05, size=(28, 60))
+    joint = JointError.of(0.5 * (vectors**2).sum(1), cosines_of(list(vectors)))
+
+    def truth(chosen: tuple[int, ...]) -> float:
+        return 4.0 * (1.0 - math.exp(-joint.together(chosen) / 4.0))
+
+    measured = [MeasuredTogether(chosen, truth(chosen), None) for chosen in (tuple(range(28)), tuple(range(20)))]
+    for chosen in (tuple(range(3, 26)), tuple(range(24))):
+        assert joint.together(chosen) > 3 * truth(chosen)
+        near = joint.expected(chosen, measured)
+        assert joint.fitted(measured, near).distance(chosen) == pytest.approx(truth(chosen), rel=0.2)
+    few = (2, 9)
+    assert joint.fitted(measured, joint.expected(few, measured)).distance(few) == pytest.approx(joint.together(few), rel=0.3)

@@ -73,6 +73,13 @@ def test_the_recipe_keeps_the_target_and_its_memory_is_what_was_predicted(found:
     assert mild.distance < hard.distance
 
 
+def test_what_was_measured_together_is_not_predicted_otherwise(found: ModelPlan, folder: Path) -> None:
+    """The last choice was measured before it became the plan."""
+    kept = json.loads((folder / "measured.json").read_text())["values"]
+    together = [value["distance"] for name, value in kept.items() if name.startswith("together ")]
+    assert all(one.predicted.distance in together for one in found.planned)
+
+
 def test_the_tables_and_the_file_say_the_same(found: ModelPlan, tmp_path: Path) -> None:
     one = found.planned[0]
     found.save(one, tmp_path / "plan.json")
