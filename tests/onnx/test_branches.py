@@ -16,7 +16,7 @@ from support import tiny_models
 
 import retrofit
 from retrofit.errors import CaptureError
-from retrofit.onnx.exporter import branches
+from retrofit.onnx.exporter import branches, export_onnx
 from retrofit.onnx.exporter.branches import make_branches
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode_greedily, next_step_states
 from retrofit.onnx.importer.from_onnx import from_onnx
@@ -218,6 +218,17 @@ def test_a_file_whose_branches_compute_something_else_keeps_none(strided, tmp_pa
     (step,) = [step for step in file.steps if step.name == "branches"]
     assert not step.kept and step.why.startswith("the outputs move")
     assert "If" not in kinds(onnx.load(file.path)) and list(tmp_path.iterdir()) == [file.path]
+
+
+@pytest.mark.long
+def test_weights_in_a_file_of_their_own_stay_there(strided, tmp_path: Path, monkeypatch) -> None:
+    model, inline, _ = strided
+    monkeypatch.setattr(export_onnx, "MOST_INLINE_BYTES", 0)
+    file = retrofit.export_onnx(model, tmp_path / "model.onnx").files[0]
+    assert file.steps[-1].kept and {one.name for one in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}
+    assert file.path.stat().st_size < inline.path.stat().st_size
+    prompt = torch.randint(1, 11, (2, 6))
+    assert torch.equal(*(decode_greedily(OnnxSession(one.path), prompt, 5) for one in (file, inline)))
 
 
 @pytest.mark.long

@@ -31,14 +31,18 @@ THEN, ELSE = 1, 2  # the places of a choice's two results among its inputs
 STEPS = range(1, 5)  # numbers of tokens before one more, at which a file with branches is compared with the same without
 
 
-def branch_file(path: Path, part: ExportPart) -> RewriteStep:
-    """The file at `path` has a branch for each result of a choice, where ONNX Runtime computes the same with them."""
+def branch_file(graph: onnx_ir.Model, path: Path, part: ExportPart) -> RewriteStep | None:
+    """The file at `path`, of this graph, has branches for what it chooses between; None where it chooses nothing.
+
+    The account says why not, where ONNX Runtime computes something else with them.
+    """
     import onnx_ir
 
+    if not choices(graph.graph):
+        return None
     model = onnx_ir.load(path)
-    before = count_nodes(model)
     if not make_branches(model):
-        return RewriteStep("branches", before, before, False, "nothing is chosen by one truth value")
+        return None
     other = path.with_name(f"branched.{path.name}")
     try:
         onnx_ir.save(model, other)  # weights that lie in a file of their own stay there
@@ -50,7 +54,7 @@ def branch_file(path: Path, part: ExportPart) -> RewriteStep:
         why = first_line(error)
     finally:
         other.unlink(missing_ok=True)
-    return RewriteStep("branches", before, count_nodes(model), not why, why)
+    return RewriteStep("branches", count_nodes(graph), count_nodes(model), not why, why)
 
 
 @torch.no_grad()
@@ -59,9 +63,9 @@ def gap_between(path: Path, other: Path, part: ExportPart) -> float:
     sizes = other_sizes(part)
     if PAST in part.sizes:
         sizes += [{**dict.fromkeys(part.sizes, 1), LENGTH: part.least, PAST: past} for past in STEPS]
-    one, two = OnnxSession(path), OnnxSession(other)
     inputs = [part.example(extents, seed) for seed, extents in enumerate(sizes, start=7)]
-    return max(largest_gap(two(given), one(given)) for given in inputs)
+    expected, found = ([session(given) for given in inputs] for session in map(OnnxSession, (path, other)))  # one after the other
+    return max(largest_gap(one, two) for one, two in zip(found, expected, strict=True))
 
 
 def make_branches(model: onnx_ir.Model) -> int:

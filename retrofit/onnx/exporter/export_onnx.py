@@ -197,9 +197,9 @@ def export_part(
         parity = compare_with_torch(path, part) if comparable else None
         require_agreement(parity, path, model)
     nodes = count_nodes(graph)
-    if fuse and comparable:
-        steps.append(branch_file(path, part))
-        nodes = steps[-1].after if steps[-1].kept else nodes
+    if fuse and comparable and (branched := branch_file(graph, path, part)) is not None:
+        steps.append(branched)
+        nodes = branched.after if branched.kept else nodes
     inputs, outputs = (tuple(str(value.name) for value in values) for values in (graph.graph.inputs, graph.graph.outputs))
     return ExportedFile(path, inputs, outputs, nodes, tuple(steps), parity, account)
 

@@ -218,11 +218,11 @@ def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], sy
 
 
 def ask_sizes_once(model: onnx_ir.Model) -> None:
-    """A dynamic size is that of the first input that has it, whoever asks, so that what follows from it is computed once."""
+    """A dynamic size is that of the first input that is read and has it, so that what follows from it is computed once."""
     import onnx_ir
 
     first: dict[str, tuple[onnx_ir.Value, int]] = {}
-    for value in model.graph.inputs:
+    for value in [value for value in model.graph.inputs if any(node.op_type != "Shape" for node in value.consumers())]:
         for axis, extent in enumerate(value.shape or ()):
             if isinstance(extent, onnx_ir.SymbolicDim) and extent.value is not None:
                 first.setdefault(extent.value, (value, axis))
