@@ -22,6 +22,7 @@ from retrofit.runtime.probes import distance
 
 PARITY = 2e-6
 WIDTH = 8
+OLDER_ATTENTION = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 12)
 MASKS = {"none": "", "of all heads": "b,1,s,t", "of keys": "b,1,1,t", "of each head": "b,{h},s,t", "of no row": "1,1,s,t"}
 
 
@@ -156,6 +157,7 @@ def test_a_rotation_is_one_operator_where_its_halves_share_their_angles(halves: 
         pytest.param("causal/opt", 4, 0, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.skipif(OLDER_ATTENTION, reason="this torch writes attention in a form that no fusion knows")
 def test_a_decoders_file_computes_on_its_cache(name: str, on_cache: int, rotations: int, tmp_path: Path) -> None:
     model = zoo.build(zoo.entry(name))
     path = retrofit.export_onnx(model, tmp_path / "model.onnx").files[0].path
