@@ -127,8 +127,8 @@ Seen in the whole suite without long tests, with torch 2.11.0 and transformers 5
 - The Switch router of that transformers drops no token, and T5's `set_attn_implementation` does not reach its decoder: what is
   compared with them is skipped.
 - The interpreter of Triton 3.6 does not run with numpy 2.4: one test of kernels is skipped. That they are built is tested.
-- torch 2.11 writes attention to ONNX with a test for what is no number, which no fusion knows: exported decoders are right there and
-  their attention stays in single operators. Two tests are skipped.
+- torch 2.11 writes attention to ONNX with a test for what is no number, which no fusion knows: exported decoders are right there,
+  and their attention stays in single operators. Two tests are skipped.
 """
 
 
