@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from retrofit.cli.failures import exit_code, hang_up, report, unwind_on_sigterm
 from retrofit.cli.parser import Parser
-from retrofit.cli.processes import quieten_wrappers, refuse_several, speaks_of
+from retrofit.cli.processes import disconnect, quieten_wrappers, refuse_several, speaks_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with unwind_on_sigterm():
             code = dispatch(given)
+            disconnect()
             sys.stdout.flush()
             return code
     except BrokenPipeError:

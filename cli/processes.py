@@ -36,6 +36,13 @@ def speaks_of(error: BaseException) -> bool:
     return connected or os.environ["LOCAL_RANK"] == "0"
 
 
+def disconnect() -> None:
+    """The processes are connected no longer: threads of the connection that outlive Python would end a process with an error."""
+    torch = sys.modules.get("torch")
+    if started() > 1 and torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
 def refuse_several(command: str) -> None:
     """Raises `UsageError` where several processes run a command that works in one."""
     if started() > 1:
