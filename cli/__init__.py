@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from retrofit.cli.failures import exit_code, hang_up, report, unwind_on_sigterm
+from retrofit.cli.failures import Interruption, exit_code, hang_up, report
 from retrofit.cli.parser import Parser
 from retrofit.cli.processes import disconnect, quieten_wrappers, refuse_several, speaks_of
 
@@ -23,8 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show "→" still gets its table
     if "--debug" not in given:
         quieten_wrappers()
+    interruption = Interruption()
     try:
-        with unwind_on_sigterm():
+        with interruption.unwinding():
             code = dispatch(given)
             disconnect()
             sys.stdout.flush()
@@ -32,11 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return hang_up()
     except (Exception, KeyboardInterrupt) as error:
-        if speaks_of(error):
+        failure = interruption.received or error
+        if speaks_of(failure):
             if "--debug" in given:
                 traceback.print_exc()
-            report(error, sys.stderr)
-        return exit_code(error)
+            report(failure, sys.stderr)
+        return exit_code(failure)
 
 
 def dispatch(given: list[str]) -> int:

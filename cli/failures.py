@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import errno
 import os
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from retrofit.cli.printable import printable
 from retrofit.cli.terminal import console_for
@@ -91,18 +92,47 @@ def hang_up() -> int:
     return 128 + signal.SIGPIPE
 
 
-@contextlib.contextmanager
-def unwind_on_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds the stack as Ctrl-C does, so that half-written files are removed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+class Interruption:
+    """SIGINT and SIGTERM within `unwinding()`, and which of them came first: `received`, None where neither did."""
 
-    def unwind(signum: int, frame: FrameType | None) -> None:
-        raise Terminated
+    def __init__(self) -> None:
+        self.received: KeyboardInterrupt | None = None
 
-    before = signal.signal(signal.SIGTERM, unwind)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    @contextlib.contextmanager
+    def unwinding(self) -> Iterator[None]:
+        """Either signal unwinds the stack as Ctrl-C does, so that half-written files are removed.
+
+        The exception may be dropped, as in a finaliser: then it is raised again a moment later. Or code in C may raise another in its
+        place: `received` says what that comes of.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        hook = sys.unraisablehook
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        if before[signal.SIGINT] is not signal.default_int_handler:
+            del before[signal.SIGINT]  # ignored, as under nohup, or somebody else's
+
+        def unraisable(dropped: Any) -> None:
+            if not issubclass(dropped.exc_type, KeyboardInterrupt):
+                hook(dropped)
+                return
+            number = signal.SIGTERM if issubclass(dropped.exc_type, Terminated) else signal.SIGINT
+            later = threading.Timer(0.01, _thread.interrupt_main, [number])
+            later.daemon = True
+            later.start()
+
+        try:
+            sys.unraisablehook = unraisable
+            for number in before:
+                signal.signal(number, self.unwind)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            sys.unraisablehook = hook
+
+    def unwind(self, signum: int, frame: FrameType | None) -> None:
+        error = Terminated() if signum == signal.SIGTERM else KeyboardInterrupt()
+        self.received = self.received or error
+        raise error

@@ -63,13 +63,9 @@ def call_layer(
 ) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
     """The layer on the new anchors: by row and column its input and its result, with those of earlier calls."""
     known: dict[tuple[int, int], tuple[Tensor, Tensor]] = dict(call.before[-1].kept["anchors"]) if call.before else {}
-    new = [sorted({column for column in row[before:] if column >= before}) for row in anchors]
-    count = max(map(len, new)) if call.cached else -(-x.shape[1] // call.options.k)
+    new, slots = slots_of(call, anchors, before, x.shape[1])
+    count = len(slots[0])
     if count:
-        slots = []
-        for columns in new:
-            filled = [columns[0] if columns else before] * (count - len(columns))  # on a cache they come first
-            slots.append([*filled, *columns] if call.cached else [*columns, *filled])
         rows = [torch.stack([layer_input(call, x, anchors, row, c, before) for c in columns]) for row, columns in enumerate(slots)]
         inputs = torch.stack(rows)
         if call.options.method == "average-pooling":  # the filled slots come last, and are means of nothing
@@ -86,6 +82,42 @@ def call_layer(
                 known[row, column] = inputs[row, slot], y[row, slot]
     call.kept["anchors"] = known
     return known
+
+
+def slots_of(call: SiteCall, anchors: list[list[int]], before: int, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The columns of each row's new anchors, and those that the layer gets: as many in each row, some of them filled in."""
+    new = [sorted({column for column in row[before:] if column >= before}) for row in anchors]
+    count = max(map(len, new)) if call.cached else -(-tokens // call.options.k)
+    slots = []
+    for columns in new:
+        filled = [columns[0] if columns else before] * (count - len(columns))  # on a cache they come first
+        slots.append([*filled, *columns] if call.cached else [*columns, *filled])
+    return new, slots
+
+
+def inputs_inside(call: SiteCall) -> dict[str, Any]:
+    """The model's inputs as what the layer holds sees them: of the new anchors alone, the mask of those before them too."""
+    layer: Any = call.module
+    stream = call.argument(place_of(call, layer))
+    tokens, batch = (stream.shape[0], stream.shape[1]) if layer.tokens_first else (stream.shape[1], stream.shape[0])
+    before = sum(one.kept["tokens"] for one in call.before)
+    real = real_tokens(call, batch, before + tokens)
+    new, slots = slots_of(call, [anchor_columns(row.tolist(), call.options.k) for row in real], before, tokens)
+    shown = [[True] * len(columns) for columns in new]
+    hidden = [[False] * (len(row) - len(columns)) for columns, row in zip(new, slots, strict=True)]
+    pairs = zip(hidden, shown, strict=True) if call.cached else zip(shown, hidden, strict=True)
+    seen = torch.tensor([[*first, *second] for first, second in pairs], device=stream.device).bool().reshape(batch, -1)
+    call.kept["tokens"], call.kept["seen"] = tokens, torch.cat([*(one.kept["seen"] for one in call.before[-1:]), seen], 1)
+    places = torch.tensor(slots, device=stream.device).long().reshape(batch, -1) - before
+    inputs = dict(call.inputs)
+    for name, value in call.inputs.items():
+        if not isinstance(value, Tensor) or value.dim() != 2 or len(value) != batch or value.is_floating_point():
+            continue
+        if name.endswith("attention_mask") and value.shape[1] == before + tokens:
+            inputs[name] = call.kept["seen"].to(value)
+        elif value.shape[1] == tokens:
+            inputs[name] = value.gather(1, places)
+    return inputs
 
 
 def layer_input(call: SiteCall, x: Tensor, anchors: list[list[int]], row: int, column: int, before: int) -> Tensor:

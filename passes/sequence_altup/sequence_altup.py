@@ -95,7 +95,11 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     rewrites: ClassVar[str] = "layer"
     candidates: ClassVar[tuple[str, ...]] = ("k=2",)
     reference: ClassVar[MethodReference] = MethodReference(
-        {StridedLayer: ModuleReference(once_more.strided_layer, ("layer",), key="stream_out", cached=True)},
+        {
+            StridedLayer: ModuleReference(
+                once_more.strided_layer, ("layer",), key="stream_out", cached=True, inside=once_more.inputs_inside
+            )
+        },
         wiring=once_more.wiring,
         start=once_more.start,
     )

@@ -67,6 +67,8 @@ def sparse_attention(call: SiteCall) -> Tensor:
     before = [one.kept["stream"] for one in call.before]
     call.kept["stream"] = stream
     real = None if module.cross else unpadded(call, sum(one.shape[1] for one in before) + stream.shape[1], len(stream))
+    if real is not None:
+        call.irrelevant = ~real[:, -stream.shape[1] :]
     packed = x
     if module.sparse is not None:
         columns = with_earlier(module.sparse, options.variant, options.kernel, before, stream, real)
@@ -75,8 +77,6 @@ def sparse_attention(call: SiteCall) -> Tensor:
     same = {key: packed for key, value in (*enumerate(call.args), *call.kwargs.items()) if value is x}
     others = None if module.cross else same
     y = call.given("layer", {module.stream_in: packed, **visible_source(call, module)}, module.out_key, others)
-    if real is not None:
-        call.irrelevant = ~real[:, -stream.shape[1] :]
     if module.output is None:
         return y
     y = y.transpose(0, 1) if module.tokens_first else y

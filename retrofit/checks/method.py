@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.gradients import loss_of
-from retrofit.checks.site_recording import CallRecorder
+from retrofit.checks.site_recording import CallRecorder, has_cache
 from retrofit.checks.site_replay import Found, MovedParameters, own_modules, replay
 from retrofit.checks.site_ways import SiteWays, Way
 from retrofit.checks.subject import Subject
 from retrofit.errors import first_line
-from retrofit.pipeline.method_reference import MethodReference, ModuleReference, Observed, ObservedSite, RecordedCall
+from retrofit.pipeline.method_reference import MethodReference, ModuleReference, Observed, ObservedSite, RecordedCall, SiteCall
 from retrofit.pipeline.registry import parse_spec
 from retrofit.pipeline.replaying import recipe, rewrites
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
@@ -231,7 +231,7 @@ class Comparison:
                 self.problems.append(("", f"it does not run{words}, and the dense model does: {why}"))
         for site in chosen:
             if len(self.problems) <= NAMED:
-                self.compare(site, groups.get(site.path, []))
+                self.compare(site, [(way, self.as_seen_there(site, way, groups)) for way, _ in groups.get(site.path, [])])
         for one in {one.name: one for one in self.passes if one.reference is not None}.values():
             self.check_model(one, whole)
         return MethodMeasurement(
@@ -260,6 +260,25 @@ class Comparison:
             count = min(len(same), max(2, int(share / max(1.0, sum(site.elements for site in same) / len(same)))))
             chosen += [same[index * (len(same) - 1) // max(1, count - 1)] for index in range(count)]
         return list({id(site): site for site in chosen}.values())
+
+    def as_seen_there(self, site: Site, way: Way, groups: Mapping[str, list[tuple[Way, list[RecordedCall]]]]) -> list[RecordedCall]:
+        """The site's calls, with the model's inputs as they are inside the modules around it that run on fewer tokens."""
+        calls = next((calls for one, calls in groups.get(site.path, []) if one is way), [])
+        for outer in self.sites:
+            if outer.reference.inside is None or not site.path.startswith(f"{outer.path}."):
+                continue
+            inputs: dict[int, Mapping[str, Any]] = {}  # by the number of the outer call
+            before: tuple[SiteCall, ...] = ()
+            for call in self.as_seen_there(outer, way, groups):
+                one = site_call(outer, call, before)
+                inputs[call.number] = outer.reference.inside(one)
+                before = (*before, one) if one.cached else ()
+            around = [max((number for number in inputs if number < call.number), default=None) for call in calls]
+            calls = [
+                call if number is None else dataclasses.replace(call, inputs=inputs[number])
+                for call, number in zip(calls, around, strict=True)
+            ]
+        return calls
 
     # Comparing.
 
@@ -373,6 +392,11 @@ class Comparison:
                 yield
         finally:
             self.model.eval()
+
+
+def site_call(site: Site, call: RecordedCall, before: tuple[SiteCall, ...]) -> SiteCall:
+    """A recorded call as its reference sees it, its given children left out."""
+    return SiteCall(site.module, site.options[-1], call.args, call.kwargs, call.inputs, {}, before=before, cached=has_cache(call))
 
 
 def references_of(sites: Sequence[Site]) -> dict[str, ModuleReference]:

@@ -56,8 +56,9 @@ def judge_side(side: str, now: PaddingMeasurement, before: PaddingMeasurement | 
     if not ours.agrees and before is None and side == "left" and not is_numbered(context.subject):
         return skipped("it takes no positions, so padding on the left may shift them", ours.measured)
     if not context.exact and isinstance(now.contents, Comparison) and side == "left":
+        reads = before.contents if before is not None and isinstance(before.contents, Comparison) else None
         found = judge_comparison(
-            now.contents, None, context, lambda limit: locate_contents(model, context.subject.padded(side), limit)
+            now.contents, reads, context, lambda limit: locate_contents(model, context.subject.padded(side), limit)
         )
         shifted = f"it takes no positions: padding shifts them, and changes the approximation ({ours.measured})"
         return dataclasses.replace(found, why=found.why or shifted)

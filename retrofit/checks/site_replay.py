@@ -30,6 +30,7 @@ from retrofit.pipeline.method_reference import (
     SiteCall,
     item,
     linked,
+    shown,
 )
 from retrofit.runtime.precision import Widened
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
@@ -177,20 +178,20 @@ class GivenChild(nn.Module):
             raise Deviation(f"it calls {self.child_name} more than {len(self.expected)} times, as the method does")
         expected = self.expected[index]
         assert self.call is not None
-        received = [compare_argument(self.child_name, place, value, args, kwargs) for place, value in expected.places.items()]
+        received = [compare_argument(self.child_name, place, expected, args, kwargs) for place in expected.places]
         compare_others(self.child_name, expected, self.call, args, kwargs)
         answer = linked(expected.leaf, received[0]) if received else expected.leaf
         return answer if expected.key is None else with_item(expected.returned, expected.key, answer)
 
 
-def compare_argument(name: str, place: Place, value: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """The argument at a place; raises `Deviation` unless it equals the value."""
+def compare_argument(name: str, place: Place, expected: Expected, args: Any, kwargs: Any) -> Tensor:
+    """What is read of the argument at a place; raises `Deviation` unless it is what is expected there."""
     position, keyword = place
     missing = keyword not in kwargs and (position is None or position >= len(args))
     if missing:
         raise Deviation(f"{name} is called without {keyword or position}")
-    received = kwargs[keyword] if keyword in kwargs else args[position]
-    problem = difference(received, value)
+    received = shown(kwargs[keyword] if keyword in kwargs else args[position], expected.irrelevant)
+    problem = difference(received, shown(expected.places[place], expected.irrelevant))
     if problem:
         raise Deviation(f"what {name} receives as {keyword or position} is not the method's: {problem}")
     return received  # type: ignore[no-any-return]

@@ -80,11 +80,11 @@ class SiteWays:
         most = max((one.tokens for one in self.references.values()), default=0)
         if length > 1 and most > batch * length:
             rows = -(-(most + 1) // length)
-            large = {path: one for path, one in self.references.items() if one.tokens > batch * length}
+            large = self.those(lambda one: one.tokens > batch * length)
             many = lambda: recorded(self.model, large, resized(self.model, self.inputs, rows, length, 13))  # noqa: E731
             yield Way(f" on {rows * length} tokens", many, trains=True)
         shortest = shortest_of(self.inputs)
-        for_longer = {path: one for path, one in self.references.items() if one.length >= shortest > 1}
+        for_longer = self.those(lambda one: one.length >= shortest > 1)
         if for_longer:
             total = length + 1 + max(one.length for one in for_longer.values()) - shortest
             long = lambda: recorded(self.model, for_longer, resized(self.model, self.inputs, 1, total, 19))  # noqa: E731
@@ -105,6 +105,12 @@ class SiteWays:
                     self.raised[way.words] = first_line(error)
                 continue
             yield way, {path: calls if way.on_cache else calls[:1] for path, calls in found.items() if calls}
+
+    def those(self, matter: Callable[[ModuleReference], bool]) -> References:
+        """The references that matter, and those of modules that run others on fewer tokens; nothing where none matters."""
+        if not any(map(matter, self.references.values())):
+            return {}
+        return {path: one for path, one in self.references.items() if matter(one) or one.inside is not None}
 
     def plain(self, inputs: Inputs) -> Calls:
         return recorded(self.model, self.references, inputs)
@@ -139,8 +145,11 @@ class SiteWays:
         return {path: found for path, found in calls.items() if self.is_decoding(path, found, count, words)}
 
     def is_decoding(self, path: str, calls: list[RecordedCall], count: int, words: str) -> bool:
-        """Whether these are the calls of one sequence on one cache; one whose inputs do not grow (an encoder) has none."""
-        if len(calls) == count and all(map(has_cache, calls)):
+        """Whether these are the calls of one sequence on one cache; one whose inputs do not grow (an encoder) has none.
+
+        Inside a strided layer there are fewer: a step without an anchor does not call it.
+        """
+        if 0 < len(calls) <= count and all(map(has_cache, calls)):
             return True
         if calls and first_shape(calls[0]) != first_shape(calls[-1]):
             is_shared = len(calls) > count

@@ -46,6 +46,7 @@ class Expected:
     returned: Any  # as the child returned it, with `leaf` at `key`
     leaf: Tensor
     key: Key
+    irrelevant: Tensor | None = None  # positions of the arguments that nobody reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,8 @@ class SiteCall:
         """What the child `child`, called with these arguments, returns at `key`: as it did in the model's forward.
 
         The module must call it with the same, and with its own arguments apart from these and `others` (None: with whatever).
-        A gradient that arrives here goes on to the first of these arguments.
+        A gradient that arrives here goes on to the first of these arguments. What is there at positions that
+        are `irrelevant` by now does not matter.
         """
         calls = self.expected.setdefault(child, [])
         if len(calls) >= len(self.results.get(child, ())):
@@ -107,8 +109,8 @@ class SiteCall:
         returned = self.results[child][len(calls)]
         key = None if isinstance(returned, Tensor) else key
         leaf = (returned if key is None else item(returned, key)).detach().clone().requires_grad_()
-        calls.append(Expected(dict(places), others, returned, leaf, key))
-        return linked(leaf, next(iter(places.values()))) if places else leaf
+        calls.append(Expected(dict(places), others, returned, leaf, key, self.irrelevant))
+        return linked(leaf, shown(next(iter(places.values())), self.irrelevant)) if places else leaf
 
     def draw(self, *operations: str, shape: Sequence[int] = ()) -> Tensor:
         """The next random numbers that the module drew; raises `Deviation` unless by one of these operations, and as many."""
@@ -129,6 +131,13 @@ def item(returned: Any, key: Key) -> Any:
     return returned[key]
 
 
+def shown(argument: Any, irrelevant: Tensor | None) -> Any:
+    """A stream (batch, tokens, d), zero at the positions that nobody reads; another argument as it is."""
+    if irrelevant is None or not isinstance(argument, Tensor) or argument.dim() != 3 or argument.shape[:2] != irrelevant.shape:
+        return argument
+    return argument.masked_fill(irrelevant.unsqueeze(-1), 0.0)
+
+
 def linked(leaf: Tensor, argument: Tensor) -> Tensor:
     """`leaf`, whose gradient also goes on to `argument`, by fixed weights of its own for each element."""
     if not argument.is_floating_point():
@@ -146,7 +155,7 @@ class ModuleReference:
     formula calls these too. `key` is the attribute that says where in what the module returns the output is, "" where that is the
     value itself or its first item. `tokens`: of more tokens in all it computes in another way, `length`: of a sequence with more.
     `trainings`: how many times it is trained on other random numbers; 0: not by itself, but with others, in
-    `MethodReference.wiring`.
+    `MethodReference.wiring`. `inside`, of a module that runs what it holds on fewer tokens: the model's inputs as that sees them.
     """
 
     compute: Callable[[SiteCall], Tensor]
@@ -157,6 +166,7 @@ class ModuleReference:
     length: int = 0
     trainings: int = 1
     cached: bool = False  # whether it keeps something in the model's cache
+    inside: Callable[[SiteCall], Mapping[str, Any]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +16,8 @@ from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.runtime.deferred_signals import deferred_signals
 from retrofit.runtime.drafts import aside_of, draft_folder, draft_of, held
 from retrofit.runtime.model_folders import carry_over, require_replaceable
+
+OF_SYSTEM = re.compile(r"\(os error \d+\)")  # how libraries written in Rust report one
 
 
 @contextlib.contextmanager
@@ -159,10 +162,11 @@ def explained(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        of_system = isinstance(error, OSError) or OF_SYSTEM.search(reason) is not None
         raise CheckpointError(
             f"{path} cannot be written",
             why=reason,
-            remedy=f"check the free space and the permissions of {path.parent}" if isinstance(error, OSError) else "",
+            remedy=f"check the free space and the permissions of {path.parent}" if of_system else "",
         ) from error
 
 

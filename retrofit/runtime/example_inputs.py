@@ -38,8 +38,8 @@ def special_ids(model: nn.Module) -> set[int]:
     config = getattr(model, "config", None)
     found: set[int] = set()
     for source in filter(None, (config, getattr(model, "generation_config", None))):
-        for name, value in vars(source).items():
-            if name.endswith("token_id"):
+        for name, value in (source if isinstance(source, dict) else getattr(source, "__dict__", {})).items():
+            if str(name).endswith("token_id"):
                 found.update(item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, int))
     return found
 

@@ -163,8 +163,9 @@ def resolve(name: str, *, imports: bool) -> Any:
 def empty_model(kind: type[nn.Module], config_kind: type | None, config: dict[str, Any]) -> nn.Module:
     """The model on the CPU, its parameters not initialised, its buffers as its constructor makes them."""
     built = config_kind(**config) if config_kind is not None else config
+    by_name = config_kind is None and config.keys() == inspect.signature(kind).parameters.keys()  # a dict of arguments
     with skip_initialisation():
-        return kind(built) if takes_one_argument(kind) else kind(**config)
+        return kind(**config) if by_name or not takes_one_argument(kind) else kind(built)
 
 
 @contextlib.contextmanager

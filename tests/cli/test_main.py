@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,50 @@ def test_a_failure_is_a_message_and_an_exit_code(failing, error, code, says, cap
 def test_an_interrupt_is_one_line(failing, capsys: pytest.CaptureFixture[str]) -> None:
     failing(KeyboardInterrupt())
     main(["passes"])
+    assert capsys.readouterr().err == "retrofit: interrupted\n"
+
+
+class Finaliser:
+    """A signal arrives while this is taken away: Python drops what is raised there."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+def dropped(number: int) -> None:
+    """The signal's exception is dropped, and the work goes on for a while."""
+    Finaliser(number)
+    for _ in range(1000):
+        time.sleep(0.01)
+
+
+def replaced(number: int) -> None:
+    """Something else is raised in place of the signal's exception, as by code in C."""
+    try:
+        signal.raise_signal(number)
+    except KeyboardInterrupt:
+        raise ImportError("initialization failed") from None
+
+
+@pytest.mark.parametrize("work", [dropped, replaced])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_whose_exception_is_lost_interrupts(
+    number: int, work: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(arguments: Any) -> int:
+        work(number)
+        return 0
+
+    monkeypatch.setattr("retrofit.cli.passes.run", run)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
+    try:
+        assert main(["passes"]) == 128 + number
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and sys.unraisablehook is before[1]
+    finally:
+        signal.signal(signal.SIGINT, before[0])
     assert capsys.readouterr().err == "retrofit: interrupted\n"
 
 

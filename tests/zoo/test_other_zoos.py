@@ -20,8 +20,16 @@ from retrofit.errors import DoesNotFitError
 from retrofit.graphs.graph_module import graph_module
 from retrofit.rewriting import apply_reported
 
+SEVERAL = "several depths"
 REFUSED = {  # by model and pass: what the reason says
+    **{(kind, "merge-cross-attention"): "no stack of the model has cross-attention" for kind in other_zoos.MODELS},
+    ("nn.TransformerDecoder", "merge-cross-attention"): "one matrix makes q in it",
+    ("nn.Transformer", "merge-cross-attention"): "its projections are not in the module that attends",
+    ("recurrent", "sequence-altup"): SEVERAL,
+    ("recurrent", "recurrence"): SEVERAL,
+    ("recurrent", "sparse-qkv"): SEVERAL,
     ("vision transformer", "sum"): "no token",
+    ("vision transformer", "lsh-attention"): "its scores are written out",
 }
 QUICK = [("nn.TransformerEncoder", "sparse-ffn"), ("looped", "shared-moe"), ("functional", "sparse-qkv")]
 EVERY = [(kind, one) for kind in other_zoos.MODELS for one in PASSES]

@@ -20,15 +20,20 @@ from retrofit.onnx.importer.operators.table import MICROSOFT, operator
 def skip_layer_normalization(
     x: Tensor, skip: Tensor, scale: Tensor, shift: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-12
 ) -> tuple[Tensor | None, ...]:
-    total = x + skip if bias is None else x + skip + bias
+    total = with_bias(x, bias) + skip
     return F.layer_norm(total, total.shape[-1:], scale, shift, epsilon), None, None, total
+
+
+def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x + b: the bias is that of the product before the residual, so that this layer's result has all of it."""
+    return x if bias is None else x + bias
 
 
 @operator("SkipSimplifiedLayerNormalization", domain=MICROSOFT)
 def skip_simplified_layer_normalization(
     x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None = None, epsilon: float = 1e-12
 ) -> tuple[Tensor | None, ...]:
-    total = x + skip if bias is None else x + skip + bias
+    total = with_bias(x, bias) + skip
     return F.rms_norm(total, total.shape[-1:], scale, epsilon), None, None, total
 
 
