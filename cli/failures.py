@@ -102,8 +102,8 @@ class Interruption:
     def unwinding(self) -> Iterator[None]:
         """Either signal unwinds the stack as Ctrl-C does, so that half-written files are removed.
 
-        The exception may be dropped, as in a finaliser: then it is raised again a moment later. Or code in C may raise another in its
-        place: `received` says what that comes of.
+        The exception may be dropped, as in a finaliser: then it is raised again a moment later. Or code in C may raise another in
+        its place: `received` says what that comes of.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
