@@ -149,7 +149,8 @@ class SiteWays:
 
         Inside a strided layer there are fewer: a step without an anchor does not call it.
         """
-        if 0 < len(calls) <= count and all(map(has_cache, calls)):
+        strided = any(one.inside is not None and path.startswith(f"{outer}.") for outer, one in self.references.items())
+        if (len(calls) == count or (strided and 0 < len(calls) < count)) and all(map(has_cache, calls)):
             return True
         if calls and first_shape(calls[0]) != first_shape(calls[-1]):
             is_shared = len(calls) > count

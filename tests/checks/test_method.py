@@ -15,7 +15,7 @@ from torch import nn
 
 from retrofit.checks.site_recording import map_tensors
 from retrofit.errors import DoesNotFitError
-from retrofit.passes import SparseLoss
+from retrofit.passes import SequenceAltUp, SparseLoss
 from retrofit.passes.altup.contraction import Contraction
 from retrofit.passes.altup.layers import AltUpLayer, DynamicAltUpLayer
 from retrofit.passes.altup.widening import WidthPropagation
@@ -28,6 +28,7 @@ from retrofit.passes.recurrence import recurrent_feed_forward
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence as RecurrentUnit
 from retrofit.passes.sequence_altup.anchors import EvenAnchors
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
+from retrofit.passes.sequence_altup.reference import inputs_inside
 from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
 from retrofit.passes.shared_moe import mixture_of_experts
 from retrofit.passes.shared_moe.grouping import Group
@@ -36,6 +37,7 @@ from retrofit.passes.sparse_ffn import controller_fit, sparse_feed_forward, spar
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.passes.sparse_qkv import sparse_attention, sparse_projections
 from retrofit.passes.sum import SummedEmbedding
+from retrofit.pipeline.method_reference import SiteCall
 from retrofit.pipeline.registry import parse_spec
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
 
@@ -95,6 +97,7 @@ SPECS = (
     "sparse-qkv(kernel=1, output=mult)",
     "sparse-loss(modules=4)",
 )
+STRIDED = "sequence-altup(k=2, layers=all)"
 MERGED = [spec for spec in SPECS if spec.startswith("merge-cross-attention")]  # of encoder-decoders
 QUICK = {
     "llama": [spec for spec in SPECS if spec not in MERGED],
@@ -135,6 +138,43 @@ def test_passes_after_each_other_are_each_held_to_their_own() -> None:
     found = verdict(llama(), "altup(k=2)", "memory(lookup=softmax, buckets=8, rank=2)", "sparse-ffn(sparsity=8)")
     assert found.status == "passed", found.why
     assert "7 modules" in found.measured
+
+
+@pytest.mark.parametrize("specs", [("memory", STRIDED), (STRIDED, "sparse-qkv")], ids=" + ".join)
+def test_modules_inside_a_strided_layer_are_compared_on_its_tokens(specs: tuple[str, ...]) -> None:
+    found = verdict(llama(), *specs, nudge=True)
+    assert found.status == "passed", found.why
+    assert "not compared" not in found.why, found.why
+
+
+@dataclasses.dataclass
+class Strided:
+    """What the reference reads of a strided layer."""
+
+    stream: tuple[str, ...] = ("x",)
+    names: tuple[str, ...] = ("x",)
+    tokens_first: bool = False
+    training: bool = False
+
+
+def test_what_a_strided_layer_makes_of_the_models_inputs() -> None:
+    """k = 2: of three real tokens after two of padding, and of five; then of one more each, of which the first is no anchor."""
+
+    def call(ids: list[list[int]], mask: list[list[int]], before: tuple[SiteCall, ...], cached: bool) -> SiteCall:
+        inputs = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask), "labels": torch.zeros(2, 7)}
+        x = torch.zeros(2, len(ids[0]), 4)
+        return SiteCall(Strided(), SequenceAltUp(k=2), (x,), {}, inputs, {}, before=before, cached=cached)  # type: ignore[arg-type]
+
+    ids, mask = [[9, 9, 1, 2, 3], [4, 5, 6, 7, 8]], [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
+    alone = inputs_inside(call(ids, mask, (), cached=False))
+    assert alone["input_ids"].tolist() == [[1, 3, 1], [4, 6, 8]] and alone["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    first = call(ids, mask, (), cached=True)
+    stored = inputs_inside(first)
+    assert stored["input_ids"].tolist() == [[1, 1, 3], [4, 6, 8]] and stored["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
+    second = call([[10, 11], [12, 13]], [[*row, 1, 1] for row in mask], (first,), cached=True)
+    later = inputs_inside(second)
+    assert later["input_ids"].tolist() == [[11], [13]] and later["attention_mask"].tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    assert torch.equal(later["labels"], torch.zeros(2, 7))
 
 
 def test_a_pass_without_a_reference_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
