@@ -37,10 +37,10 @@ def speaks_of(error: BaseException) -> bool:
 
 
 def disconnect() -> None:
-    """The processes are connected no longer: threads of the connection that outlive Python would end a process with an error."""
-    torch = sys.modules.get("torch")
-    if started() > 1 and torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    """The processes are connected no longer, if they were: only training connects them."""
+    training = sys.modules.get("retrofit.training.processes")
+    if started() > 1 and training is not None:
+        training.disconnect()
 
 
 def refuse_several(command: str) -> None:

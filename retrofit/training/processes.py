@@ -5,6 +5,7 @@ The first one decides and writes; the others learn from it what was decided.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -24,6 +25,16 @@ def connect(cpu: bool) -> None:
         from accelerate import PartialState
 
         PartialState(cpu=cpu)
+
+
+def disconnect() -> None:
+    """The processes are connected no longer.
+
+    What a trained model still holds of the connection is let go first: threads that outlive Python end a process with an error.
+    """
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()
+        dist.destroy_process_group()
 
 
 def count() -> int:

@@ -136,7 +136,7 @@ def work(rank: int, folder: Path, port: int) -> None:
         for case, way in RUNS:
             (folder / f"{case} {way} {rank}.json").write_text(json.dumps(numbers(case, way, folder)))
     finally:
-        torch.distributed.destroy_process_group()
+        processes.disconnect()
 
 
 def numbers(case: str, way: str, folder: Path) -> dict[str, Any]:

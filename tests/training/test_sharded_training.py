@@ -57,7 +57,7 @@ def work(rank: int, folder: Path, cases: tuple[str, ...], port: int, resume: boo
         for case in cases:
             (folder / f"{case} {rank}.json").write_text(json.dumps(numbers(case, folder, 6 if resume else 4, resume, **more)))
     finally:
-        torch.distributed.destroy_process_group()
+        processes.disconnect()
 
 
 def numbers(case: str, folder: Path, steps: int, resume: bool, **more: Any) -> dict[str, Any]:
