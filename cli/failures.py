@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import IO, Any
@@ -92,6 +93,13 @@ def hang_up() -> int:
     return 128 + signal.SIGPIPE
 
 
+def interrupt_after(over: threading.Event, number: signal.Signals) -> None:
+    """The main thread heeds the signal again, a moment after the hook that sets `over` has ended: in there it would be lost too."""
+    over.wait()
+    time.sleep(0.01)
+    _thread.interrupt_main(number)
+
+
 class Interruption:
     """SIGINT and SIGTERM within `unwinding()`, and which of them came first: `received`, None where neither did."""
 
@@ -118,9 +126,9 @@ class Interruption:
                 hook(dropped)
                 return
             number = signal.SIGTERM if issubclass(dropped.exc_type, Terminated) else signal.SIGINT
-            later = threading.Timer(0.01, _thread.interrupt_main, [number])
-            later.daemon = True
-            later.start()
+            over = threading.Event()
+            threading.Thread(target=interrupt_after, args=(over, number), daemon=True).start()
+            over.set()
 
         try:
             sys.unraisablehook = unraisable
