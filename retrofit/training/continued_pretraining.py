@@ -28,7 +28,7 @@ from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.label_loss import add_loss
 from retrofit.training.objectives import Collator, Objective, objective_for
 from retrofit.training.recovery import recover
-from retrofit.training.runs import TrainingRun, finish_folder, refuse_to_overwrite, run_folder
+from retrofit.training.runs import TrainingRun, draw_run, finish_folder, refuse_to_overwrite, run_folder
 from retrofit.training.sentence_embeddings import WithContrastiveLoss, embeds_sentences, same_text
 from retrofit.training.settings import Settings
 from retrofit.training.sharded_trainer import ShardedTrainer
@@ -165,7 +165,8 @@ def continue_pretraining(
     if target is not None:
         place = target
 
-        def finish() -> None:
+        def finish() -> None:  # the model is the last thing to need memory: where it is there, the run is done
+            draw_run(run)
             save(model, place, force=force, tokenizer=None if pipeline else tokenizer)
             finish_folder(run)
 

@@ -282,10 +282,9 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
     return folder, checkpoint
 
 
-def finish_folder(run: TrainingRun) -> None:
-    """The folder of a finished run holds its numbers and its curve, and no longer the run that it replaced."""
+def draw_run(run: TrainingRun) -> None:
+    """The folder of the run holds its losses, as numbers and as a curve."""
     assert run.folder is not None and run.output is not None
-    write_record(run.folder, {**(read_record(run.folder) or {}), **run.to_dict()})
     with whole_file(run.folder / NUMBERS, force=True) as file:
         file.write(as_csv(run).encode())
     name = run.output.stem if run.output.suffix in MODEL_FILES else run.output.name
@@ -297,6 +296,12 @@ def finish_folder(run: TrainingRun) -> None:
         levels={what: loss for what, loss in levels.items() if loss is not None},
         marks={"from here on all is rewritten": step} if (step := run.stages.get("anneal")) else None,
     )
+
+
+def finish_folder(run: TrainingRun) -> None:
+    """The folder says that the run is finished, its model written, and no longer holds the run that it replaced."""
+    assert run.folder is not None
+    write_record(run.folder, {**(read_record(run.folder) or {}), **run.to_dict()})
     if (run.folder / REPLACED).is_dir():
         with deferred_signals():
             clear(run.folder / REPLACED, run.folder)

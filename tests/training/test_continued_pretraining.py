@@ -161,7 +161,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, name
     assert same_weights(retrofit.load(tmp_path / "part.pt"), whole)
 
 
-@pytest.mark.parametrize("last", ["save", "finish_folder"])
+@pytest.mark.parametrize("last", ["draw_run", "save", "finish_folder"])
 def test_a_run_that_is_killed_while_its_model_is_written_can_be_finished(
     last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
