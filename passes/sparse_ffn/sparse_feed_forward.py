@@ -19,6 +19,7 @@ use all rows and a mask.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -299,7 +300,11 @@ class SparseFeedForward(FeedForwardBlock):
 
 @torch.no_grad()
 def represented_weight(linear: Any, inputs: int) -> Tensor:
-    """The matrix by which a linear layer multiplies, whatever its weight is packed in: (inputs, outputs)."""
+    """The matrix by which a linear layer multiplies, whatever its weight is packed in: (inputs, outputs).
+
+    A copy of the layer is asked: what it computes may change how it holds its weight.
+    """
+    linear = copy.deepcopy(linear)
     weight = linear.weight
     dtype = weight.dtype if weight.is_floating_point() else torch.float32
     probes = torch.eye(inputs, dtype=dtype, device=weight.device).split(PROBES)

@@ -19,6 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from retrofit.anatomy.feed_forward_blocks import PackableRows, RowMajor
 from retrofit.errors import CheckpointError
 from retrofit.surgery import transformers_bookkeeping
+from retrofit.surgery.transformers_quantization import transpose_again, transposed_layers
 
 
 class ReplayFirst(HfQuantizer):
@@ -26,6 +27,7 @@ class ReplayFirst(HfQuantizer):
 
     replay: Any  # RecipeReplay: what happens to a skeleton without a quantization
     entry: dict[str, Any]  # what config.json says of the recipe alone
+    transposed: list[str]  # the paths of linear layers that hold their weight transposed
     rows: dict[str, bool]  # the paths of the matrices kept by rows, and whether the quantizer packs them in place
 
     def preprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -34,6 +36,7 @@ class ReplayFirst(HfQuantizer):
         self.replay.preprocess_model(model)
         self.entry = dict(model.config.quantization_config)
         paths = [path for path, module in model.named_modules() if type(module) is RowMajor]
+        self.transposed = transposed_layers(model)
         super().preprocess_model(model, *args, **kwargs)
         self.rows = {path: self.packs_in_place(model, path) for path in paths}
 
@@ -70,6 +73,7 @@ class ReplayFirst(HfQuantizer):
     def remove_quantization_config(self, model: Any) -> None:
         """What is left is the rewritten model, and its config says that alone."""
         super().remove_quantization_config(model)
+        transpose_again(model, self.transposed)
         for path, packed in self.rows.items():
             module: Any = model.get_submodule(path)
             if type(module) is not RowMajor:  # a layer that the quantizer has put in, and made a linear one again, is transposed

@@ -206,9 +206,10 @@ def keep_on_one_device(model: Any, dense: set[nn.Module]) -> None:
 
 def require_filled(model: Any, dense: set[nn.Module], shapes: dict[str, torch.Size]) -> None:
     """Each tensor has its skeleton's shape and each of a new module came from the file, else `CheckpointError`."""
-    state = model.state_dict(keep_vars=True)
-    state = {name: tensor for name, tensor in state.items() if not is_packed(tensor)}  # what a quantizer packed came from the file
-    wrong = [name for name, tensor in state.items() if not tensor.is_meta and tensor.shape != shapes.get(name, tensor.shape)]
+    state = {  # what a quantizer packed came from the file, and what its layers have besides is its own
+        name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in shapes and not is_packed(tensor)
+    }
+    wrong = [name for name, tensor in state.items() if not tensor.is_meta and tensor.shape != shapes[name]]
     if not hasattr(model, "hf_device_map"):  # moving a tensor to another device loses transformers' mark that it was loaded
         new = {path for path, module in model.named_modules(remove_duplicate=False) if module not in dense}
         wrong += [

@@ -113,6 +113,29 @@ def keep_own_names(model: Any) -> None:
     model._weight_conversions = []
 
 
+def forget_packed_reading(model: Any) -> None:
+    """`save_pretrained` writes an unpacked model's weights as the plain ones that they are.
+
+    transformers writes by the inverse of how it has read, and that a quantizer has taken part in; its steps have no inverse.
+    """
+    for name in ("_weight_conversions", "_published_conversions"):
+        if model.__dict__.get(name):
+            setattr(model, name, [one for one in map(without_quantizer, getattr(model, name)) if one is not None])
+
+
+def without_quantizer(conversion: Any) -> Any:
+    """One of transformers' conversions without the steps of a quantizer; None where nothing is left."""
+    steps = getattr(conversion, "operations", None)
+    if not steps:
+        return conversion
+    own = [step for step in steps if not hasattr(step, "hf_quantizer")]
+    if len(own) == len(steps):
+        return conversion
+    if not own:
+        return None
+    return conversion.copy(conversion._original_source_patterns, conversion._original_target_patterns, operations=own)
+
+
 def keep_published_names(model: Any) -> None:
     """`save_pretrained` translates the parameters' names as it did before the recipe."""
     if "_published_conversions" not in model.__dict__:

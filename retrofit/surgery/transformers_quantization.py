@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.surgery.edit import Edit
@@ -49,6 +51,23 @@ def skeleton_of(model: Any) -> nn.Module:
     vars(config).pop("quantization_config", None)
     with preserve_random_state(), torch.device("meta"):
         return type(model)(config)
+
+
+def transpose_again(model: nn.Module, paths: Iterable[str]) -> None:
+    """The layers at `paths` hold their weights transposed, as before a quantizer replaced them: it unpacks them to linear ones."""
+    for path in paths:
+        linear = model.get_submodule(path)
+        if type(linear) is nn.Linear:
+            layer = Conv1D(linear.out_features, linear.in_features)
+            layer.weight = nn.Parameter(linear.weight.detach().t().contiguous(), linear.weight.requires_grad)
+            layer.bias = linear.bias if linear.bias is not None else nn.Parameter(linear.weight.new_zeros(linear.out_features))
+            layer.train(linear.training)
+            model.set_submodule(path, layer)
+
+
+def transposed_layers(model: nn.Module) -> list[str]:
+    """The paths of transformers' linear layers that hold their weight transposed, (inputs, outputs)."""
+    return [path for path, module in model.named_modules() if type(module) is Conv1D]
 
 
 def structure_of(model: nn.Module) -> tuple[dict[str, type], dict[str, torch.Size]]:
