@@ -124,6 +124,10 @@ def run_native(arguments: argparse.Namespace, model: Path) -> int:
         ("config", form.options),
         ("outputs", f"the model's: {form.measured}"),
     ]
+    if form.idle:
+        rows.append(
+            ("at random", f"{', '.join(form.idle[:4])}{' …' if form.idle[4:] else ''}: without effect while others are zero")
+        )
     if form.zeros:
         rows.append(("at zero", f"{', '.join(form.zeros[:4])}{' …' if form.zeros[4:] else ''}: the model has nothing for them"))
     if form.copied:

@@ -176,11 +176,12 @@ def has_stacks(model: nn.Module) -> bool:
 
 
 def built(architecture: Architecture) -> PreTrainedModel | None:
-    """The model without weights; None where the entries do not go together."""
+    """The model without weights; None where the entries do not go together, or give it empty weights, which few read."""
     try:
-        return architecture.skeleton()
+        model = architecture.skeleton()
     except Exception:  # whatever the architecture's code raises
         return None
+    return None if any(not parameter.numel() for parameter in model.parameters()) else model
 
 
 def trials(value: Any, wanted: Wanted) -> list[Any]:

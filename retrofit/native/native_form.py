@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ from retrofit.undoing.dense_skeleton import RECIPE, skeleton_of, without_recipe
 
 DENSE = -1  # how far an architecture comes that shows no mixtures
 SHORT = 2  # layers of the skeletons that are tried
+SPREAD = 0.02  # standard deviation of new weights, as most architectures of transformers have it
 WAY_OUT = "docs/native.md says which options make one possible; retrofit bundle writes a directory that loads without retrofit too"
 Progress = Callable[[str], None]
 
@@ -62,6 +63,7 @@ class NativeForm:
     architecture: str  # its `model_type`
     options: str  # the entries of its config that the dense model's does not have
     zeros: tuple[str, ...]  # parameters that the model has no part for: at zero they add nothing
+    idle: tuple[str, ...]  # more such, which may be anything while those are zero
     measured: str  # how far the outputs are from the model's
     copied: int  # elements that are there more often than in the model, whose layers share them
 
@@ -130,11 +132,13 @@ def native_form(model: Any, architecture: str | None = None, progress: Progress 
             except (LookupError, CaptureError) as error:
                 refusals.append(Refusal(match.architecture.name, 3, str(error.args[0])))
                 continue
+            idle = fill_idle(native, zeros, places.mixtures, inputs)
             measured = require_equal(part, native, inputs)
             copied = sum(one.numel() for one in native.parameters()) - sum(one.numel() for one in part.parameters())
             extra = sum(native.get_parameter(name).numel() for name in zeros)
             options = {key: whole.fields[key] for key in whole.own if key in whole.fields}
-            return NativeForm(native, whole.name, as_text(options), tuple(zeros), measured, max(0, copied - extra))
+            zero = tuple(name for name in zeros if name not in idle)
+            return NativeForm(native, whole.name, as_text(options), zero, idle, measured, max(0, copied - extra))
     raise refused(part, refusals, architecture)
 
 
@@ -357,6 +361,29 @@ def filled(
     if recipe_storage.is_recipe(getattr(native.config, RECIPE, None)):
         recipe_storage.remove_from_config(native)
     return native, zeros
+
+
+@torch.no_grad()
+def fill_idle(native: PreTrainedModel, zeros: Sequence[str], mixtures: Sequence[str], inputs: dict[str, Any]) -> tuple[str, ...]:
+    """Of the parameters that are zero, those that may be anything while the others are have small random numbers; their names.
+
+    Else nothing would ever train them, and a program that divides by what they make (llama.cpp, by a gate's) gets no numbers.
+    """
+    groups: dict[str, list[str]] = {}  # by their names in a mixture: all layers at once
+    for name in zeros:
+        groups.setdefault(next(name.removeprefix(path) for path in mixtures if name.startswith(f"{path}.")), []).append(name)
+    generator = torch.Generator().manual_seed(0)
+    before, idle = logits_of(run(native, inputs)), list[str]()
+    for names in sorted(groups.values(), key=lambda names: native.get_parameter(names[0]).numel()):
+        parameters = [native.get_parameter(name) for name in names]
+        for one in parameters:
+            one.copy_(SPREAD * torch.randn(one.shape, generator=generator))
+        if torch.equal(logits_of(run(native, inputs)), before):
+            idle += names
+        else:
+            for one in parameters:
+                one.zero_()
+    return tuple(idle)
 
 
 def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, DoesNotFitError
 from retrofit.native.architectures import Architecture, Shapes, Wanted, architectures_like, sized
-from retrofit.native.native_form import Match
+from retrofit.native.native_form import Match, native_form
 from retrofit.native.weight_layouts import Layout, combinations, equal_layout, layouts_for
 
 IDS = torch.arange(3, 20)[None]
@@ -59,9 +59,17 @@ def test_gates_that_are_not_renormalized_need_another_architecture() -> None:
     model = upcycled(tiny_models.llama(hidden_size=32, intermediate_size=48), ", renormalize=false")
     with pytest.raises(DoesNotFitError, match="mixtral: its mixture computes something else"):
         retrofit.to_native(model, "mixtral")
-    native = retrofit.to_native(model, "qwen2_moe")
+    form = native_form(model, "qwen2_moe")
+    native = form.model
     with torch.no_grad():
         torch.testing.assert_close(native(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
+    assert all(one.numel() for one in native.parameters()), "llama.cpp and vLLM read no empty tensors"
+    for layer in native.model.layers:  # the shared expert that the model has nothing for: zero, and able to learn
+        assert layer.mlp.shared_expert_gate.weight.all(), "llama.cpp divides by what it makes"
+        assert not layer.mlp.shared_expert.down_proj.weight.any()
+    assert {name.rpartition(".mlp.")[2] for name in form.zeros} == {"shared_expert.down_proj.weight"}
+    native(IDS, labels=IDS).loss.backward()
+    assert native.model.layers[0].mlp.shared_expert.down_proj.weight.grad.any()
 
 
 def test_what_has_no_native_form_is_refused() -> None:

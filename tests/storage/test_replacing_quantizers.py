@@ -61,6 +61,7 @@ def oracle(quantized: Any, plain: Any) -> Any:
         if isinstance(module, WholeNumbers):
             assert not module.arranged
             layer, numbers = plain.get_submodule(path), module.numbers()
+            assert numbers.any()
             layer.weight.data = numbers.T.contiguous() if isinstance(layer, Conv1D) else numbers
     for module in plain.modules():
         if hasattr(module, "rebuild_buffers"):

@@ -26,10 +26,11 @@ class WholeNumbers(nn.Module):
 
     loses_order = False  # whether it forgets to put them back
 
-    def __init__(self, inputs: int, outputs: int, bias: nn.Parameter | None, transposed: bool) -> None:
+    def __init__(self, inputs: int, outputs: int, bias: nn.Parameter | None, transposed: bool, packed: bool) -> None:
         super().__init__()
         self.in_features, self.out_features, self.transposed = inputs, outputs, transposed
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.int8, device="meta"), False)
+        dtype = torch.int8 if packed else torch.float32  # as it lies in the file
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype, device="meta"), False)
         self.scale: Tensor | None = None  # (outputs, 1), in files next to the weight
         self.register_parameter("bias", bias)
         self.arranged = False
@@ -94,7 +95,7 @@ class LayersQuantizer(HfQuantizer):
             if (type(module) is nn.Linear or isinstance(module, Conv1D)) and module is not model.get_output_embeddings():
                 transposed = isinstance(module, Conv1D)
                 inputs, outputs = module.weight.shape if transposed else module.weight.shape[::-1]
-                model.set_submodule(path, WholeNumbers(inputs, outputs, module.bias, transposed))
+                model.set_submodule(path, WholeNumbers(inputs, outputs, module.bias, transposed, self.pre_quantized))
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         path, _, leaf = param_name.rpartition(".")
