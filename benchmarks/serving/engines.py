@@ -1,20 +1,23 @@
-"""Whether other engines compute of native forms what transformers does: log-probabilities of ten tokens, and twelve that follow.
+"""Whether other engines compute what transformers does: log-probabilities of ten tokens, and of twelve that follow.
 
     python benchmarks/serving/engines.py write OUT --tokenizer DIR     here: the directories, and what transformers makes of them
     VLLM/bin/python benchmarks/serving/engines.py vllm OUT             where vLLM is installed
     for m in OUT/*/; do python convert_hf_to_gguf.py $m --outfile ${m%/}.gguf --outtype f32; done      llama.cpp's converter
     LLAMA/bin/python benchmarks/serving/engines.py llama OUT           where llama-cpp-python is installed
 
-A line for each directory: the largest difference of a log-probability, and whether the twelve tokens are the same.
+Bundles (docs/bundle.md), of a Llama after one pass each, are tried with vLLM's Transformers backend alone: their names begin with
+"bundle". A line for each directory: the largest difference of a log-probability, and whether the twelve tokens are the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +45,18 @@ MODELS = (
     ("qwen2", "renormalize=false"),
     ("olmo2", "renormalize=false"),
 )
+PASSES = (
+    "sparse-ffn(sparsity=8)",
+    "shared-moe",
+    "sum",
+    "reversible",
+    "altup(k=2)",
+    "memory",
+    "sparse-qkv",
+    "sparse-loss",
+    "lsh-attention",
+)
+BUNDLE = "bundle"
 
 
 def write(folder: Path, tokenizer: Path, dense: Path | None) -> None:
@@ -71,25 +86,55 @@ def write(folder: Path, tokenizer: Path, dense: Path | None) -> None:
         name = f"{Path(kind).name}-{gates.partition('=')[2]}-{form.architecture}"
         form.model.save_pretrained(folder / name)
         reads.save_pretrained(folder / name)
-        with torch.no_grad():
-            given = torch.tensor([IDS])
-            found = form.model(given).logits[0].double().log_softmax(-1)
-            follow = form.model.generate(given, max_new_tokens=NEW, do_sample=False)[0, len(IDS) :]
-        record[name] = {"log_probabilities": found.tolist(), "tokens": follow.tolist()}
+        record[name] = answers(form.model)
         print(name, form.measured, flush=True)
+    for spec in PASSES:
+        torch.manual_seed(0)
+        sizes = SIZES | {"vocab_size": len(reads), "num_hidden_layers": 4}
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **sizes)).eval()
+        retrofit.apply(model, spec, verify=False)
+        with torch.no_grad():
+            for one in model.parameters():  # as if it had trained: nothing is where the dense model put it
+                one.add_(0.05 * torch.randn_like(one))
+        name = f"{BUNDLE}-{spec.partition('(')[0]}"
+        with tempfile.TemporaryDirectory() as place:
+            model.save_pretrained(place)
+            retrofit.bundle(place, folder / name)
+        reads.save_pretrained(folder / name)
+        record[name] = answers(model)
+        print(name, flush=True)
     (folder / RECORD).write_text(json.dumps(record))
+
+
+def answers(model: Any) -> dict[str, Any]:
+    """The log-probabilities of every token after each of the given ones, and the tokens that follow."""
+    import torch
+
+    given = torch.tensor([IDS])
+    whole = model.generate(given, max_new_tokens=NEW, do_sample=False)
+    with torch.no_grad():
+        found = model(whole).logits[0].double().log_softmax(-1)
+    follow = whole[0, len(IDS) :]
+    return {"log_probabilities": found.tolist(), "tokens": follow.tolist()}
 
 
 def vllm(path: Path, known: dict[str, Any]) -> tuple[float, list[int]]:
     """The largest difference of a log-probability that vLLM gives, and the tokens that it chooses."""
     from vllm import LLM, SamplingParams
 
-    engine = LLM(str(path), dtype="float32", enforce_eager=True, max_model_len=128, gpu_memory_utilization=0.3)
-    asked = SamplingParams(max_tokens=NEW, temperature=0, prompt_logprobs=1)
+    how: dict[str, Any] = {"trust_remote_code": True, "model_impl": "transformers"} if path.name.startswith(BUNDLE) else {}
+    engine = LLM(str(path), dtype="float32", enforce_eager=True, max_model_len=128, gpu_memory_utilization=0.3, **how)
+    asked = SamplingParams(max_tokens=NEW, temperature=0, prompt_logprobs=1, logprobs=1)
     (answer,) = engine.generate({"prompt_token_ids": IDS}, asked)
-    rows = zip(answer.prompt_logprobs[1:], known["log_probabilities"], strict=False)
+    chosen = list(answer.outputs[0].token_ids)
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, known["tokens"], strict=False)))
+    given = [
+        *answer.prompt_logprobs[1:],
+        *answer.outputs[0].logprobs[: same + 1],
+    ]  # each step, as long as the steps before are the same
+    rows = zip(given, known["log_probabilities"], strict=False)
     gaps = [abs(one.logprob - expected[token]) for row, expected in rows for token, one in row.items()]
-    return worst(gaps), list(answer.outputs[0].token_ids)
+    return worst(gaps), chosen
 
 
 def llama(path: Path, known: dict[str, Any]) -> tuple[float, list[int]]:
@@ -100,7 +145,7 @@ def llama(path: Path, known: dict[str, Any]) -> tuple[float, list[int]]:
     engine = Llama(f"{path}.gguf", n_ctx=256, logits_all=True, verbose=False, type_k=float32, type_v=float32)
     engine.eval(IDS)
     gaps = []
-    for row, expected in zip(engine.scores[: len(IDS)].astype(float).tolist(), known["log_probabilities"], strict=True):
+    for row, expected in zip(engine.scores[: len(IDS)].astype(float).tolist(), known["log_probabilities"], strict=False):
         top = max(row)
         total = top + math.log(sum(math.exp(one - top) for one in row))
         gaps += [abs(one - total - other) for one, other in zip(row, expected, strict=True)]
@@ -130,6 +175,8 @@ def main() -> None:
         write(arguments.folder, arguments.tokenizer, arguments.dense)
         return
     record = json.loads((arguments.folder / RECORD).read_text())
+    if arguments.what == "llama":  # its converter reads no code of a directory's own
+        record = {name: one for name, one in record.items() if not name.startswith(BUNDLE)}
     if arguments.only is None:  # an engine that fails takes its process with it
         for name in record:
             command = [sys.executable, __file__, arguments.what, str(arguments.folder), "--only", name]
