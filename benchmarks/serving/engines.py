@@ -128,11 +128,8 @@ def vllm(path: Path, known: dict[str, Any]) -> tuple[float, list[int]]:
     (answer,) = engine.generate({"prompt_token_ids": IDS}, asked)
     chosen = list(answer.outputs[0].token_ids)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chosen, known["tokens"], strict=False)))
-    given = [
-        *answer.prompt_logprobs[1:],
-        *answer.outputs[0].logprobs[: same + 1],
-    ]  # each step, as long as the steps before are the same
-    rows = zip(given, known["log_probabilities"], strict=False)
+    steps = answer.outputs[0].logprobs[: same + 1]  # as long as the steps before are the same
+    rows = zip([*answer.prompt_logprobs[1:], *steps], known["log_probabilities"], strict=False)
     gaps = [abs(one.logprob - expected[token]) for row, expected in rows for token, one in row.items()]
     return worst(gaps), chosen
 

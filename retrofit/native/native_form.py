@@ -369,6 +369,8 @@ def fill_idle(native: PreTrainedModel, zeros: Sequence[str], mixtures: Sequence[
 
     Else nothing would ever train them, and a program that divides by what they make (llama.cpp, by a gate's) gets no numbers.
     """
+    if not zeros:
+        return ()
     groups: dict[str, list[str]] = {}  # by their names in a mixture: all layers at once
     for name in zeros:
         groups.setdefault(next(name.removeprefix(path) for path in mixtures if name.startswith(f"{path}.")), []).append(name)

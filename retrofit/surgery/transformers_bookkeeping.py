@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import copy
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -133,7 +134,9 @@ def without_quantizer(conversion: Any) -> Any:
         return conversion
     if not own:
         return None
-    return conversion.copy(conversion._original_source_patterns, conversion._original_target_patterns, operations=own)
+    plain = copy.copy(conversion)
+    plain.operations = own
+    return plain
 
 
 def keep_published_names(model: Any) -> None:

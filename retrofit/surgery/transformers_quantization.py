@@ -58,7 +58,8 @@ def transpose_again(model: nn.Module, paths: Iterable[str]) -> None:
     for path in paths:
         linear = model.get_submodule(path)
         if type(linear) is nn.Linear:
-            layer = Conv1D(linear.out_features, linear.in_features)
+            with torch.device("meta"):  # no random number is drawn
+                layer = Conv1D(linear.out_features, linear.in_features)
             layer.weight = nn.Parameter(linear.weight.detach().t().contiguous(), linear.weight.requires_grad)
             layer.bias = linear.bias if linear.bias is not None else nn.Parameter(linear.weight.new_zeros(linear.out_features))
             layer.train(linear.training)

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from support import replacing_quantizer
-from support.replacing_quantizer import LayersConfig, WholeNumbers
+from support.replacing_quantizer import LayersConfig, Read, WholeNumbers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.core_model_loading import MergeModulelist, WeightConverter
 from transformers.pytorch_utils import Conv1D
 
 import retrofit
 from retrofit.errors import CheckpointError
+from retrofit.surgery.transformers_bookkeeping import forget_packed_reading
 
 IDS = torch.arange(40)[None] % 61
 RECIPES = ("altup(k=2)", "sparse-ffn(sparsity=8)", "sparse-ffn(sparsity=8, controller=gate)", "shared-moe", "sparse-qkv")
@@ -104,6 +106,19 @@ def test_a_quantized_base_is_unpacked_rewritten_and_quantized_again(kind: Any, t
     model.save_pretrained(tmp_path / "rewritten")
     again = load(tmp_path / "rewritten", quantization_config=LayersConfig())
     torch.testing.assert_close(logits(again), before, atol=2e-2, rtol=2e-2)
+
+
+def test_the_steps_of_a_quantizer_are_taken_out_of_a_models_own_conversions() -> None:
+    own = MergeModulelist(dim=0)
+    mixed = WeightConverter(["experts.*.up.weight"], "experts.up", [Read(None), own])
+    alone = WeightConverter(["weight"], "weight", [Read(None)])
+    plain = WeightConverter(["experts.*.down.weight"], "experts.down", [own])
+    model = nn.Module()
+    model.__dict__["_weight_conversions"] = [mixed, alone, plain]
+    forget_packed_reading(model)
+    first, second = model.__dict__["_weight_conversions"]
+    assert second is plain and first.operations == [own] and len(mixed.operations) == 2
+    assert first.reverse_transform().source_patterns == ["experts.up"]
 
 
 def test_what_is_undone_after_unpacking_is_saved_as_the_dense_model(tmp_path: Path) -> None:
