@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                    # on a machine with a GPU; results in build/gpu.json, the page in docs/gpu.md
     python benchmarks/gpu.py --minutes 9 --results gpu.json --page gpu.md
-    python benchmarks/gpu.py --rehearse --results /tmp/rehearsal.json      # every part at tiny sizes, on a CPU
+    python benchmarks/gpu.py --rehearse --results /tmp/rehearsal.json      # every part at tiny sizes, on a CPU where there is no GPU
     python benchmarks/gpu.py --list             # the parts, in their order, and about how many seconds each takes
 
 The parts are ordered by what they decide; each is kept as soon as it is measured, and begun only while there is time for it; the
@@ -70,7 +70,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--page", type=Path, help="where the page is written (docs/gpu.md; of a rehearsal: nowhere)")
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="parts whose names begin so")
-    parser.add_argument("--rehearse", action="store_true", help="at tiny sizes on the CPU, in this process")
+    parser.add_argument("--rehearse", action="store_true", help="at tiny sizes, on the CPU where there is no GPU")
     parser.add_argument("--list", action="store_true", help="print the parts")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -121,15 +121,19 @@ def chosen(parts: list[Part], only: list[str]) -> list[Part]:
 
 
 def rehearse(options: argparse.Namespace) -> int:
-    """Every chosen part once, at tiny sizes; fails where a part fails."""
+    """Every chosen part once, at tiny sizes, in this process where there is no GPU; fails where a part fails."""
+    import torch
     from on_cuda.page import failures
     from on_cuda.parts import Kept, work
 
-    kept = Kept(options.results)
-    work(chosen(all_parts("cpu", True, options.results.parent), options.only), kept, float("inf"))
+    if torch.cuda.is_available():
+        options.until = time.time() + 60 * options.minutes
+        supervise(options)
+    else:
+        work(chosen(all_parts("cpu", True, options.results.parent), options.only), Kept(options.results), float("inf"))
     if options.page is not None:
         write_page(options)
-    failed = list(failures(kept.values))
+    failed = list(failures(Kept(options.results).values))
     print("\n".join(["", *failed]) if failed else "")
     return 1 if failed else 0
 
@@ -142,7 +146,7 @@ def worker(options: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         print("there is no CUDA device: --rehearse runs every part at tiny sizes on a CPU", file=sys.stderr)
         return 2
-    parts = chosen(all_parts("cuda", False, options.results.parent), options.only)
+    parts = chosen(all_parts("cuda", options.rehearse, options.results.parent), options.only)
     return 0 if work(parts, Kept(options.results), options.until, lambda text: print(text, flush=True)) else GO_ON
 
 
@@ -159,6 +163,7 @@ def supervise(options: argparse.Namespace) -> None:
 
 def worker_command(options: argparse.Namespace) -> list[str]:
     given = ["--worker", "--until", str(options.until), "--results", str(options.results)]
+    given += ["--rehearse"] if options.rehearse else []
     return [sys.executable, str(Path(__file__).resolve()), *given, *(["--only", *options.only] if options.only else [])]
 
 

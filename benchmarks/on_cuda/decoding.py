@@ -72,7 +72,7 @@ def compiled_parts(names: Iterable[str], batches: Iterable[int], device: str, re
 def model_of(name: str, device: str, rehearsal: bool) -> Any:
     """The decoder after the pass."""
     spec = "" if name == DENSE else name.removesuffix(READ)
-    dtype = torch.float32 if rehearsal else torch.bfloat16
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = rewritten(spec, TINY if rehearsal else REAL, device, dtype)
     for module in model.modules():
         if name.endswith(READ) and isinstance(module, SparseFeedForward):
@@ -111,9 +111,9 @@ def graph(decode: Decoding, model: Any, batch: int, device: str) -> dict[str, An
 def compiled(name: str, batch: int, device: str, rehearsal: bool) -> dict[str, Any]:
     """Milliseconds a token of compiled calls, with CUDA graphs and, where that fails, without."""
     model = model_of(name, device, rehearsal)
-    how = {"backend": "eager"} if rehearsal else {"mode": "reduce-overhead"}
+    how = {"mode": "reduce-overhead"} if device == "cuda" else {"backend": "eager"}
     found: dict[str, Any] = attempt(lambda: with_mode(model, batch, device, how))
-    if FAILED in found and not rehearsal:
+    if FAILED in found and device == "cuda":
         without = attempt(lambda: with_mode(model, batch, device, {"mode": "default"}))
         return {"compiled": found[FAILED], **{f"{key}, no graphs": value for key, value in without.items()}}
     return found

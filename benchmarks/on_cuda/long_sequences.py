@@ -36,7 +36,7 @@ def attention(device: str, rehearsal: bool) -> dict[str, Any]:
     heads, head = WIDTH // lsh_attention.HEAD, lsh_attention.HEAD
     for length in (64, 256) if rehearsal else LENGTHS:
         size = (1, heads, length, head)
-        q, k, v = (torch.randn(size, device=device, dtype=torch.float32 if rehearsal else torch.bfloat16) for _ in range(3))
+        q, k, v = (torch.randn(size, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32) for _ in range(3))
         ways = {
             "dense": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
             "buckets": lambda q=q, k=k, v=v: module(q, k, v, is_causal=True),

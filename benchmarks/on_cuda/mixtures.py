@@ -27,7 +27,7 @@ def parts(device: str, rehearsal: bool) -> list[Part]:
 def mixtures(device: str, rehearsal: bool) -> dict[str, Any]:
     """Milliseconds of a forward in each way, by sizes and tokens; and of forward and backward, grouped and in a loop."""
     found: dict[str, Any] = {}
-    dtype = torch.float32 if rehearsal else torch.bfloat16
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     for d, units, experts, k in ((32, 64, 4, 2),) if rehearsal else SIZES:
         moe = mixture(d, units, experts, k, device, dtype)
         for tokens in (1, 16) if rehearsal else TOKENS:

@@ -68,7 +68,7 @@ def machine(results: Results) -> str:
     if "device" not in one:
         return "The machine was not described: its part has not run."
     if one.get("rehearsal"):
-        return "**A rehearsal on a CPU, at tiny sizes: no figure here says anything.**"
+        return "**A rehearsal at tiny sizes: no figure here says anything.**"
     versions = ", ".join(f"{name} {one[name]}" for name in ("torch", "transformers", "triton"))
     moved, multiplied = f"{one['copy TB/s']:.2f} TB/s", f"{one['bf16 TFLOP/s']:.0f} TFLOP/s"
     ceilings = f"It copies {moved}, bytes read and written, and multiplies {multiplied} in bfloat16"

@@ -106,7 +106,7 @@ def crossover(size: tuple[int, int], device: str, rehearsal: bool) -> dict[str, 
 
 def blocks_of(size: tuple[int, int], n: int, k: int, device: str, rehearsal: bool) -> list[Any]:
     """Feed-forwards with random weights, many times the caches."""
-    how = {"device": device, "dtype": "float32" if rehearsal else "bfloat16", "bytes": 1e5 if rehearsal else 4e8}
+    how = {"device": device, "dtype": "bfloat16" if device == "cuda" else "float32", "bytes": 1e5 if rehearsal else 4e8}
     return make_blocks(*size, n, argparse.Namespace(active=k, **how))
 
 
