@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                    # on a machine with a GPU; results in build/gpu.json, the page in docs/gpu.md
     python benchmarks/gpu.py --minutes 9 --results gpu.json --page gpu.md
-    python benchmarks/gpu.py --rehearse --results /tmp/rehearsal.json      # every part at tiny sizes, on a CPU where there is no GPU
+    python benchmarks/gpu.py --rehearse --results /tmp/rehearsal.json   # every part at tiny sizes, without a GPU too
     python benchmarks/gpu.py --list             # the parts, in their order, and about how many seconds each takes
 
 The parts are ordered by what they decide; each is kept as soon as it is measured, and begun only while there is time for it; the
@@ -93,10 +93,10 @@ def all_parts(device: str, rehearsal: bool, folder: Path) -> list[Part]:
         ("steps", lambda one: one.parts(*given)),
         ("whole_rewrites", lambda one: one.checked_parts("float32", device)),
         ("whole_rewrites", lambda one: one.large_parts("1B", *given)),
-        ("recovery_run", lambda one: one.parts(*given, folder)),
         ("long_sequences", lambda one: one.parts(*given)),
         ("steps", lambda one: one.depth_parts(*given)),
         ("whole_rewrites", lambda one: one.large_parts("7B", *given)),
+        ("recovery_run", lambda one: one.parts(*given, folder)),
         ("decoding", lambda one: one.later_parts(*given)),
         ("whole_rewrites", lambda one: one.checked_parts("bfloat16", device)),
     ]

@@ -18,7 +18,7 @@ from transformers import StaticCache
 
 from on_cuda.parts import FAILED, Part, attempt
 from on_cuda.random_models import REAL, TINY, rewritten
-from on_cuda.timing import captured, milliseconds
+from on_cuda.timing import WARM, captured, milliseconds
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 
 DENSE, READ = "dense", ", rows read"  # the latter: whatever the pass itself would choose for so many tokens
@@ -50,7 +50,7 @@ PROMPT, ROOM, GROUP = 128, 128, 4  # tokens: of the prompt, behind it, and in on
 
 def parts(device: str, rehearsal: bool) -> list[Part]:
     """Plain calls and graphs of every pass, and what is compiled of the first few."""
-    plain = [Part(f"decode: {name}", 8, functools.partial(plainly, name, device, rehearsal)) for name in NAMES]
+    plain = [Part(f"decode: {name}", 4, functools.partial(plainly, name, device, rehearsal)) for name in NAMES]
     return [*plain, *compiled_parts(FIRST, BATCHES[:1], device, rehearsal)]
 
 
@@ -63,7 +63,7 @@ def later_parts(device: str, rehearsal: bool) -> list[Part]:
 
 def compiled_parts(names: Iterable[str], batches: Iterable[int], device: str, rehearsal: bool) -> list[Part]:
     return [
-        Part(f"compiled: {name}, batch {batch}", 30, functools.partial(compiled, name, batch, device, rehearsal))
+        Part(f"compiled: {name}, batch {batch}", 12, functools.partial(compiled, name, batch, device, rehearsal))
         for batch in batches
         for name in names
     ]
@@ -100,11 +100,12 @@ def plainly(name: str, device: str, rehearsal: bool) -> dict[str, Any]:
 def graph(decode: Decoding, model: Any, batch: int, device: str) -> dict[str, Any]:
     """Milliseconds a token of a CUDA graph of four calls, and by how much its logits differ from those of plain calls."""
     replay = captured(decode, device)
+    decode.read_others()  # what the graph was captured with, tokens and what they left behind, is no longer true
     for _ in range(2):
         replay()
     mine = decode.logits.clone()
-    calls = 2 * 2 if device == "cuda" else 2  # those before the capture, and these
-    return {"graph": milliseconds(replay, device) / GROUP, "graph differs": difference(mine, model, batch, device, calls)}
+    before = WARM if device == "cuda" else 0  # the calls before the capture
+    return {"graph": milliseconds(replay, device) / GROUP, "graph differs": difference(mine, model, batch, device, before, 2)}
 
 
 @torch.no_grad()
@@ -127,12 +128,15 @@ def with_mode(model: Any, batch: int, device: str, how: dict[str, str]) -> dict[
         decode = Decoding(model, batch, device, torch.compile(model, dynamic=False, **how))
         for _ in range(3):
             decode()
+        decode.read_others()
+        for _ in range(2):
+            decode()
         mine = decode.logits.clone()
         breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
         return {
             "compiled": milliseconds(decode, device) / GROUP,
             "graph breaks": breaks,
-            "differs": difference(mine, model, batch, device, 3),
+            "differs": difference(mine, model, batch, device, 3, 2),
         }
     finally:
         torch.compiler.reset()
@@ -145,19 +149,26 @@ class Decoding:
         self.step = model if step is None else step
         vocabulary = model.config.vocab_size
         ids = torch.randint(vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).to(device)
-        self.tokens = ids[:, :GROUP].contiguous().unsqueeze(2).unbind(1)
+        self.tokens, self.others = (ids[:, start : start + GROUP, None].transpose(0, 1).contiguous() for start in (0, GROUP))
         self.cache = StaticCache(config=model.config, max_cache_len=PROMPT + ROOM)
         self.logits: Tensor = model(ids, past_key_values=self.cache, logits_to_keep=1).logits
 
+    def read_others(self) -> None:
+        """From now on other tokens are read, where the first were."""
+        self.tokens.copy_(self.others)
+
     def __call__(self) -> None:
-        for token in self.tokens:
+        for token in self.tokens.unbind():
             self.logits = self.step(token, past_key_values=self.cache).logits
 
 
-def difference(mine: Tensor, model: Any, batch: int, device: str, calls: int) -> float | str:
-    """‖mine − theirs‖ / ‖theirs‖, theirs being the logits of plain calls after the same prompt and tokens."""
+def difference(mine: Tensor, model: Any, batch: int, device: str, before: int, after: int) -> float | str:
+    """‖mine − theirs‖ / ‖theirs‖, theirs being the logits of plain calls: so many of the first tokens, then of the others."""
     decode = Decoding(model, batch, device)
-    for _ in range(calls):
+    for _ in range(before):
+        decode()
+    decode.read_others()
+    for _ in range(after):
         decode()
     theirs = decode.logits.double()
     error = float((mine.double() - theirs).norm() / theirs.norm())

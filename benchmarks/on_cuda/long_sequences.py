@@ -22,8 +22,8 @@ SCANNED, RANK, BATCH, LOOPED = (256, 1024, 8192), 32, 8, 1024  # tokens of the s
 
 def parts(device: str, rehearsal: bool) -> list[Part]:
     return [
-        Part("attention in buckets", 20, lambda: attention(device, rehearsal)),
-        Part("scan", 10, lambda: scan(device, rehearsal)),
+        Part("attention in buckets", 6, lambda: attention(device, rehearsal)),
+        Part("scan", 4, lambda: scan(device, rehearsal)),
     ]
 
 

@@ -17,7 +17,7 @@ PACKAGES = ("torch", "transformers", "triton", "accelerate")
 
 
 def parts(device: str, rehearsal: bool) -> list[Part]:
-    return [Part("machine", 10, lambda: machine(device, rehearsal))]
+    return [Part("machine", 1, lambda: machine(device, rehearsal))]
 
 
 def machine(device: str, rehearsal: bool) -> dict[str, Any]:

@@ -21,7 +21,7 @@ GATHERED, EVERY = 8, 512  # tokens up to which it is tried to copy experts for e
 
 
 def parts(device: str, rehearsal: bool) -> list[Part]:
-    return [Part("mixtures", 15, lambda: mixtures(device, rehearsal))]
+    return [Part("mixtures", 8, lambda: mixtures(device, rehearsal))]
 
 
 def mixtures(device: str, rehearsal: bool) -> dict[str, Any]:

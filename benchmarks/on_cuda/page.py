@@ -154,13 +154,13 @@ def verdict_of(one: Mapping[str, float]) -> str:
 
 def tiles(results: Results) -> str:
     found = {name: one for name, one in results.get("rows: tiles", {}).items() if isinstance(one, dict)}
-    shapes = list(dict.fromkeys(shape for one in found.values() for shape in one))
-    lines = [[name, *(number(scaled(one.get(shape), 1e3)) for shape in shapes)] for name, one in found.items()]
+    lines = [[name, *(f"{setting}: {number(scaled(time, 1e3))}" for setting, time in one.items())] for name, one in found.items()]
+    longest = max(map(len, lines), default=0)
     text = (
-        "Microseconds of the rows alone as a CUDA graph, by the rows and columns that a program of the kernels reads at a "
-        "time; the first is used."
+        "Microseconds of each kernel for one token and half of the rows, as a CUDA graph, by the rows and columns that a program "
+        "reads at a time and its warps; `programs`: the sums, by how many programs they are split into."
     )
-    return section("Tiles", text, ["", *shapes], lines)
+    return section("Tiles", text, [""] * longest, [[*line, *[""] * (longest - len(line))] for line in lines])
 
 
 def scaled(value: Any, factor: float) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,24 +18,36 @@ from torch.nn import functional as F
 
 from on_cuda.parts import Part, attempt
 from on_cuda.timing import captured, in_turns
-from retrofit.passes.sparse_ffn import indexed_rows
+from retrofit.passes.sparse_ffn import chosen_units, indexed_rows
 from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums
 
-WRONG = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}  # ‖out − ref‖ / ‖ref‖ from which a kernel is not right
+# ‖out − ref‖ / ‖ref‖ from which a kernel is not right
+WRONG = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.bfloat16: 1e-2,
+    torch.float16: 1e-3,
+}
 SHAPES = ((1, 7, 40), (3, 33, 300), (2, 64, 513), (1, 4096, 2048), (8, 8192, 4096), (64, 256, 1024))  # tokens, rows read, width
 MANY = (600_000, 4096)  # a matrix of more than 2³¹ numbers
 SIZES = ((2048, 8192), (4096, 16384), (1024, 4096))  # d, d_ff
 CHOICES = ((8, 4), (2, 1), (8, 1), (64, 1))  # N, k
 TOKENS = (1, 2, 4, 8, 16, 64, 256)
-TILES = ((16, 256), (8, 256), (16, 128), (32, 128), (32, 256), (16, 512), (64, 64), (4, 1024))  # rows, columns
+TILES = {  # of each kernel: what a program reads at a time, and its warps; the last: programs that keep the device busy
+    "products": ((2, 1024, 4), (4, 1024, 4), (2, 512, 4), (2, 2048, 4), (16, 256, 4)),
+    "sums": ((64, 128, 4), (32, 128, 4), (128, 128, 4), (128, 128, 8), (16, 256, 4)),
+    "choice": ((32, 128, 4), (64, 128, 4), (32, 256, 4), (16, 256, 4), (64, 64, 4)),
+    "programs": (512, 128, 256, 1024, 2048),
+}
+TILED = ((2048, 8192), (4096, 16384))
 
 
 def parts(device: str, rehearsal: bool) -> list[Part]:
-    found = [Part("rows: right", 20, lambda: right(device, rehearsal))]
+    found = [Part("rows: right", 10, lambda: right(device, rehearsal))]
     sizes = ((32, 64),) if rehearsal else SIZES
     for size in sizes:
-        found.append(Part(f"rows: crossover d={size[0]}", 20, lambda size=size: crossover(size, device, rehearsal)))
-    return [*found, Part("rows: tiles", 30, lambda: tiles(device, rehearsal))]
+        found.append(Part(f"rows: crossover d={size[0]}", 12, lambda size=size: crossover(size, device, rehearsal)))
+    return [*found, Part("rows: tiles", 5, lambda: tiles(device, rehearsal))]
 
 
 # ── Whether they are right ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,8 +128,8 @@ def ways_of(block: Any, tokens: int) -> dict[str, Callable[[Any, Tensor], Tensor
     indices = (starts + torch.randint(block.sparsity // block.active, (tokens, count), device=starts.device)).contiguous()
 
     def given(block: Any, x: Tensor) -> Tensor:
-        h = F.relu(indexed_products(x, indices, block.up.weight) + block.up.bias[indices])
-        return indexed_sums(h, indices, block.down.weight) + block.down.bias
+        h = F.relu(indexed_products(x, indices, block.up.weight, block.up.bias))
+        return indexed_sums(h, indices, block.down.weight, block.down.bias)
 
     return {"dense": Dense.__call__, "mask": by_path(False), "rows": by_path(True), "rows given": given}
 
@@ -145,21 +156,49 @@ def prefers_rows(block: Any, x: Tensor) -> bool:
 
 @torch.no_grad()
 def tiles(device: str, rehearsal: bool) -> dict[str, Any]:
-    """Milliseconds of the rows alone, by what a program of the kernels reads at a time; the first is what is used."""
+    """Milliseconds of each kernel for one token, by what a program of it reads at a time, half of the rows."""
     found: dict[str, Any] = {}
-    own = indexed_rows.TILE_ROWS, indexed_rows.TILE_COLUMNS
-    size = (32, 64) if rehearsal else SIZES[0]
-    try:
-        for (n, k), tokens in itertools.product(((8, 4), (64, 1)), (1, 8)):
-            blocks = blocks_of(size, n, k, device, rehearsal)
-            x = torch.randn(tokens, size[0], device=device, dtype=blocks[0].down.weight.dtype)
-            way = over_all(blocks, ways_of(blocks[0], tokens)["rows given"], x)
-            row = {}
-            for shape in TILES[:2] if rehearsal else TILES:
-                indexed_rows.TILE_ROWS, indexed_rows.TILE_COLUMNS = shape
-                time = attempt(lambda way=way, blocks=blocks: per_block({"": captured(way, device)}, len(blocks), device))
-                row["×".join(map(str, shape))] = time.get("", time)
-            found[f"d={size[0]} N={n} k={k} tokens={tokens}"] = row
-    finally:
-        indexed_rows.TILE_ROWS, indexed_rows.TILE_COLUMNS = own
+    for size in ((32, 64),) if rehearsal else TILED:
+        blocks = blocks_of(size, 8, 4, device, rehearsal)
+        x = torch.randn(1, size[0], device=device, dtype=blocks[0].down.weight.dtype)
+        for kernel, task in kernels_of(blocks[0], x).items():
+            place, name = SETTINGS[kernel]
+            own, row = getattr(place, name), {}
+            try:
+                for setting in TILES[kernel][:2] if rehearsal else TILES[kernel]:
+                    setattr(place, name, setting)
+                    way = over_all(blocks, task, x)
+                    time = attempt(lambda way=way, blocks=blocks: per_block({"": captured(way, device)}, len(blocks), device))
+                    row["×".join(map(str, setting)) if isinstance(setting, tuple) else str(setting)] = time.get("", time)
+            finally:
+                setattr(place, name, own)
+            found[f"{kernel} d={size[0]}"] = row
     return found
+
+
+SETTINGS = {
+    "products": (indexed_rows, "PRODUCTS"),
+    "sums": (indexed_rows, "SUMS"),
+    "programs": (indexed_rows, "PROGRAMS"),
+    "choice": (chosen_units, "CHOICE"),
+}
+
+
+def kernels_of(block: Any, x: Tensor) -> dict[str, Callable[[Any, Tensor], Tensor]]:
+    """What each setting is measured on."""
+    count = block.units // block.sparsity * block.active
+    starts = torch.arange(count, device=x.device) * block.sparsity // block.active
+    indices = (starts + torch.randint(block.sparsity // block.active, (1, count), device=x.device)).contiguous()
+    h = torch.randn(1, count, device=x.device, dtype=x.dtype)
+
+    def chosen(one: Any, x: Tensor) -> Tensor:
+        if x.device.type != "cuda":
+            return one.logits(x)  # type: ignore[no-any-return]
+        return chosen_units.chosen_units(x, one.c1, one.c2, one.bias, one.sparsity, one.active)
+
+    return {
+        "products": lambda one, x: indexed_products(x, indices, one.up.weight, one.up.bias),
+        "sums": lambda one, x: indexed_sums(h, indices, one.down.weight, one.down.bias),
+        "programs": lambda one, x: indexed_sums(h, indices, one.down.weight, one.down.bias),
+        "choice": chosen,
+    }

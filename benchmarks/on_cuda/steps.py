@@ -22,11 +22,11 @@ WAYS = {"dense": "", "every layer checkpointed": "", "reversible": "reversible"}
 
 
 def parts(device: str, rehearsal: bool) -> list[Part]:
-    return [Part(f"train: {name}", 8, functools.partial(trained, name, device, rehearsal)) for name in NAMES]
+    return [Part(f"train: {name}", 4, functools.partial(trained, name, device, rehearsal)) for name in NAMES]
 
 
 def depth_parts(device: str, rehearsal: bool) -> list[Part]:
-    return [Part(f"memory by depth: {name}", 15, functools.partial(by_depth, name, device, rehearsal)) for name in WAYS]
+    return [Part(f"memory by depth: {name}", 4, functools.partial(by_depth, name, device, rehearsal)) for name in WAYS]
 
 
 def trained(name: str, device: str, rehearsal: bool) -> dict[str, Any]:

@@ -41,7 +41,7 @@ LARGE = {
     },
 }
 SPECS = ("altup(k=2, embedding=recycled)", "sparse-ffn(sparsity=8, active=4)")
-SECONDS = {"1B": 30, "7B": 90}
+SECONDS = {"1B": 15, "7B": 25}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

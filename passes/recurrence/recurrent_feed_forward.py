@@ -85,7 +85,7 @@ class RecurrentFeedForward(Wrapper):
             before = histories[name].last()[:, 0] if name in histories else None
             y, c = self.recurrence(stream, before, real)
             if name not in histories:
-                histories[name] = TokenHistory(1, c)
+                histories[name] = TokenHistory.in_cache(cache, 1, c)
             histories[name].push(c)
         return batch_first(y, self.layout.tokens_first).reshape(x.shape)
 

@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
+from retrofit.passes.sparse_ffn.chosen_units import MANY, chooses_in_kernel, chosen_of, chosen_units
 from retrofit.passes.sparse_ffn.gate_activation import gate_activation
-from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums, is_recorded
+from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums, is_recorded, reads_tiles
 from retrofit.passes.sparse_ffn.unit_choice import indicator, largest_units, sampled_indicator, straight_through
 from retrofit.sdk import (
     FeedForward,
@@ -111,6 +112,12 @@ class SparseFeedForward(FeedForwardBlock):
         if self.active == self.sparsity:
             return self.down(self.hidden(*self.port_values(x)))  # type: ignore[no-any-return]
         gate = [self.port_value(self.ports[self.gate_port], x)] if self.controller == "gate" else []
+        if (
+            not self.training
+            and not self.multiply
+            and chooses_in_kernel(self.sparsity, self.active, x, self.c1, self.c2, self.bias)
+        ):
+            return self.compute_chosen(x, *gate)
         logits = self.logits(x, *gate)
         if self.training:
             return self.apply_mask(x, self.sample_mask(logits), *gate)
@@ -123,6 +130,19 @@ class SparseFeedForward(FeedForwardBlock):
         unit, *weight = self.active_units(self.logits(x, *([z[self.gate_port]] if self.controller == "gate" else [])))
         h = self.hidden(*z)
         return h, self.scale(h) * indicator(unit, self.sparsity, *weight).flatten(-2).to(h.dtype)
+
+    def compute_chosen(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """y on a GPU, the active units chosen by a kernel."""
+        gathers = bool(self.prefers_gather(x))
+        mask = None if gathers else x.dtype
+        if gate is None and x.numel() < MANY * self.width:
+            given = x.reshape(-1, self.width), self.c1, self.c2, self.bias
+            chosen = chosen_units(*given, self.sparsity, self.active, mask)
+        else:
+            chosen = chosen_of(self.logits(x, gate).reshape(-1, self.units), self.sparsity, self.active, mask)
+        if gathers:
+            return self.compute_rows(x, chosen, gate)
+        return self.apply_mask(x, chosen.view(*x.shape[:-1], -1, self.sparsity), gate)
 
     # Which units are active.
 
@@ -241,8 +261,12 @@ class SparseFeedForward(FeedForwardBlock):
         packed = [child.weight for child in (self.down, *into) if is_packed_tensor(child.weight)]
         if packed:  # the whole matrix would be unpacked to be multiplied by
             return x.numel() <= self.sparsity // self.active * self.width and all(has_rows_apart(one) for one in packed)
-        if x.device.type == "cpu" and not is_recorded(x, self.down.weight, *(child.weight for child in into)):
-            return self.sparsity >= ALWAYS * self.active or x.numel() <= self.sparsity // self.active * self.width
+        weights = [self.down.weight, *(child.weight for child in into)]
+        few = x.numel() <= self.sparsity // self.active * self.width
+        if reads_tiles(x, *weights):  # docs/gpu.md
+            return few
+        if x.device.type == "cpu" and not is_recorded(x, *weights):
+            return few or self.sparsity >= ALWAYS * self.active
         return x.numel() <= self.sparsity // (FEW * self.active) * self.width
 
     def compute_gathered(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
@@ -252,8 +276,11 @@ class SparseFeedForward(FeedForwardBlock):
         blocks = self.units // self.sparsity
         first = torch.arange(0, self.units, self.sparsity, device=x.device)
         active = (unit.reshape(-1, blocks, self.active) + first.unsqueeze(1)).flatten(1)
+        return self.compute_rows(x, active, *self.gate_and_weight(rest))
+
+    def compute_rows(self, x: Tensor, active: Tensor, gate: Tensor | None, weight: Tensor | None = None) -> Tensor:
+        """y from the rows of the units `active`, (tokens, blocks · k), their weights, likewise, and the gate, (…, d_ff)."""
         tokens = x.reshape(-1, self.width)
-        gate, weight = self.gate_and_weight(rest)
         z = [
             self.port_value_at(port, tokens, active)
             if gate is None or index != self.gate_port
@@ -263,8 +290,7 @@ class SparseFeedForward(FeedForwardBlock):
         h = self.scale(self.hidden(*z))
         if weight is not None:
             h = h * weight.reshape(active.shape).to(h.dtype)
-        y = indexed_sums(h, active, self.down.weight)
-        return (y if self.down.bias is None else y + self.down.bias.to(y.dtype)).view(x.shape)
+        return indexed_sums(h, active, self.down.weight, self.down.bias).view(x.shape)
 
     def compute_gathered_in_few_steps(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
         """The same without reshaping: where a runtime takes a graph node by node, a step of one token waits for the nodes."""
@@ -289,9 +315,7 @@ class SparseFeedForward(FeedForwardBlock):
     def port_value_at(self, port: Port, x: Tensor, active: Tensor) -> Tensor:
         """The argument of `hidden` that a port gives, for the active units: (tokens, blocks · k)."""
         matrix: nn.Linear = getattr(self, self.roles[port.matrix])
-        columns = port.columns(active)
-        z = indexed_products(x, columns, matrix.weight)
-        return z if matrix.bias is None else z + matrix.bias[columns].to(z.dtype)
+        return indexed_products(x, port.columns(active), matrix.weight, matrix.bias)
 
     def extra_repr(self) -> str:
         choice = f"r={self.c1.shape[1]}" if self.controller == "low-rank" else f"controller={self.controller}"

@@ -1,4 +1,8 @@
-"""The Triton kernels of `indexed_rows`; importing this file needs Triton."""
+"""The Triton kernels of `indexed_rows` and `chosen_units`; importing this file needs Triton.
+
+A program keeps one sum for every number of its tile and adds them up once, at the end: what limits it is how much it reads at a
+time. Sums are float32, or float64 where the operands are.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +11,149 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_products(x, indices, rows, z, blocks, width, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """z[t, b] = Σ_c x[t, c] rows[indices[t, b], c] for one token t and one tile of b, given by the program's ids."""
+def tile_products(  # type: ignore[no-untyped-def]
+    x,
+    indices,
+    rows,
+    bias,
+    z,
+    blocks,
+    width,
+    BIASED: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """z[t, b] = Σ_c x[t, c] rows[i, c] + bias[i], i = indices[t, b], for one token t and one tile of b, the program's ids."""
+    wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     valid = block < blocks
     row = tl.load(indices + token * blocks + block, mask=valid, other=0)
-    total = tl.zeros((TILE_ROWS,), dtype=tl.float32)
+    sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=wide)
     for start in range(0, width, TILE_COLUMNS):
         column = start + tl.arange(0, TILE_COLUMNS)
         inside = column < width
-        values = tl.load(x + token * width + column, mask=inside, other=0.0).to(tl.float32)
+        values = tl.load(x + token * width + column, mask=inside, other=0.0).to(wide)
         tile = tl.load(rows + row[:, None] * width + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
-        total += tl.sum(tile.to(tl.float32) * values[None, :], axis=1)
+        sums += tile.to(wide) * values[None, :]
+    total = tl.sum(sums, axis=1)
+    if BIASED:
+        total += tl.load(bias + row, mask=valid, other=0.0).to(wide)
     tl.store(z + token * blocks + block, total.to(z.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def tile_sums(  # type: ignore[no-untyped-def]
-    h, indices, rows, y, blocks, width, tokens, each, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr
+    h,
+    indices,
+    rows,
+    y,
+    blocks,
+    width,
+    tokens,
+    each,
+    INDEXED: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
 ):
-    """y[p, t, c] = Σ_b h[t, b] rows[indices[t, b], c] over the `each` blocks b of part p, for a tile of columns c."""
+    """y[p, t, c] = Σ_b h[t, b] rows[i, c] over the `each` blocks b of part p, for a tile of columns c; i = indices[t, b], or b."""
+    wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     inside = column < width
-    total = tl.zeros((TILE_COLUMNS,), dtype=tl.float32)
+    sums = tl.zeros((TILE_ROWS, TILE_COLUMNS), dtype=wide)
     for start in range(part * each, part * each + each, TILE_ROWS):
         block = start + tl.arange(0, TILE_ROWS)
         valid = block < blocks
-        row = tl.load(indices + token * blocks + block, mask=valid, other=0)
-        weight = tl.load(h + token * blocks + block, mask=valid, other=0.0).to(tl.float32)
+        row = tl.load(indices + token * blocks + block, mask=valid, other=0) if INDEXED else block.to(tl.int64)
+        weight = tl.load(h + token * blocks + block, mask=valid, other=0.0).to(wide)
         tile = tl.load(rows + row[:, None] * width + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
-        total += tl.sum(tile.to(tl.float32) * weight[:, None], axis=0)
-    tl.store(y + (part * tokens + token) * width + column, total, mask=inside)
+        sums += tile.to(wide) * weight[:, None]
+    tl.store(y + (part * tokens + token) * width + column, tl.sum(sums, axis=0), mask=inside)
+
+
+@triton.jit
+def tile_totals(  # type: ignore[no-untyped-def]
+    parts,
+    bias,
+    y,
+    count,
+    tokens,
+    width,
+    BIASED: tl.constexpr,
+    DOUBLE: tl.constexpr,
+    TILE_PARTS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """y[t, c] = Σ_p parts[p, t, c] + bias[c] over `count` parts, for one token t and one tile of columns c."""
+    wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    inside = column < width
+    sums = tl.zeros((TILE_PARTS, TILE_COLUMNS), dtype=wide)
+    for start in range(0, count, TILE_PARTS):
+        part = start + tl.arange(0, TILE_PARTS)
+        place = (part[:, None] * tokens + token) * width + column[None, :]
+        sums += tl.load(parts + place, mask=(part < count)[:, None] & inside[None, :], other=0.0)
+    total = tl.sum(sums, axis=0)
+    if BIASED:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(wide)
+    tl.store(y + token * width + column, total.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_choice(  # type: ignore[no-untyped-def]
+    low,
+    c2,
+    bias,
+    out,
+    rank,
+    blocks,
+    n,
+    GIVEN: tl.constexpr,
+    MASK: tl.constexpr,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+    TILE_RANK: tl.constexpr,
+):
+    """The K largest of the n logits in each block of a tile, largest first and the first of equal ones, for one token t.
+
+    The logits are Σ_r low[t, r] c2[r, u] + bias[u], or low[t, u] where they are given. out is their indices u, K a block, or 1 at
+    them and 0 at the others. Not a number counts as the largest. PADDED is a power of two from n on.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, TILE_BLOCKS * PADDED)
+    block = tl.program_id(1) * TILE_BLOCKS + place // PADDED
+    unit = block * n + place % PADDED
+    valid = (block < blocks) & (place % PADDED < n)
+    if GIVEN:
+        logits = tl.load(low + token * blocks * n + unit, mask=valid, other=0.0).to(tl.float32)
+    else:
+        sums = tl.zeros((TILE_RANK, TILE_BLOCKS * PADDED), dtype=tl.float32)
+        for start in range(0, rank, TILE_RANK):
+            row = start + tl.arange(0, TILE_RANK)
+            inside = row < rank
+            value = tl.load(low + token * rank + row, mask=inside, other=0.0)
+            tile = tl.load(
+                c2 + row[:, None].to(tl.int64) * (blocks * n) + unit[None, :], mask=inside[:, None] & valid[None, :], other=0.0
+            )
+            sums += tile.to(tl.float32) * value[:, None]
+        logits = tl.sum(sums, axis=0) + tl.load(bias + unit, mask=valid, other=0.0).to(tl.float32)
+    logits = tl.where(logits == logits, logits, float("inf"))
+    one = tl.reshape(tl.where(valid, logits, float("-inf")), (TILE_BLOCKS, PADDED))
+    among = tl.arange(0, PADDED)
+    if K == 1:
+        order = tl.where(among[None, :] == tl.argmax(one, axis=1)[:, None], 0, 1)
+    else:
+        before = (one[:, None, :] > one[:, :, None]) | (
+            (one[:, None, :] == one[:, :, None]) & (among[None, None, :] < among[None, :, None])
+        )
+        order = tl.sum(before.to(tl.int32), axis=2)
+    order = tl.reshape(order, (TILE_BLOCKS * PADDED,))
+    if MASK:
+        tl.store(out + token * blocks * n + unit, (order < K).to(tl.float32).to(out.dtype.element_ty), mask=valid)
+    else:
+        tl.store(out + (token * blocks + block) * K + order, unit.to(tl.int64), mask=valid & (order < K))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from retrofit.passes.sparse_qkv.mask_gates import lookback_gates
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
@@ -54,10 +55,11 @@ class SparseAttention(Wrapper):
         cache = cache_among(arguments, keywords)
         histories = None if cache is None else histories_of(cache)
         visible = None if self.cross or mask is None else visible_keys(mask, stream.shape[1], self.true_hides)
-        if self.cross and mask is not None and (histories is None or self.name not in histories):
+        known = None if histories is None else histories.get(self.name)
+        if self.cross and mask is not None and (known is None or known.was_reset):
             self.zero_hidden_source(mask, stream.shape[1], arguments, keywords)
         if self.sparse is not None:
-            columns = project_with_history(self.sparse, stream, visible, histories, self.name)
+            columns = project_with_history(self.sparse, stream, visible, histories, self.name, cache)
             packed = torch.cat([columns, stream.to(columns.dtype)], -1) if self.appends_stream else columns
             packed = batch_first(packed, self.tokens_first)
             arguments = [packed if value is x else value for value in arguments]
@@ -66,7 +68,8 @@ class SparseAttention(Wrapper):
         if self.output is None:
             return result
         y = result if self.out_key is None else result[self.out_key]
-        z = project_with_history(self.output.sparse, batch_first(y, self.tokens_first), visible, histories, f"{self.name}.output")
+        y = batch_first(y, self.tokens_first)
+        z = project_with_history(self.output.sparse, y, visible, histories, f"{self.name}.output", cache)
         return with_item(result, self.out_key, batch_first(BiasProjection.forward(self.output, z), self.tokens_first))
 
     def zero_hidden_source(self, mask: Tensor, tokens: int, arguments: list[Any], keywords: dict[str, Any]) -> None:
@@ -82,9 +85,17 @@ class SparseAttention(Wrapper):
 
 
 def project_with_history(
-    projection: ModularProjection, x: Tensor, visible: Tensor | None, histories: dict[str, TokenHistory] | None, name: str
+    projection: ModularProjection,
+    x: Tensor,
+    visible: Tensor | None,
+    histories: dict[str, TokenHistory] | None,
+    name: str,
+    cache: Cache | None = None,
 ) -> Tensor:
-    """`projection` of x after the earlier tokens in the cache's history `name`: zeros before the first, and where not `visible`."""
+    """`projection` of x after the earlier tokens in the cache's history `name`: zeros before the first, and where not `visible`.
+
+    One that is not yet among the `histories` is made for `cache`.
+    """
     m = projection.in_modules(x)
     past = projection.kernel - 1
     if not past:
@@ -92,6 +103,6 @@ def project_with_history(
     before = m.new_zeros(m.shape[0], past, *m.shape[2:]) if histories is None or name not in histories else histories[name].last()
     if histories is not None:
         if name not in histories:
-            histories[name] = TokenHistory(past, m)
+            histories[name] = TokenHistory.in_cache(cache, past, m)
         histories[name].push(m)
     return projection.project(x, torch.cat([before.to(m.dtype), m], 1), lookback_gates(visible, m.shape[1], past))

@@ -2,6 +2,9 @@
 
 A cache that stores histories becomes, in place, an instance of a subclass of its own class: whatever generation does to its keys
 and values (reordering for beams, cropping, repeating, resetting) it does to the histories too. Nothing is stored in the modules.
+
+A cache whose own tensors are updated in place, so that a decoding step can be compiled or captured in a CUDA graph, has histories
+that are updated in place as well.
 """
 
 from __future__ import annotations
@@ -20,31 +23,39 @@ SLACK = 64  # tokens that may be cropped at once beyond those a module needs: as
 
 
 class TokenHistory:
-    """The last `length` values of a sequence, zeros before its beginning, and `SLACK` older ones.
+    """The last `length` values of a sequence, zeros before its beginning, and `slack` older ones.
 
     `values` is (batch, room, …); those stored are the last before `end`. New values are written behind them while there is room, so
     that a decoding step copies its own tokens and no more.
     """
 
-    def __init__(self, length: int, like: Tensor) -> None:
-        self.length = length
-        self.values = like.new_zeros(like.shape[0], length + SLACK, *like.shape[2:])
-        self.end = length + SLACK
+    def __init__(self, length: int, like: Tensor, slack: int = SLACK) -> None:
+        self.length, self.slack = length, slack
+        self.values = like.new_zeros(like.shape[0], length + slack, *like.shape[2:])
+        self.end = length + slack
         self.missing = 0  # how many of the oldest values are zeros because newer ones were cropped
+        self.was_reset = False  # and nothing was pushed since
+
+    @staticmethod
+    def in_cache(cache: Cache | None, length: int, like: Tensor) -> TokenHistory:
+        """An empty history for `cache`, updated in place where the cache's own tensors are."""
+        if cache is None or not getattr(cache, "is_compileable", False):
+            return TokenHistory(length, like)
+        return FixedHistory(length, like, SLACK if can_crop(cache) else 0)
 
     def last(self) -> Tensor:
         """The last `length` values: (batch, length, …)."""
-        if self.missing > SLACK:
+        if self.missing > self.slack:
             raise RetrofitError(
                 f"the cache was cropped by {self.missing} tokens more than it can take back",
-                why=f"the rewritten layers store {self.length + SLACK} tokens in addition to the keys and values",
-                remedy=f"crop by at most {SLACK} tokens at a time, or start from an empty cache",
+                why=f"the rewritten layers store {self.length + self.slack} tokens in addition to the keys and values",
+                remedy=f"crop by at most {self.slack} tokens at a time, or start from an empty cache",
             )
         return self.values[:, self.end - self.length : self.end]
 
     def stored(self) -> Tensor:
-        """All that is stored: (batch, length + SLACK, …)."""
-        return self.values[:, self.end - self.length - SLACK : self.end]
+        """All that is stored: (batch, length + slack, …)."""
+        return self.values[:, self.end - self.length - self.slack : self.end]
 
     def push(self, new: Tensor) -> None:
         """`new`, (batch, tokens, …), is appended."""
@@ -63,25 +74,79 @@ class TokenHistory:
         """Whether `new` may be written into `values`: no tracer, gradient or inference mode needs them unchanged."""
         if torch.compiler.is_compiling():  # first, because tracing fails at the conditions below
             return False
-        followed = torch.is_grad_enabled() and (new.requires_grad or self.values.requires_grad)
-        fixed = self.values.is_inference() and not torch.is_inference_mode_enabled()
-        return not (followed or fixed)
+        return not self.is_followed(new) and (torch.is_inference_mode_enabled() or not self.values.is_inference())
+
+    def is_followed(self, new: Tensor) -> bool:
+        """Whether a gradient may need `values` as they are."""
+        return torch.is_grad_enabled() and (new.requires_grad or self.values.requires_grad)
 
     def take_back(self, count: int) -> None:
         """The last `count` values are removed."""
         if count > 0:
             stored = self.stored()
             gone = stored.new_zeros(stored.shape[0], min(count, stored.shape[1]), *stored.shape[2:])
-            self.values, self.end = torch.cat([gone, stored[:, : stored.shape[1] - gone.shape[1]]], 1), stored.shape[1]
+            self.replace(torch.cat([gone, stored[:, : stored.shape[1] - gone.shape[1]]], 1))
+            self.end = stored.shape[1]
             self.missing += count
 
     def choose(self, rows: Tensor) -> None:
         """Only these rows are left, in this order; a row that is named twice is there twice."""
-        self.values = self.values.index_select(0, rows.to(self.values.device))
+        self.replace(self.values.index_select(0, rows.to(self.values.device)))
 
     def repeat(self, times: int) -> None:
         """Each row is there so many times."""
-        self.values = self.values.repeat_interleave(times, 0)
+        self.replace(self.values.repeat_interleave(times, 0))
+
+    def replace(self, values: Tensor) -> None:
+        """`values` are stored instead."""
+        self.values = values
+
+
+class FixedHistory(TokenHistory):
+    """A history in one tensor at a fixed address: a decoding step overwrites its content and changes nothing else.
+
+    So compiled code takes it for a constant of the graph, and a CUDA graph finds in each replay what the one before left there.
+    """
+
+    def __init__(self, length: int, like: Tensor, slack: int) -> None:
+        super().__init__(length, like, slack)
+        mark_as_fixed(self.values)
+
+    def last(self) -> Tensor:
+        """A copy of the last `length` values, which the next ones overwrite: (batch, length, …)."""
+        return super().last().clone()
+
+    def push(self, new: Tensor) -> None:
+        count, room = new.shape[1], self.values.shape[1]
+        self.missing, self.was_reset = max(0, self.missing - count), False
+        self.replace(new[:, -room:] if count >= room else torch.cat([self.values[:, count:], new], 1))
+
+    def reset(self) -> None:
+        """Zeros again, as before the first value."""
+        self.missing, self.was_reset = 0, True
+        self.replace(torch.zeros_like(self.values))
+
+    def replace(self, values: Tensor) -> None:
+        """`values` are stored instead, in place where their shape is the same and nothing needs the old ones."""
+        if values.shape == self.values.shape and self.is_writable(values):
+            self.values.copy_(values)
+        else:
+            self.values = mark_as_fixed(values.clone())
+
+    def is_writable(self, new: Tensor) -> bool:
+        return not self.is_followed(new) if torch.compiler.is_compiling() else super().is_writable(new)
+
+
+def mark_as_fixed(values: Tensor) -> Tensor:
+    """`values`, which compiled code takes for a tensor that does not move; one that is made in compiled code cannot be marked."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(values)
+    return values
+
+
+def can_crop(cache: Cache) -> bool:
+    """Whether tokens can be taken back from the cache."""
+    return all(hasattr(layer, "crop") for layer in getattr(cache, "self_attention_cache", cache).layers)
 
 
 class CacheWithHistories(Cache):
@@ -106,16 +171,25 @@ class CacheWithHistories(Cache):
 
     def reset(self) -> None:
         super().reset()
-        self.histories.clear()
+        self.forget()
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
         before = int(self.get_seq_length())
         super().crop(*args, **kwargs)
         after = int(self.get_seq_length())
         if not after:
-            self.histories.clear()
+            self.forget()
+            return
         for history in self.histories.values():
             history.take_back(before - after)
+
+    def forget(self) -> None:
+        """Histories at fixed addresses are zeros, and there are no others."""
+        for name, history in list(self.histories.items()):
+            if isinstance(history, FixedHistory):
+                history.reset()
+            else:
+                del self.histories[name]
 
 
 @functools.cache

@@ -9,18 +9,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticLayer
 
 from retrofit.errors import RetrofitError
-from retrofit.surgery.cache_memory import SLACK, TokenHistory, cache_among, histories_of
+from retrofit.surgery.cache_memory import SLACK, FixedHistory, TokenHistory, cache_among, histories_of
 
 steps = st.lists(st.tuples(st.sampled_from(["push", "back", "reorder"]), st.integers(1, 9)), max_size=12)
 
 
-@given(length=st.integers(1, 5), steps=steps)
-@settings(deadline=None, max_examples=60)
-def test_a_history_is_the_end_of_the_sequence(length: int, steps: list[tuple[str, int]]) -> None:
-    history, sequence, counter = TokenHistory(length, torch.zeros(2, 0, 1)), torch.zeros(2, 0, 1), 0
+@given(length=st.integers(1, 5), kind=st.sampled_from([TokenHistory, FixedHistory]), steps=steps)
+@settings(deadline=None, max_examples=120)
+def test_a_history_is_the_end_of_the_sequence(length: int, kind: Any, steps: list[tuple[str, int]]) -> None:
+    history, sequence, counter = kind(length, torch.zeros(2, 0, 1), SLACK), torch.zeros(2, 0, 1), 0
+    values = history.values
     for what, count in steps:
         if what == "push":
             new = torch.arange(counter, counter + 2 * count).view(2, count, 1).float() + 1
@@ -36,6 +37,7 @@ def test_a_history_is_the_end_of_the_sequence(length: int, steps: list[tuple[str
             sequence = sequence[rows]
     expected = torch.cat([torch.zeros(2, length, 1), sequence], 1)[:, -length:]
     assert torch.equal(history.last(), expected)
+    assert kind is TokenHistory or (history.values is values and history.end == values.shape[1])
 
 
 def test_decoding_writes_in_place_where_it_may() -> None:
@@ -54,6 +56,58 @@ def test_decoding_writes_in_place_where_it_may() -> None:
     history.push(2 * weight.view(1, 1, 1))
     (seen.square().sum() + history.last().square().sum()).backward()
     assert weight.grad == 2 + 2 + 8
+
+
+def test_a_fixed_history_moves_only_where_its_old_values_are_needed() -> None:
+    """By a gradient, or where inference mode, which made it, is over; and it is marked wherever it is."""
+    with torch.inference_mode():
+        history = FixedHistory(2, torch.zeros(1, 0, 1), 0)
+        history.push(torch.ones(1, 1, 1))
+    history.push(torch.ones(1, 3, 1))
+    stays = history.values
+    history.push(torch.tensor([2.0, 3.0]).view(1, 2, 1))
+    earlier = history.last()
+    history.push(torch.zeros(1, 1, 1))
+    assert history.values is stays and earlier.flatten().tolist() == [2, 3] and history.last().flatten().tolist() == [3, 0]
+    weight = torch.ones((), requires_grad=True)
+    history.push(weight.view(1, 1, 1))
+    y = history.last().square()
+    history.push(2 * weight.view(1, 1, 1))
+    history.last().square().sum().add(y.sum()).backward()
+    assert weight.grad == 2 + 2 + 8
+    new = weight.expand(1, 4, 1).clone()
+    history.push(new)
+    with torch.no_grad():
+        history.push(torch.zeros(1, 2, 1))
+    assert new.flatten().tolist() == [1] * 4
+    history.repeat(2)
+    history.reset()
+    assert history.values._dynamo_static_input_type and history.last().tolist() == [[[0.0], [0.0]]] * 2
+    assert stays.flatten().tolist() == [3, 0]
+
+
+class CroppableLayer(StaticLayer):
+    def crop(self, tokens_to_remove: int) -> None:
+        self.cumulative_length.add_(tokens_to_remove)
+
+
+@pytest.mark.parametrize(("layer", "slack"), [(StaticLayer, 0), (CroppableLayer, SLACK)])
+def test_a_static_cache_keeps_its_histories_where_they_are(layer: Any, slack: int) -> None:
+    cache: Any = filled(Cache(layers=[layer(max_cache_len=8) for _ in range(2)]))
+    history = histories_of(cache)["layer"] = TokenHistory.in_cache(cache, 2, torch.zeros(2, 0, 1))
+    address = history.values.data_ptr()
+    assert history.values.shape[1] == 2 + slack
+    history.push(torch.arange(10.0).view(2, 5, 1))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert history.last().flatten().tolist() == [8, 9, 3, 4]
+    if slack:
+        cache.crop(-2)
+        assert history.last().flatten().tolist() == [6, 7, 1, 2]
+        cache.crop(-3)
+        assert history.last().flatten().tolist() == [0, 0, 0, 0] and history.missing == 0
+    cache.reset()
+    assert histories_of(cache)["layer"] is history and not history.last().any()
+    assert history.values.data_ptr() == address
 
 
 def test_what_was_pushed_out_cannot_be_taken_back() -> None:

@@ -1,4 +1,7 @@
-"""Products with rows given by index against loops; the Triton kernels run in its interpreter and are built for absent GPUs."""
+"""Products with rows given by index, and the choice of units, against loops.
+
+The Triton kernels run in its interpreter and are built for absent GPUs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retrofit.passes.sparse_ffn import indexed_rows
+from retrofit.passes.sparse_ffn import chosen_units, indexed_rows
 
-DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
@@ -33,7 +38,8 @@ def random_operands(
 
 
 def products(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
-    return torch.tensor([[float(x[t].double() @ rows[p].double()) for p in row] for t, row in enumerate(indices.tolist())])
+    found = [[float(x[t].double() @ rows[p].double()) for p in row] for t, row in enumerate(indices.tolist())]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def sums(h: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
@@ -53,7 +59,7 @@ def test_torch_operations_compute_the_formulas(tokens: int, blocks: int, width: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed_rows, "SMALL", copied)
         z = indexed_rows.indexed_products(x, indices, rows)
-    torch.testing.assert_close(z, products(x, indices, rows), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(z, products(x, indices, rows).float(), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(indexed_rows.indexed_sums(h, indices, rows), sums(h, indices, rows).float(), atol=1e-4, rtol=1e-4)
 
 
@@ -87,27 +93,77 @@ def run_apart(what: str, environment: dict[str, str]) -> None:
 def interpreted() -> None:
     for (tokens, blocks, width), (dtype, near) in itertools.product([(1, 7, 40), (3, 33, 300), (2, 64, 513)], DTYPES.items()):
         x, h, rows, indices = random_operands(tokens, blocks, width, dtype)
-        z, y = indexed_rows.tiled_products(x, indices, rows), indexed_rows.tiled_sums(h, indices, rows)
-        assert z.dtype == y.dtype == dtype
-        expected = products(x, indices, rows)
-        torch.testing.assert_close(z.float(), expected, atol=near * float(expected.abs().max()), rtol=0)
-        total = sums(h, indices, rows).float()
-        torch.testing.assert_close(y.float(), total, atol=near * float(total.abs().max()), rtol=0)
+        for bias in (None, torch.randn(2 * blocks).to(dtype)):
+            z = indexed_rows.tiled_products(x, indices, rows, bias)
+            expected = products(x, indices, rows) + (0.0 if bias is None else bias.double()[indices])
+            assert z.dtype == dtype and relative(z, expected) < near
+        for places, bias in ((indices, None), (indices, torch.randn(width).to(dtype)), (None, None)):
+            parts = indexed_rows.tiled_sums(h, places, rows)
+            y = indexed_rows.added_parts(parts, bias, dtype)
+            every = torch.arange(blocks).expand(tokens, blocks) if places is None else places
+            total = sums(h, every, rows) + (0.0 if bias is None else bias.double())
+            assert y.dtype == dtype and relative(y, total) < near
+    assert len(parts) > 1
+    for tokens, n, k in ((1, 8, 4), (3, 8, 1), (2, 6, 2), (1, 64, 1), (2, 64, 3), (1, 100, 1)):
+        chosen(tokens, n, k)
+
+
+def chosen(tokens: int, n: int, k: int) -> None:
+    """The kernel chooses as a stable sort of the logits does: of equal ones the first, and what is not a number before all."""
+    units, width, rank = 3 * n, 70, 5
+    x, c1, c2, bias = (torch.randn(*size) for size in ((tokens, width), (width, rank), (rank, units), (units,)))
+    logits = ((x.double() @ c1.double()) @ c2.double() + bias.double()).view(tokens, 3, n)
+    same(lambda mask: chosen_units.chosen_units(x, c1, c2, bias, n, k, mask), logits, k)
+    coarse = logits.float().round()  # many are equal
+    coarse[0, 0, n - 1] = torch.nan
+    same(lambda mask: chosen_units.chosen_of(coarse.flatten(1), n, k, mask), coarse, k)
+
+
+def same(choose: Callable[[torch.dtype | None], Tensor], logits: Tensor, k: int) -> None:
+    n = logits.shape[-1]
+    order = logits.nan_to_num(nan=torch.inf).argsort(dim=-1, descending=True, stable=True)[..., :k]
+    expected = order + torch.arange(0, 3 * n, n).unsqueeze(1)
+    assert torch.equal(choose(None).view(expected.shape), expected)
+    for dtype in (torch.float32, torch.bfloat16):
+        mask = choose(dtype)
+        assert mask.dtype == dtype
+        assert torch.equal(mask.view(logits.shape).double(), torch.zeros_like(logits).scatter(-1, order, 1.0).double())
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
 
 
 def built(capability: int) -> None:
+    """Every kernel in every dtype, with the constants of a small call of each kind."""
+    from retrofit.passes.sparse_ffn import triton_kernels as kernels
+
+    height, columns, _ = indexed_rows.PRODUCTS
+    tile = {"TILE_ROWS": height, "TILE_COLUMNS": columns}
+    totals = dict(zip(("TILE_PARTS", "TILE_COLUMNS"), indexed_rows.TOTALS, strict=True))
+    for dtype, flag in itertools.product(("fp64", "fp32", "bf16", "fp16"), (False, True)):
+        wide = {"DOUBLE": dtype == "fp64"}
+        build(kernels.tile_products, dtype, {**tile, **wide, "BIASED": flag}, capability)
+        build(kernels.tile_sums, dtype, {**tile, **wide, "INDEXED": flag}, capability)
+        build(kernels.tile_totals, dtype, {**totals, **wide, "BIASED": flag}, capability)
+        for n, k in ((8, 4), (64, 1)):
+            of = {"K": k, "PADDED": n, "TILE_BLOCKS": 64 // n, "TILE_RANK": chosen_units.CHOICE[1], "GIVEN": flag, "MASK": flag}
+            build(kernels.tile_choice, dtype, of, capability)
+
+
+def build(kernel: Any, dtype: str, constants: dict[str, Any], capability: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from retrofit.passes.sparse_ffn.triton_kernels import tile_products, tile_sums
-
-    constants = {"TILE_ROWS": indexed_rows.TILE_ROWS, "TILE_COLUMNS": indexed_rows.TILE_COLUMNS}
-    for kernel, kind in itertools.product((tile_products, tile_sums), ("*fp32", "*bf16", "*fp16")):
-        pointers = {"x": kind, "h": kind, "rows": kind, "z": kind, "y": "*fp32", "indices": "*i64"}
-        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+    summed = "*fp64" if constants.get("DOUBLE") else "*fp32"
+    kinds = {"indices": "*i64", "parts": summed, "low": summed}
+    pointers = {**dict.fromkeys(("x", "h", "rows", "bias", "z", "c2", "out"), f"*{dtype}"), **kinds, "y": f"*{dtype}"}
+    if "MASK" in constants:
+        pointers |= {"out": f"*{dtype}" if constants["MASK"] else "*i64"}
+    signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
 if __name__ == "__main__":
