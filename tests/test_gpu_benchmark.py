@@ -102,6 +102,16 @@ def test_every_part_runs_at_tiny_sizes(gpu: Any, tmp_path: Path, capsys: pytest.
         assert one.get("differs", 0.0) < 1e-4, key
 
 
+def test_the_page_is_of_the_results_that_are_kept(gpu: Any) -> None:
+    from on_cuda.page import page
+
+    results = json.loads((ROOT / "benchmarks/on_cuda/results/h100.json").read_text())
+    keys = [part.key for part in gpu.all_parts("cpu", False, ROOT / "build")]
+    assert (ROOT / "docs/gpu.md").read_text(encoding="utf-8") == page(results, keys) + "\n", (
+        "write it: python benchmarks/gpu.py --page-only --results benchmarks/on_cuda/results/h100.json"
+    )
+
+
 def test_a_part_that_fails_hangs_or_dies_stops_no_other(
     gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -116,22 +116,22 @@ MUTANTS = [
         "self.factor = math.sqrt(sparsity) if scale else 1.0",
         trials=on(TWO_MODELS, "sparse-ffn(sparsity=8, active=2, scale=true)"),
     ),
-    layer(
+    rows(
         "the rows of the active units are gathered without the matrix's bias",
-        "return z if matrix.bias is None else z + matrix.bias[columns].to(z.dtype)",
+        "return z if bias is None else z + bias[indices].to(z.dtype)",
         "return z",
         trials=on("gpt2 bert", "sparse-ffn(sparsity=8)"),
     ),
-    layer(
+    rows(
         "the rows of the active units are gathered with the biases of the first units",
-        "z + matrix.bias[columns].to(z.dtype)",
-        "z + matrix.bias[: columns.shape[-1]].to(z.dtype)",
+        "z + bias[indices].to(z.dtype)",
+        "z + bias[: indices.shape[-1]].to(z.dtype)",
         trials=on("gpt2 bert", "sparse-ffn(sparsity=8)"),
     ),
     layer(
         "the output's bias is left out where rows are gathered",
-        "return (y if self.down.bias is None else y + self.down.bias.to(y.dtype)).view(x.shape)",
-        "return y.view(x.shape)",
+        "return indexed_sums(h, active, self.down.weight, self.down.bias).view(x.shape)",
+        "return indexed_sums(h, active, self.down.weight).view(x.shape)",
         trials=on("gpt2 bert", "sparse-ffn(sparsity=8)"),
     ),
     layer(
@@ -221,8 +221,8 @@ MUTANTS = [
     ),
     choice(
         "the relaxation is used for three batches in ten, and the hard choice for the others",
-        "torch.rand((), device=logits.device) < hard",
-        "torch.rand((), device=logits.device) >= hard",
+        "logits.device) < hard",
+        "logits.device) >= hard",
         trials=ONE,
     ),
     choice(
@@ -233,14 +233,14 @@ MUTANTS = [
     ),
     choice(
         "active=k: the relaxation sums to one, not to k",
-        "return torch.addcmul(full, rest, torch.add(logits, full, alpha=-FAR).softmax(-1))",
-        "return logits.softmax(-1)",
+        "return torch.addcmul(full, rest, torch.add(logits, full, alpha=-FAR).softmax(dim))",
+        "return logits.softmax(dim)",
         trials=TWO,
     ),
     choice(
         "active=k: the relaxation goes above one",
-        "return torch.addcmul(full, rest, torch.add(logits, full, alpha=-FAR).softmax(-1))",
-        "return k * logits.softmax(-1)",
+        "return torch.addcmul(full, rest, torch.add(logits, full, alpha=-FAR).softmax(dim))",
+        "return k * logits.softmax(dim)",
         trials=TWO,
     ),
     choice(

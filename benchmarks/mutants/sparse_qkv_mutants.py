@@ -188,15 +188,15 @@ MUTANTS = [
     ),
     attention(
         "attentions share one history in the cache",
-        "columns = project_with_history(self.sparse, stream, visible, histories, self.name)",
-        'columns = project_with_history(self.sparse, stream, visible, histories, "")',
+        "columns = project_with_history(self.sparse, stream, visible, histories, self.name, cache)",
+        'columns = project_with_history(self.sparse, stream, visible, histories, "", cache)',
         trials=on("gpt2 llama", "sparse-qkv"),
         test="tests/passes/sparse_qkv/test_sparse_qkv_stays.py::test_generation_with_a_cache_is_generation_without",
     ),
     attention(
         "the output layer's convolution reads padding",
-        "batch_first(y, self.tokens_first), visible, histories,",
-        "batch_first(y, self.tokens_first), None, histories,",
+        "project_with_history(self.output.sparse, y, visible, histories,",
+        "project_with_history(self.output.sparse, y, None, histories,",
         trials=OUTPUT,
     ),
     attention(

@@ -330,7 +330,7 @@ def failures(results: Any, path: str = "") -> Iterator[str]:
     """What exceptions said, each with where."""
     for key, value in results.items():
         where = f"{path} › {key}" if path and key != FAILED else path or key
-        if key == FAILED or (isinstance(value, str) and "Error:" in value):
+        if key == FAILED or key.endswith(f" {FAILED}") or (isinstance(value, str) and "Error:" in value):
             yield f"{where}: {value}"
         elif isinstance(value, dict):
             yield from failures(value, where)

@@ -10,8 +10,9 @@ import torch
 from apply_cost import SIZES
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from on_cuda.parts import Part
+from on_cuda.parts import FAILED, Part, shortened
 from on_cuda.timing import peak_bytes
+from retrofit.errors import VerificationError
 from retrofit.rewriting import apply_reported
 
 PASSES = (
@@ -60,10 +61,18 @@ def checked(spec: str, dtype: str, device: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = small_encoder_decoder() if spec.startswith("merge") else small_decoder()
     began = time.monotonic()
-    report = apply_reported(model.to(device, DTYPES[dtype]).eval(), spec, count_flops=False).report
+    try:
+        report = apply_reported(model.to(device, DTYPES[dtype]).eval(), spec, count_flops=False).report
+    except VerificationError as error:
+        report = error.report
     assert report is not None
     statuses = {one.name: one.status for one in report.checks}
-    return {"ok": report.ok, "checks": statuses, "apply and verify": round(time.monotonic() - began, 2)}
+    return {"ok": report.ok, "checks": statuses, "apply and verify": round(time.monotonic() - began, 2), **reasons(report)}
+
+
+def reasons(report: Any) -> dict[str, str]:
+    """Why each check that failed did."""
+    return {f"{one.name} {FAILED}": shortened(one.why) for one in report.checks if one.status == FAILED}
 
 
 def small_decoder() -> Any:
@@ -87,14 +96,27 @@ def large(size: str, spec: str, device: str, rehearsal: bool) -> dict[str, Any]:
         found |= {"build": time.monotonic() - began, "model bytes": bytes_of}
         began = time.monotonic()
         applied: list[Any] = []
-        rewrite = functools.partial(apply_reported, model, spec, verify=verify, count_flops=False)
+        rewrite = functools.partial(verified, model, spec) if verify else functools.partial(unverified, model, spec)
         memory = peak_bytes(lambda rewrite=rewrite, applied=applied: applied.append(rewrite()), device)
         row = {"seconds": time.monotonic() - began, **memory}
         if verify:
-            row["by check"] = {one.name: round(one.seconds, 2) for one in applied[0].report.checks}
+            row["by check"] = {one.name: round(one.seconds, 2) for one in applied[0].checks}
+            row |= reasons(applied[0])
         found["verified" if verify else "unverified"] = row
         del model, applied, rewrite
     return found
+
+
+def verified(model: Any, spec: str) -> Any:
+    """The report of a rewrite with its checks, whether they passed or not."""
+    try:
+        return apply_reported(model, spec, count_flops=False).report
+    except VerificationError as error:
+        return error.report
+
+
+def unverified(model: Any, spec: str) -> Any:
+    return apply_reported(model, spec, verify=False, count_flops=False)
 
 
 def random_llama(given: dict[str, Any], device: str) -> Any:

@@ -15,7 +15,7 @@ PAGES = {
     "Models in and out": ["bundle", "graphs", "onnx", "larger_than_memory", "compatibility"],
     "Training": ["recovery", "several_processes", "results"],
     "Evidence": [
-        "verification", "real_models", "whole_models", "coverage", "graph_coverage", "onnx_coverage", "onnx_passes",
+        "verification", "real_models", "whole_models", "gpu", "coverage", "graph_coverage", "onnx_coverage", "onnx_passes",
         "faults", "mutants", "security",
     ],
     "Inside": ["architecture", "glossary", "write_a_pass", "site/api/retrofit", "site/api/passes", "site/api/sdk"],

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-AT_ONCE = 4096  # vectors
+AT_ONCE, MANY_AT_ONCE = 4096, 1 << 18  # vectors, on a CPU and elsewhere
 
 
 def random_rotations(width: int, rounds: int, buckets: int, seed: int, like: Tensor) -> Tensor:
@@ -27,9 +27,10 @@ def hash_buckets(x: Tensor, rotations: Tensor) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(x.dtype, rotations.dtype), torch.float32)
     x, rotations = x.detach().to(dtype), rotations.detach().to(dtype)
     vectors = x.numel() // x.shape[-1] if not torch.compiler.is_compiling() else 0
-    if vectors <= AT_ONCE:
+    at_once = AT_ONCE if x.device.type == "cpu" else MANY_AT_ONCE
+    if vectors <= at_once:
         return torch.stack([buckets_of(x, rotation) for rotation in rotations])
-    parts = x.reshape(-1, x.shape[-1]).split(AT_ONCE)  # of which the products stay in a processor's cache
+    parts = x.reshape(-1, x.shape[-1]).split(at_once)  # of which the products stay in a processor's cache
     rounds = [torch.cat([buckets_of(part, rotation) for part in parts]) for rotation in rotations]
     return torch.stack(rounds).view(len(rotations), *x.shape[:-1])
 

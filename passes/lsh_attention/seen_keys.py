@@ -13,7 +13,8 @@ from retrofit.passes.lsh_attention.bucket_lists import BucketLists
 from retrofit.passes.lsh_attention.fused_tiles import UNSEEN, fused, is_fused, last_keys, window_bias
 from retrofit.passes.lsh_attention.key_orders import KeyOrder, Tiles, tiles_of
 
-AT_ONCE = 1 << 20  # scores that are computed at once: those of some tiles stay in a processor's cache
+AT_ONCE = 1 << 20  # scores that are computed at once on a CPU: those of some tiles stay in its cache
+MANY_AT_ONCE = 1 << 25  # and elsewhere, where more of them keep the processors busy and each operation takes its time to begin
 HIDDEN = -1e4  # an additive mask below this hides
 NONE_SEEN = -1e29  # a logarithm of a sum below this is one of unseen keys
 
@@ -137,15 +138,15 @@ def by_order(operands: Operands, orders: Sequence[KeyOrder], local: KeyOrder | N
 def parts_of(operands: Operands, chunk: int) -> Iterator[slice]:
     """The rows, as many at a time as are computed at once; all where a program is traced."""
     rows, n_q, _ = operands.q.shape
-    return slices(rows, 2 * chunk * (n_q + operands.k.shape[1]))
+    return slices(rows, 2 * chunk * (n_q + operands.k.shape[1]), operands.q.device)
 
 
-def slices(count: int, scores: int) -> Iterator[slice]:
+def slices(count: int, scores: int, device: torch.device) -> Iterator[slice]:
     """So many things, as many at a time as are computed at once where each has so many scores; all where a program is traced."""
     if torch.compiler.is_compiling():  # bounds would fix the number
         yield slice(None)
         return
-    step = max(1, AT_ONCE // scores)
+    step = max(1, (AT_ONCE if device.type == "cpu" else MANY_AT_ONCE) // scores)
     for start in range(0, count, step):
         yield slice(start, start + step)
 
@@ -154,7 +155,7 @@ def one_round(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder]) -
     """The result of one round, (rows, n_q, d_v), without what rounds `before` show, and the logarithm of its sum, (rows, n_q)."""
     rows = operands.q.shape[0]
     tiles = tiles_of(order)
-    parts = (tiles.part(part) for part in slices(tiles.keys.shape[1], order.tile * order.window * rows))
+    parts = (tiles.part(part) for part in slices(tiles.keys.shape[1], order.tile * order.window * rows, tiles.keys.device))
     found = [some_tiles(operands, order, before, part) for part in parts]
     y, total = (torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
     places = tiles.places.expand(rows, -1)

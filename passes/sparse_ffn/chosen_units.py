@@ -19,8 +19,11 @@ LARGEST = 64  # N up to which several units of a block are chosen: the kernel co
 
 
 def chooses_in_kernel(n: int, k: int, x: Tensor, *operands: Tensor | None) -> bool:
-    """Whether the functions below choose k of every n: on CUDA, where no gradient is needed."""
-    return (k == 1 or n <= LARGEST) and reads_tiles(x, *operands)
+    """Whether the functions below choose k of every n: on CUDA, where no gradient is needed, but not in float64.
+
+    The kernel's logits are float32, and what is compared in float64 may differ by another choice between two that are almost equal.
+    """
+    return (k == 1 or n <= LARGEST) and x.dtype != torch.float64 and reads_tiles(x, *operands)
 
 
 def chosen_units(x: Tensor, c1: Tensor, c2: Tensor, bias: Tensor, n: int, k: int, mask: torch.dtype | None = None) -> Tensor:

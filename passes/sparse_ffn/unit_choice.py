@@ -34,7 +34,9 @@ def indicator(units: Tensor, n: int, weight: Tensor | None = None) -> Tensor:
 
 def relaxed_indicator(logits: Tensor, k: int) -> Tensor:
     """The relaxation above: (…, N), between 0 and 1, sum k."""
-    return logits.softmax(-1) if k == 1 else relaxed_below(logits, k, full_ones(descending(logits), k))
+    given, dim = laid_out(logits)
+    soft = given.softmax(dim) if k == 1 else relaxed_below(given, k, full_ones(descending(given, dim), k), dim)
+    return soft.movedim(dim, -1)
 
 
 def straight_through(choice: Tensor, relaxed: Tensor, k: int) -> Tensor:
@@ -49,7 +51,8 @@ def sampled_indicator(logits: Tensor, k: int, temperature: float, hard: float, n
     noise="choice": the k largest of l + τ g, with the gradient of the relaxation of l, which is the other mask. noise="both": the k
     largest of (l + g)/τ, with the gradient of their relaxation, which is the other mask.
     """
-    is_hard = torch.rand((), device=logits.device) < hard
+    on_cpu = logits.is_cuda and not torch.compiler.is_compiling()  # drawn there, so that only what is needed is computed
+    is_hard = torch.rand((), device="cpu" if on_cpu else logits.device) < hard
     known = type(is_hard) is Tensor and is_hard.device.type == "cpu" and not torch.compiler.is_compiling()  # without waiting
     if noise == "choice":
         if known and not is_hard:
@@ -73,31 +76,45 @@ def gumbel_noise(logits: Tensor) -> Tensor:
 
 def both_indicators(choice: Tensor, relaxed: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The relaxation of `relaxed`, and the indicator of the k largest `choice`: (…, N) each."""
+    given, dim = laid_out(relaxed)
+    noisy = given if choice is relaxed else laid_out(choice)[0]
     if k == 1:
-        return relaxed.softmax(-1), indicator_of_largest(choice, 1, choice.detach().amax(-1))
-    chosen = descending(choice)
-    full = full_ones(chosen if choice is relaxed else descending(relaxed), k)
-    return relaxed_below(relaxed, k, full), indicator_of_largest(choice, k, chosen[k - 1])
+        soft, hard = given.softmax(dim), indicator_of_largest(noisy, 1, noisy.detach().amax(dim), dim)
+    else:
+        chosen = descending(noisy, dim)
+        full = full_ones(chosen if noisy is given else descending(given, dim), k)
+        soft, hard = relaxed_below(given, k, full, dim), indicator_of_largest(noisy, k, chosen[k - 1], dim)
+    return soft.movedim(dim, -1), hard.movedim(dim, -1)
+
+
+def laid_out(logits: Tensor) -> tuple[Tensor, int]:
+    """The logits as they are computed with, and which dimension is that of the N units of a block.
+
+    On a GPU it is the first: an operation along rows of a few numbers takes many times as long there as one along columns.
+    """
+    if logits.is_cuda and not torch.compiler.is_compiling():
+        return logits.movedim(-1, 0).contiguous(), 0
+    return logits, -1
 
 
 # Below, what is true or false of a unit is 1.0 or 0.0, and what no gradient needs is overwritten: with many tokens that takes a
 # fraction of the time of masks and copies.
 
 
-def indicator_of_largest(logits: Tensor, k: int, least: Tensor) -> Tensor:
-    """1 at the k largest logits of each block, of equal ones at the first: (…, N); `least` is the k-th largest, (…)."""
-    side = (logits.detach() - least.unsqueeze(-1)).sign_()
+def indicator_of_largest(logits: Tensor, k: int, least: Tensor, dim: int) -> Tensor:
+    """1 at the k largest logits of each block, of equal ones at the first; `least` is the k-th largest, `dim` that of the units."""
+    side = (logits.detach() - least.unsqueeze(dim)).sign_()
     above = side.relu()
     level = side.abs_().neg_().add_(1)
-    room = k - above.sum(-1, keepdim=True)
-    return above.addcmul_(level, level.cumsum(-1).neg_().add_(room + 0.5).sign_().relu_())
+    room = k - above.sum(dim, keepdim=True)
+    return above.addcmul_(level, level.cumsum(dim).neg_().add_(room + 0.5).sign_().relu_())
 
 
-def relaxed_below(logits: Tensor, k: int, least: Tensor) -> Tensor:
-    """The relaxation where the units whose logits are at least so large, (…), have their full 1: a softmax of the others."""
-    full = (logits.detach() - least.unsqueeze(-1)).sign_().add_(1).clamp_max_(1.0)
-    rest = k - full.sum(-1, keepdim=True)
-    return torch.addcmul(full, rest, torch.add(logits, full, alpha=-FAR).softmax(-1))
+def relaxed_below(logits: Tensor, k: int, least: Tensor, dim: int) -> Tensor:
+    """The relaxation where the units whose logits are at least so large have their full 1: a softmax of the others."""
+    full = (logits.detach() - least.unsqueeze(dim)).sign_().add_(1).clamp_max_(1.0)
+    rest = k - full.sum(dim, keepdim=True)
+    return torch.addcmul(full, rest, torch.add(logits, full, alpha=-FAR).softmax(dim))
 
 
 def full_ones(sorted_logits: Tensor, k: int) -> Tensor:

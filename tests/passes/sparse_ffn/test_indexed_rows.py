@@ -69,6 +69,14 @@ def test_long_rows_are_summed_in_pieces(width: int) -> None:
     torch.testing.assert_close(indexed_rows.indexed_sums(h, indices, rows), sums(h, indices, rows).float(), atol=1e-5, rtol=1e-5)
 
 
+def test_no_kernel_chooses_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose comparisons are exact: a choice by float32 logits would be another one now and then."""
+    monkeypatch.setattr(chosen_units, "reads_tiles", lambda *operands: True)
+    x = torch.randn(1, 4)
+    assert chosen_units.chooses_in_kernel(8, 4, x) and not chosen_units.chooses_in_kernel(8, 4, x.double())
+    assert chosen_units.chooses_in_kernel(100, 1, x) and not chosen_units.chooses_in_kernel(100, 2, x)  # it compares each with each
+
+
 @needs_triton
 def test_kernels_compute_the_formulas() -> None:
     run_apart("interpreted", {"TRITON_INTERPRET": "1"})

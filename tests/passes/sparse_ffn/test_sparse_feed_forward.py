@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.passes import SparseFFN
+from retrofit.passes.sparse_ffn import unit_choice
 from retrofit.passes.sparse_ffn.reference import relaxed
 from retrofit.passes.sparse_ffn.sparse_feed_forward import ALWAYS, FEW, SparseFeedForward
 from retrofit.passes.sparse_ffn.unit_choice import relaxed_indicator, sampled_indicator, straight_through
@@ -327,6 +328,31 @@ def test_the_relaxed_indicator_and_its_reference_are_finite_where_logits_are_hug
     """As on trained models, whose activations run into the thousands."""
     logits = 1e5 * torch.randn(50, 8, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
     torch.testing.assert_close(relaxed(logits, k), relaxed_indicator(logits, k))
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("noise", ["choice", "both"])
+@pytest.mark.parametrize("hard", [0.0, 1.0])
+def test_the_units_in_the_first_dimension_as_on_a_gpu_give_the_same(
+    k: int, noise: str, hard: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(5, 3, 8).round(decimals=1).requires_grad_()  # some are equal
+    laid_out: list[int] = []
+
+    def first(logits: Tensor) -> tuple[Tensor, int]:
+        laid_out.append(1)
+        return logits.movedim(-1, 0).contiguous(), 0
+
+    found = []
+    for way in (unit_choice.laid_out, first):
+        monkeypatch.setattr(unit_choice, "laid_out", way)
+        torch.manual_seed(1)
+        mask, weight = sampled_indicator(logits, k, 0.1, hard, noise), torch.arange(8.0)
+        whole = straight_through(logits, logits, k)
+        found.append((mask, whole, *torch.autograd.grad((mask * weight).sum() + (whole * weight).sum(), logits)))
+    assert laid_out
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_noise_draws_k_units_without_replacement() -> None:
