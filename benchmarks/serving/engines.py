@@ -55,6 +55,8 @@ PASSES = (
     "sparse-qkv",
     "sparse-loss",
     "lsh-attention",
+    "recurrence",
+    "sequence-altup(k=2)",
 )
 BUNDLE = "bundle"
 

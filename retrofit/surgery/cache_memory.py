@@ -10,6 +10,7 @@ that are updated in place as well.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -207,5 +208,20 @@ def histories_of(cache: Cache) -> dict[str, TokenHistory]:
 
 
 def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:
-    """The cache among a call's arguments, None where there is none."""
-    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+    """The cache among a call's arguments, None where there is none; raises `RetrofitError` for one that can keep no histories."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Cache):
+            return value
+        if is_paged(value):
+            raise RetrofitError(
+                "a rewritten layer cannot be called with the paged cache of continuous batching",
+                why="it has several sequences in a row and keeps their keys and values alone: the layer needs more of their tokens",
+                remedy="call generate, not generate_batch",
+            )
+    return None
+
+
+def is_paged(value: Any) -> bool:
+    """Whether it is the cache of transformers' continuous batching, whose code is there where one is."""
+    kind = getattr(sys.modules.get("transformers.generation.continuous_batching.cache"), "PagedAttentionCache", None)
+    return kind is not None and isinstance(value, kind)

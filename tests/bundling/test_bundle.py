@@ -188,6 +188,14 @@ def test_a_bundle_loads_where_retrofit_is_installed_too(first: Path) -> None:
         retrofit.bundle(ours, first / "again")
 
 
+@pytest.mark.parametrize("spec", ["sparse-qkv", "recurrence(rank=4)", "sequence-altup(k=2)", "sparse-ffn(sparsity=4, rank=4)"])
+def test_engines_that_keep_keys_and_values_alone_are_told_where_that_is_not_enough(spec: str, tmp_path: Path) -> None:
+    """vLLM asks the class; it would decode such a model wrongly."""
+    retrofit.bundle(retrofitted(lambda: llama(4), (spec,)), tmp_path / "bundle")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bundle", trust_remote_code=True)
+    assert model.is_backend_compatible() == spec.startswith("sparse-ffn")
+
+
 def test_the_base_of_a_bundle_is_the_base_of_the_model(first: Path) -> None:
     base = transformers.AutoModel.from_pretrained(first / "bundle0", trust_remote_code=True)
     whole = transformers.AutoModelForCausalLM.from_pretrained(first / "bundle0", trust_remote_code=True)

@@ -158,3 +158,13 @@ def test_the_cache_is_found_among_the_arguments() -> None:
     assert cache_among((1, None), {"past_key_values": cache}) is cache
     assert cache_among((cache,), {}) is cache
     assert cache_among((torch.zeros(1),), {"use_cache": True}) is None
+
+
+def test_the_cache_of_continuous_batching_is_refused() -> None:
+    """It has no room for histories: `generate_batch` with a layer that needs some would go on with wrong tokens."""
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    paged = object.__new__(PagedAttentionCache)
+    with pytest.raises(RetrofitError, match="the paged cache of continuous batching") as caught:
+        cache_among((torch.zeros(1),), {"cache": paged})
+    assert "generate" in caught.value.remedy
