@@ -26,8 +26,8 @@ CASES = [*SHORT, *((name, one) for name in WORKS for one in CODES if (name, one)
 
 
 def expire(folder: Path) -> None:
-    """Drafts in the folder were made a while ago."""
-    for one in folder.iterdir():
+    """Drafts in the folder and below were made a while ago."""
+    for one in folder.rglob("*"):
         if one.name.endswith(".partial"):
             os.utime(one, (time.time() - YOUNGEST - 1,) * 2)
 
