@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from retrofit.bundling.placing import Placing
 from retrofit.surgery.transformers_bookkeeping import align_weights
+
+ENGINES = frozenset(("vllm", "sglang"))  # packages with an attention that keeps keys and values by itself
 
 
 class Bundled:
@@ -23,6 +26,7 @@ class Bundled:
     path = ""
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
+        require_own_attention(type(self), config)
         super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
         Placing(self, self.path).place(self.table)  # type: ignore[arg-type]
         self._frozen = [name for name, one in self.named_parameters() if not one.requires_grad]  # type: ignore[attr-defined]
@@ -47,6 +51,18 @@ class Bundled:
         align_weights(model)
         rebuild_buffers(model)
         return loaded
+
+
+def require_own_attention(kind: Any, config: Any) -> None:
+    """Raises `ValueError` where an engine attends in place of a model whose layers need more than keys and values."""
+    name = getattr(config, "_attn_implementation", None)
+    function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
+    engine = str(getattr(function, "__module__", "")).partition(".")[0]
+    if engine in ENGINES and not kind.is_backend_compatible():
+        raise ValueError(
+            f"{kind.__name__} does not run in {engine}: it keeps the keys and values of earlier tokens and nothing else, and "
+            "layers of this model need more of these tokens, so that it would decode wrongly. Use generate in transformers."
+        )
 
 
 @torch.no_grad()

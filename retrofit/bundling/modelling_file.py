@@ -164,7 +164,7 @@ def definition_of(value: Any) -> Definition | None:
 
 def class_text(one: ModelClass, config_name: str, keeps_states: bool) -> str:
     where = f'    path = "{one.path}"\n' if one.path else ""
-    if keeps_states:  # engines with attention of their own, as vLLM, ask for this
+    if keeps_states:  # engines with attention of their own ask for it, and `require_own_attention` does
         where += "    _supports_attention_backend = False  # layers need more of earlier tokens than their keys and values\n"
     return (
         f"class {one.name}(Bundled, {one.dense.__name__}):\n"

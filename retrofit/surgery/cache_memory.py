@@ -208,7 +208,7 @@ def histories_of(cache: Cache) -> dict[str, TokenHistory]:
 
 
 def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:
-    """The cache among a call's arguments, None where there is none; raises `RetrofitError` for one that can keep no histories."""
+    """The cache among a call's arguments, None where there is none; raises `RetrofitError` for what can keep no histories."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Cache):
             return value

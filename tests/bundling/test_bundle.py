@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import transformers
 from support import bundle_outputs, tiny_models, zoo
 from support.without_retrofit import packages_without_retrofit, run_without_retrofit
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import retrofit
 from retrofit.bundling.bundle import CODE
@@ -189,11 +191,22 @@ def test_a_bundle_loads_where_retrofit_is_installed_too(first: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["sparse-qkv", "recurrence(rank=4)", "sequence-altup(k=2)", "sparse-ffn(sparsity=4, rank=4)"])
-def test_engines_that_keep_keys_and_values_alone_are_told_where_that_is_not_enough(spec: str, tmp_path: Path) -> None:
-    """vLLM asks the class; it would decode such a model wrongly."""
+def test_engines_that_keep_keys_and_values_alone_are_refused_where_that_is_not_enough(
+    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would decode such a model wrongly. Each registers an attention and makes the model with it, as is done here."""
     retrofit.bundle(retrofitted(lambda: llama(4), (spec,)), tmp_path / "bundle")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bundle", trust_remote_code=True)
-    assert model.is_backend_compatible() == spec.startswith("sparse-ffn")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "bundle", trust_remote_code=True)
+    attention: Any = types.FunctionType((lambda: None).__code__, {"__name__": "vllm.attention"})
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "engine's", attention)
+    make = transformers.AutoModelForCausalLM.from_config
+    assert make(config, trust_remote_code=True).is_backend_compatible() == spec.startswith("sparse-ffn")
+    config._attn_implementation = "engine's"
+    if spec.startswith("sparse-ffn"):
+        make(config, trust_remote_code=True)
+    else:
+        with pytest.raises(ValueError, match="does not run in vllm: it keeps the keys and values of earlier tokens"):
+            make(config, trust_remote_code=True)
 
 
 def test_the_base_of_a_bundle_is_the_base_of_the_model(first: Path) -> None:
