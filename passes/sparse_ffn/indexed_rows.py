@@ -73,9 +73,11 @@ def sums(h: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
 
 
 def reads_tiles(x: Tensor, *operands: Tensor | None) -> bool:
-    """Whether the Triton kernels run: on CUDA, with ordinary tensors, where nothing has to be recorded."""
+    """Whether the Triton kernels run: on CUDA, with ordinary tensors that are not empty, where nothing has to be recorded."""
+    if not x.is_cuda or not HAS_TRITON or not x.numel():
+        return False
     given = [x, *(one for one in operands if one is not None)]
-    return x.is_cuda and HAS_TRITON and not is_recorded(*given) and not any(map(is_packed_tensor, given))
+    return not is_recorded(*given) and not any(map(is_packed_tensor, given))
 
 
 def is_recorded(*operands: Tensor) -> bool:

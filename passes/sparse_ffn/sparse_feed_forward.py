@@ -266,7 +266,7 @@ class SparseFeedForward(FeedForwardBlock):
         if reads_tiles(x, *weights):  # docs/gpu.md
             return few
         if x.device.type == "cpu" and not is_recorded(x, *weights):
-            return few or self.sparsity >= ALWAYS * self.active
+            return self.sparsity >= ALWAYS * self.active or few
         return x.numel() <= self.sparsity // (FEW * self.active) * self.width
 
     def compute_gathered(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
