@@ -99,7 +99,9 @@ def run_apart(what: str, environment: dict[str, str]) -> None:
 
 
 def interpreted() -> None:
-    for (tokens, blocks, width), (dtype, near) in itertools.product([(1, 7, 40), (3, 33, 300), (2, 64, 513)], DTYPES.items()):
+    for (tokens, blocks, width), (dtype, near) in itertools.product(
+        [(1, 7, 40), (3, 33, 300), (2, 64, 513), (1, 200, 40)], DTYPES.items()
+    ):
         x, h, rows, indices = random_operands(tokens, blocks, width, dtype)
         for bias in (None, torch.randn(2 * blocks).to(dtype)):
             z = indexed_rows.tiled_products(x, indices, rows, bias)
