@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.passes import SparseFFN
-from retrofit.passes.sparse_ffn import unit_choice
+from retrofit.passes.sparse_ffn import sparse_feed_forward, unit_choice
 from retrofit.passes.sparse_ffn.reference import relaxed
 from retrofit.passes.sparse_ffn.sparse_feed_forward import ALWAYS, FEW, SparseFeedForward
 from retrofit.passes.sparse_ffn.unit_choice import relaxed_indicator, sampled_indicator, straight_through
@@ -328,6 +328,36 @@ def test_the_relaxed_indicator_and_its_reference_are_finite_where_logits_are_hug
     """As on trained models, whose activations run into the thousands."""
     logits = 1e5 * torch.randn(50, 8, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
     torch.testing.assert_close(relaxed(logits, k), relaxed_indicator(logits, k))
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("options", [{"active": 2}, {"active": 1}, {"active": 2, "controller": "gate"}], ids=str)
+@torch.no_grad()
+def test_units_that_a_kernel_chooses_are_used_like_any_others(
+    gathers: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything of a GPU's path but its kernels, which `test_indexed_rows.py` holds against the formulas."""
+    torch.manual_seed(0)
+    block = sparse_block(Gated(8, 64, "silu", True), 8, sparsity=8, **options).eval()
+    asked = []
+
+    def chosen_of(logits: Tensor, n: int, k: int, mask: torch.dtype | None = None) -> Tensor:
+        asked.append(len(logits))
+        units = logits.view(-1, 64 // n, n).topk(k).indices + torch.arange(0, 64, n).unsqueeze(1)
+        units = units.flatten(1)
+        return units if mask is None else torch.zeros(len(logits), 64, dtype=mask).scatter(1, units, 1.0)
+
+    def chosen_units(x: Tensor, c1: Tensor, c2: Tensor, bias: Tensor, *rest: Any) -> Tensor:
+        return chosen_of(x @ c1 @ c2 + bias, *rest)
+
+    inputs = [torch.randn(1, 1, 8), torch.randn(2, 3, 8), torch.randn(40, 8)]
+    expected = [block(x) for x in inputs]
+    for name, value in {"chosen_of": chosen_of, "chosen_units": chosen_units, "chooses_in_kernel": lambda *given: True}.items():
+        monkeypatch.setattr(sparse_feed_forward, name, value)
+    monkeypatch.setattr(block, "prefers_gather", lambda x: gathers)
+    for x, y in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(block(x), y)
+    assert asked == [1, 6, 40]
 
 
 @pytest.mark.parametrize("k", [1, 3])
