@@ -61,11 +61,7 @@ def checked(spec: str, dtype: str, device: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = small_encoder_decoder() if spec.startswith("merge") else small_decoder()
     began = time.monotonic()
-    try:
-        report = apply_reported(model.to(device, DTYPES[dtype]).eval(), spec, count_flops=False).report
-    except VerificationError as error:
-        report = error.report
-    assert report is not None
+    report = verified(model.to(device, DTYPES[dtype]).eval(), spec)
     statuses = {one.name: one.status for one in report.checks}
     return {"ok": report.ok, "checks": statuses, "apply and verify": round(time.monotonic() - began, 2), **reasons(report)}
 
@@ -96,14 +92,15 @@ def large(size: str, spec: str, device: str, rehearsal: bool) -> dict[str, Any]:
         found |= {"build": time.monotonic() - began, "model bytes": bytes_of}
         began = time.monotonic()
         applied: list[Any] = []
-        rewrite = functools.partial(verified, model, spec) if verify else functools.partial(unverified, model, spec)
+        way = verified if verify else functools.partial(apply_reported, verify=False, count_flops=False)
+        rewrite = functools.partial(way, model, spec)
         memory = peak_bytes(lambda rewrite=rewrite, applied=applied: applied.append(rewrite()), device)
         row = {"seconds": time.monotonic() - began, **memory}
         if verify:
             row["by check"] = {one.name: round(one.seconds, 2) for one in applied[0].checks}
             row |= reasons(applied[0])
         found["verified" if verify else "unverified"] = row
-        del model, applied, rewrite
+        del model, applied, rewrite, way
     return found
 
 
@@ -113,10 +110,6 @@ def verified(model: Any, spec: str) -> Any:
         return apply_reported(model, spec, count_flops=False).report
     except VerificationError as error:
         return error.report
-
-
-def unverified(model: Any, spec: str) -> Any:
-    return apply_reported(model, spec, verify=False, count_flops=False)
 
 
 def random_llama(given: dict[str, Any], device: str) -> Any:
