@@ -100,7 +100,7 @@ def large(size: str, spec: str, device: str, rehearsal: bool) -> dict[str, Any]:
             row["by check"] = {one.name: round(one.seconds, 2) for one in applied[0].checks}
             row |= reasons(applied[0])
         found["verified" if verify else "unverified"] = row
-        del model, applied, rewrite, way
+        del model, applied, rewrite
     return found
 
 
