@@ -133,22 +133,23 @@ def prepare(recipes: dict[str, list[str]], kept: Kept, options: argparse.Namespa
 
 def make(name: str, recipe: list[str], dense: nn.Module, data: PlanningData, options: argparse.Namespace) -> dict[str, Any]:
     """The files of one model."""
-    plain, onnx, int8 = files_of(options.folder, name)
+    files = files_of(options.folder, name)
     model = copy.deepcopy(dense)
     if recipe:
         passes = parse_recipe(recipe)
         torch.manual_seed(0)
         calibration = data.fitted if any(one.calibrates for one in passes) else None
         model = retrofit.apply(model, *passes, calibration=calibration, verify=False)
-    retrofit.save(model, plain, force=True)
+    retrofit.save(model, files.torch, force=True)
     found: dict[str, Any] = {"parameters": sum(one.numel() for one in model.parameters())}
-    found["onnx"] = attempt(lambda: str(retrofit.export_onnx(model, onnx, force=True)))
-    found["int8"] = attempt(lambda: write_int8(onnx, int8))
+    found["onnx"] = attempt(lambda: str(retrofit.export_onnx(model, files.onnx, force=True)))
+    found["int8"] = attempt(lambda: write_int8(files.onnx, files.int8))
     for weights in WEIGHTS:
         path = packed_file(options.folder, name, weights)
         found[f"--weights {weights}"] = attempt(
             lambda weights=weights, path=path: str(retrofit.export_onnx(model, path, weights=weights, force=True))
         )
+    retrofit.save(model.bfloat16(), files.bfloat16, force=True)
     return found
 
 

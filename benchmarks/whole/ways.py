@@ -9,7 +9,7 @@ import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -123,9 +123,17 @@ def write_int8(path: Path, target: Path) -> None:
     part.replace(target)
 
 
-def files_of(folder: Path, name: str) -> tuple[Path, Path, Path]:
-    """Where a model is: for torch, for ONNX Runtime, and that in int8."""
-    return folder / f"{name}.pt", folder / f"{name}.onnx", folder / f"{name}.{INT8_FILE}"
+class Files(NamedTuple):
+    """Where a model is: for torch, also in bfloat16, and for ONNX Runtime, also in its own int8."""
+
+    torch: Path
+    bfloat16: Path
+    onnx: Path
+    int8: Path
+
+
+def files_of(folder: Path, name: str) -> Files:
+    return Files(*(folder / f"{name}.{end}" for end in ("pt", "bfloat16.pt", "onnx", INT8_FILE)))
 
 
 def packed_file(folder: Path, name: str, weights: str) -> Path:
@@ -134,7 +142,12 @@ def packed_file(folder: Path, name: str, weights: str) -> Path:
 
 
 def loaded(folder: Path, name: str) -> nn.Module:
-    return retrofit.load(files_of(folder, name)[0]).eval()
+    return retrofit.load(files_of(folder, name).torch).eval()
+
+
+def loaded_bfloat16(folder: Path, name: str) -> nn.Module:
+    """From a file of its own: memory that a model in float32 took before it was converted would count."""
+    return retrofit.load(files_of(folder, name).bfloat16).eval()
 
 
 def ways(threads: int, dense: str, backend: dict[str, Any]) -> dict[str, Callable[[Path, str], Running]]:
@@ -142,10 +155,11 @@ def ways(threads: int, dense: str, backend: dict[str, Any]) -> dict[str, Callabl
     return {
         "torch": lambda folder, name: InTorch(loaded(folder, name)),
         "torch, compiled": lambda folder, name: Compiled(loaded(folder, name), **backend),
-        "torch, bfloat16": lambda folder, name: InTorch(loaded(folder, name).bfloat16()),
+        "torch, bfloat16": lambda folder, name: InTorch(loaded_bfloat16(folder, name)),
+        "torch, bfloat16, compiled": lambda folder, name: Compiled(loaded_bfloat16(folder, name), **backend),
         "torch, int8": lambda folder, name: InTorch(in_int8(loaded(folder, name), loaded(folder, dense))),
-        "ONNX Runtime": lambda folder, name: InOnnxRuntime(files_of(folder, name)[1], threads),
-        "ONNX Runtime, int8": lambda folder, name: InOnnxRuntime(files_of(folder, name)[2], threads),
+        "ONNX Runtime": lambda folder, name: InOnnxRuntime(files_of(folder, name).onnx, threads),
+        "ONNX Runtime, int8": lambda folder, name: InOnnxRuntime(files_of(folder, name).int8, threads),
         **{
             f"ONNX Runtime, --weights {weights}": functools.partial(
                 lambda weights, folder, name: InOnnxRuntime(packed_file(folder, name, weights), threads), weights

@@ -42,7 +42,7 @@ def products(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
         copies = rows_at(rows, indices.flatten()).view(*indices.shape, -1)
         return torch.bmm(copies.to(x.dtype), x.unsqueeze(2)).squeeze(2)
     if not is_recorded(x, rows):
-        if x.device.type == "cpu" and len(x) == 1 and indices.shape[1] * rows[0].nbytes <= SMALL:
+        if x.device.type == "cpu" and len(x) == 1 and indices.shape[1] * rows.shape[1] * rows.itemsize <= SMALL:
             return F.linear(x.to(rows.dtype), rows.index_select(0, indices[0])).to(x.dtype)
         if x.device.type == "cpu":
             return products_by_bag(x, indices, rows)

@@ -14,7 +14,7 @@ softmax, at k = 1), and the gradient is that of s. So does the paper's published
 places (`noise="both"`), which trains worse (benchmarks/learning/controller_noise.py). A gate is no prediction that would have
 to explore: it is trained without noise, on the units that it selects, with the gradient of s for the logarithms of the products
 above, divided by τ. Otherwise there are two paths to the same result: few tokens gather the rows of their active units, many
-use all rows and a mask.
+use all rows and a mask (`path_choice.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from transformers.utils.generic import maybe_autocast
 
 from retrofit.passes.sparse_ffn.chosen_units import MANY, chooses_in_kernel, chosen_of, chosen_units
 from retrofit.passes.sparse_ffn.gate_activation import gate_activation
-from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums, is_recorded, reads_tiles
+from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums
+from retrofit.passes.sparse_ffn.path_choice import prefers_rows
 from retrofit.passes.sparse_ffn.unit_choice import indicator, largest_units, sampled_indicator, straight_through
 from retrofit.sdk import (
     FeedForward,
@@ -40,15 +41,9 @@ from retrofit.sdk import (
     Port,
     RowMajor,
     cond,
-    has_rows_apart,
     is_packed,
-    is_packed_tensor,
 )
 
-FEW = 4  # up to N / (k FEW) tokens it is faster to copy the active rows than to use all (benchmarks/sparse_ffn.py --crossover)
-ALWAYS = (
-    8  # from this N / k on, where rows are read in place on a CPU, it is faster for any number of tokens; below, for N / k tokens
-)
 PROBES = 1024  # unit vectors at a time that a packed matrix is multiplied by
 LEAST = 1e-20  # magnitude of a gate, so that it has a logarithm
 
@@ -255,19 +250,10 @@ class SparseFeedForward(FeedForwardBlock):
 
     def prefers_gather(self, x: Tensor) -> bool | torch.SymBool:
         """Whether the active rows are gathered: where that is faster, and the matrices are not wrapped, nor packed but by rows."""
-        into = [getattr(self, role) for role in self.roles]
-        if type(self.down) not in (RowMajor, PackableRows) or any(type(child) is not nn.Linear for child in into):
+        down, *into = [self._modules[name] for name in ("down", *self.roles)]
+        if type(down) not in (RowMajor, PackableRows) or any(type(child) is not nn.Linear for child in into):
             return False
-        packed = [child.weight for child in (self.down, *into) if is_packed_tensor(child.weight)]
-        if packed:  # the whole matrix would be unpacked to be multiplied by
-            return x.numel() <= self.sparsity // self.active * self.width and all(has_rows_apart(one) for one in packed)
-        weights = [self.down.weight, *(child.weight for child in into)]
-        few = x.numel() <= self.sparsity // self.active * self.width
-        if reads_tiles(x, *weights):  # docs/gpu.md
-            return few
-        if x.device.type == "cpu" and not is_recorded(x, *weights):
-            return self.sparsity >= ALWAYS * self.active or few
-        return x.numel() <= self.sparsity // (FEW * self.active) * self.width
+        return prefers_rows(x, self.width, self.sparsity // self.active, [child.weight for child in (down, *into)])
 
     def compute_gathered(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
         """The same y from the rows of the active units alone."""

@@ -8,6 +8,7 @@ busy for a while slows both.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,9 @@ from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.training.model_comparison import generated, synchronize
 
 LEAST, MOST = 5, 25  # rounds
-SECONDS = 6.0  # after which no further round begins
+SECONDS = 6.0  # after which no further round begins, where the time is known well enough
+EXACT = 0.01  # the error of a ratio that is small enough
+PATIENCE = 2.0  # times as many seconds, after which none begins
 TOKENS = 16  # decoded in a round: a multiple of the strides at which some tokens cost less
 PROMPT = 32  # tokens
 
@@ -99,19 +102,30 @@ def beside(
     """The seconds of the dense model, and the share of them that each of the others takes: medians over rounds."""
     models = [dense, *others]
     seconds: list[list[float]] = [[] for _ in models]
+    ratios: list[list[float]] = [[] for _ in others]
     began, rounds = time.monotonic(), 0
-    while rounds <= LEAST or (rounds <= MOST and time.monotonic() - began < most_seconds * len(models)):
+    while rounds <= LEAST or (rounds <= MOST and goes_on(time.monotonic() - began, most_seconds * len(models), ratios)):
         turns = list(range(len(models)))
         for index in turns[rounds % len(models) :] + turns[: rounds % len(models)]:
             with models[index]() as model:
                 taken = seconds_of(quantity, model, window)
             if rounds:  # the first is for warmth
                 seconds[index].append(taken)
+        ratios = [[one / reference for one, reference in zip(each, seconds[0], strict=True)] for each in seconds[1:]]
         rounds += 1
-    base = statistics.median(seconds[0])
-    return base, [
-        statistics.median([one / reference for one, reference in zip(each, seconds[0], strict=True)]) for each in seconds[1:]
-    ]
+    return statistics.median(seconds[0]), [statistics.median(each) for each in ratios]
+
+
+def goes_on(taken: float, given: float, ratios: Sequence[Sequence[float]]) -> bool:
+    """Whether another round begins: there is time, or there is patience and a ratio is not known well."""
+    return taken < given or (taken < PATIENCE * given and max(map(error_of_median, ratios)) > EXACT)
+
+
+def error_of_median(values: Sequence[float]) -> float:
+    """The standard error of the median of values that are normal but for some outliers."""
+    centre = statistics.median(values)
+    spread = 1.4826 * statistics.median([abs(one - centre) for one in values])
+    return 1.2533 * spread / math.sqrt(len(values))
 
 
 def trains(model: nn.Module, window: Inputs) -> bool:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,6 +19,7 @@ from retrofit.pipeline.protocol import AnyPass
 from retrofit.planning.candidates import short_spec
 from retrofit.planning.choosing import Problem, cliques_of
 from retrofit.planning.costs import SECONDS, beside
+from retrofit.planning.joint_cost import Timed, joint_cost
 from retrofit.planning.joint_error import JointError, MeasuredTogether, cosines_of
 from retrofit.planning.kept_measurements import KeptMeasurements
 from retrofit.planning.kept_variants import restore_variant, save_variant
@@ -42,6 +43,7 @@ class Site:
     number: int  # among the candidate's replacements
     depths: tuple[int, ...]
     paths: tuple[str, ...]
+    kind: str  # the same of those that take the same time: of one candidate, and one structure
     costs: dict[str, float]  # that it adds, as shares of the dense model's
     alone: float  # distance
 
@@ -156,7 +158,8 @@ class Measurements:
             costs = {quantity: self.kept.values[f"{name} {quantity} {one['structure']}"] for quantity in self.quantities}
             costs["memory"] = one["bytes"] / self.bytes
             if math.isfinite(alone["distance"]):
-                found.append(Site(number, index, tuple(one["depths"]), tuple(one["paths"]), costs, alone["distance"]))
+                kind = f"{number} {one['structure']}"
+                found.append(Site(number, index, tuple(one["depths"]), tuple(one["paths"]), kind, costs, alone["distance"]))
         return found
 
     def variant(self, number: int) -> Variant:
@@ -266,13 +269,16 @@ class Measurements:
 
     # All of them together.
 
-    def problem(self, matrix: numpy.ndarray[Any, Any], scales: dict[str, float]) -> Problem:
-        """What is to be chosen from; `scales` correct the sums of each cost.
+    def problem(self, matrix: numpy.ndarray[Any, Any], timed: Mapping[str, Sequence[Timed]]) -> Problem:
+        """What is to be chosen from; `timed` are the choices whose times were measured, by the quantity.
 
         That errors cancel is not counted on: sites would be chosen for it that save nothing.
         """
-        names = (*self.quantities, "memory")
-        costs = {name: numpy.asarray([site.costs[name] * scales.get(name, 1.0) for site in self.sites]) for name in names}
+        kinds = [site.kind for site in self.sites]
+        costs = {
+            name: joint_cost(kinds, [site.costs[name] for site in self.sites], timed.get(name, ()))
+            for name in (*self.quantities, "memory")
+        }
         return Problem(numpy.maximum(matrix, 0.0), costs, cliques_of([site.paths for site in self.sites]))
 
     def joint_error(self) -> JointError:

@@ -26,6 +26,7 @@ from retrofit.pipeline.protocol import AnyPass
 from retrofit.planning.candidates import candidates_of, limited_to, short_spec
 from retrofit.planning.choosing import Problem, choose, least_cost
 from retrofit.planning.costs import SECONDS, beside, measurable, trains
+from retrofit.planning.joint_cost import Timed
 from retrofit.planning.joint_error import JointError, MeasuredTogether
 from retrofit.planning.kept_measurements import KeptMeasurements
 from retrofit.planning.measuring import Measurements, Site
@@ -42,7 +43,7 @@ from retrofit.runtime.usable_models import require_module, require_uncompiled, r
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.training.fingerprints import hash_weights
 
-ROUNDS = 4  # of choosing and measuring
+ROUNDS = 6  # of choosing and measuring
 POINTS = 7  # of the front
 HALVINGS = 9  # in looking for the cost at which a loss is reached
 SAME = 1e-6
@@ -160,7 +161,7 @@ class Planner:
             )
         self.cosines = measurements.joint_error()
         self.known: dict[tuple[int, ...], MeasuredTogether] = {}
-        self.scales: dict[str, float] = {}
+        self.timed: dict[str, list[Timed]] = {name: [] for name in measurements.quantities}
         self.apart: set[frozenset[str]] = set()  # names of passes that cannot be in one recipe
         for number, chosen in measurements.uniform_choices():
             kept = measurements.kept.values[f"{short_spec(measurements.candidates[number])} uniform measured"]
@@ -178,7 +179,8 @@ class Planner:
                 unreached[target] = error
         if unreached and not choices:
             raise next(iter(unreached.values()))
-        planned = [self.planned_recipe(target, chosen, measure) for target, chosen in choices.items()]
+        settled = {target: self.best_measured(target, chosen) for target, chosen in choices.items()}
+        planned = [self.planned_recipe(target, chosen, measure) for target, chosen in settled.items()]
         held_out = self.measurements.held_out
         return ModelPlan(
             tuple(planned),
@@ -200,7 +202,7 @@ class Planner:
 
     def problem(self, without: Collection[str] = ()) -> Problem:
         """What is to be chosen from, but for the sites of some passes, which cost more than any limit allows."""
-        problem = self.measurements.problem(self.cosines.matrix, self.scales)
+        problem = self.measurements.problem(self.cosines.matrix, self.timed)
         barred = numpy.asarray([self.pass_name(site) in without for site in self.sites])
         return (
             problem if not barred.any() else dataclasses.replace(problem, costs={**problem.costs, "barred": barred.astype(float)})
@@ -353,17 +355,26 @@ class Planner:
             chosen = following
             self.learn(self.measurements.together(chosen))
             for name in limits_of(target) or (self.main(target),):
-                self.correct(name, chosen)
+                self.learn_time(name, chosen)
         return chosen
 
-    def correct(self, name: str, chosen: Collection[int]) -> None:
-        """The prediction of a time is scaled by what the choice was measured to take."""
-        if name == "memory":
-            return
-        predicted = self.measurements.problem(self.cosines.matrix, {}).cost(name, chosen)
-        measured = self.measurements.share_of(chosen, name) - 1.0
-        if predicted * measured > 0:
-            self.scales[name] = float(numpy.clip(measured / predicted, 0.5, 2.0))
+    def best_measured(self, target: Target, chosen: frozenset[int]) -> frozenset[int]:
+        """The best of all choices that were measured, settings in all layers among them; `chosen` where none reaches the target."""
+        problem, limits, main = self.problem(), limits_of(target), self.main(target)
+
+        def reaches(one: frozenset[int]) -> bool:
+            return problem.is_allowed(one, limits) and (target.quality is None or self.lost(target, one) <= target.quality.value)
+
+        def worth(one: frozenset[int]) -> float:
+            return self.known[tuple(sorted(one))].distance if target.quality is None else problem.cost(main, one)
+
+        reached = [one for one in map(frozenset, self.known) if reaches(one)]
+        return min(reached, key=worth, default=chosen)
+
+    def learn_time(self, name: str, chosen: Collection[int]) -> None:
+        """The prediction of a time takes account of what a choice was measured to take."""
+        if name != "memory":
+            self.timed[name].append((chosen, self.measurements.share_of(chosen, name) - 1.0))
 
     def nothing_within(self, target: Target) -> PlanningError:
         assert target.quality is not None

@@ -9,6 +9,8 @@ import numpy
 import pytest
 
 from retrofit.planning.choosing import Problem, choose, cliques_of, least_cost
+from retrofit.planning.costs import error_of_median
+from retrofit.planning.joint_cost import joint_cost
 from retrofit.planning.joint_error import JointError, MeasuredTogether, cosines_of
 
 SLOTS, SETTINGS = 5, 3
@@ -117,3 +119,29 @@ def test_errors_that_no_longer_add_up_are_predicted_from_their_like() -> None:
         assert joint.fitted(measured, near).distance(chosen) == pytest.approx(truth(chosen), rel=0.2)
     few = (2, 9)
     assert joint.fitted(measured, joint.expected(few, measured)).distance(few) == pytest.approx(joint.together(few), rel=0.3)
+
+
+# ── Times ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_time_follows_from_all_that_was_timed() -> None:
+    """Of two structures, 20 and 10 in number, measured with errors; each further choice lowers the error of all."""
+    draws = numpy.random.default_rng(0)
+    kinds, true = ["a"] * 20 + ["b"] * 10, numpy.repeat([-0.01, -0.004], [20, 10])
+    errors: list[list[float]] = []
+    for _ in range(200):
+        noise = draws.normal(scale=0.02, size=2)
+        alone = true + numpy.repeat(noise / (20, 10), (20, 10))
+        choices = [frozenset(draws.choice(30, size=15, replace=False).tolist()) for _ in range(8)]
+        timed = [(one, float(true[sorted(one)].sum() + draws.normal(scale=0.02))) for one in choices]
+        errors.append([float(abs((joint_cost(kinds, alone, timed[:count]) - true)[:15].sum())) for count in (0, 2, 8)])
+    none, some, many = numpy.mean(errors, axis=0)
+    assert many < some < none and many < 0.8 * none
+    exact = joint_cost(kinds, true, [(frozenset(range(5, 25)), float(true[5:25].sum()))])
+    assert numpy.allclose(exact, true)
+    assert numpy.array_equal(joint_cost(["a", "a"], [1.0, 2.0], []), [1.0, 2.0])
+
+
+def test_the_error_of_a_median_is_that_of_many_draws() -> None:
+    draws = numpy.random.default_rng(1).normal(size=(400, 25))
+    assert abs(numpy.mean([error_of_median(row) for row in draws]) / numpy.median(draws, axis=1).std() - 1) < 0.2

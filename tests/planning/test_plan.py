@@ -23,6 +23,7 @@ from retrofit.planning import costs, measuring
 from retrofit.planning.candidates import candidates_of, depths_text, short_spec
 from retrofit.planning.changed_modules import changed_modules
 from retrofit.planning.planned_recipe import ModelPlan
+from retrofit.planning.planner import Planner
 from retrofit.planning.quality import MeasuredWindows
 from retrofit.planning.variants import Replacement, added_bytes, build_variant, hybrid, layers_by_depth
 from retrofit.runtime.calibration import Calibration
@@ -78,6 +79,18 @@ def test_what_was_measured_together_is_not_predicted_otherwise(found: ModelPlan,
     kept = json.loads((folder / "measured.json").read_text())["values"]
     together = [value["distance"] for name, value in kept.items() if name.startswith("together ")]
     assert all(one.predicted.distance in together for one in found.planned)
+
+
+def test_a_plan_loses_no_more_than_a_setting_in_all_layers_that_reaches_its_target(
+    found: ModelPlan, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where the solver chooses badly."""
+    shutil.copytree(folder, tmp_path / "kept")
+    monkeypatch.setattr(Planner, "choice", lambda self, target: frozenset(range(len(self.sites))))
+    least = min(found.uniform, key=lambda one: one.worth.distance)
+    (one,) = planned(model, "memory 0.99x", folder=tmp_path / "kept", measure=False).planned
+    assert least.worth.costs["memory"] <= 0.99
+    assert one.predicted.distance == pytest.approx(least.worth.distance)
 
 
 def test_the_tables_and_the_file_say_the_same(found: ModelPlan, tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 import retrofit
 from retrofit.passes import SparseFFN
 from retrofit.passes.sparse_ffn import sparse_feed_forward, unit_choice
+from retrofit.passes.sparse_ffn.path_choice import ALWAYS, CACHED, FEW, PART, prefers_rows
 from retrofit.passes.sparse_ffn.reference import relaxed
-from retrofit.passes.sparse_ffn.sparse_feed_forward import ALWAYS, FEW, SparseFeedForward
+from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.passes.sparse_ffn.unit_choice import relaxed_indicator, sampled_indicator, straight_through
 
 
@@ -112,13 +113,26 @@ def test_both_paths_are_the_formula(
     k, controller = min(k, n), "gate" if gate and kind != "plain" else "low-rank"
     how = {"active": k, "controller": controller, "multiply_by_controller": multiply, "scale": scale}
     block = sparse_block(ffn, d, sparsity=n, rank=min(rank, d), **how)
-    few, many = torch.randn(1, max(1, n // (k * FEW)), d), torch.randn(3, n, d)
-    assert block.prefers_gather(few) and block.prefers_gather(many) == (n >= ALWAYS * k)
+    few, many = torch.randn(1, max(1, n // (k * FEW)), d), torch.randn(3, n * n, d)
+    assert block.prefers_gather(few) and block.prefers_gather(many) == (n // k >= ALWAYS[False] // 2)  # these matrices are small
     with torch.enable_grad():
         assert block.prefers_gather(few) == (n >= FEW * k) and not block.prefers_gather(many)
     for x, gradients in itertools.product((few, many), (True, False)):
         with torch.set_grad_enabled(gradients):
             torch.testing.assert_close(block(x).detach(), oracle(dense, block, x).detach(), atol=2e-5, rtol=2e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("share", [1, 2, 4, 8, 16, 32])
+def test_rows_alone_are_used_for_as_many_tokens_as_they_are_faster_for(dtype: torch.dtype, large: bool, share: int) -> None:
+    half = dtype.itemsize < 4
+    weight = torch.empty(CACHED // dtype.itemsize + large, dtype=dtype)
+    most = max(1, share**2 // PART[half])
+    counts = [tokens for tokens in (1, most, most + 1, 10**5) if prefers_rows(torch.empty(1).expand(tokens, 1), 1, share, [weight])]
+    for_any = share >= ALWAYS[half] or (share >= ALWAYS[half] // 2 and not half and not large)
+    assert counts == ([1, most, most + 1, 10**5] if for_any else [1, most])
 
 
 @torch.no_grad()
