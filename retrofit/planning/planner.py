@@ -159,7 +159,7 @@ class Planner:
             raise PlanningError(
                 "no candidate fits the model and saves what is asked for", why=reasons, remedy="name other passes or settings"
             )
-        self.cosines = measurements.joint_error()
+        self.pairs = self.cosines = measurements.joint_error()
         self.known: dict[tuple[int, ...], MeasuredTogether] = {}
         self.timed: dict[str, list[Timed]] = {name: [] for name in measurements.quantities}
         self.apart: set[frozenset[str]] = set()  # names of passes that cannot be in one recipe
@@ -213,6 +213,7 @@ class Planner:
 
     def learn(self, measured: MeasuredTogether) -> None:
         self.known[measured.chosen] = measured
+        self.cosines = self.pairs.counted(list(self.known.values()))
 
     def main(self, target: Target | None = None) -> str:
         """The cost that is to fall: the first that the (first) target limits, else that of decoding, else of a forward."""
