@@ -250,7 +250,8 @@ class SparseFeedForward(FeedForwardBlock):
 
     def prefers_gather(self, x: Tensor) -> bool | torch.SymBool:
         """Whether the active rows are gathered: where that is faster, and the matrices are not wrapped, nor packed but by rows."""
-        down, *into = [self._modules[name] for name in ("down", *self.roles)]
+        down: Any = self.down
+        into: list[Any] = [self._modules[role] for role in self.roles]
         if type(down) not in (RowMajor, PackableRows) or any(type(child) is not nn.Linear for child in into):
             return False
         return prefers_rows(x, self.width, self.sparsity // self.active, [child.weight for child in (down, *into)])

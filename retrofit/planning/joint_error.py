@@ -1,11 +1,12 @@
 """What several replacements do to the outputs together, predicted from what each does alone.
 
-    q(S) = Σ_i k_i + 2 g Σ_{i<j} r_ij √(k_i k_j)        K(S) = a · q(S)^b
+    q(S) = Σ_i k_i + 2 Σ_{i<j} √(g_i g_j) r_ij √(k_i k_j)        K(S) = a · q(S)^b
 
 k_i is the distance that replacement i causes alone, r_ij the cosine between what i and j do to the predictions (u in `quality`):
 errors that point the same way add up to more than their sum, others cancel. With g = 1 that is the second order; in a trained model
-far less of it is seen than the cosines say. g, a and b are fitted to hybrids of many replacements that were measured; a and b are 1
-where the outputs are close to the dense ones. The loss added is a share of K, that of the hybrids measured whose K is nearest.
+less of it is seen than the cosines say, and of some passes more than of others. So g is fitted for each candidate, to what it does
+in all its places, and a and b to all hybrids of many replacements that were measured; they are 1 where the outputs are close to the
+dense ones. The loss added is a share of K, that of the hybrids measured whose K is nearest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from numpy.typing import NDArray
 Array = NDArray[numpy.float64]
 
 PULLS = (0.05, 0.5)  # by how much log a and b − 1 are drawn to 0
-SHARES = numpy.linspace(0.0, 1.0, 41)  # of g
 NEAR = 0.35  # in log K: how fast a hybrid measured counts less the farther it is
 FLOOR = 1e-9
 
@@ -82,36 +82,34 @@ class JointError:
         added_up = self.fitted(measured, 1.0).distance(chosen)
         return added_up if nearest is None else min(added_up, nearest.distance)
 
+    def counted(self, everywhere: Sequence[MeasuredTogether]) -> JointError:
+        """With the g by which q is what was measured of each candidate in all its places, or as near as g from 0 to 1 comes."""
+        root = numpy.ones(len(self.matrix))
+        for one in everywhere:
+            index = list(one.chosen)
+            alone = float(self.matrix.diagonal()[index].sum())
+            crossed = self.together(one.chosen) - alone
+            if abs(crossed) > FLOOR:
+                root[index] = math.sqrt(min(1.0, max(0.0, (one.distance - alone) / crossed)))
+        matrix = self.matrix * numpy.outer(root, root)
+        numpy.fill_diagonal(matrix, self.matrix.diagonal())
+        return dataclasses.replace(self, matrix=matrix)
+
     def fitted(self, measured: Sequence[MeasuredTogether], near: float) -> JointError:
         """With a and b of the hybrids measured, those counting most whose distance is near `near`."""
-        a, b, _ = self.fit(measured, near)
-        return dataclasses.replace(self, a=a, b=b, measured=tuple(measured))
-
-    def counted(self, measured: Sequence[MeasuredTogether]) -> JointError:
-        """With the g by which the hybrids measured are explained best: the matrix off the diagonal is that many times as large."""
-        alone = numpy.diag(self.matrix.diagonal())
-        each = [dataclasses.replace(self, matrix=alone + g * (self.matrix - alone)) for g in SHARES[::-1]]
-        return min(each, key=lambda one: one.fit(measured, None)[2])
-
-    def fit(self, measured: Sequence[MeasuredTogether], near: float | None) -> tuple[float, float, float]:
-        """a, b, and what is left of the squares; hybrids count by how near their distance is to `near`, where that is given."""
         points = [(self.together(one.chosen), one.distance) for one in measured]
-        known = [
-            (math.log(q), math.log(found), 1.0 if near is None else closeness(found, near))
-            for q, found in points
-            if q > FLOOR and found > FLOOR
-        ]
+        known = [(math.log(q), math.log(found), closeness(found, near)) for q, found in points if q > FLOOR and found > FLOOR]
         if not known:
-            return 1.0, 1.0, 0.0
+            return dataclasses.replace(self, measured=tuple(measured))
         x, y, w = (numpy.asarray(values) for values in zip(*known, strict=True))
         centre = float((w * x).sum() / w.sum())
         # log K = log a + b (log q − centre) + centre; both deviations are pulled to 0
         rows = numpy.stack([numpy.ones_like(x), x - centre], 1)
         weighted = rows * w[:, None]
-        solved = numpy.linalg.solve(rows.T @ weighted + numpy.diag(PULLS), weighted.T @ (y - x))
-        left = float((w * (y - x - rows @ solved) ** 2).sum() + (PULLS * solved**2).sum())
-        b = float(numpy.clip(1 + solved[1], 0.3, 3.0))
-        return math.exp(float(solved[0]) + (1 - b) * centre), b, left
+        shift, slope = numpy.linalg.solve(rows.T @ weighted + numpy.diag(PULLS), weighted.T @ (y - x))
+        b = float(numpy.clip(1 + slope, 0.3, 3.0))
+        a = math.exp(float(shift) + (1 - b) * centre)
+        return dataclasses.replace(self, a=a, b=b, measured=tuple(measured))
 
 
 def closeness(one: float, other: float) -> float:

@@ -104,6 +104,28 @@ def test_the_prediction_follows_what_was_measured_together() -> None:
     assert joint.fitted([], near=1.0).distance((0, 1)) == joint.distance((0, 1))
 
 
+def test_how_much_errors_add_up_is_what_each_candidate_does_everywhere() -> None:
+    """Of three candidates, whose errors add up as the cosines say, by a quarter of that, and not at all."""
+    vectors = numpy.random.default_rng(4).normal(0.03, 0.05, size=(30, 60))
+    alone = 0.5 * (vectors**2).sum(1)
+    joint = JointError.of(alone, cosines_of(list(vectors)))
+    places = {share: tuple(10 * number + index for index in range(10)) for number, share in enumerate((1.0, 0.25, 0.0))}
+
+    def truth(chosen: tuple[int, ...], share: float) -> float:
+        return float(share * joint.together(chosen) + (1 - share) * alone[list(chosen)].sum())
+
+    counted = joint.counted([MeasuredTogether(chosen, truth(chosen, share), None) for share, chosen in places.items()])
+    for share, chosen in places.items():
+        for some in (chosen, chosen[2:7]):
+            assert counted.together(some) == pytest.approx(truth(some, share))
+    between = counted.together((0, 10)) - counted.together((0,)) - counted.together((10,))
+    assert between == pytest.approx(0.5 * (joint.together((0, 10)) - joint.together((0,)) - joint.together((10,))))
+    beyond = [MeasuredTogether(places[1.0], 100.0, None), MeasuredTogether(places[0.0], 1e-6, None)]
+    limited = joint.counted(beyond)  # more than the cosines say, and less than the sum
+    assert limited.together(places[1.0]) == pytest.approx(joint.together(places[1.0]))
+    assert limited.together(places[0.0]) == pytest.approx(alone[20:].sum())
+
+
 def test_errors_that_no_longer_add_up_are_predicted_from_their_like() -> None:
     """Of 28 sites that add up to 20 and more nothing is left of the predictions, which are then 4 from the dense ones at most."""
     vectors = numpy.random.default_rng(3).normal(0.03, 0.05, size=(28, 60))
