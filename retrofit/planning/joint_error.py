@@ -1,12 +1,12 @@
 """What several replacements do to the outputs together, predicted from what each does alone.
 
-    q(S) = Σ_i k_i + 2 Σ_{i<j} √(g_i g_j) r_ij √(k_i k_j)        K(S) = a · q(S)^b
+    q(S) = Σ_i k_i + 2 Σ_{i<j} g_ij r_ij √(k_i k_j)        K(S) = a · q(S)^b
 
 k_i is the distance that replacement i causes alone, r_ij the cosine between what i and j do to the predictions (u in `quality`):
 errors that point the same way add up to more than their sum, others cancel. With g = 1 that is the second order; in a trained model
-less of it is seen than the cosines say, and of some passes more than of others. So g is fitted for each candidate, to what it does
-in all its places, and a and b to all hybrids of many replacements that were measured; they are 1 where the outputs are close to the
-dense ones. The loss added is a share of K, that of the hybrids measured whose K is nearest.
+less of it is seen than the cosines say, and of some candidates more than of others. So g is one number for each pair of candidates,
+fitted to all hybrids that were measured, of a candidate in all its places first; a and b are fitted to the same, and are 1 where
+the outputs are close to the dense ones. The loss added is a share of K, that of the hybrids measured whose K is nearest.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ Array = NDArray[numpy.float64]
 
 PULLS = (0.05, 0.5)  # by how much log a and b − 1 are drawn to 0
 NEAR = 0.35  # in log K: how fast a hybrid measured counts less the farther it is
+MOST = 4.0  # that g may be
+PULL = 0.1  # by how much g is drawn to what the two candidates' own say
 FLOOR = 1e-9
 
 
@@ -82,17 +84,34 @@ class JointError:
         added_up = self.fitted(measured, 1.0).distance(chosen)
         return added_up if nearest is None else min(added_up, nearest.distance)
 
-    def counted(self, everywhere: Sequence[MeasuredTogether]) -> JointError:
-        """With the g by which q is what was measured of each candidate in all its places, or as near as g from 0 to 1 comes."""
-        root = numpy.ones(len(self.matrix))
-        for one in everywhere:
-            index = list(one.chosen)
-            alone = float(self.matrix.diagonal()[index].sum())
-            crossed = self.together(one.chosen) - alone
-            if abs(crossed) > FLOOR:
-                root[index] = math.sqrt(min(1.0, max(0.0, (one.distance - alone) / crossed)))
-        matrix = self.matrix * numpy.outer(root, root)
-        numpy.fill_diagonal(matrix, self.matrix.diagonal())
+    def counted(self, candidates: Sequence[int], measured: Sequence[MeasuredTogether]) -> JointError:
+        """With the g by which q is nearest to what was measured; `candidates` has the candidate of each replacement."""
+        from scipy.optimize import lsq_linear
+
+        names = sorted(set(candidates))
+        member = numpy.asarray(candidates)[:, None] == numpy.asarray(names)  # (n, candidates)
+        crossed = self.matrix - numpy.diag(self.matrix.diagonal())
+        first, second = numpy.triu_indices(len(names))
+        rows, wanted, own = [], [], numpy.ones(len(names))
+        for one in measured:
+            chosen = numpy.zeros((len(self.matrix), 1))
+            chosen[list(one.chosen)] = 1.0
+            blocks = (member * chosen).T @ crossed @ (member * chosen)  # sums of cross terms, by pairs of candidates
+            more = one.distance - float(self.matrix.diagonal() @ chosen[:, 0])
+            present = numpy.flatnonzero((member * chosen).any(0))
+            if len(present) == 1 and abs(blocks.sum()) > FLOOR:
+                own[present[0]] = min(1.0, max(0.0, more / blocks.sum()))
+            rows.append((blocks + blocks.T - numpy.diag(blocks.diagonal()))[first, second] / max(one.distance, FLOOR))
+            wanted.append(more / max(one.distance, FLOOR))
+        prior = numpy.sqrt(own[first] * own[second])
+        g = prior
+        if rows:
+            pulled = numpy.concatenate([numpy.stack(rows), PULL * numpy.eye(len(first))])
+            g = lsq_linear(pulled, numpy.concatenate([wanted, PULL * prior]), bounds=(0.0, MOST)).x
+        table = numpy.zeros((len(names), len(names)))
+        table[first, second] = table[second, first] = g
+        which = member.argmax(1)
+        matrix = crossed * table[numpy.ix_(which, which)] + numpy.diag(self.matrix.diagonal())
         return dataclasses.replace(self, matrix=matrix)
 
     def fitted(self, measured: Sequence[MeasuredTogether], near: float) -> JointError:

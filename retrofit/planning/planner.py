@@ -159,13 +159,13 @@ class Planner:
             raise PlanningError(
                 "no candidate fits the model and saves what is asked for", why=reasons, remedy="name other passes or settings"
             )
+        self.cosines = self.pairs = measurements.joint_error()
         self.known: dict[tuple[int, ...], MeasuredTogether] = {}
         self.timed: dict[str, list[Timed]] = {name: [] for name in measurements.quantities}
         self.apart: set[frozenset[str]] = set()  # names of passes that cannot be in one recipe
         for number, chosen in measurements.uniform_choices():
             kept = measurements.kept.values[f"{short_spec(measurements.candidates[number])} uniform measured"]
             self.learn(measurements.as_measured(chosen, kept))
-        self.cosines = measurements.joint_error().counted(list(self.known.values()))
 
     def planned(self, measure: bool) -> ModelPlan:
         """The plans for all targets that can be reached, the front, the uniform settings."""
@@ -213,6 +213,7 @@ class Planner:
 
     def learn(self, measured: MeasuredTogether) -> None:
         self.known[measured.chosen] = measured
+        self.cosines = self.pairs.counted([site.candidate for site in self.sites], list(self.known.values()))
 
     def main(self, target: Target | None = None) -> str:
         """The cost that is to fall: the first that the (first) target limits, else that of decoding, else of a forward."""

@@ -104,8 +104,8 @@ def test_the_prediction_follows_what_was_measured_together() -> None:
     assert joint.fitted([], near=1.0).distance((0, 1)) == joint.distance((0, 1))
 
 
-def test_how_much_errors_add_up_is_what_each_candidate_does_everywhere() -> None:
-    """Of three candidates, whose errors add up as the cosines say, by a quarter of that, and not at all."""
+def test_how_much_errors_add_up_is_what_candidates_were_measured_to_do() -> None:
+    """Three candidates, whose errors add up as the cosines say, by a quarter of that, and not at all."""
     vectors = numpy.random.default_rng(4).normal(0.03, 0.05, size=(30, 60))
     alone = 0.5 * (vectors**2).sum(1)
     joint = JointError.of(alone, cosines_of(list(vectors)))
@@ -114,16 +114,28 @@ def test_how_much_errors_add_up_is_what_each_candidate_does_everywhere() -> None
     def truth(chosen: tuple[int, ...], share: float) -> float:
         return float(share * joint.together(chosen) + (1 - share) * alone[list(chosen)].sum())
 
-    counted = joint.counted([MeasuredTogether(chosen, truth(chosen, share), None) for share, chosen in places.items()])
+    candidates = [number for number in range(3) for _ in range(10)]
+    everywhere = [MeasuredTogether(chosen, truth(chosen, share), None) for share, chosen in places.items()]
+    counted = joint.counted(candidates, everywhere)
     for share, chosen in places.items():
         for some in (chosen, chosen[2:7]):
-            assert counted.together(some) == pytest.approx(truth(some, share))
-    between = counted.together((0, 10)) - counted.together((0,)) - counted.together((10,))
-    assert between == pytest.approx(0.5 * (joint.together((0, 10)) - joint.together((0,)) - joint.together((10,))))
-    beyond = [MeasuredTogether(places[1.0], 100.0, None), MeasuredTogether(places[0.0], 1e-6, None)]
-    limited = joint.counted(beyond)  # more than the cosines say, and less than the sum
-    assert limited.together(places[1.0]) == pytest.approx(joint.together(places[1.0]))
-    assert limited.together(places[0.0]) == pytest.approx(alone[20:].sum())
+            assert counted.together(some) == pytest.approx(truth(some, share), rel=1e-4)
+
+    def between(one: JointError) -> float:
+        return one.together((0, 10)) - one.together((0,)) - one.together((10,))
+
+    assert between(counted) == pytest.approx(0.5 * between(joint), rel=1e-4)
+    # What two candidates do together is learnt from choices of both.
+    mixed = (*places[1.0][:6], *places[0.0][:6])
+    found = MeasuredTogether(mixed, 1.2 * joint.together(mixed), None)
+    assert counted.together(mixed) < 0.8 * found.distance
+    learnt = joint.counted(candidates, [*everywhere, found])
+    assert learnt.together(mixed) == pytest.approx(found.distance, rel=0.08)
+    other = (*places[1.0][3:9], *places[0.0][3:9])
+    assert learnt.together(other) > 1.1 * counted.together(other)
+    beyond = joint.counted(candidates, [MeasuredTogether(places[0.0], 1e-6, None)])  # less than the sum
+    assert beyond.together(places[0.0]) == pytest.approx(alone[20:].sum())
+    assert joint.counted(candidates, []).together((1, 2)) == joint.together((1, 2))
 
 
 def test_errors_that_no_longer_add_up_are_predicted_from_their_like() -> None:
