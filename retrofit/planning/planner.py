@@ -354,7 +354,9 @@ class Planner:
             if following == chosen:
                 break
             chosen = following
+            predicted = self.worth(chosen).distance
             self.learn(self.measurements.together(chosen))
+            self.say(f"distance {self.worth(chosen).distance:.3f}, predicted {predicted:.3f}")
             for name in limits_of(target) or (self.main(target),):
                 self.learn_time(name, chosen)
         return chosen
