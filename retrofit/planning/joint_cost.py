@@ -8,16 +8,16 @@ for everything timed, the replacements of one structure in all layers, and choic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy
 from numpy.typing import NDArray
 
 Array = NDArray[numpy.float64]
-Timed = tuple[Collection[int], float]  # replacements, and what they were measured to add together
+Timed = Mapping[frozenset[int], float]  # what choices were measured to add
 
 
-def joint_cost(kinds: Sequence[str], alone: Sequence[float], timed: Sequence[Timed]) -> Array:
+def joint_cost(kinds: Sequence[str], alone: Sequence[float], timed: Timed) -> Array:
     """c of each replacement, (n): as each was measured with its like, `alone`, where no choice was timed."""
     found = numpy.asarray(alone, dtype=float)
     if not timed:
@@ -26,8 +26,8 @@ def joint_cost(kinds: Sequence[str], alone: Sequence[float], timed: Sequence[Tim
     column = numpy.asarray([names.index(kind) for kind in kinds])
     counts = numpy.bincount(column, minlength=len(names)).astype(float)
     with_its_like = numpy.bincount(column, weights=found, minlength=len(names))
-    rows = [numpy.bincount(column[sorted(chosen)], minlength=len(names)).astype(float) for chosen, _ in timed]
+    rows = [numpy.bincount(column[sorted(chosen)], minlength=len(names)).astype(float) for chosen in timed]
     matrix = numpy.concatenate([numpy.diag(counts), numpy.stack(rows)])
-    values = numpy.concatenate([with_its_like, [added for _, added in timed]])
+    values = numpy.concatenate([with_its_like, list(timed.values())])
     each: Array = numpy.linalg.lstsq(matrix, values, rcond=None)[0]
     return each[column]

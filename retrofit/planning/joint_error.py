@@ -93,7 +93,7 @@ class JointError:
         crossed = self.matrix - numpy.diag(self.matrix.diagonal())
         first, second = numpy.triu_indices(len(names))
         rows, wanted, own = [], [], numpy.ones(len(names))
-        for one in measured:
+        for one in (one for one in measured if math.isfinite(one.distance)):
             chosen = numpy.zeros((len(self.matrix), 1))
             chosen[list(one.chosen)] = 1.0
             blocks = (member * chosen).T @ crossed @ (member * chosen)  # sums of cross terms, by pairs of candidates

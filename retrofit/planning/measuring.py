@@ -269,14 +269,14 @@ class Measurements:
 
     # All of them together.
 
-    def problem(self, matrix: numpy.ndarray[Any, Any], timed: Mapping[str, Sequence[Timed]]) -> Problem:
+    def problem(self, matrix: numpy.ndarray[Any, Any], timed: Mapping[str, Timed]) -> Problem:
         """What is to be chosen from; `timed` are the choices whose times were measured, by the quantity.
 
         That errors cancel is not counted on: sites would be chosen for it that save nothing.
         """
         kinds = [site.kind for site in self.sites]
         costs = {
-            name: joint_cost(kinds, [site.costs[name] for site in self.sites], timed.get(name, ()))
+            name: joint_cost(kinds, [site.costs[name] for site in self.sites], timed.get(name, {}))
             for name in (*self.quantities, "memory")
         }
         return Problem(numpy.maximum(matrix, 0.0), costs, cliques_of([site.paths for site in self.sites]))

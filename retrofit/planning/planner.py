@@ -26,7 +26,6 @@ from retrofit.pipeline.protocol import AnyPass
 from retrofit.planning.candidates import candidates_of, limited_to, short_spec
 from retrofit.planning.choosing import Problem, choose, least_cost
 from retrofit.planning.costs import SECONDS, beside, measurable, trains
-from retrofit.planning.joint_cost import Timed
 from retrofit.planning.joint_error import JointError, MeasuredTogether
 from retrofit.planning.kept_measurements import KeptMeasurements
 from retrofit.planning.measuring import Measurements, Site
@@ -161,7 +160,7 @@ class Planner:
             )
         self.cosines = self.pairs = measurements.joint_error()
         self.known: dict[tuple[int, ...], MeasuredTogether] = {}
-        self.timed: dict[str, list[Timed]] = {name: [] for name in measurements.quantities}
+        self.timed: dict[str, dict[frozenset[int], float]] = {name: {} for name in measurements.quantities}
         self.apart: set[frozenset[str]] = set()  # names of passes that cannot be in one recipe
         for number, chosen in measurements.uniform_choices():
             kept = measurements.kept.values[f"{short_spec(measurements.candidates[number])} uniform measured"]
@@ -374,10 +373,10 @@ class Planner:
         reached = [one for one in map(frozenset, self.known) if reaches(one)]
         return min(reached, key=worth, default=chosen)
 
-    def learn_time(self, name: str, chosen: Collection[int]) -> None:
+    def learn_time(self, name: str, chosen: frozenset[int]) -> None:
         """The prediction of a time takes account of what a choice was measured to take."""
         if name != "memory":
-            self.timed[name].append((chosen, self.measurements.share_of(chosen, name) - 1.0))
+            self.timed[name][chosen] = self.measurements.share_of(chosen, name) - 1.0
 
     def nothing_within(self, target: Target) -> PlanningError:
         assert target.quality is not None

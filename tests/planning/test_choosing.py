@@ -168,12 +168,12 @@ def test_a_time_follows_from_all_that_was_timed() -> None:
         alone = true + numpy.repeat(noise / (20, 10), (20, 10))
         choices = [frozenset(draws.choice(30, size=15, replace=False).tolist()) for _ in range(8)]
         timed = [(one, float(true[sorted(one)].sum() + draws.normal(scale=0.02))) for one in choices]
-        errors.append([float(abs((joint_cost(kinds, alone, timed[:count]) - true)[:15].sum())) for count in (0, 2, 8)])
+        errors.append([float(abs((joint_cost(kinds, alone, dict(timed[:count])) - true)[:15].sum())) for count in (0, 2, 8)])
     none, some, many = numpy.mean(errors, axis=0)
     assert many < some < none and many < 0.8 * none
-    exact = joint_cost(kinds, true, [(frozenset(range(5, 25)), float(true[5:25].sum()))])
+    exact = joint_cost(kinds, true, {frozenset(range(5, 25)): float(true[5:25].sum())})
     assert numpy.allclose(exact, true)
-    assert numpy.array_equal(joint_cost(["a", "a"], [1.0, 2.0], []), [1.0, 2.0])
+    assert numpy.array_equal(joint_cost(["a", "a"], [1.0, 2.0], {}), [1.0, 2.0])
 
 
 def test_the_error_of_a_median_is_that_of_many_draws() -> None:
