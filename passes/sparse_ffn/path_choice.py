@@ -23,6 +23,8 @@ CACHED = 32 << 20  # bytes of a matrix, in four bytes a number or more, of which
 
 def prefers_rows(x: Tensor, width: int, share: int, weights: Sequence[Tensor]) -> bool | torch.SymBool:
     """Whether rows alone are faster for the tokens of x, (…, width), where one of `share` units is active; weights: W_out first."""
+    if any(one.device != x.device for one in weights):  # offloaded: they are there only while their own module computes
+        return False
     packed = [one for one in weights if is_packed_tensor(one)]
     if packed:  # the whole matrix would be unpacked to be multiplied by
         return x.numel() <= share * width and all(has_rows_apart(one) for one in packed)

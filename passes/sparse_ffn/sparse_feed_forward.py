@@ -239,7 +239,7 @@ class SparseFeedForward(FeedForwardBlock):
         """One argument of `hidden` for all units, of a matrix that may give others too: (…, d_ff)."""
         matrix = self.get_submodule(self.roles[port.matrix])
         columns = slice(port.start, port.start + port.step * self.units, port.step)
-        if type(matrix) is nn.Linear and matrix.out_features > self.units:
+        if type(matrix) is nn.Linear and matrix.out_features > self.units and matrix.weight.device == x.device:
             return F.linear(x, matrix.weight[columns], None if matrix.bias is None else matrix.bias[columns])
         return matrix(x)[..., columns]  # type: ignore[no-any-return]
 

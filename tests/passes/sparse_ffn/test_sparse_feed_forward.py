@@ -8,6 +8,7 @@ import math
 import pickle
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,6 +134,23 @@ def test_rows_alone_are_used_for_as_many_tokens_as_they_are_faster_for(dtype: to
     counts = [tokens for tokens in (1, most, most + 1, 10**5) if prefers_rows(torch.empty(1).expand(tokens, 1), 1, share, [weight])]
     for_any = share >= ALWAYS[half] or (share >= ALWAYS[half] // 2 and not half and not large)
     assert counts == ([1, most, most + 1, 10**5] if for_any else [1, most])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.parametrize("kind", ["plain", "gated", "fused"])
+@pytest.mark.parametrize("controller", ["low-rank", "gate"])
+def test_offloaded_matrices_are_used_where_their_modules_compute(kind: str, controller: str, tokens: int) -> None:
+    """A matrix that accelerate offloads is there only while its own module is called."""
+    if (kind, controller) == ("plain", "gate"):
+        return
+    ffn = {"plain": lambda: Plain(16, 64, "silu", True), "gated": lambda: Gated(16, 64, "silu", True)}.get(
+        kind, lambda: Fused(16, 64, False)
+    )()
+    block = sparse_block(ffn, 16, sparsity=16, controller=controller)
+    x = torch.randn(1, tokens, 16)
+    expected = block(x)
+    torch.testing.assert_close(accelerate.cpu_offload(block)(x), expected, atol=2e-5, rtol=2e-4)
 
 
 @torch.no_grad()
