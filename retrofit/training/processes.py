@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,12 @@ from torch import distributed as dist
 
 from retrofit.errors import FirstProcessError, TrainingError
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 Result = TypeVar("Result")
+
+MESHES: list[DeviceMesh] = []  # of this connection
 
 
 def connect(cpu: bool) -> None:
@@ -27,12 +32,23 @@ def connect(cpu: bool) -> None:
         PartialState(cpu=cpu)
 
 
-def disconnect() -> None:
-    """The processes are connected no longer.
+def mesh(device_type: str) -> DeviceMesh:
+    """The processes, in a row, as torch divides tensors among them."""
+    from torch.distributed.device_mesh import init_device_mesh
 
-    What a trained model still holds of the connection is let go first: threads that outlive Python end a process with an error.
+    MESHES.append(init_device_mesh(device_type, (count(),)))
+    return MESHES[-1]
+
+
+def disconnect() -> None:
+    """The processes are connected no longer, and no thread of the connection runs: one that outlived Python would end in an error.
+
+    The threads end once nothing holds the connection. Meshes do, and torch keeps these for good, in tables of its own.
     """
     if dist.is_available() and dist.is_initialized():
+        for one in MESHES:
+            one._pg_registry.clear()
+        MESHES.clear()
         gc.collect()
         dist.destroy_process_group()
 

@@ -26,10 +26,9 @@ def sharded_copy(model: nn.Module, device: torch.device, bf16: bool) -> nn.Modul
 
     With `bf16` groups are gathered and compute in bfloat16; what is held, and sums of gradients, stay as they are.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(device.type, (processes.count(),))
+    mesh = processes.mesh(device.type)
     low, returned = (torch.bfloat16, torch.float32) if bf16 else (None, None)
     inside, outside = (MixedPrecisionPolicy(low, returned, output) for output in (None, returned))
     copied = without_weights(model)

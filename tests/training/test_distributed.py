@@ -15,12 +15,14 @@ import torch
 import transformers
 from support import tiny_models
 from support.retrofitted import moved
+from support.several_processes import run_in_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import retrofit
 from retrofit.passes.shared_moe.mixture_of_experts import MixtureOfExperts
+from retrofit.training import processes
 
 PROCESSES = 2
 LLAMA = {
@@ -74,12 +76,13 @@ def loss_of(model: nn.Module, rank: int) -> Tensor:
 
 def sharded(model: Any) -> nn.Module:
     """Mixtures first, each in a group of its own: several layers call them; then the layers, then the rest."""
+    mesh = processes.mesh("cpu")
     for module in list(model.modules()):
         if isinstance(module, MixtureOfExperts):
-            fully_shard(module)
+            fully_shard(module, mesh=mesh)
     for layer in layers_of(model):
-        fully_shard(layer)
-    return fully_shard(model)  # type: ignore[return-value]
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)  # type: ignore[return-value]
 
 
 def layers_of(model: Any) -> list[nn.Module]:
@@ -94,18 +97,13 @@ WRAPPED = {"ddp": DistributedDataParallel, "fsdp": sharded}
 
 def work(rank: int, folder: Path, cases: tuple[str, ...]) -> None:
     """What one process does: for every case and wrapper its loss and the gradients, whole, in a file."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=PROCESSES)
-    try:
-        for case in cases:
-            for name, wrap in WRAPPED.items():
-                model = torch.load(folder / f"{case}.pt", weights_only=False)
-                around = wrap(model)
-                loss = loss_of(around, rank)
-                loss.backward()
-                torch.save((loss.detach(), whole(model)), folder / f"{case} {name} {rank}")
-    finally:
-        torch.distributed.destroy_process_group()
+    for case in cases:
+        for name, wrap in WRAPPED.items():
+            model = torch.load(folder / f"{case}.pt", weights_only=False)
+            around = wrap(model)
+            loss = loss_of(around, rank)
+            loss.backward()
+            torch.save((loss.detach(), whole(model)), folder / f"{case} {name} {rank}")
 
 
 def whole(model: nn.Module) -> dict[str, Tensor | None]:
@@ -117,7 +115,7 @@ def whole(model: nn.Module) -> dict[str, Tensor | None]:
 def together(folder: Path, cases: tuple[str, ...]) -> None:
     for case in cases:
         torch.save(rewritten(case), folder / f"{case}.pt")
-    torch.multiprocessing.spawn(work, (folder, cases), nprocs=PROCESSES)
+    run_in_processes(PROCESSES, work, folder, cases)
 
 
 def alone(case: str, folder: Path) -> tuple[list[Tensor], dict[str, Tensor | None]]:

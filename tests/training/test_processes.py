@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.several_processes import run_in_processes
 from training.test_continued_pretraining import SMALL, TEXTS, changed, llama
 
 import retrofit
@@ -124,19 +124,12 @@ def test_a_batch_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatc
 # ── Every pass, with a teacher ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def work(rank: int, folder: Path, port: int) -> None:
+def work(rank: int, folder: Path) -> None:
     """What one process does: every case, its numbers in a file; and an error of the first process."""
-    torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    processes.connect(cpu=True)
-    try:
-        with pytest.raises(ValueError if rank == 0 else FirstProcessError):
-            processes.in_first(lambda: int("none"))
-        for case, way in RUNS:
-            (folder / f"{case} {way} {rank}.json").write_text(json.dumps(numbers(case, way, folder)))
-    finally:
-        processes.disconnect()
+    with pytest.raises(ValueError if rank == 0 else FirstProcessError):
+        processes.in_first(lambda: int("none"))
+    for case, way in RUNS:
+        (folder / f"{case} {way} {rank}.json").write_text(json.dumps(numbers(case, way, folder)))
 
 
 def numbers(case: str, way: str, folder: Path) -> dict[str, Any]:
@@ -160,10 +153,7 @@ def test_every_pass_recovers_in_two_processes_as_in_one(tmp_path: Path) -> None:
     torch.save(dense, tmp_path / "dense.pt")
     for case, spec in SPECS.items():
         torch.save(retrofit.apply(copy.deepcopy(dense), spec, verify=False), tmp_path / f"{case}.pt")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (tmp_path, port), nprocs=PROCESSES)
+    run_in_processes(PROCESSES, work, tmp_path)
     for case, way in RUNS:
         first, second = (json.loads((tmp_path / f"{case} {way} {rank}.json").read_text()) for rank in range(PROCESSES))
         alone = json.loads(json.dumps(numbers(case, way, tmp_path)))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import tiny_models
+from support.several_processes import run_in_processes
 from training.test_continued_pretraining import TEXTS, changed, llama
 
 import retrofit
@@ -47,17 +46,10 @@ def settings(steps: int, **more: Any) -> Any:
     return changed(batch_size=4, steps=steps, lr=3e-4, eval_every=2, schedule="constant", warmup=0, **more)
 
 
-def work(rank: int, folder: Path, cases: tuple[str, ...], port: int, resume: bool, more: dict[str, Any]) -> None:
+def work(rank: int, folder: Path, cases: tuple[str, ...], resume: bool, more: dict[str, Any]) -> None:
     """What one process does: every case, its numbers in a file, the result in another."""
-    torch.set_num_threads(1)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()})
-    processes.connect(cpu=True)
-    try:
-        for case in cases:
-            (folder / f"{case} {rank}.json").write_text(json.dumps(numbers(case, folder, 6 if resume else 4, resume, **more)))
-    finally:
-        processes.disconnect()
+    for case in cases:
+        (folder / f"{case} {rank}.json").write_text(json.dumps(numbers(case, folder, 6 if resume else 4, resume, **more)))
 
 
 def numbers(case: str, folder: Path, steps: int, resume: bool, **more: Any) -> dict[str, Any]:
@@ -73,10 +65,7 @@ def losses_of(run: Any) -> dict[str, Any]:
 
 
 def together(folder: Path, cases: tuple[str, ...], resume: bool = False, **more: Any) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (folder, cases, port, resume, more), nprocs=PROCESSES)
+    run_in_processes(PROCESSES, work, folder, cases, resume, more)
 
 
 def teacher_of(case: str) -> Any:

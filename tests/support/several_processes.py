@@ -1,0 +1,45 @@
+"""A function in several processes that are connected, as torchrun starts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrofit.training import processes
+
+OF_A_CONNECTION = ("gloo", "tcpstore")  # in the names of the threads that torch starts for one
+TASKS = Path("/proc/self/task")  # the threads of a process, where the system shows them
+
+
+def run_in_processes(count: int, work: Callable[..., None], *arguments: Any) -> None:
+    """`work(rank, *arguments)` has run in `count` processes; in none of them was a thread of the connection left afterwards."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(connected, (count, port, work, arguments), nprocs=count)
+
+
+def connected(rank: int, count: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """What one process does."""
+    torch.set_num_threads(1)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    processes.connect(cpu=True)
+    try:
+        work(rank, *arguments)
+        assert connection_threads() or not TASKS.exists(), "the names of the threads are others than this file knows"
+    finally:
+        processes.disconnect()
+    left = connection_threads()
+    assert not left, f"threads of the connection that still run: {', '.join(left)}"
+
+
+def connection_threads() -> list[str]:
+    """The names of this process's threads that torch started for a connection."""
+    names = [(one / "comm").read_text().strip() for one in TASKS.iterdir()] if TASKS.exists() else []
+    return [name for name in names if any(part in name for part in OF_A_CONNECTION)]
