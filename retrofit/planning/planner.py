@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,7 @@ class Planner:
                 unreached[target] = error
         if unreached and not choices:
             raise next(iter(unreached.values()))
-        settled = {target: self.best_measured(target, chosen) for target, chosen in choices.items()}
+        settled = {target: self.choice_at_last(target, chosen) for target, chosen in choices.items()}
         planned = [self.planned_recipe(target, chosen, measure) for target, chosen in settled.items()]
         held_out = self.measurements.held_out
         return ModelPlan(
@@ -339,8 +339,8 @@ class Planner:
                 low = middle
         return best
 
-    def settle(self, target: Target) -> frozenset[int]:
-        """The choice for a target once measuring it no longer changes it."""
+    def settle(self, target: Target, *, timing: bool = True) -> frozenset[int]:
+        """The choice for a target once measuring it no longer changes it; its time is measured too where `timing`."""
         chosen: frozenset[int] = frozenset()
         for _ in range(ROUNDS):
             self.say(f"choosing for {target}")
@@ -356,9 +356,15 @@ class Planner:
             predicted = self.worth(chosen).distance
             self.learn(self.measurements.together(chosen))
             self.say(f"distance {self.worth(chosen).distance:.3f}, predicted {predicted:.3f}")
-            for name in limits_of(target) or (self.main(target),):
+            for name in (limits_of(target) or (self.main(target),)) if timing else ():
                 self.learn_time(name, chosen)
         return chosen
+
+    def choice_at_last(self, target: Target, chosen: frozenset[int]) -> frozenset[int]:
+        """The choice for a target when all targets have been timed, by which one that was settled on may just miss its own."""
+        with suppress(PlanningError):  # where none reaches it any more, what was settled on is the nearest
+            chosen = self.settle(target, timing=False)
+        return self.best_measured(target, chosen)
 
     def best_measured(self, target: Target, chosen: frozenset[int]) -> frozenset[int]:
         """The best of all choices that were measured, settings in all layers among them; `chosen` where none reaches the target."""

@@ -93,6 +93,24 @@ def test_a_plan_loses_no_more_than_a_setting_in_all_layers_that_reaches_its_targ
     assert one.predicted.distance == pytest.approx(least.worth.distance)
 
 
+def test_a_choice_that_later_timings_put_just_out_of_reach_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of six layers reach the first target, until four are timed for the second and each is found to save a little less."""
+    shares = {6: 0.4, 2: 0.8, 4: 0.64, 5: 0.55}
+    timed: list[int] = []
+
+    def share(self: measuring.Measurements, replacements: Any, quantity: str) -> float:
+        timed.append(len(replacements))
+        self.kept.measure(f"dense {quantity}", lambda: 1.0)
+        return shares[len(replacements)]
+
+    monkeypatch.setattr(measuring.Measurements, "share", share)
+    deep = llama(vocab_size=256, num_hidden_layers=6)
+    mild, hard = planned(deep, ["decode 1.25x", "decode 1.66x"], passes=[QKV], measure=False).planned
+    assert [len(one.layers[0].depths) for one in (mild, hard)] == [3, 5]
+    assert 3 not in timed
+    assert mild.predicted.costs["decode"] <= 0.8
+
+
 def test_the_tables_and_the_file_say_the_same(found: ModelPlan, tmp_path: Path) -> None:
     one = found.planned[0]
     found.save(one, tmp_path / "plan.json")
@@ -231,6 +249,16 @@ def test_what_saves_nothing_that_is_asked_for_is_not_fitted(model: Any, tmp_path
         planned(model, "memory 0.99x", passes=[larger], folder=tmp_path / "kept")
     assert f"{larger}: saves nothing here: memory takes 1." in refused.value.why
     assert not list((tmp_path / "kept").glob("*.safetensors"))
+
+
+def test_a_passs_first_setting_is_fitted_first_and_then_what_saves_most(model: Any) -> None:
+    said: list[str] = []
+    given = [f"sparse-loss(modules={count})" for count in (4, 2, 8)]
+    found = planned(model, "memory 0.99x", passes=given, measure=False, progress=said.append)
+    cost = {one.spec: one.worth.costs["memory"] for one in found.uniform}
+    assert len(cost) == 3
+    fitted = [stage.removesuffix(": site 1 of 1 by itself") for stage in said if stage.endswith("site 1 of 1 by itself")]
+    assert fitted == [given[0], *sorted(given[1:], key=cost.__getitem__)] != given
 
 
 @pytest.mark.parametrize(
