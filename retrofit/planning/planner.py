@@ -480,9 +480,8 @@ class Planner:
         return None if loss is None or dense is None else loss - dense
 
     def uniform_settings(self) -> list[UniformSetting]:
-        """Every candidate in all its sites, as it was measured."""
-        found = []
-        problem = self.measurements.problem(self.cosines.matrix, {})
+        """Every candidate in all its sites, as it was measured; its times as they are fitted to everything timed."""
+        found, problem = [], self.problem()
         for number, chosen in self.measurements.uniform_choices():
             spec = short_spec(self.measurements.candidates[number])
             costs = {name: 1.0 + problem.cost(name, chosen) for name in problem.costs}
