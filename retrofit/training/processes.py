@@ -47,7 +47,7 @@ def disconnect() -> None:
     """
     if dist.is_available() and dist.is_initialized():
         for one in MESHES:
-            one._pg_registry.clear()
+            getattr(one, "_pg_registry", {}).clear()
         MESHES.clear()
         gc.collect()
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -41,5 +42,8 @@ def connected(rank: int, count: int, port: int, work: Callable[..., None], argum
 
 def connection_threads() -> list[str]:
     """The names of this process's threads that torch started for a connection."""
-    names = [(one / "comm").read_text().strip() for one in TASKS.iterdir()] if TASKS.exists() else []
+    names = []
+    for one in TASKS.iterdir() if TASKS.exists() else ():
+        with contextlib.suppress(OSError):  # it has just ended
+            names.append((one / "comm").read_text().strip())
     return [name for name in names if any(part in name for part in OF_A_CONNECTION)]
