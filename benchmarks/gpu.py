@@ -6,9 +6,9 @@
     python benchmarks/gpu.py --list             # the parts, in their order, and about how many seconds each takes
 
 The parts are ordered by what they decide; each is kept as soon as it is measured, and begun only while there is time for it; the
-next call goes on. They run in a process of their own: one that an error of the device has spoiled, or that hangs, is replaced by
-a new one, and what failed is a result. Nothing has to be installed but torch, transformers and what they bring: retrofit itself is
-built from this folder where it is missing.
+next call goes on. They run in several processes, which build and compile side by side; while one of them times, the others are
+stopped. One that an error of the device has spoiled, or that hangs, is replaced by a new one, and what failed is a result. Nothing
+has to be installed but torch, transformers and what they bring: retrofit itself is built from this folder where it is missing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +36,7 @@ if TYPE_CHECKING:
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
 FOLDERS = (BENCHMARKS, BENCHMARKS / "learning", ROOT / "tests")  # whose files are imported by name
-GRACE = 15  # seconds after the end in which a part may still finish
-PATIENCE = 3  # times its estimate, and half a minute, that a part may take
-GO_ON = 75  # what a process exits with whose device is spoiled
-BEGINS = "> "  # as in on_cuda/parts.py, which is not found yet
+WORKERS = 6  # processes, each with up to some gigabytes on the device
 
 
 def main() -> int:
@@ -50,7 +46,7 @@ def main() -> int:
         add_paths([built_package(ROOT / "build/gpu-package")])
     if options.page_only:
         return write_page(options)
-    if options.worker:
+    if options.worker is not None:
         return worker(options)
     if options.list:
         for part in all_parts("cpu", options.rehearse, options.results.parent):
@@ -58,7 +54,6 @@ def main() -> int:
         return 0
     if options.rehearse:
         return rehearse(options)
-    options.until = time.time() + 60 * options.minutes
     supervise(options)
     return write_page(options)
 
@@ -69,11 +64,11 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=ROOT / "build/gpu.json", help="where results are kept, and found again")
     parser.add_argument("--page", type=Path, help="where the page is written (docs/gpu.md; of a rehearsal: nowhere)")
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="parts whose names begin so")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="parts whose names begin so, in this order")
     parser.add_argument("--rehearse", action="store_true", help="at tiny sizes, on the CPU where there is no GPU")
     parser.add_argument("--list", action="store_true", help="print the parts")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=WORKERS, help="processes, but no more than half the CPUs (%(default)s)")
+    parser.add_argument("--worker", type=int, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.page is None and not options.rehearse:
         options.page = ROOT / "docs/gpu.md"
@@ -114,7 +109,8 @@ def raise_again(error: Exception) -> dict[str, Any]:
 
 
 def chosen(parts: list[Part], only: list[str]) -> list[Part]:
-    return [part for part in parts if not only or part.key.startswith(tuple(only))]
+    """Those whose names begin with one of these texts, in the order of the texts; all, if there is none."""
+    return [part for text in only or [""] for part in parts if next((one for one in only if part.key.startswith(one)), "") == text]
 
 
 # ── The process that measures, and the one that watches it ──────────────────────────────────────────────────────────────────────
@@ -127,10 +123,9 @@ def rehearse(options: argparse.Namespace) -> int:
     from on_cuda.parts import Kept, work
 
     if torch.cuda.is_available():
-        options.until = time.time() + 60 * options.minutes
         supervise(options)
     else:
-        work(chosen(all_parts("cpu", True, options.results.parent), options.only), Kept(options.results), float("inf"))
+        work(chosen(all_parts("cpu", True, options.results.parent), options.only), Kept(options.results))
     if options.page is not None:
         write_page(options)
     failed = list(failures(Kept(options.results).values))
@@ -139,82 +134,33 @@ def rehearse(options: argparse.Namespace) -> int:
 
 
 def worker(options: argparse.Namespace) -> int:
-    """Measures on the GPU until the time is up."""
+    """Measures on the GPU what it is told to."""
     import torch
-    from on_cuda.parts import Kept, work
+    from on_cuda.crew import serve
 
     if not torch.cuda.is_available():
         print("there is no CUDA device: --rehearse runs every part at tiny sizes on a CPU", file=sys.stderr)
         return 2
-    parts = chosen(all_parts("cuda", options.rehearse, options.results.parent), options.only)
-    return 0 if work(parts, Kept(options.results), options.until, lambda text: print(text, flush=True)) else GO_ON
+    return serve(all_parts("cuda", options.rehearse, options.results.parent), Connection(options.worker))
 
 
 def supervise(options: argparse.Namespace) -> None:
-    """Workers one after the other, until one has nothing left to do or the time is up; exits where there is no device."""
-    while time.time() < options.until:
-        last, code = run_worker(worker_command(options), options.until + GRACE)
-        if code == 0:
-            return
-        if not last:  # no part was begun: there is no device, or something is missing
-            sys.exit(code)
-        note_death(options.results, last, code, in_time=time.time() < options.until)
+    """What has no result yet is measured, while there is time; exits where there is no device."""
+    from on_cuda.crew import Crew
+    from on_cuda.parts import Kept
+
+    until = time.time() + 60 * options.minutes
+    most = max(1, min(options.workers, (os.cpu_count() or 1) // 2))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // most)))
+    parts = chosen(all_parts("cpu", options.rehearse, options.results.parent), options.only)
+    if code := Crew(parts, Kept(options.results), until, worker_command(options), most).run():
+        sys.exit(code)
 
 
 def worker_command(options: argparse.Namespace) -> list[str]:
-    given = ["--worker", "--until", str(options.until), "--results", str(options.results)]
-    given += ["--rehearse"] if options.rehearse else []
-    return [sys.executable, str(Path(__file__).resolve()), *given, *(["--only", *options.only] if options.only else [])]
-
-
-def run_worker(command: list[str], end: float) -> tuple[str, int]:
-    """The part that was begun last, and what the process exited with; it is killed at `end`, or when a part takes far too long."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    limit, last = Limit(end, lambda: kill(process)), ""
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if line.startswith(BEGINS):
-                seconds, last = line.removeprefix(BEGINS).strip().split(" ", 1)
-                limit.move(min(end, time.time() + PATIENCE * float(seconds) + 30))
-        return last, process.wait()
-    finally:
-        limit.cancel()
-        kill(process)
-
-
-class Limit:
-    """Acts at a time that may be moved."""
-
-    def __init__(self, end: float, action: Callable[[], None]) -> None:
-        self.action = action
-        self.timer = threading.Timer(0, action)
-        self.move(end)
-
-    def move(self, end: float) -> None:
-        self.timer.cancel()
-        self.timer = threading.Timer(max(0.0, end - time.time()), self.action)
-        self.timer.start()
-
-    def cancel(self) -> None:
-        self.timer.cancel()
-
-
-def kill(process: subprocess.Popen[str]) -> None:
-    """The process and what it started are gone."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def note_death(results: Path, key: str, code: int, in_time: bool) -> None:
-    """A part whose process died has failed, and is not tried again; one that was cut off at the end is tried in the next run."""
-    known = json.loads(results.read_text()) if results.exists() else {}
-    if not in_time or not key or key in known:
-        return
-    known[key] = {"failed": f"the process that measured it ended with {code}"}
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text(json.dumps(known, indent=1))
+    """Of a process that measures; the number of its connection's file follows."""
+    given = ["--results", str(options.results), *(["--rehearse"] if options.rehearse else [])]
+    return [sys.executable, str(Path(__file__).resolve()), *given, "--worker"]
 
 
 # ── What has to be there ─────────────────────────────────────────────────────────────────────────────────────────────────────────

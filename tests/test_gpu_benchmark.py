@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -27,23 +28,47 @@ ONE_OF_EACH = (  # of the kinds of parts
     "memory by depth: every",
 )
 
-# Stands for the process that measures: its parts fail, spoil the device, die, hang.
+# Stands for a process that measures: its parts fail, spoil the device, die, hang, and write when they are alone.
 WORKER = """
 import os, sys, time
 sys.path[:0] = [{benchmarks!r}]
+from multiprocessing.connection import Connection
 from pathlib import Path
-from on_cuda.parts import Kept, Part, work
+from on_cuda import timing
+from on_cuda.crew import serve
+from on_cuda.parts import Part
 
 def fail(): raise ValueError("no such thing")
 def spoil(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
 def die(): os._exit(3)
 def hang(): time.sleep(600)
+def die_alone():
+    with timing.alone():
+        os._exit(4)
 
-kept = Kept(Path({results!r}))
+def stretch():
+    began = time.time()
+    time.sleep(0.4)
+    return {{"began": began, "ended": time.time()}}
+
+def ticks():  # for at least a second and a half in which it is not stopped
+    found = []
+    while len(found) < 150:
+        time.sleep(0.01)
+        found.append(time.time())
+    return {{"ticks": found}}
+
+def times():
+    with timing.alone(), timing.alone():
+        return stretch()
+
 parts = [Part("good", 0, lambda: {{"value": 1}}), Part("bad", 0, fail), Part("spoilt", 0, spoil), Part("dead", 0, die),
-         Part("long", 1e6, lambda: {{}}), Part("last", 0, lambda: {{"value": 2}}), Part("hanging", 0, hang)]
+         Part("dead alone", 0, die_alone), Part("long", 1e6, lambda: {{}}), Part("last", 0, lambda: {{"value": 2}}),
+         Part("hanging", 0, hang), Part("ticks 1", 0, ticks), Part("ticks 2", 0, ticks), Part("times 1", 0, times),
+         Part("times 2", 0, times), Part("alone", 0, stretch, alone=True),
+         *(Part(f"own {{i}}", 0, lambda: {{"pid": os.getpid()}}, "own") for i in range(4))]
 print("a new process", flush=True)
-sys.exit(0 if work(parts, kept, {until}, lambda text: print(text, flush=True)) else 75)
+sys.exit(serve(parts, Connection(int(sys.argv[-1]))))
 """
 
 
@@ -112,27 +137,55 @@ def test_the_page_is_of_the_results_that_are_kept(gpu: Any) -> None:
     )
 
 
+def crew_of(folder: Path, keys: list[str], seconds: float, most: int) -> tuple[dict[str, Any], int]:
+    """What several processes find, and what they exited with."""
+    from on_cuda.crew import Crew
+    from on_cuda.parts import Kept, Part
+
+    command = [sys.executable, "-c", WORKER.format(benchmarks=str(ROOT / "benchmarks"))]
+    kept = Kept(folder / "gpu.json")
+    parts = [Part(key, 1e6 if key == "long" else 0, dict, "own" if key.startswith("own") else "") for key in keys]
+    return kept.values, Crew(parts, kept, time.time() + seconds, command, most).run()
+
+
 def test_a_part_that_fails_hangs_or_dies_stops_no_other(
-    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = Namespace(results=tmp_path / "gpu.json", until=time.time() + 6)
-    code = WORKER.format(benchmarks=str(ROOT / "benchmarks"), results=str(options.results), until=options.until)
-    monkeypatch.setattr(gpu, "worker_command", lambda options: [sys.executable, "-c", code])
-    monkeypatch.setattr(gpu, "GRACE", 0)
-    gpu.supervise(options)
-    results = json.loads(options.results.read_text())
-    said = capsys.readouterr().out
-    assert said.count("a new process") == 3  # the first, after the spoilt device, after the death
+    monkeypatch.setattr("on_cuda.crew.GRACE", 0)
+    keys = ["good", "bad", "spoilt", "dead", "dead alone", "long", "last", "hanging"]
+    results, code = crew_of(tmp_path, keys, 25, most=2)
+    assert code == 0 and json.loads((tmp_path / "gpu.json").read_text()) == results
+    assert 4 <= capfd.readouterr().out.count("a new process") <= 5  # the first two, more for those that are gone
     assert results["good"]["value"] == 1 and results["last"]["value"] == 2
     assert results["bad"]["failed"] == "ValueError: no such thing"
     assert "illegal memory access" in results["spoilt"]["failed"]
     assert results["dead"] == {"failed": "the process that measured it ended with 3"}
+    assert results["dead alone"] == {"failed": "the process that measured it ended with 4"}
     assert "long" not in results  # no time for it
     assert "hanging" not in results  # cut off by the end: the next run tries it again
     from on_cuda.page import page
 
     written = page(results, [*results, "hanging"])
     assert "- bad: ValueError: no such thing" in written and "- hanging" in written.partition("What has not run")[2]
+
+
+def test_a_part_that_takes_far_too_long_has_failed(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("on_cuda.crew.LEAST", 1)
+    results, code = crew_of(tmp_path, ["hanging", "good"], 60, 1)
+    assert code == 0 and results["good"]["value"] == 1
+    assert results["hanging"] == {"failed": "the process that measured it ended with -9"}
+
+
+def test_while_one_process_times_the_others_are_stopped(gpu: Any, tmp_path: Path) -> None:
+    own = [f"own {i}" for i in range(4)]
+    results, code = crew_of(tmp_path, ["ticks 1", "ticks 2", "times 1", "times 2", "alone", *own], 60, 4)
+    assert code == 0 and len(results) == 9
+    stretches = sorted((results[key]["began"], results[key]["ended"]) for key in ("times 1", "times 2", "alone"))
+    assert all(ended <= began for (_, ended), (began, _) in itertools.pairwise(stretches))
+    ticks = [tick for key in ("ticks 1", "ticks 2") for tick in results[key]["ticks"]]
+    assert not any(began < tick < ended for tick in ticks for began, ended in stretches)
+    assert any(min(ticks) < began and ended < max(ticks) for began, ended in stretches)  # one was timed in between
+    assert len({results[key]["pid"] for key in own}) == 1  # those that belong together
 
 
 def test_a_wrong_kernel_is_seen(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,11 +200,14 @@ def test_a_wrong_kernel_is_seen(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert page.verdict_of(wrong) == "**wrong**"
 
 
-def test_without_a_device_it_says_so(gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_it_says_so(gpu: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    assert gpu.worker(Namespace(results=tmp_path / "gpu.json", only=[], until=0.0)) == 2
-    assert "there is no CUDA device" in capsys.readouterr().err
+    options = Namespace(results=tmp_path / "gpu.json", only=["machine"], minutes=1.0, workers=2, rehearse=False)
+    with pytest.raises(SystemExit) as end:
+        gpu.supervise(options)
+    assert end.value.code == 2 and not options.results.exists()
+    assert "there is no CUDA device" in capfd.readouterr().err
 
 
 @pytest.mark.long

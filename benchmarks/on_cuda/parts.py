@@ -1,7 +1,6 @@
 """Measurements kept one by one: each has a name and an estimate of its seconds, and begins only while there is time for it.
 
-What fails inside a part is a result like any other. After an error of the device nothing more can be measured in the same process:
-`work` says so, and its caller goes on in a new one.
+What fails inside a part is a result like any other. After an error of the device nothing more can be measured in the same process.
 """
 
 from __future__ import annotations
@@ -27,16 +26,18 @@ DEVICE_WORDS = (
 )
 
 
-BEGINS = "> "  # of a line that names the part that begins, behind its estimate
-
-
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One measurement. `seconds` is about what it takes on a GPU of 2023, models and compilation included."""
+    """One measurement. `seconds` is about what it takes on a GPU of 2023, models and compilation included.
+
+    Parts of one group are measured by one process, in their order. While one that is `alone` is measured nothing else runs.
+    """
 
     key: str
     seconds: float
     run: Callable[[], dict[str, Any]]
+    group: str = ""
+    alone: bool = False
 
 
 class Kept:
@@ -63,13 +64,13 @@ class Trouble:
 def attempt(action: Callable[[], Any]) -> Any:
     """What the action returns; where it raises, what it said, under `FAILED`. Nothing is tried on a device that is spoiled."""
     if Trouble.device:
-        return {FAILED: "not tried after an error of the device"}
+        return failed("not tried after an error of the device")
     try:
         return action()
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip()
         Trouble.device |= any(word in text.lower() for word in DEVICE_WORDS)
-        return {FAILED: shortened(text)}
+        return failed(text)
 
 
 def shortened(text: str, most: int = 300) -> str:
@@ -78,20 +79,29 @@ def shortened(text: str, most: int = 300) -> str:
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
-def work(parts: Iterable[Part], kept: Kept, end: float, say: Callable[[str], None] = print) -> bool:
-    """Runs what has no result yet and fits before `end` (of `time.time`); False where a new process has to go on."""
+def timed(part: Part) -> dict[str, Any]:
+    """What the part found, or that it failed, and its seconds; what it held on the device is free again."""
+    began = time.monotonic()
+    result = attempt(part.run)
+    release_memory()
+    return {**result, "seconds": round(time.monotonic() - began, 1)}
+
+
+def work(parts: Iterable[Part], kept: Kept) -> None:
+    """Runs, in this process, what has no result yet."""
     for part in parts:
-        if part.key in kept.values or time.time() + part.seconds > end:
-            continue
-        say(f"{BEGINS}{part.seconds:.0f} {part.key}")
-        began = time.monotonic()
-        result = attempt(part.run)
-        kept.keep(part.key, {**result, "seconds": round(time.monotonic() - began, 1)})
-        say(f"  {time.monotonic() - began:.1f} s  {shortened(json.dumps(result), 200)}")
-        release_memory()
-        if Trouble.device:
-            return False
-    return True
+        if part.key not in kept.values:
+            print(f"> {part.key}")
+            kept.keep(part.key, result := timed(part))
+            print(f"  {summary(result)}")
+
+
+def failed(text: str) -> dict[str, Any]:
+    return {FAILED: shortened(text)}
+
+
+def summary(result: dict[str, Any]) -> str:
+    return f"{result.get('seconds', 0.0):.1f} s  {shortened(json.dumps(result), 200)}"
 
 
 def release_memory() -> None:

