@@ -22,6 +22,7 @@ from on_cuda.parts import Kept, Part, Trouble, failed, summary, timed
 GRACE = 15  # seconds after the end in which a part may still finish
 PATIENCE, LEAST = 3, 60  # times its estimate, and seconds more, that a part may take
 GO_ON = 75  # what a process exits with whose device is spoiled
+LAST = 10  # seconds that one has to end by itself when there is no more for it
 SETTLE = 0.1  # seconds until what the others have given the device is done
 READY, RESULT, ALONE, TOGETHER = "ready", "result", "alone", "together"  # what a process says
 
@@ -34,8 +35,8 @@ def serve(parts: Sequence[Part], connection: Connection) -> int:
     by_key = {part.key: part for part in parts}
     timing.alone = Alone(connection)
     with contextlib.suppress(EOFError, ConnectionError):  # there is no more
-        connection.send((READY, None))
         while not Trouble.device:
+            connection.send((READY, None))
             part = by_key[connection.recv()]
             with timing.alone() if part.alone else contextlib.nullcontext():
                 result = timed(part)
@@ -75,10 +76,11 @@ class Worker:
         with its:
             started = [*command, str(its.fileno())]
             self.process = subprocess.Popen(started, pass_fds=[its.fileno()], start_new_session=True)
-        self.ready, self.part, self.limit = False, None, float("inf")  # type: bool, Part | None, float
+        self.part: Part | None = None
+        self.ready, self.limit = False, float("inf")
 
     def begin(self, part: Part) -> None:
-        self.part, self.limit = part, time.time() + PATIENCE * part.seconds + LEAST
+        self.part, self.ready, self.limit = part, False, time.time() + PATIENCE * part.seconds + LEAST
         self.connection.send(part.key)
 
     def signal(self, number: signal.Signals) -> None:
@@ -90,7 +92,7 @@ class Worker:
         """What it exited with; it is gone, with all that it started."""
         self.connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(1)  # it is at its end by itself
+            self.process.wait(LAST if self.part is None else 1)
         self.signal(signal.SIGKILL)
         return self.process.wait()
 
@@ -116,8 +118,16 @@ class Crew:
                 self.listen()
             return 0 if self.useless is None or self.able else self.useless
         finally:
-            for worker in list(self.workers):
-                self.dismiss(worker)
+            self.end()
+
+    def end(self) -> None:
+        """No process is left."""
+        if self.alone is not None:
+            self.together()
+        for worker in self.workers:
+            worker.connection.close()  # all may end by themselves at once
+        for worker in list(self.workers):
+            self.dismiss(worker)
 
     def hand_out(self) -> bool:
         """Each idle process has a part, if there is one; whether there is something to wait for."""
@@ -126,7 +136,7 @@ class Crew:
         self.todo = [part for part in self.todo if time.time() + part.seconds <= self.until]
         for worker in self.workers:
             part = next((one for one in self.todo if self.owners.get(one.group, worker) is worker), None)
-            if worker.ready and worker.part is None and part is not None:
+            if worker.ready and part is not None:
                 self.todo.remove(part)
                 if part.group:
                     self.owners[part.group] = worker
@@ -153,6 +163,7 @@ class Crew:
             elif time.time() > worker.limit:
                 worker.signal(signal.SIGKILL)
                 self.bury(worker)
+        self.let_one_be_alone()
 
     def hear(self, worker: Worker) -> None:
         try:
@@ -168,7 +179,6 @@ class Crew:
             self.wanting.append(worker)
         elif word == TOGETHER:
             self.together()
-        self.let_one_be_alone()
 
     def keep(self, worker: Worker, result: dict[str, Any]) -> None:
         assert worker.part is not None
@@ -179,7 +189,7 @@ class Crew:
     def bury(self, worker: Worker) -> None:
         """A part whose process died has failed, and is not tried again; one that was cut off at the end is, in the next run."""
         code, part = self.dismiss(worker), worker.part
-        if not worker.ready:
+        if part is None and code != GO_ON:
             self.useless = code
         elif part is not None and time.time() < self.until:
             self.kept.keep(part.key, failed(f"the process that measured it ended with {code}"))
@@ -192,7 +202,6 @@ class Crew:
         code = worker.end()
         if self.alone is worker:
             self.together()
-            self.let_one_be_alone()
         return code
 
     def let_one_be_alone(self) -> None:

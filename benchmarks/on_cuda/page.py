@@ -18,7 +18,9 @@ row or table; above 1 is faster. –: not measured."""
 
 
 def page(results: Results, keys: Sequence[str]) -> str:
-    """The whole page; `keys` are the names of all parts."""
+    """The whole page; `keys` are the names of all parts, in the order in which they are listed."""
+    places = {key: place for place, key in enumerate(keys)}
+    results = dict(sorted(results.items(), key=lambda one: places.get(one[0], len(places))))
     sections = [HEAD, machine(results), verdict(results), rows(results), tiles(results), decoding(results), mixtures(results)]
     sections += [steps(results), depths(results), checks(results), large(results), recovery(results), sequences(results)]
     sections += [failed(results), missing(results, keys)]

@@ -269,7 +269,9 @@ def nudged(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     before = [parameter.detach().clone() for parameter in chosen]
     try:
         for parameter in chosen:
-            parameter.detach().add_(NUDGE * torch.randn_like(parameter))
+            noise = torch.randn_like(parameter)
+            steps = torch.where(noise < 0, noise - 1, noise + 1)  # none is lost in rounding, of 16 bits either
+            parameter.detach().add_(NUDGE * parameter.detach().abs().clamp_min(1) * steps)
         yield
     finally:
         for parameter, values in zip(chosen, before, strict=True):

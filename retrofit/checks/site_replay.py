@@ -2,7 +2,8 @@
 
 The module's own code runs with parameters that have moved from their start (where much of a method is invisible: a table of zeros,
 a coefficient of one), with the recorded arguments, and with its given children answering as they did in the model's forward.
-Nothing in the model is changed: the parameters are copies, in place of the module's for the time of the call.
+Nothing in the model is changed: the parameters are copies, in place of the module's for the time of the call. The module computes
+on its own device, the reference on the CPU: plain loops would wait for another device at every step.
 """
 
 from __future__ import annotations
@@ -100,6 +101,21 @@ class MovedParameters:
             for registry, name, value, _ in self.places:
                 registry[name] = value
 
+    @contextlib.contextmanager
+    def on_the_cpu(self, module: nn.Module, reference: ModuleReference) -> Iterator[None]:
+        """Within this context, what the module and its functions hold is there; gradients go on to where it was."""
+        registries = [
+            registry for _, part in own_modules(module, reference.given) for registry in (part._parameters, part._buffers)
+        ]
+        before = [dict(registry) for registry in registries]
+        try:
+            for registry in registries:
+                registry.update({name: value.cpu() for name, value in registry.items() if value is not None})  # type: ignore[misc]
+            yield
+        finally:
+            for registry, values in zip(registries, before, strict=True):
+                registry.update(values)  # type: ignore[arg-type]
+
     def reduced(self, name: str, gradient: Tensor) -> Tensor:
         """A gradient's rows in use, of a large table."""
         return gradient[self.rows[name]] if name in self.rows else gradient
@@ -119,7 +135,7 @@ def moved(value: Tensor, rows: Tensor | None, generator: torch.Generator) -> Ten
     size = float(source.double().square().mean().sqrt()) if source.numel() else 0.0
     new = source.double() + (SPREAD * size or LEAST) * noise
     if rows is not None:
-        new = torch.zeros(value.shape, dtype=torch.float64, device=value.device).index_copy_(0, rows, new)
+        new = torch.zeros(value.shape, dtype=torch.float64, device=value.device).index_copy_(0, rows.to(value.device), new)
     return new
 
 
@@ -180,8 +196,10 @@ class GivenChild(nn.Module):
         assert self.call is not None
         received = [compare_argument(self.child_name, place, expected, args, kwargs) for place in expected.places]
         compare_others(self.child_name, expected, self.call, args, kwargs)
-        answer = linked(expected.leaf, received[0]) if received else expected.leaf
-        return answer if expected.key is None else with_item(expected.returned, expected.key, answer)
+        returned = self.results[index]
+        leaf = expected.leaf.to((returned if expected.key is None else item(returned, expected.key)).device)
+        answer = linked(leaf, received[0]) if received else leaf
+        return answer if expected.key is None else with_item(returned, expected.key, answer)
 
 
 def compare_argument(name: str, place: Place, expected: Expected, args: Any, kwargs: Any) -> Tensor:
@@ -247,7 +265,7 @@ def gap_of(one: Tensor, other: Tensor, least: float = 0.0) -> float:
     """The largest difference relative to the largest magnitude of `other`, or to `least` where that is more."""
     if one.numel() == 0:
         return 0.0
-    left, right = one.detach().double(), other.detach().double()
+    left, right = one.detach().double().cpu(), other.detach().double().cpu()
     apart = (left - right).abs()
     apart = apart.masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
     finite = right.abs()[right.isfinite()]
@@ -268,7 +286,7 @@ class Drawn(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
             values = result[0] if isinstance(result, tuple) else result
             if isinstance(values, Tensor):
-                self.draws.append(Draw(function._schema.name.removeprefix("aten::"), values.detach().double().clone()))
+                self.draws.append(Draw(function._schema.name.removeprefix("aten::"), values.detach().double().cpu().clone()))
         return result
 
 
@@ -336,6 +354,7 @@ class Replay:
         self.module, self.reference, self.parameters = module, reference, parameters
         self.inputs: list[Tensor] = []  # float arguments, leaves of autograd
         self.memo: dict[int, Tensor] = {}
+        self.copies: dict[int, Tensor] = {}  # on the CPU
         cached = False
 
         def widen(value: Any) -> Any:
@@ -356,14 +375,21 @@ class Replay:
         self.args = tuple(map(leaf, call.args))
         self.kwargs = {name: leaf(value) for name, value in call.kwargs.items()}
         self.results = {name: [map_tensors(returned, widen) for _, _, returned in made] for name, made in call.children.items()}
-        self.site = SiteCall(module, options, self.args, self.kwargs, call.inputs, self.results, (), before, cached)
+        with torch.enable_grad():  # gradients go on from the CPU to the arguments
+            args, kwargs, inputs, results = map_tensors((self.args, self.kwargs, call.inputs, self.results), self.on_the_cpu)
+        self.site = SiteCall(module, options, args, kwargs, inputs, results, (), before, cached)
+
+    def on_the_cpu(self, value: Any) -> Any:
+        """A tensor there, always the same for the same one."""
+        return self.copies.setdefault(id(value), value.cpu()) if isinstance(value, Tensor) else value
 
     def run(self, gradients: bool, seed: int) -> Found:
         """Both computations, compared; raises `Deviation` where the module does something else altogether."""
         drawn = self.module_draws(seed) if self.site.training else []
         self.site.draws = list(drawn)
         with torch.set_grad_enabled(gradients):
-            with Widened() if self.reference.functions else contextlib.nullcontext():  # the formula is in float64 by itself
+            widened = Widened() if self.reference.functions else contextlib.nullcontext()  # the formula is in float64 by itself
+            with self.parameters.on_the_cpu(self.module, self.reference), widened:
                 expected = self.reference.compute(self.site)
             if self.site.draws:
                 raise Deviation(f"it draws {self.site.draws[0].operation} numbers where the method draws none")
@@ -385,14 +411,14 @@ class Replay:
         return drawn.draws
 
     def run_module(self, seed: int) -> tuple[Tensor, list[Tensor]]:
-        """The module's output and the auxiliary losses that it records."""
+        """The module's output and the auxiliary losses that it records, on the CPU."""
         torch.manual_seed(seed)
         with self.children(True) as stubs, Widened(), auxiliary_losses() as losses:
             returned = self.module.forward(*self.args, **self.kwargs)  # its hooks ran when the call was recorded
         for name, stub in stubs.items():
             if stub.expected is not None and stub.answered < len(stub.expected):
                 raise Deviation(f"it calls {name} {stub.answered} times, and the method calls it {len(stub.expected)} times")
-        return output_of(returned, self.module, self.reference), list(losses)
+        return output_of(returned, self.module, self.reference).cpu(), [one.cpu() for one in losses]
 
     @contextlib.contextmanager
     def children(self, compares: bool) -> Iterator[dict[str, GivenChild]]:
@@ -438,11 +464,11 @@ class Replay:
         hidden = self.site.irrelevant
         if hidden is None or leaf.shape[:-1] != hidden.shape or not any(leaf is one for one in self.inputs):
             return gradient
-        return gradient.masked_fill((hidden & (leaf == 0).all(-1)).unsqueeze(-1), 0.0)
+        return gradient.masked_fill((hidden.to(leaf.device) & (leaf == 0).all(-1)).unsqueeze(-1), 0.0)
 
     def compare_gradients(self, value: Tensor, losses: Sequence[Tensor], expected: Tensor, seed: int) -> Found:
         """The gradients of a random linear function of the output, and of the losses, by both computations."""
-        cotangent = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(value.device)
+        cotangent = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         leaves = {name: leaf for name, leaf in self.parameters.leaves.items() if leaf.requires_grad}
         names = [f"parameter {name}" for name in leaves] + [f"argument {number}" for number in range(len(self.inputs))]
         names += [f"what {name} returns" for name, made in self.site.expected.items() for _ in made]

@@ -57,7 +57,7 @@ class OneOf:
 
 
 class SiteCall:
-    """One call of a module under verification: everything in float64, parameters too.
+    """One call of a module under verification: everything in float64 on the CPU, parameters too.
 
     `inputs` are the model's. `before` are the earlier calls with the same cache. `losses` are the auxiliary losses that the formula
     records, `irrelevant` the positions (batch, tokens) whose output nobody reads: padding.
@@ -135,7 +135,7 @@ def shown(argument: Any, irrelevant: Tensor | None) -> Any:
     """A stream (batch, tokens, d), zero at the positions that nobody reads; another argument as it is."""
     if irrelevant is None or not isinstance(argument, Tensor) or argument.dim() != 3 or argument.shape[:2] != irrelevant.shape:
         return argument
-    return argument.masked_fill(irrelevant.unsqueeze(-1), 0.0)
+    return argument.masked_fill(irrelevant.unsqueeze(-1).to(argument.device), 0.0)
 
 
 def linked(leaf: Tensor, argument: Tensor) -> Tensor:
