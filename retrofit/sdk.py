@@ -132,6 +132,7 @@ from retrofit.runtime.weighted_errors import token_weights as token_weights
 from retrofit.runtime.weighted_errors import weighted_error as weighted_error
 from retrofit.runtime.conditional import cond as cond
 from retrofit.runtime.example_inputs import forward_parameters as forward_parameters
+from retrofit.runtime.exporting import is_exporting as is_exporting
 from retrofit.runtime.modes import evaluation_mode as evaluation_mode
 from retrofit.runtime.packed_rows import has_rows_apart as has_rows_apart
 from retrofit.runtime.packed_rows import is_packed_tensor as is_packed_tensor

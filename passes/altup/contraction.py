@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrofit.sdk import is_exporting
+
 
 def mix(x: Tensor, a: Tensor) -> Tensor:
     """Row r of the result is Σ_c a[r,c] x^c, in the order of c: x (…, C·d) and a [R, C], or one a per token, give (…, R, d)."""
@@ -30,7 +32,7 @@ def mix_and_add(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
 
 def addition() -> Callable[..., Tensor]:
     """x + a·b for tensors: in place on x, except in an export, whose graph must have no side effects."""
-    return torch.addcmul if torch.compiler.is_exporting() else Tensor.addcmul_
+    return torch.addcmul if is_exporting() else Tensor.addcmul_
 
 
 class Contraction(torch.autograd.Function):
@@ -64,7 +66,7 @@ def contract(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
     dtype = x.dtype
     if y.dtype != dtype or a.dtype != dtype or g.dtype != dtype:
         y, a, g = y.to(dtype), a.to(dtype), g.to(dtype)
-    if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+    if torch.is_grad_enabled() and not is_exporting():
         return Contraction.apply(x, y, a, g)  # type: ignore[no-any-return]
     return mix_and_add(x, y, a, g)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm as grouped_mm
 
-from retrofit.sdk import DoesNotFitError
+from retrofit.sdk import DoesNotFitError, is_exporting
 
 FEW = 64  # up to so many tokens each one's expert is gathered; more are sorted by expert (measured: benchmarks/memory_overhead.py)
 
@@ -63,7 +63,7 @@ class ExternalMemory(nn.Module):
 
     def gathers(self, tokens: int) -> bool:
         """Whether each token's expert is gathered: cheaper for few tokens, and the only way in exported programs."""
-        return torch.compiler.is_exporting() or tokens <= max(FEW, self.buckets // 2)
+        return is_exporting() or tokens <= max(FEW, self.buckets // 2)
 
     def by_gathering(self, x: Tensor, i: Tensor) -> Tensor:
         """Each token is multiplied by a copy of its expert's matrices."""

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from retrofit.passes.merge_cross_attention.core_calls import answered_core, recorded_core
 from retrofit.passes.merge_cross_attention.other_keys import FIRST, AttentionToOthers
-from retrofit.sdk import AnsweredFusedAttention
+from retrofit.sdk import AnsweredFusedAttention, is_exporting
 
 FEW = 8  # queries whose scores are written out, as in decoding: no copy of the keys is made then
 HIDDEN = -1e4  # an additive mask below this hides
@@ -138,7 +138,7 @@ class JointAttention(AttentionToOthers):
         one_query = one_query and own.scale == others.scale
         tokens = own.q.shape[2]
         # an exported program is to hold one attention over all keys, whatever its queries: that is what later passes find
-        if torch.compiler.is_exporting() or (one_query and not (isinstance(tokens, int) and tokens <= FEW)):
+        if is_exporting() or (one_query and not (isinstance(tokens, int) and tokens <= FEW)):
             if not one_query:
                 own, others = own.beside(others)
             y = self.fused(own, others, dropout_p)

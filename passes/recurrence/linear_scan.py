@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import cond
+from retrofit.sdk import cond, is_exporting
 
 CHUNK = 32  # tokens in a chunk: the memory of an exported program is CHUNK + tokens / CHUNK² times that of c
 FEW = 2  # tokens that are computed one after the other; a tracer takes no size for one, so a program cannot ask for that alone
@@ -38,7 +38,7 @@ def few_states(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
 
 def all_states(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
     """c of any number of tokens."""
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return in_chunks(f, x, before)
     return Doubling.apply(f, x, before)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from retrofit.passes.reversible.chain import reversible_call
 from retrofit.passes.reversible.written_arguments import with_copies
-from retrofit.sdk import Wrapper, argument_place, child_modules
+from retrofit.sdk import Wrapper, argument_place, child_modules, is_exporting
 
 
 class ReversibleLayer(Wrapper):
@@ -36,7 +36,7 @@ class ReversibleLayer(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layer = child_modules(self)["layer"]
-        if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_exporting():
+        if not (self.training and torch.is_grad_enabled()) or is_exporting():
             return layer(*args, **kwargs)
         args, kwargs = with_copies(args, kwargs, self.written)
         return reversible_call(layer, self.stream_in, self.stream_out, self.bits, args, kwargs)

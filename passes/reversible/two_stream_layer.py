@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from retrofit.passes.reversible.intercepted_sums import Branches, call_intercepted
 from retrofit.passes.reversible.two_streams import Swaps, halves, two_stream_call
-from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, child_modules, find_argument, with_item
+from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, child_modules, find_argument, is_exporting, with_item
 
 
 class Streams:
@@ -74,7 +74,7 @@ class TwoStreamLayer(Wrapper):
                 why="something else changes the stream between its layers",
                 remedy="apply reversible last",
             )
-        if self.training and torch.is_grad_enabled() and self.share == 1 and not torch.compiler.is_exporting():
+        if self.training and torch.is_grad_enabled() and self.share == 1 and not is_exporting():
             output = two_stream_call(layer, swaps, args, kwargs)
             if output is not NotImplemented:
                 return output

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.sdk import is_packed_tensor, rows_at
+from retrofit.sdk import is_exporting, is_packed_tensor, rows_at
 
 SMALL = 3 << 20  # bytes of the rows of one token that a CPU copies faster than it reads them one by one
 PIECE = 1024  # columns of a row that a CPU thread sums at a time where there is one token
@@ -62,7 +62,7 @@ def sums(h: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
     """`indexed_sums` without a bias, by torch's operations."""
     if is_packed_tensor(rows):
         return torch.bmm(h.unsqueeze(1), rows_at(rows, indices.flatten()).view(*indices.shape, -1).to(h.dtype)).squeeze(1)
-    if torch.compiler.is_exporting():  # ONNX has no bags
+    if is_exporting():  # ONNX has no bags
         return torch.bmm(h.unsqueeze(1), F.embedding(indices, rows).to(h.dtype)).squeeze(1)
     (tokens, blocks), width = indices.shape, rows.shape[1]
     pieces = math.gcd(width, width // PIECE) if tokens == 1 and width >= 2 * PIECE else 1
@@ -82,7 +82,7 @@ def reads_tiles(x: Tensor, *operands: Tensor | None) -> bool:
 
 def is_recorded(*operands: Tensor) -> bool:
     """Whether autograd or an exporter records the computation: then only operations that these support are used."""
-    exported = torch.compiler.is_exporting() or torch.jit.is_tracing()
+    exported = is_exporting() or torch.jit.is_tracing()
     return exported or (torch.is_grad_enabled() and any(one.requires_grad for one in operands))
 
 

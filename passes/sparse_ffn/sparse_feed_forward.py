@@ -41,6 +41,7 @@ from retrofit.sdk import (
     Port,
     RowMajor,
     cond,
+    is_exporting,
     is_packed,
 )
 
@@ -258,7 +259,7 @@ class SparseFeedForward(FeedForwardBlock):
 
     def compute_gathered(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
         """The same y from the rows of the active units alone."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return self.compute_gathered_in_few_steps(x, unit, *rest)
         blocks = self.units // self.sparsity
         first = torch.arange(0, self.units, self.sparsity, device=x.device)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrofit.runtime.exporting import is_exporting
+
 Originals = Sequence[tuple[Any, str, Any]]  # owner, attribute, value
 
 KEPT: contextvars.ContextVar[Originals | None] = contextvars.ContextVar("kept", default=None)
@@ -27,7 +29,7 @@ def cond(
     Both return a tensor of that `size`. Where a program is exported its sizes may be any: it gets `no` alone, or, within
     `both_kept`, both and the condition.
     """
-    if torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting():  # torch 2.11 compiles as if it exported
+    if torch.compiler.is_dynamo_compiling() or not is_exporting():
         return yes(*operands) if condition else no(*operands)
     originals = KEPT.get()
     if originals is None or condition is False:

@@ -467,6 +467,21 @@ def test_nudged_parameters_come_back_bit_for_bit_even_after_an_error() -> None:
     assert torch.equal(model.head.weight, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_nudge_is_not_lost_in_rounding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor([0.0, 1e-3, 1.0, -1.0, 7.9, 300.0]).to(dtype))})
+    before = model["scale"].clone()
+    for noise in (0.01, -0.01, 0.3, -0.3):  # small draws, which are as likely as any
+
+        def drawn(like: torch.Tensor, noise: float = noise) -> torch.Tensor:
+            return torch.full_like(like, noise)
+
+        monkeypatch.setattr(torch, "randn_like", drawn)
+        with nudged(model, {"scale"}):
+            assert bool((model["scale"] != before).all())
+    assert torch.equal(model["scale"], before)
+
+
 # ── Decoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

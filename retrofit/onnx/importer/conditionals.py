@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.errors import CaptureError
+from retrofit.runtime.exporting import is_exporting
 from retrofit.runtime.probes import distance
 
 TOLERANCE = 1e-4  # how far two branches may differ, relative to the largest number
@@ -34,7 +35,7 @@ class SizeConditional(nn.Module):
         (condition,) = condition if isinstance(condition, tuple) else (condition,)
         if self.trials is not None:
             self.trials.append(BranchTrial.of(self, operands))
-        if torch.compiler.is_exporting() and self.general:
+        if is_exporting() and self.general:
             return getattr(self, self.general)(*operands)
         if isinstance(condition, torch.SymBool):
             raise CaptureError(
