@@ -43,6 +43,7 @@ NAMES = (
     "reversible",
     "sum",
 )
+EXACT = (HALF + READ,)  # compiled in float32 too: in bfloat16 rounding decides between units that are near each other
 FIRST = (DENSE, HALF + READ, "sparse-ffn(sparsity=8)" + READ, "shared-moe(groups=1, k=1)")  # compiled before all others
 BATCHES = (1, 8, 64)
 PROMPT, ROOM, GROUP = 128, 128, 4  # tokens: of the prompt, behind it, and in one timed call
@@ -58,7 +59,8 @@ def later_parts(device: str, rehearsal: bool) -> list[Part]:
     """What is compiled of the others, and for larger batches."""
     others = [name for name in NAMES if name not in FIRST]
     rest = compiled_parts(others, BATCHES[:1], device, rehearsal)
-    return [*compiled_parts(FIRST, BATCHES[1:], device, rehearsal), *rest]
+    exact = [Part(f"exact: {name}", 12, functools.partial(exactly, name, device, rehearsal)) for name in EXACT]
+    return [*compiled_parts(FIRST, BATCHES[1:], device, rehearsal), *rest, *exact]
 
 
 def compiled_parts(names: Iterable[str], batches: Iterable[int], device: str, rehearsal: bool) -> list[Part]:
@@ -69,10 +71,10 @@ def compiled_parts(names: Iterable[str], batches: Iterable[int], device: str, re
     ]
 
 
-def model_of(name: str, device: str, rehearsal: bool) -> Any:
-    """The decoder after the pass."""
+def model_of(name: str, device: str, rehearsal: bool, dtype: torch.dtype | None = None) -> Any:
+    """The decoder after the pass; in bfloat16 on a GPU."""
     spec = "" if name == DENSE else name.removesuffix(READ)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = dtype or (torch.bfloat16 if device == "cuda" else torch.float32)
     model = rewritten(spec, TINY if rehearsal else REAL, device, dtype)
     for module in model.modules():
         if name.endswith(READ) and isinstance(module, SparseFeedForward):
@@ -118,6 +120,13 @@ def compiled(name: str, batch: int, device: str, rehearsal: bool) -> dict[str, A
         without = attempt(lambda: with_mode(model, batch, device, {"mode": "default"}))
         return {"compiled": found[FAILED], **{f"{key}, no graphs": value for key, value in without.items()}}
     return found
+
+
+@torch.no_grad()
+def exactly(name: str, device: str, rehearsal: bool) -> dict[str, Any]:
+    """As `compiled`, without graphs, in float32 at batch 1."""
+    how = {"mode": "default"} if device == "cuda" else {"backend": "eager"}
+    return with_mode(model_of(name, device, rehearsal, torch.float32), 1, device, how)
 
 
 def with_mode(model: Any, batch: int, device: str, how: dict[str, str]) -> dict[str, Any]:

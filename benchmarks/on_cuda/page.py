@@ -196,8 +196,10 @@ def decoding(results: Results) -> str:
         "Milliseconds a token of a Llama with four layers as wide as those of a model of a billion parameters, bfloat16, static "
         "cache, behind 128 tokens. A graph is one CUDA graph of four plain calls; compiled is `torch.compile`, "
         '`mode="reduce-overhead"`. `differs` is how far the logits are from those of plain calls, ‖a − b‖ / ‖b‖: more than a few '
-        "percent means that this way is wrong."
+        "percent means that this way is wrong or, of a pass that chooses what it computes, that rounding decides some choices."
     )
+    for name, one in of(results, "exact: ").items():
+        text += f" `{name}` compiled in float32, batch 1: {number(one.get('differs', one.get(FAILED)), 2)}."
     return "\n\n".join([f"## Decoding\n\n{text}", *tables]) if tables else ""
 
 

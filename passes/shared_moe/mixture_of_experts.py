@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm
 
-from retrofit.sdk import FeedForward, FeedForwardBlock, Port, cond, is_exporting, record_auxiliary_loss
+from retrofit.sdk import FeedForward, FeedForwardBlock, Port, cond, record_auxiliary_loss
 
 ROUTER_SPREAD = 0.02  # of the router's weights at random
 ROW = 16  # bytes: grouped kernels need rows of a multiple of it
@@ -133,7 +133,7 @@ class MixtureOfExperts(nn.Module):
     def combine(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         """Σ_k gates_k e_{selected_k}(x)."""
         x = x.to(autocast_dtype(x.device) or self.down.weight.dtype)
-        if is_exporting():  # programs that run without torch
+        if torch.compiler.is_exporting():  # programs that run without torch; while it compiles torch 2.11 says so, too
 
             def every(x: Tensor, gates: Tensor, selected: Tensor) -> Tensor:
                 return self.combine_every(x, gates, selected, hidden)
