@@ -50,7 +50,7 @@ real: $(REAL)
 bench: $(READY)
 	for one in $(filter-out %/gpu.py,$(wildcard benchmarks/*.py)); do echo "$$one"; $(BIN)/python "$$one" || exit 1; done
 
-# What a GPU gives, in less than nine minutes; goes on where it stopped. Runs with the Python that has torch for CUDA: PYTHON=….
+# What a GPU gives, for at most nine minutes a call; goes on where it stopped. Runs with the Python that has torch for CUDA: PYTHON=….
 gpu:
 	$(PYTHON) benchmarks/gpu.py
 

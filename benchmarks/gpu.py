@@ -1,4 +1,4 @@
-"""Everything that this project claims or fears on CUDA, measured by one command in less than nine minutes.
+"""Everything that this project claims or fears on CUDA, measured by one command, for at most nine minutes a call.
 
     python benchmarks/gpu.py                    # on a machine with a GPU; results in build/gpu.json, the page in docs/gpu.md
     python benchmarks/gpu.py --minutes 9 --results gpu.json --page gpu.md
