@@ -163,13 +163,13 @@ MUTANTS = [
     ),
     layer(
         "evaluated, a layer takes a step too",
-        "if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_exporting():",
-        "if not torch.is_grad_enabled() or torch.compiler.is_exporting():",
+        "if not (self.training and torch.is_grad_enabled()) or is_exporting():",
+        "if not torch.is_grad_enabled() or is_exporting():",
         trials=DEFAULT,
     ),
     layer(
         "trained, a layer is as it was",
-        "if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_exporting():",
+        "if not (self.training and torch.is_grad_enabled()) or is_exporting():",
         "if True:",
         trials=DEFAULT,
     ),

@@ -6,5 +6,5 @@ import torch
 
 
 def is_exporting() -> bool:
-    """Whether `torch.export` records this call: while torch 2.11 compiles it says so too, and its own flag says what is true."""
+    """Whether an exporter records this call: while torch 2.11 compiles it says so too, and its own flag says what is true."""
     return torch.compiler.is_exporting() and bool(getattr(torch.compiler, "_is_exporting_flag", True))
