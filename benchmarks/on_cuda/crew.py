@@ -1,6 +1,6 @@
 """Parts measured by several processes: they build and compile side by side, and while one of them measures the others are stopped.
 
-A process that measures is told by messages which part is next, answers with its result, and asks before it times anything: then
+A process that measures gets the next part in a message, answers with its result, and asks before it times anything: then
 every other one is stopped (`SIGSTOP`), with all that it started, until the timing is over. A part may ask so for all of its time.
 """
 
