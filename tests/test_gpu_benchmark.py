@@ -56,9 +56,9 @@ def stretch():
     time.sleep(0.4)
     return {{"began": began, "ended": time.time()}}
 
-def ticks():  # for at least a second and a half in which it is not stopped
+def ticks():  # for at least six seconds in which it is not stopped: the others may begin later
     found = []
-    while len(found) < 150:
+    while len(found) < 600:
         time.sleep(0.01)
         found.append(time.time())
     return {{"ticks": found}}
