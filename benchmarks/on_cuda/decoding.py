@@ -3,7 +3,8 @@
 One token is decoded at a time, behind a prompt, with transformers' static cache: what `generate` does with `cache_implementation=
 "static"`. A layer is as wide as in a model of a billion parameters, and there are four. The graph is captured by hand from plain
 calls; compiled is `mode="reduce-overhead"`, which makes CUDA graphs of what Inductor wrote. Each is compared with plain calls: by
-how much its logits differ after the same tokens.
+how much its logits differ after the same tokens. Next to that, the default cache, which grows: cuDNN's attention, which torch takes
+on some GPUs, makes a plan for every length of the keys, so that is measured with it and without.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 
 from on_cuda.parts import FAILED, Part, attempt
 from on_cuda.random_models import REAL, TINY, rewritten
@@ -44,6 +45,7 @@ NAMES = (
     "sum",
 )
 EXACT = (HALF + READ,)  # compiled in float32 too: in bfloat16 rounding decides between units that are near each other
+GROWING = (DENSE, "sequence-altup(k=2)")  # in a cache that grows
 FIRST = (DENSE, HALF + READ, "sparse-ffn(sparsity=8)" + READ, "shared-moe(groups=1, k=1)")  # compiled before all others
 BATCHES = (1, 8, 64)
 PROMPT, ROOM, GROUP = 128, 128, 4  # tokens: of the prompt, behind it, and in one timed call
@@ -60,7 +62,8 @@ def later_parts(device: str, rehearsal: bool) -> list[Part]:
     others = [name for name in NAMES if name not in FIRST]
     rest = compiled_parts(others, BATCHES[:1], device, rehearsal)
     exact = [Part(f"exact: {name}", 12, functools.partial(exactly, name, device, rehearsal)) for name in EXACT]
-    return [*compiled_parts(FIRST, BATCHES[1:], device, rehearsal), *rest, *exact]
+    grow = [Part(f"growing: {name}", 4, functools.partial(growing, name, device, rehearsal)) for name in GROWING]
+    return [*grow, *compiled_parts(FIRST, BATCHES[1:], device, rehearsal), *rest, *exact]
 
 
 def compiled_parts(names: Iterable[str], batches: Iterable[int], device: str, rehearsal: bool) -> list[Part]:
@@ -96,6 +99,22 @@ def plainly(name: str, device: str, rehearsal: bool) -> dict[str, Any]:
         found[f"batch {batch}"] |= {"graph": row[FAILED]} if FAILED in row else row
         if FAILED in row:
             break
+    return found
+
+
+@torch.no_grad()
+def growing(name: str, device: str, rehearsal: bool) -> dict[str, Any]:
+    """Milliseconds a token of plain calls with the default cache at batch 1, as torch chooses its attention and without cuDNN's."""
+    model = model_of(name, device, rehearsal)
+    found: dict[str, Any] = {}
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    for way, enabled in (("as chosen", before), ("without cuDNN", False)):
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+        try:
+            decode = Decoding(model, 1, device, cache=DynamicCache(config=model.config))
+            found[way] = attempt(lambda decode=decode: milliseconds(decode, device) / GROUP)
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(before)
     return found
 
 
@@ -154,12 +173,14 @@ def with_mode(model: Any, batch: int, device: str, how: dict[str, str]) -> dict[
 class Decoding:
     """A model that has read a prompt; a call decodes GROUP more tokens, the last logits of which are `logits`."""
 
-    def __init__(self, model: Any, batch: int, device: str, step: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, model: Any, batch: int, device: str, step: Callable[..., Any] | None = None, cache: Cache | None = None
+    ) -> None:
         self.step = model if step is None else step
         vocabulary = model.config.vocab_size
         ids = torch.randint(vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).to(device)
         self.tokens, self.others = (ids[:, start : start + GROUP, None].transpose(0, 1).contiguous() for start in (0, GROUP))
-        self.cache = StaticCache(config=model.config, max_cache_len=PROMPT + ROOM)
+        self.cache = StaticCache(config=model.config, max_cache_len=PROMPT + ROOM) if cache is None else cache
         self.logits: Tensor = model(ids, past_key_values=self.cache, logits_to_keep=1).logits
 
     def read_others(self) -> None:

@@ -32,6 +32,8 @@ class AnchorKeys(CacheLayerMixin):
         """Nothing is stored."""
         self.keys = self.values = None  # (batch, heads, anchors, head width)
         self.indexed: Tensor | None = None  # (batch, anchors, width)
+        self.room = 0  # how many entries attention is given, of which the last may be unused; 0: those that are stored
+        self.rooms: dict[str, Tensor] = {}  # the tensors of that size, of which keys and values are then the first part
         self.is_initialized = False
 
     def replace(self, layer: Any) -> None:
@@ -60,11 +62,26 @@ class AnchorKeys(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states, value_states
-        else:
-            self.keys = torch.cat([self.keys, key_states], 2)
-            self.values = torch.cat([self.values, value_states], 2)
-        return self.keys, self.values
+        return self.append("keys", key_states), self.append("values", value_states)
+
+    def append(self, name: str, new: Tensor) -> Tensor:
+        """All entries, the new ones last, and behind them what is unused of `room`."""
+        stored = getattr(self, name)
+        if not self.room:
+            whole = new if stored is None else torch.cat([stored, new], 2)
+            setattr(self, name, whole)
+            return whole
+        start = 0 if stored is None else stored.shape[2]
+        room = self.rooms.get(name)
+        if room is None or room.shape[2] != self.room or (stored is not None and not is_front(stored, room)):
+            batch, heads, _, width = new.shape
+            room = self.rooms[name] = new.new_zeros(batch, heads, self.room, width)
+            if stored is not None:
+                room[:, :, :start] = stored
+        end = start + new.shape[2]
+        room[:, :, start:end] = new
+        setattr(self, name, room[:, :, :end])
+        return room
 
     # What the model calls.
 
@@ -100,6 +117,11 @@ class AnchorKeys(CacheLayerMixin):
         if self.counter is not None:
             self.counter.reset()
         self.forget()
+
+
+def is_front(part: Tensor, whole: Tensor) -> bool:
+    """Whether `part` is the first entries of `whole`, in the same memory."""
+    return part.data_ptr() == whole.data_ptr() and part.stride() == whole.stride() and len(part) == len(whole)
 
 
 class SecondaryAnchorKeys(AnchorKeys):

@@ -70,6 +70,9 @@ class AnchorLayer(AnchorKeys):
     def anchors(self, length: int, real: Tensor | None, batch: int) -> Anchors:
         """The anchors among the next `length` tokens, of which `real` (1 or batch, length) are no padding; None: all."""
 
+    def make_room(self, new: Anchors, extents: set[int]) -> None:
+        """The `new` anchors can be stored, under masks by keys of these `extents`."""
+
     @abc.abstractmethod
     def key_indices(self, new: Anchors, offset: int, extent: int, device: torch.device) -> tuple[Indices, Tensor | None]:
         """Which of a mask's `extent` keys are the stored and the `new` anchors, and which of these are visible (None: all)."""

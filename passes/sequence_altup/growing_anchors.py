@@ -94,13 +94,38 @@ class GrowingAnchorLayer(AnchorLayer):
             self.ragged = RaggedAnchors(self.columns[:, -last:], self.valid[:, -last:], (self.corrections,))
             self.corrections = None
 
+    def make_room(self, new: Anchors, extents: set[int]) -> None:
+        """In a static cache attention is given as many entries at every step: kernels are chosen, or built, for each number."""
+        self.set_room(self.room_for(new.count, extents))
+
+    def room_for(self, count: int, extents: set[int]) -> int:
+        if self.counter is None or not self.counter.is_compileable or self.is_sliding or isinstance(self, IndexedAnchorLayer):
+            return 0
+        size = int(self.counter.get_mask_sizes(1)[0])
+        if extents != {size}:
+            return 0
+        most = -(-size // self.k)
+        if self.columns is None:
+            return most
+        most += 1  # where rows differ, one may wait for the others
+        return most if self.columns.shape[1] + count <= most else 0
+
+    def set_room(self, room: int) -> None:
+        for one in (self, *self.secondary):
+            one.room = room
+
     def key_indices(self, new: Anchors, offset: int, extent: int, device: torch.device) -> tuple[Indices, Tensor | None]:
+        if self.real is None and self.room:
+            return slice(0, extent, self.k), (torch.arange(self.room, device=device) < self.stored + new.count)[None]
         if self.real is None:
             start = self.dropped * self.k - offset
             return slice(start, start + (self.stored + new.count) * self.k, self.k), None
         assert self.columns is not None and self.valid is not None and new.valid is not None
         keys = torch.cat([self.columns, self.tokens + new.columns(device)], 1) - offset
         visible = torch.cat([self.valid, new.valid], 1) & (keys >= 0) & (keys < extent)
+        if self.room:
+            unused = (0, self.room - keys.shape[1])
+            keys, visible = torch.nn.functional.pad(keys, unused), torch.nn.functional.pad(visible, unused)
         return keys.clamp(0, extent - 1), visible
 
     def series(self) -> list[tuple[AnchorKeys, str, Tensor]]:

@@ -80,6 +80,17 @@ class LayerCall:
         found = ((path, tensor.dtype) for path, (tensor, dims) in self.tensors.items() if dims.shows_padding and dims.rank == 4)
         return next((one for one in found if len(one[0]) == 1), None)
 
+    def key_extents(self) -> set[int]:
+        """By how many keys the arguments are that follow the keys; none where no mask is among them."""
+        length = self.x.shape[1]
+        extents, masked = set(), False
+        for tensor, dims in self.tensors.values():
+            extent = tensor.shape[dims.positions[-1]]
+            if len(dims.positions) > 1 or extent != length:
+                extents.add(extent)
+                masked |= dims.shows_padding
+        return extents if masked else set()
+
     def set_argument(self, args: list[Any], kwargs: dict[str, Any], path: ArgumentPath, value: Any) -> None:
         """The argument at `path` is `value`."""
         name = path[0]

@@ -107,6 +107,36 @@ def test_chunks_of_any_size_on_any_cache_are_the_formula(prompt: Any, k: int, st
         close(made[row, real[row]], by_loops(model, tokens[row, real[row]].tolist()))
 
 
+@pytest.mark.parametrize("pads", [(0, 0), (0, 1)], ids=["in step", "out of step"])
+def test_in_a_static_cache_every_step_has_the_same_sizes(pads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention on a GPU is planned for each size anew; so the strided layers have one, the others another."""
+    k, length, prompt = 3, 22, 5
+    model = with_k(k)
+    tokens = torch.randint(3, tiny_models.VOCABULARY, (2, length), generator=torch.Generator().manual_seed(0))
+    real = (torch.arange(length) >= torch.tensor(pads)[:, None]).long()
+    positions = (real.cumsum(1) - 1).clamp(min=0)
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    seen: list[tuple[torch.Size, ...]] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **given: Any) -> Tensor:
+        seen.append((query.shape, key.shape, *(() if attn_mask is None else (attn_mask.shape,))))
+        return attention(query, key, value, attn_mask=attn_mask, **given)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    made = []
+    for start, end in [(0, prompt), *((i, i + 1) for i in range(prompt, length))]:
+        given = {"attention_mask": real[:, :end], "position_ids": positions[:, start:end], "past_key_values": cache}
+        with torch.no_grad():
+            made.append(model(tokens[:, start:end], **given).logits)
+        if end == prompt:
+            seen.clear()
+    assert {key[-2] for _, key, *_ in seen} == {length, -(-length // k) + max(pads)}
+    assert len(set(seen)) == 2 and len(seen) > length - prompt
+    for row, pad in enumerate(pads):
+        close(torch.cat(made, 1)[row, pad:], by_loops(model, tokens[row, pad:].tolist()))
+
+
 @given(tokens=st.lists(TOKENS, min_size=2, max_size=3), k=st.integers(1, 5), cut=st.integers(1, LENGTH - 2), data=st.data())
 @settings(deadline=None, max_examples=20)
 def test_beams_take_their_anchors_with_them(tokens: list[list[int]], k: int, cut: int, data: st.DataObject) -> None:
