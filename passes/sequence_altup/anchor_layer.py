@@ -70,8 +70,8 @@ class AnchorLayer(AnchorKeys):
     def anchors(self, length: int, real: Tensor | None, batch: int) -> Anchors:
         """The anchors among the next `length` tokens, of which `real` (1 or batch, length) are no padding; None: all."""
 
-    def make_room(self, new: Anchors, extents: set[int]) -> None:
-        """The `new` anchors can be stored, under masks by keys of these `extents`."""
+    def make_room(self, new: Anchors, key_extents: Callable[[], list[int]]) -> None:
+        """The `new` anchors can be stored, under masks by so many keys."""
 
     @abc.abstractmethod
     def key_indices(self, new: Anchors, offset: int, extent: int, device: torch.device) -> tuple[Indices, Tensor | None]:

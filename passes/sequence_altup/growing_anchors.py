@@ -94,25 +94,24 @@ class GrowingAnchorLayer(AnchorLayer):
             self.ragged = RaggedAnchors(self.columns[:, -last:], self.valid[:, -last:], (self.corrections,))
             self.corrections = None
 
-    def make_room(self, new: Anchors, extents: set[int]) -> None:
+    def make_room(self, new: Anchors, key_extents: Callable[[], list[int]]) -> None:
         """In a static cache attention is given as many entries at every step: kernels are chosen, or built, for each number."""
-        self.set_room(self.room_for(new.count, extents))
+        room = self.room_for(new.count, key_extents)
+        for one in (self, *self.secondary):
+            one.room = room
 
-    def room_for(self, count: int, extents: set[int]) -> int:
+    def room_for(self, count: int, key_extents: Callable[[], list[int]]) -> int:
+        """That number; 0 where the cache grows, or masks say nothing of what it has room for."""
         if self.counter is None or not self.counter.is_compileable or self.is_sliding or isinstance(self, IndexedAnchorLayer):
             return 0
-        size = int(self.counter.get_mask_sizes(1)[0])
-        if extents != {size}:
+        size, extents = int(self.counter.get_mask_sizes(1)[0]), key_extents()
+        if not extents or any(extent != size for extent in extents):
             return 0
         most = -(-size // self.k)
         if self.columns is None:
             return most
         most += 1  # where rows differ, one may wait for the others
         return most if self.columns.shape[1] + count <= most else 0
-
-    def set_room(self, room: int) -> None:
-        for one in (self, *self.secondary):
-            one.room = room
 
     def key_indices(self, new: Anchors, offset: int, extent: int, device: torch.device) -> tuple[Indices, Tensor | None]:
         if self.real is None and self.room:

@@ -80,16 +80,12 @@ class LayerCall:
         found = ((path, tensor.dtype) for path, (tensor, dims) in self.tensors.items() if dims.shows_padding and dims.rank == 4)
         return next((one for one in found if len(one[0]) == 1), None)
 
-    def key_extents(self) -> set[int]:
+    def key_extents(self) -> list[int]:
         """By how many keys the arguments are that follow the keys; none where no mask is among them."""
         length = self.x.shape[1]
-        extents, masked = set(), False
-        for tensor, dims in self.tensors.values():
-            extent = tensor.shape[dims.positions[-1]]
-            if len(dims.positions) > 1 or extent != length:
-                extents.add(extent)
-                masked |= dims.shows_padding
-        return extents if masked else set()
+        found = [(tensor.shape[dims.positions[-1]], dims) for tensor, dims in self.tensors.values()]
+        of_keys = [(extent, dims) for extent, dims in found if len(dims.positions) > 1 or extent != length]
+        return [extent for extent, _ in of_keys] if any(dims.shows_padding for _, dims in of_keys) else []
 
     def set_argument(self, args: list[Any], kwargs: dict[str, Any], path: ArgumentPath, value: Any) -> None:
         """The argument at `path` is `value`."""

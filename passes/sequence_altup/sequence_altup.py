@@ -93,7 +93,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, §4.2 and supplement Alg. 2"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "layer"
-    candidates: ClassVar[tuple[str, ...]] = ("k=2",)
+    candidates: ClassVar[tuple[str, ...]] = ("k=2", "k=4")
     reference: ClassVar[MethodReference] = MethodReference(
         {
             StridedLayer: ModuleReference(

@@ -127,7 +127,7 @@ class StridedLayer(Wrapper):
     ) -> tuple[Any, Tensor, OutputKey]:
         """What the layer returns for the anchors, their corrections, and the stream's key in what it returned."""
         x = self.layer_input(call.x, anchors)
-        stored.make_room(anchors, call.key_extents())
+        stored.make_room(anchors, call.key_extents)
         args, kwargs = call.strided(self.turn(x), anchors, stored, offset)
         view = view_of(cache, stored)
         args = [view if value is cache else value for value in args]

@@ -81,17 +81,20 @@ class Measurements:
 
     # Candidates, one after the other.
 
-    def measure_candidates(self, minutes: float | None, wanted: Collection[str] = ()) -> None:
+    def measure_candidates(
+        self, minutes: float | None, wanted: Collection[str] = (), limits: Sequence[Mapping[str, float]] = ()
+    ) -> None:
         """The sites of every candidate have been measured, of those that fit and save something of what is `wanted`, where
         something is; none is fitted when most of the `minutes` are over.
 
         First what each costs, which does not depend on values: what saves nothing need not be fitted. Then the first setting of
-        every pass is fitted, and of the others what saves most.
+        every pass is fitted, and of the others, for each target in turn, what reaches its `limits` on costs with the least to
+        spare, then what comes nearest to them.
         """
         began = time.monotonic()
         known = [number for number in range(len(self.candidates)) if self.fits(number, self.measure_costs)]
         self.unfitted.clear()
-        for number in self.in_turn(known, wanted):
+        for number in self.in_turn(known, wanted, limits):
             name = short_spec(self.candidates[number])
             late = minutes is not None and self.sites and time.monotonic() - began > BUILDING * 60 * minutes
             if wanted and not any(self.saves(number, one) for one in wanted):
@@ -101,15 +104,27 @@ class Measurements:
             elif self.fits(number, self.measure_losses):
                 self.sites += self.sites_of(number)
 
-    def in_turn(self, numbers: Sequence[int], wanted: Collection[str]) -> list[int]:
+    def in_turn(self, numbers: Sequence[int], wanted: Collection[str], limits: Sequence[Mapping[str, float]]) -> list[int]:
         """The candidates in the order in which they are fitted."""
         names = [self.candidates[number].name for number in numbers]
         firsts = [number for place, number in enumerate(numbers) if names[place] not in names[:place]]
+        others = [number for number in numbers if number not in firsts]
+
+        def saved(number: int, quantity: str) -> float:
+            return -sum(self.added_by_structure(number, quantity))
+
+        def to_spare(number: int, limit: Mapping[str, float]) -> float:
+            """What the candidate in all layers saves more than a target asks for."""
+            return min(saved(number, quantity) + most for quantity, most in limit.items())
+
+        def for_target(limit: Mapping[str, float]) -> list[int]:
+            return sorted(others, key=lambda number: ((spare := to_spare(number, limit)) < 0, abs(spare)))
 
         def most_saved(number: int) -> float:
-            return max((-sum(self.added_by_structure(number, one)) for one in wanted), default=0.0)
+            return max((saved(number, one) for one in wanted), default=0.0)
 
-        return [*firsts, *sorted((number for number in numbers if number not in firsts), key=most_saved, reverse=True)]
+        orders = [for_target(one) for one in limits if one] or [sorted(others, key=most_saved, reverse=True)]
+        return [*firsts, *dict.fromkeys(number for in_order in zip(*orders, strict=True) for number in in_order)]
 
     def fits(self, number: int, measure: Callable[[int], None]) -> bool:
         """Whether a candidate could be measured; where not it is left out, and why is known."""

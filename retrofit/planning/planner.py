@@ -114,7 +114,7 @@ def plan(
             progress=say,
         )
         require_quality(measurements, wanted)
-        measurements.measure_candidates(minutes, wanted_costs(wanted, quantities))
+        measurements.measure_candidates(minutes, wanted_costs(wanted, quantities), [limits_of(one) for one in wanted])
         return Planner(measurements, wanted, say).planned(measure)
 
 

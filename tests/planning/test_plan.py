@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shutil
@@ -251,14 +252,29 @@ def test_what_saves_nothing_that_is_asked_for_is_not_fitted(model: Any, tmp_path
     assert not list((tmp_path / "kept").glob("*.safetensors"))
 
 
-def test_a_passs_first_setting_is_fitted_first_and_then_what_saves_most(model: Any) -> None:
-    said: list[str] = []
+def test_a_passs_first_setting_is_fitted_first_and_then_what_a_target_asks_for(model: Any, tmp_path: Path) -> None:
+    """What reaches it with the least to spare, then what comes nearest to it; of several targets each in turn."""
     given = [f"sparse-loss(modules={count})" for count in (4, 2, 8)]
-    found = planned(model, "memory 0.99x", passes=given, measure=False, progress=said.append)
-    cost = {one.spec: one.worth.costs["memory"] for one in found.uniform}
-    assert len(cost) == 3
-    fitted = [stage.removesuffix(": site 1 of 1 by itself") for stage in said if stage.endswith("site 1 of 1 by itself")]
-    assert fitted == [given[0], *sorted(given[1:], key=cost.__getitem__)] != given
+
+    def fitted(*targets: str) -> list[str]:
+        said: list[str] = []
+        with contextlib.suppress(PlanningError):  # of what cannot be reached
+            planned(model, list(targets), passes=given, measure=False, progress=said.append, folder=tmp_path)
+        return [stage.removesuffix(": site 1 of 1 by itself") for stage in said if stage.endswith("site 1 of 1 by itself")]
+
+    mild = planned(model, "memory 0.99x", passes=given, measure=False)
+    cost = {one.spec: one.worth.costs["memory"] for one in mild.uniform}
+    first, (less, more) = given[0], sorted(given[1:], key=cost.__getitem__)
+    assert cost[less] < cost[more] - 0.01
+    between, below = (cost[less] + cost[more]) / 2, cost[less] - 0.01
+    for targets, order in [
+        ((0.99,), [more, less]),
+        ((between,), [less, more]),
+        ((below,), [less, more]),
+        ((0.99, below), [more, less]),
+        ((below, 0.99), [less, more]),
+    ]:
+        assert fitted(*(f"memory {one:.4f}x" for one in targets)) == [first, *order]
 
 
 @pytest.mark.parametrize(

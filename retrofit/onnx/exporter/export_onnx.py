@@ -181,7 +181,7 @@ def export_part(
     steps: list[RewriteStep] = []
     if fuse:
         examples = [part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part)[:2], start=1)]
-        graph, steps = fuse_operators(graph, examples, functools.cache(lambda: torch_rounding(part, examples[0])))
+        graph, steps = fuse_operators(graph, examples, functools.cache(lambda: max(torch_rounding(part, one) for one in examples)))
     graph.producer_name = "retrofit"
     graph.metadata_props["retrofit.part"] = part.name
     graph.metadata_props["retrofit.recipe"] = "\n".join(recipe_storage.stored_recipe(model))

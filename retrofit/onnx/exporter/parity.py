@@ -24,7 +24,7 @@ from torch import Tensor
 from retrofit.errors import first_line
 from retrofit.onnx.exporter.export_part import LENGTH, ExportPart, Tensors
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
-from retrofit.onnx.exporter.optimization import CHOOSES, largest_gap
+from retrofit.onnx.exporter.optimization import CHOOSES, choosing_nodes, largest_gap
 from retrofit.runtime.choices import Choices, OtherChoicesError
 from retrofit.runtime.precision import Widened
 from retrofit.runtime.probes import TOLERANCE, distance
@@ -210,10 +210,10 @@ def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found:
 def run_with_choices(path: Path, inputs: Tensors, *, optimize: bool = True) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The file's outputs, and what its operators chose, in their order."""
     import onnx
+    import onnx_ir
 
     model = onnx.load(path, load_external_data=False)
-    nodes = [node for node in model.graph.node if node.op_type in CHOOSES and not node.domain]
-    names = [node.output[CHOOSES[node.op_type]] for node in nodes]
+    names = [str(node.outputs[CHOOSES[node.op_type]].name) for node in choosing_nodes(onnx_ir.from_proto(model))]
     own = {value.name for value in model.graph.output}
     for name in names:
         if name not in own:
