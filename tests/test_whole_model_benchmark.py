@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 SPEC = "sparse-ffn(sparsity=8, active=2)"
 NAME = "sparse-ffn-sparsity-8--active-2"
 BEGIN, END = "<!-- the table of benchmarks/whole_model.py -->", "<!-- its end -->"
-PACKED = ("ONNX Runtime, --weights int8", "ONNX Runtime, --weights int4")
+PACKED = ("ONNX Runtime, --weights int8", "ONNX Runtime, --weights int4", "ONNX Runtime, --weights int8, no spinning")
 TORCH = ("torch", "torch, compiled", "torch, bfloat16", "torch, bfloat16, compiled", "torch, int8")
 WAYS = (*TORCH, "ONNX Runtime", "ONNX Runtime, int8", *PACKED)
 

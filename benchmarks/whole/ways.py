@@ -81,8 +81,8 @@ class Compiled(InTorch):
 class InOnnxRuntime:
     """A file of `retrofit.export_onnx`, with its cache."""
 
-    def __init__(self, path: Path, threads: int) -> None:
-        self.session = OnnxSession(path, threads)
+    def __init__(self, path: Path, threads: int, *, spinning: bool = True) -> None:
+        self.session = OnnxSession(path, threads, spinning=spinning)
 
     def outputs(self, ids: Tensor, states: Any, before: int) -> Any:
         numbers = torch.arange(before, before + ids.shape[1])[None]
@@ -166,4 +166,7 @@ def ways(threads: int, dense: str, backend: dict[str, Any]) -> dict[str, Callabl
             )
             for weights in WEIGHTS
         },
+        "ONNX Runtime, --weights int8, no spinning": lambda folder, name: InOnnxRuntime(
+            packed_file(folder, name, "int8"), threads, spinning=False
+        ),
     }

@@ -47,14 +47,21 @@ def import_onnxruntime() -> Any:
 
 
 class OnnxSession:
-    """An ONNX model, from its file or its bytes, that maps named tensors to named tensors on the CPU."""
+    """An ONNX model, from its file or its bytes, that maps named tensors to named tensors on the CPU.
 
-    def __init__(self, model: str | Path | bytes, threads: int | None = None, *, optimize: bool = True) -> None:
+    Its threads wait for work in a loop (`spinning`), or sleep.
+    """
+
+    def __init__(
+        self, model: str | Path | bytes, threads: int | None = None, *, optimize: bool = True, spinning: bool = True
+    ) -> None:
         ort = import_onnxruntime()
         options = ort.SessionOptions()
         options.log_severity_level = 3  # errors, which are raised as well
         if threads is not None:
             options.intra_op_num_threads = options.inter_op_num_threads = threads
+        if not spinning:
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         given = model if isinstance(model, bytes) else str(model)
