@@ -102,7 +102,7 @@ class GrowingAnchorLayer(AnchorLayer):
 
     def room_for(self, count: int, key_extents: Callable[[], list[int]]) -> int:
         """That number; 0 where the cache grows, or masks say nothing of what it has room for."""
-        if self.counter is None or not self.counter.is_compileable or self.is_sliding or isinstance(self, IndexedAnchorLayer):
+        if self.counter is None or not self.counter.is_compileable or self.is_sliding:
             return 0
         size, extents = int(self.counter.get_mask_sizes(1)[0]), key_extents()
         if not extents or any(extent != size for extent in extents):
@@ -304,6 +304,9 @@ class IndexedAnchorLayer(GrowingAnchorLayer):
         super().each_row(change)
         if self.indexer_position_ids is not None:
             self.indexer_position_ids = change(self.indexer_position_ids.transpose(0, 1)).transpose(0, 1)
+
+    def room_for(self, count: int, key_extents: Callable[[], list[int]]) -> int:
+        return 0  # the indexer's keys grow, and choose among as many
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """All the indexer's keys, (batch, anchors, width), the new ones last."""
