@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError, exit_code, report
-from retrofit.cli.foreign_output import without_foreign_output
 from retrofit.cli.outputs import check_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path, seed
 from retrofit.cli.pass_options import gather_passes
@@ -98,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     texts = read_texts(arguments.calibrate)
     try:
-        with working(arguments.debug) as progress, without_foreign_output():
+        with working(arguments.debug) as progress:
             progress(f"reading {arguments.model}")
             place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
             tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)

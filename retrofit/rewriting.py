@@ -14,7 +14,7 @@ from retrofit.checks.finite_weights import require_finite
 from retrofit.checks.reference import Reference
 from retrofit.checks.report import Report
 from retrofit.checks.verify import check_rewrite
-from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, SpecError, VerificationError, first_line, join_remedies
+from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, SpecError, VerificationError, join_remedies
 from retrofit.graphs.fits_as_graph import fits_as_graph
 from retrofit.graphs.graph_module import graph_module
 from retrofit.graphs.shape_prop import propagate_shapes
@@ -28,6 +28,7 @@ from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import device_of, named_inputs
+from retrofit.runtime.failing_module import failure_in
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import run
 from retrofit.runtime.state_preservation import preserve_state
@@ -260,7 +261,7 @@ def run_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> None
         with preserve_state(model):
             run(model, inputs)
     except Exception as error:  # whatever the model's own code raises
-        raise not_running(first_line(error), passes) from error
+        raise not_running(failure_in(model, error), passes) from error
 
 
 def not_running(why: str, passes: Recipe) -> DoesNotFitError:

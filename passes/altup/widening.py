@@ -112,12 +112,14 @@ class WidthPropagation:
         head = self.anatomy.head
         return {node for node in self.flow.nodes if head is not None and node.name == head.node}
 
-    def refuse(self, node: fx.Node, why: str) -> DoesNotFitError:
+    def refuse(self, node: fx.Node, why: str, remedy: str = "") -> DoesNotFitError:
         call = self.flow.call_of(node)
+        if not remedy and self.look_ups:
+            remedy = "use embedding=recycled, which leaves everything outside the layers as it is"
         return DoesNotFitError(
             f"the wide stream cannot pass {call.path or 'the code of the model itself'} (operation {op(node)}, node {node.name})",
             why=why,
-            remedy="use embedding=recycled, which leaves everything outside the layers as it is",
+            remedy=remedy or "put it into a module that takes the stream as an argument",
         )
 
     def run(self) -> WideningPlan:
@@ -254,7 +256,15 @@ class WidthPropagation:
 
     def lift(self, node: fx.Node) -> None:
         """The outermost call around `node` that takes the wide value as an argument is to be applied block by block."""
-        fitting = [call for call in self.flow.call_of(node).chain if call.path and self.liftable(call)]
+        chain = [call for call in self.flow.call_of(node).chain if call.path]
+        fitting = [call for call in chain if self.liftable(call)]
+        taking = [call for call in chain if any(part in self.wide for part in call.inputs.values())]
+        if not fitting and any(call.encloses(inner) for call in taking for inner in self.calls):
+            raise self.refuse(
+                node,
+                f"{op(node)} picks tokens of the stream for a layer inside it",
+                "let altup rewrite the model first, and what put the layer in there after it",
+            )
         if not fitting:
             raise self.refuse(
                 node, f"{op(node)} reads across the stream's width, and no module around it takes the stream as an argument"

@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy
 from numpy.typing import NDArray
 
+from retrofit.planning.foreign_output import without_foreign_output
+
 Array = NDArray[numpy.float64]
 
 ROUNDS = 6  # of linear problems from one start
@@ -109,13 +111,14 @@ def linear_choice(problem: Problem, weights: Array, limits: Mapping[str, float])
     ]
     constraints = [LinearConstraint(row[None], -numpy.inf, limit) for row, limit in scaled]
     size = float(numpy.abs(weights).max()) or 1.0
-    solved = milp(
-        weights / size,
-        constraints=constraints,
-        integrality=numpy.ones(problem.count),
-        bounds=Bounds(0, 1),
-        options={"time_limit": TIME, "mip_rel_gap": GAP},
-    )
+    with without_foreign_output():
+        solved = milp(
+            weights / size,
+            constraints=constraints,
+            integrality=numpy.ones(problem.count),
+            bounds=Bounds(0, 1),
+            options={"time_limit": TIME, "mip_rel_gap": GAP},
+        )
     if solved.x is None:
         return None
     chosen = frozenset(int(index) for index in numpy.flatnonzero(solved.x > 0.5))

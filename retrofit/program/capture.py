@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from retrofit.errors import CaptureError, first_line
+from retrofit.errors import CaptureError
 from retrofit.program.autograd_annotations import annotate_autograd
 from retrofit.program.call_markers import mark_calls, restore_users
 from retrofit.program.dynamic_shapes import with_dynamic_shapes
@@ -26,6 +26,7 @@ from retrofit.program.program import Call, Program
 from retrofit.program.reading import read_program
 from retrofit.program.replayed_values import record_tensor_values, replay_tensor_values
 from retrofit.program.tracing_contexts import compile_on_call, disable_cache, disable_stack_traces, silence_tracer, skip_no_op_casts
+from retrofit.runtime.failing_module import failure_in
 from retrofit.runtime.modes import preserve_modes
 from retrofit.runtime.one_at_a_time import one_at_a_time
 
@@ -50,7 +51,7 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
     except Exception as error:  # whatever the model's own code raises
         raise CaptureError(
             f"{type(model).__name__} could not be captured as a graph",
-            why=first_line(error),
+            why=failure_in(model, error),
             remedy="pass example_inputs= that its forward accepts; code that branches on the values of tensors cannot be captured",
         ) from error
     return dataclasses.replace(read_program(exported, calls), branches=branches, examples=dict(example_inputs))

@@ -35,9 +35,10 @@ SPECS = {
     "sparse-qkv": "sparse-qkv",
     "sparse-loss": "sparse-loss(modules=4)",
 }
+SKIPPING = "sequence-altup(k=2, method=stride-and-skip)"
 OTHERWISE = {  # other forms of the same passes
     "altup": ("altup(k=3, init=hop)", "altup(k=2, embedding=recycled)"),
-    "sequence-altup": ("sequence-altup(k=2, method=stride-and-skip)",),
+    "sequence-altup": (SKIPPING,),
     "sparse-ffn": ("sparse-ffn(sparsity=1)",),
     "shared-moe": ("shared-moe(experts=3, groups=0)", "shared-moe(experts=2, share_attention=true)"),
     "recurrence": ("recurrence(rank=3, layers=0)",),
@@ -69,7 +70,10 @@ REFUSED = {
     ("shared-moe", "sparse-ffn"): "mixture of experts already",
     ("shared-moe", "shared-moe"): "mixture of experts already",
 }
-REFUSED_FORMS = {("sequence-altup(k=2, method=stride-and-skip)", "reversible"): "no two layers follow each other"}  # of some models
+REFUSED_FORMS = {
+    (SKIPPING, "reversible"): "no two layers follow each other",  # of some models
+    **{(SKIPPING, form): "picks tokens of the stream for a layer inside it" for form in (SPECS["altup"], *OTHERWISE["altup"])},
+}
 NO_CROSS = "no attention reads the result of another stack"  # merge-cross-attention is refused on a decoder by itself
 MERGE = "merge-cross-attention"
 QUICK = (("llama", "sequence-altup", "altup"), ("llama", "sparse-ffn", "shared-moe"))

@@ -144,6 +144,16 @@ def test_what_cannot_be_traced_is_refused_with_the_first_line_of_the_reason() ->
     assert "example_inputs=" in caught.value.remedy and model.training
 
 
+def test_the_reason_names_the_module_that_fails() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Sequential(Failing())))
+    with pytest.raises(CaptureError) as caught:
+        capture(model, {"input": torch.ones(3, 2)})
+    assert caught.value.why == "1.1.0: ValueError: cannot take (3, 2)"
+    with pytest.raises(CaptureError) as caught:
+        capture(nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 6)), {"input": torch.ones(2, 3)})
+    assert caught.value.why.startswith("1: RuntimeError: ")
+
+
 def test_in_place_operations_are_functionalized() -> None:
     class InPlace(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

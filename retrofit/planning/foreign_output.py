@@ -1,4 +1,4 @@
-"""What libraries print from C while a command works, kept out of what the command itself prints."""
+"""What a library prints from C while it computes, kept out of what the program prints."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ STDOUT = 1
 
 @contextlib.contextmanager
 def without_foreign_output() -> Iterator[None]:
-    """What is written to stdout past Python is lost until the block ends, and what Python writes there goes to stderr.
+    """What is written to stdout past Python is lost until the block ends.
 
     HiGHS, which scipy's `milp` runs, prints a line for some solutions whatever its options say; C keeps such lines in a buffer, so
-    that they would come after the JSON of `--json`.
+    that they could come anywhere in what Python prints, or after the JSON of `--json`.
     """
     try:
         sys.stdout.flush()
         flush = ctypes.CDLL(None).fflush
         kept = os.dup(STDOUT)
-    except (OSError, TypeError, AttributeError):  # stdout is closed, or this is no POSIX system
+    except (OSError, TypeError, ValueError, AttributeError):  # stdout is closed, or this is no POSIX system
         yield
         return
     try:
         flush(None)
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), STDOUT)
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
+        yield
     finally:
         flush(None)
         os.dup2(kept, STDOUT)

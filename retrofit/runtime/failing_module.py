@@ -1,0 +1,18 @@
+"""Where in a model an error came from."""
+
+from __future__ import annotations
+
+import traceback
+
+from torch import nn
+
+from retrofit.errors import first_line
+
+
+def failure_in(model: nn.Module, error: BaseException) -> str:
+    """The first line of the error, after the path of the innermost module of the model in whose code it was raised."""
+    paths = {id(vars(module)): path for path, module in model.named_modules()}  # a tracer calls others that have the same contents
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = [id(vars(one)) for one in owners if isinstance(one, nn.Module)]
+    path = next((paths[one] for one in reversed(inside) if one in paths), "")
+    return f"{path}: {first_line(error)}" if path else first_line(error)
