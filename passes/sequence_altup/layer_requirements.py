@@ -30,8 +30,14 @@ def unfit(why: str, remedy: str = "") -> DoesNotFitError:
 # ── As far as the anatomy says ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def require_unstrided(module: nn.Module) -> None:
-    if any(isinstance(part, StridedLayer) for part in module.modules()):
+def is_inside_strided(model: nn.Module, path: str) -> bool:
+    """Whether the module at the path is part of a strided layer."""
+    steps = path.split(".")
+    return any(isinstance(model.get_submodule(".".join(steps[:count])), StridedLayer) for count in range(1, len(steps)))
+
+
+def require_unstrided(model: nn.Module, path: str) -> None:
+    if is_inside_strided(model, path) or any(isinstance(part, StridedLayer) for part in model.get_submodule(path).modules()):
         raise unfit("it is strided already", "other options need a model that was not rewritten so; layers= names other depths")
 
 

@@ -23,6 +23,7 @@ from retrofit.passes.sequence_altup.captured_arguments import ArgumentCaptures, 
 from retrofit.passes.sequence_altup.cross_layer_values import CrossLayerValue, arguments_from_layers, cross_layer_values
 from retrofit.passes.sequence_altup.layer_requirements import (
     Candidate,
+    is_inside_strided,
     require_all_calls,
     require_all_tokens_read,
     require_fitting_consumers,
@@ -163,13 +164,17 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         """The layers that the options name and the anatomy allows, each module once."""
         chosen: dict[str, tuple[Stack, Layer]] = {}
         for stack in anatomy.stacks:
+            if all(is_inside_strided(anatomy.model, layer.name) for layer in stack.layers):
+                with collect_near_miss(stack.name, near_misses):
+                    require_unstrided(anatomy.model, stack.layers[0].name)
+                continue
             depths = self.depths(stack, near_misses)
             for depth, layer in enumerate(stack.layers):
                 if depth not in depths or layer.name in chosen:
                     continue
                 with collect_near_miss(layer.name or layer.exit, near_misses):
                     layer.stream_places()  # raises where a wrapper cannot be put around the layer
-                    require_unstrided(anatomy.model.get_submodule(layer.name))
+                    require_unstrided(anatomy.model, layer.name)
                     require_all_calls(stack, layer, depths)
                     chosen[layer.name] = stack, layer
         return list(chosen.values())
@@ -189,7 +194,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         count = len(stack.layers)
         depths = set(range(1, count - 1)) if self.layers == "inner" else selected_depths(self.layers, count, self.name)
         if not depths:
-            why = f"it has {count} layers, none between the first and the last"
+            why = f"it has {count} layer{'s' if count > 1 else ''}, none between the first and the last"
             near_misses.append(NearMiss(stack.name, why, in_any_form=True))
         return depths
 

@@ -25,6 +25,11 @@ from retrofit.sdk import (
 
 Moments = Mapping[str, tuple[Tensor, Tensor]]
 
+# Why a dense parameter is dropped:
+FITTED = "sparse layers fitted to it replace it"
+FITTED_OUTPUT = "a sparse layer fitted to it replaces it"
+NO_OUTPUT = "the method has no output layer"
+
 
 @dataclasses.dataclass(frozen=True)
 class SparseProjections:
@@ -85,7 +90,7 @@ class SparseProjections:
             column += one.width if separate is None else 0
             replacement = ColumnProjection(start, one.width, column_order(one), bias, separate, device, site.tokens_first)
             edit.replace_module(one.matrix.module, replacement)
-            edit.drop_parameter(weight, "sparse layers fitted to it replace it")
+            edit.drop_parameter(weight, FITTED)
         outer_output = None if keep_output or site.out is None else self.install_output(edit, site.out)
         for reader in site.readers if self.shared is not None else ():  # one may contain the output layer
             module = model.get_submodule(reader.path)
@@ -99,10 +104,10 @@ class SparseProjections:
         """The dense output layer is gone; returns its replacement where that reads earlier tokens, and belongs into the wrapper."""
         weight, bias = weight_and_bias(out, edit.model)
         outer: SparseOutput | None = None
-        why = "a sparse layer fitted to it replaces it"
+        why = FITTED_OUTPUT
         replacement: nn.Module = IdentityProjection(bias is not None)
         if self.output is None:
-            why = "the method has no output layer"
+            why = NO_OUTPUT
             if bias is not None:
                 edit.drop_parameter(bias, why)
         elif self.output.kernel > 1:

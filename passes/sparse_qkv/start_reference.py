@@ -15,6 +15,7 @@ from torch import Tensor
 
 from retrofit.passes.multiplicative_reference import UNEVEN, fit_problem
 from retrofit.passes.sparse_qkv.reference import convolved, projected
+from retrofit.passes.sparse_qkv.sparse_projections import FITTED, FITTED_OUTPUT, NO_OUTPUT
 from retrofit.sdk import Observed, ObservedSite, Problems
 
 LEAST = 0.6  # of a fit's own square: its product with what it is fitted to (1 but for the few rows they are tried on)
@@ -41,6 +42,8 @@ def start(observed: Observed) -> Problems:
     for part in parts(observed):
         if part.site.dense_path not in observed.dense_probes:
             observed.not_compared(part.site.path, NO_PLAIN_MATRIX)
+        elif why := dropped_before(part, observed):
+            observed.not_compared(part.site.path, why)
         elif observed.is_calibrated and part.letter == "v" and observed.options.output == "none":
             observed.not_compared(part.site.path, "calibrated values may do the work of the output layer too")
         else:
@@ -49,6 +52,12 @@ def start(observed: Observed) -> Problems:
             by_sparse.setdefault(id(shared), []).append(part)
     for same in by_sparse.values():
         yield from fit_problems(same, observed)
+
+
+def dropped_before(part: Part, observed: Observed) -> str:
+    """Why an earlier pass dropped the matrix of the dense projection, "" where none did: then another one was fitted to."""
+    fate = observed.fates.get(f"{part.site.dense_path}.weight")
+    return fate.why if fate is not None and fate.kind == "dropped" and fate.why not in (FITTED, FITTED_OUTPUT, NO_OUTPUT) else ""
 
 
 def parts(observed: Observed) -> Iterator[Part]:

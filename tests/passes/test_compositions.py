@@ -35,12 +35,13 @@ SPECS = {
     "sparse-qkv": "sparse-qkv",
     "sparse-loss": "sparse-loss(modules=4)",
 }
+SHARING = "shared-moe(experts=2, share_attention=true)"
 SKIPPING = "sequence-altup(k=2, method=stride-and-skip)"
 OTHERWISE = {  # other forms of the same passes
     "altup": ("altup(k=3, init=hop)", "altup(k=2, embedding=recycled)"),
     "sequence-altup": (SKIPPING,),
     "sparse-ffn": ("sparse-ffn(sparsity=1)",),
-    "shared-moe": ("shared-moe(experts=3, groups=0)", "shared-moe(experts=2, share_attention=true)"),
+    "shared-moe": ("shared-moe(experts=3, groups=0)", SHARING),
     "recurrence": ("recurrence(rank=3, layers=0)",),
     "merge-cross-attention": ("merge-cross-attention(attentions=1)",),
     "sparse-qkv": ("sparse-qkv(kernel=1)",),  # rewrites merged attentions too
@@ -132,6 +133,12 @@ def test_on_two_streams_a_feed_forward_is_refused_with_the_order_that_works() ->
     assert "these are two streams" in said
 
 
+@pytest.mark.long
+def test_a_layer_inside_a_strided_one_is_strided_already() -> None:
+    assert "model.layers.1: it is strided already" in rewritten("llama", SKIPPING, "sequence-altup(k=2)")
+    assert not rewritten("llama", SKIPPING, "sequence-altup(k=2, layers=all)")  # the others
+
+
 def forms(name: str) -> st.SearchStrategy[tuple[str, str]]:
     return st.tuples(st.just(name), st.sampled_from((SPECS[name], *OTHERWISE.get(name, ()))))
 
@@ -140,6 +147,8 @@ def forms(name: str) -> st.SearchStrategy[tuple[str, str]]:
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @example(kind="llama", recipe=[("shared-moe", "shared-moe(experts=3)"), ("memory", "memory"), ("altup", "altup(k=2)")])
 @example(kind="bart", recipe=[("memory", "memory(beside=ffns)"), ("shared-moe", "shared-moe(experts=3)"), ("sum", "sum")])
+@example(kind="bart", recipe=[("sparse-qkv", "sparse-qkv(kernel=1)"), ("sequence-altup", SKIPPING), ("altup", "altup(k=2)")])
+@example(kind="llama", recipe=[("shared-moe", SHARING), ("sparse-qkv", "sparse-qkv"), ("sparse-loss", "sparse-loss(modules=4)")])
 @given(
     kind=st.sampled_from(sorted(MODELS)),
     recipe=st.lists(st.sampled_from(sorted(SPECS)).flatmap(forms), min_size=3, max_size=3, unique_by=lambda one: one[0]),
