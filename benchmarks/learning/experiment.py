@@ -106,10 +106,12 @@ def rewritten(
     tokenizer: Any = None,
     text: Text = DOCUMENTATION,
 ) -> nn.Module:
-    """The dense model rewritten, its start fitted where the pass does that; an empty spec leaves it dense."""
+    """The dense model rewritten, its start fitted where the pass does that; an empty spec leaves it dense, a file holds one."""
     set_seed(seed)
     if not spec:
         return copy.deepcopy(dense)
+    if spec.endswith(".pt"):
+        return retrofit.load(spec)
     calibration = calibration_windows(dense, tokenizer, text) if calibrated and as_pass(spec).calibrates else None
     return retrofit.apply(copy.deepcopy(dense), spec, calibration=calibration, verify=False)
 

@@ -12,6 +12,8 @@ and standard deviation over the seeds, and draws them.
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3 --steps 125 250 --ways plain distil
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3 --pictures docs/pictures
     python benchmarks/learning/recovery.py -o smol.json --model SmolLM2 --steps 293 --lr 1e-4 --bf16 --ways "align, distil"
+
+`--specs` may also name files of models that were rewritten before, as `benchmarks/whole_model.py` leaves them (`.pt`).
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def main() -> None:
     parser.add_argument("--align-lr", type=float, default=ALIGN_LR, help="of the steps of align")
     parser.add_argument("--lr-new", type=float, help="of parameters that the pass made; otherwise --lr")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-    parser.add_argument("--specs", nargs="+", default=SPECS)
+    parser.add_argument("--specs", nargs="+", default=SPECS, help="passes, or files of rewritten models")
     parser.add_argument("--ways", nargs="+", default=[way for way in WAYS if way not in ONLY_NAMED], choices=list(WAYS))
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
     parser.add_argument("--pictures", metavar="FOLDER", type=Path, help="run nothing; also draw the curves of each pass there")
@@ -83,7 +85,12 @@ def key_of(spec: str, way: str, steps: int, seed: int, options: argparse.Namespa
     aligned = f", aligned at {options.align_lr:g}" if "align" in WAYS[way] and options.align_lr != ALIGN_LR else ""
     new = f", new at {options.lr_new:g}" if spec and options.lr_new else ""
     low = ", bfloat16" if options.bf16 else ""
-    return f"{options.model} | {spec or 'dense'} | {way} | seed {seed} | {steps} steps at {options.lr:g}{aligned}{new}{low}"
+    return f"{options.model} | {name_of(spec)} | {way} | seed {seed} | {steps} steps at {options.lr:g}{aligned}{new}{low}"
+
+
+def name_of(spec: str) -> str:
+    """Of a pass, or of the file that holds a model."""
+    return (Path(spec).stem if spec.endswith(".pt") else spec) or "dense"
 
 
 def one_run(spec: str, way: str, steps: int, seed: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -132,7 +139,7 @@ def table(results: Mapping[str, Any], options: argparse.Namespace) -> str:
             )
             reached = [steps_to(run, plain[seed]["eval_losses"][-1][1]) for seed, run in runs.items() if seed in plain]
             shown = ", ".join("not" if one is None else str(one) for one in reached)
-            name = f"`{spec}`" if spec else "dense"
+            name = f"`{name_of(spec)}`" if spec else "dense"
             ends = f"{start:.4f} | {mean_and_deviation(last)} | {with_error(gap)} | {with_error(apart)}"
             lines.append(f"| {name} | {way} | {steps} | {len(runs)} | {ends} | {shown} |")
     return "\n".join(lines)

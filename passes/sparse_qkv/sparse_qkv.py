@@ -84,6 +84,10 @@ class SparseQKV(Pass[SparseQKVPlan]):
         start=start_reference.start,
     )
     remedy: ClassVar[str] = "choose other modules= or layers=, or output=keep; retrofit inspect shows the attentions"
+    way_around: ClassVar[str] = (
+        "an attention is given queries, keys and values side by side in place of its input, and its own code may read the input's "
+        "width: leave it out by layers=, or use another pass"
+    )
 
     modules: int | None = option(None, "S, modules that a projection is divided into; none: as many as query heads", minimum=1)
     kernel: int = option(3, "F, modules and tokens that a filter sees", minimum=1)

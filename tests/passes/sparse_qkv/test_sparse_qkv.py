@@ -447,3 +447,17 @@ def test_options_are_checked() -> None:
         SparseQKV(kernel=0)
     with pytest.raises(SpecError, match="output"):
         SparseQKV(output="dense")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["causal/trocr", "image/pvt_v2"])
+def test_an_attention_that_reads_the_width_of_its_input_is_named_and_its_graph_is_rewritten(name: str) -> None:
+    entry = zoo.entry(name)
+    model = zoo.build(entry)
+    example = zoo.inputs(entry, model)
+    with pytest.raises(DoesNotFitError, match="does not run") as caught:
+        retrofit.apply(model, "sparse-qkv(kernel=2)", example_inputs=example)
+    path, _, reason = caught.value.why.partition(": ")
+    assert "att" in type(model.get_submodule(path.removesuffix(".layer"))).__name__.lower() and "RuntimeError: shape" in reason
+    assert "side by side" in caught.value.remedy and "emit='graph'" in caught.value.remedy
+    assert retrofit.recipe(retrofit.apply(model, "sparse-qkv(kernel=2)", example_inputs=example, emit="graph"))
