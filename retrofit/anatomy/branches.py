@@ -10,7 +10,7 @@ from retrofit.anatomy.attention_cores import Attention
 from retrofit.anatomy.branch_roles import role_of
 from retrofit.anatomy.parts import Branch, Stack
 from retrofit.anatomy.projection_roles import describe_projections
-from retrofit.anatomy.residual_streams import Residual
+from retrofit.anatomy.residual_streams import Residual, is_addition, residual_at
 from retrofit.program.aten_ops import is_heavy
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call
@@ -64,6 +64,17 @@ def is_on_two_streams(branch: Branch, stacks: Iterable[Stack], flow: Dataflow) -
     """Whether sums of other branches lie within the branch: it reads the newer of two streams, and is added to the older one."""
     sums = {other.add for stack in stacks for layer in stack.layers for other in layer.branches} - {branch.add}
     return any(node.name in sums for node in flow.between(flow.node(branch.source), flow.node(branch.output)))
+
+
+LAYER_WITHIN = "it is a layer within a layer: one branch of the stream adds branches of its own"
+BEFORE_THE_OUTER = "rewrite the feed-forwards before what wraps their layers"
+
+
+def holds_sums(branch: Branch, flow: Dataflow) -> bool:
+    """Whether the branch adds branches of its own to what it reads: a layer within a layer."""
+    region = set(flow.between(flow.node(branch.source), flow.node(branch.output)))
+    sums = (residual_at(node, flow, {}) for node in region if is_addition(node, flow))
+    return any(one is not None and one.base in region and region.issuperset(one.branches) for one in sums)
 
 
 def owner_of(nodes: list[fx.Node], flow: Dataflow) -> Call:

@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from torch import fx, nn
 
 from retrofit.anatomy.anatomy import Anatomy
-from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, is_on_two_streams, owner_of
+from retrofit.anatomy.branches import (
+    BEFORE_THE_OUTER,
+    BEFORE_TWO_STREAMS,
+    LAYER_WITHIN,
+    ON_TWO_STREAMS,
+    holds_sums,
+    is_on_two_streams,
+    owner_of,
+)
 from retrofit.anatomy.elementwise_outline import ElementwiseOutline
 from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock
 from retrofit.anatomy.feed_forward_places import is_computed_by, place_in_owner, place_over_modules
@@ -39,6 +47,8 @@ def feed_forwards(anatomy: Anatomy, layers: Iterable[int] | None = None) -> tupl
             for branch in () if layer.ffns else layer.branches:
                 if is_on_two_streams(branch, anatomy.stacks, anatomy.flow):
                     near_misses.append(NearMiss(layer.name or branch.output, ON_TWO_STREAMS, BEFORE_TWO_STREAMS))
+                elif branch.role == "self-attention" and holds_sums(branch, anatomy.flow):
+                    near_misses.append(NearMiss(layer.name or branch.output, LAYER_WITHIN, BEFORE_THE_OUTER))
             for branch in layer.ffns:
                 with collect_near_miss(branch.name or layer.name or branch.output, near_misses):
                     site = parse_feed_forward(branch, anatomy.model, anatomy.flow)

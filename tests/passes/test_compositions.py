@@ -134,6 +134,15 @@ def test_on_two_streams_a_feed_forward_is_refused_with_the_order_that_works() ->
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("behind", ["sparse-ffn(sparsity=4)", "shared-moe(experts=3)"])
+def test_feed_forwards_of_strided_layers_are_left_alone_with_the_order_that_works(behind: str) -> None:
+    assert "a layer within a layer" in rewritten("llama", "sequence-altup(k=2, layers=all)", behind)
+    model = retrofit.apply(MODELS["llama"](), "sequence-altup(k=2)", verify=False)
+    misses = {one.name: one for one in retrofit.plan_of(model, behind).passes[0].plan.near_misses}
+    assert list(misses) == ["model.layers.1"] and "before what wraps" in misses["model.layers.1"].remedy
+
+
+@pytest.mark.long
 def test_a_layer_inside_a_strided_one_is_strided_already() -> None:
     assert "model.layers.1: it is strided already" in rewritten("llama", SKIPPING, "sequence-altup(k=2)")
     assert not rewritten("llama", SKIPPING, "sequence-altup(k=2, layers=all)")  # the others
