@@ -18,6 +18,7 @@ from retrofit.pipeline.method_reference import ObservedSite as ObservedSite
 from retrofit.pipeline.method_reference import OneOf as OneOf
 from retrofit.pipeline.method_reference import Problems as Problems
 from retrofit.pipeline.method_reference import SiteCall as SiteCall
+from retrofit.pipeline.method_reference import may_be_chance as may_be_chance
 from retrofit.pipeline.protocol import Rewrite as Rewrite
 from retrofit.anatomy.sites import NearMiss as NearMiss
 from retrofit.anatomy.sites import Site as Site

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Observed, Problems, SiteCall
+from retrofit.sdk import Deviation, Observed, Problems, SiteCall, may_be_chance
 
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 HIDDEN = -1e4  # an additive mask below this hides
@@ -151,5 +151,5 @@ def start(observed: Observed) -> Problems:
                 yield site.path, "two rounds or attentions have the same rotation"
             seen.add(values)
         spread, count = float(rotations.square().mean().sqrt()), rotations.numel()
-        if abs(spread - 1) > max(0.05, 4 / (2 * count) ** 0.5):
+        if not may_be_chance(spread, count):
             yield site.path, f"its rotations have a spread of {spread:.2g}, and not 1"

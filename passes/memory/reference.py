@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Observed, Problems, SiteCall
+from retrofit.sdk import Deviation, Observed, Problems, SiteCall, may_be_chance
 
 
 def memory_layer(call: SiteCall) -> Tensor:
@@ -88,8 +88,7 @@ def start(observed: Observed) -> Problems:
             value = getattr(memory, name, None)
             if isinstance(value, Tensor) and value.numel() >= 24:
                 ratio = float(value.detach().float().std()) / expected
-                slack = 4 / math.sqrt(2 * value.numel())
-                if abs(ratio - 1) > max(0.05, slack):
+                if not may_be_chance(ratio, value.numel()):
                     yield site.path, f"{name} begins with {ratio:.2g} times the spread that the method gives it"
         for name in sorted({name for name, _ in memory.named_buffers()} - memory.state_dict().keys()):
             yield site.path, f"its {name} are not saved with the model"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Observed, Problems, SiteCall
+from retrofit.sdk import Deviation, Observed, Problems, SiteCall, may_be_chance
 
 
 def recurrent_feed_forward(call: SiteCall) -> Tensor:
@@ -102,5 +102,5 @@ def start(observed: Observed) -> Problems:
             yield site.path, "the biases of its gates do not begin at zero"
         for name, value, expected in (("W_in", unit.w_in, len(unit.w_in) ** -0.5), *(("W", one.w, rank**-0.5) for one in units)):
             ratio = float(value.detach().float().std()) / expected
-            if value.numel() >= 24 and abs(ratio - 1) > max(0.05, 4 / (2 * value.numel()) ** 0.5):
+            if value.numel() >= 24 and not may_be_chance(ratio, value.numel()):
                 yield site.path, f"{name} begins with {ratio:.2g} times the spread that the method gives it"

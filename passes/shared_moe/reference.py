@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
+from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall, may_be_chance
 
 CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by the dtype that the dense model computed it in
 COARSE = 5e-2  # the same of half precision
@@ -116,7 +116,7 @@ def start(observed: Observed) -> Problems:
         moe: Any = group[0].module.moe
         weight = moe.router.weight.detach().float()
         fitted = observed.is_calibrated and len(group) > 1  # to tell the layers of the group
-        if not fitted and weight.numel() >= 24 and not 0.5 < float(weight.std()) / 0.02 < 2:
+        if not fitted and weight.numel() >= 24 and not may_be_chance(float(weight.std()) / 0.02, weight.numel()):
             yield group[0].path, f"the router begins with a spread of {float(weight.std()):.2g}, and the method's is 0.02"
         sources = next(named, None) if len(group) > 1 else None
         if not observed.options.reinit:

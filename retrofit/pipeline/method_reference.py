@@ -219,6 +219,12 @@ class Observed:
 
 
 Problems = Iterator[tuple[str, str]]  # the path of a site, and what is wrong there
+STANDARD_ERRORS = 6  # of a spread: chance goes beyond them once in ten million times
+
+
+def may_be_chance(ratio: float, count: int) -> bool:
+    """Whether so many normal numbers may spread `ratio` times as far as those of their distribution do."""
+    return abs(ratio - 1) <= max(0.05, STANDARD_ERRORS / math.sqrt(2 * count))
 
 
 @dataclasses.dataclass(frozen=True)
