@@ -84,11 +84,14 @@ def declare_ties(model: Any) -> None:
         part.all_tied_weights_keys = dict(tied)
 
 
-def adjust_bias(module: Any, weight: Any) -> None:
-    """What transformers does to the bias of a tied weight: fits it to the rows, but not if it belongs to the columns."""
+def adjust_bias(module: Any, tied: Any) -> None:
+    """What transformers does to the bias of a tied weight: fits it to the rows, but not if it belongs to the columns.
+
+    It does that whatever it ties: of a bias, or another parameter, nothing has to fit.
+    """
     own, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if own is None or bias is None or bias.shape[-1] != own.shape[-1]:
-        sys.modules["transformers.modeling_utils"].PreTrainedModel._adjust_bias(None, module, weight)
+    if own is tied and (bias is None or bias.shape[-1] != own.shape[-1]):
+        sys.modules["transformers.modeling_utils"].PreTrainedModel._adjust_bias(None, module, tied)
 
 
 def declare_published_ties(model: Any) -> None:
