@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,6 +174,16 @@ def test_three_passes_are_refused_only_where_two_of_them_are(kind: str, recipe: 
         two.append((NO_CROSS, True, True))
     assert not said or any(reason in said for reason, *_ in two), said
     assert said or not any(first and second for _, first, second in two), "two of these forms are refused by themselves"
+
+
+def test_biases_that_are_tied_while_their_weights_are_gone_keep_their_size(tmp_path: Path) -> None:
+    model = tiny_models.llama(attention_bias=True)
+    retrofit.apply(model, SHARING, "sparse-qkv(kernel=1)", verify=False)
+    assert any(name.endswith("q_proj.bias") for name in model.all_tied_weights_keys)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    ids = torch.arange(12)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 def test_modules_that_layers_share_do_not_hide_that_ids_are_handed_down() -> None:
