@@ -39,10 +39,11 @@ class Part:
 def start(observed: Observed) -> Problems:
     """Every projection was fitted to the dense one, and its columns are in the same order."""
     by_sparse: dict[int, list[Part]] = {}
+    owners: dict[tuple[int, ...], Part] = {}
     for part in parts(observed):
         if part.site.dense_path not in observed.dense_probes:
             observed.not_compared(part.site.path, NO_PLAIN_MATRIX)
-        elif why := dropped_before(part, observed):
+        elif why := dropped_before(part, observed) or given_later(part, owners):
             observed.not_compared(part.site.path, why)
         elif observed.is_calibrated and part.letter == "v" and observed.options.output == "none":
             observed.not_compared(part.site.path, "calibrated values may do the work of the output layer too")
@@ -58,6 +59,12 @@ def dropped_before(part: Part, observed: Observed) -> str:
     """Why an earlier pass dropped the matrix of the dense projection, "" where none did: then another one was fitted to."""
     fate = observed.fates.get(f"{part.site.dense_path}.weight")
     return fate.why if fate is not None and fate.kind == "dropped" and fate.why not in (FITTED, FITTED_OUTPUT, NO_OUTPUT) else ""
+
+
+def given_later(part: Part, owners: dict[tuple[int, ...], Part]) -> str:
+    """Whose parameters a later pass gave to the sparse modules, "" where they have their own; `owners` holds the parts so far."""
+    first = owners.setdefault(tuple(map(id, part.sparse.parameters())), part)
+    return "" if first.sparse is part.sparse else f"it shares the matrices of {first.site.path}"
 
 
 def parts(observed: Observed) -> Iterator[Part]:

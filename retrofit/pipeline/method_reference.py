@@ -97,7 +97,7 @@ class SiteCall:
     def given(
         self, child: str, places: Mapping[Place, Tensor], key: Key = None, others: Mapping[Any, Any] | None = NOTHING
     ) -> Tensor:
-        """What the child `child`, called with these arguments, returns at `key`: as it did in the model's forward.
+        """What the child `child`, called with these arguments, returns at `key` (None: first): as it did in the model's forward.
 
         The module must call it with the same, and with its own arguments apart from these and `others` (None: with whatever).
         A gradient that arrives here goes on to the first of these arguments. What is there at positions that
@@ -107,7 +107,7 @@ class SiteCall:
         if len(calls) >= len(self.results.get(child, ())):
             raise Deviation(f"{child} is called {len(self.results.get(child, ()))} times, and the method calls it more often")
         returned = self.results[child][len(calls)]
-        key = None if isinstance(returned, Tensor) else key
+        key = None if isinstance(returned, Tensor) else 0 if key is None else key
         leaf = (returned if key is None else item(returned, key)).detach().clone().requires_grad_()
         calls.append(Expected(dict(places), others, returned, leaf, key, self.irrelevant))
         return linked(leaf, shown(next(iter(places.values())), self.irrelevant)) if places else leaf

@@ -114,6 +114,7 @@ def agrees(name: str, spec: str) -> None:
     except DoesNotFitError:
         pytest.skip("the pass does not fit the model")
     assert found.status == "passed", f"{found.measured}\n{found.why}"
+    assert "Error" not in found.why, f"the check itself failed: {found.why}"
 
 
 @pytest.mark.first(8)
