@@ -219,7 +219,7 @@ class Observed:
 
 
 Problems = Iterator[tuple[str, str]]  # the path of a site, and what is wrong there
-STANDARD_ERRORS = 6  # of a spread: chance goes beyond them once in ten million times
+STANDARD_ERRORS = 6  # of a spread: chance goes beyond them less than once in a million times
 
 
 def may_be_chance(ratio: float, count: int) -> bool:
