@@ -75,7 +75,7 @@ class MergedSite:
 
     path: str
     heads: int
-    cache_layers: int  # of the decoder's cache: as many as its stack has
+    cache_layers: int  # of the decoder's cache
     own: AttentionCall
     cross: AttentionCall
     arguments: CrossArguments
@@ -117,7 +117,12 @@ class SiteFinder:
         of_own = AttentionCall(inside(own.path, call.path), own.site.stream_in, self.borrowing(own, cross, one))
         gone = self.gone(cross) if self.attentions_left == 1 else None
         arguments = self.arguments(call, cross)
-        return MergedSite(call.path, own.site.heads, len(stack.layers), of_own, of_cross, arguments, written_out, gone)
+        return MergedSite(call.path, own.site.heads, self.cache_layers(stack), of_own, of_cross, arguments, written_out, gone)
+
+    def cache_layers(self, stack: Stack) -> int:
+        """How many layers the stack's cache has: a layer within one of its layers is a stack of its own, with the same cache."""
+        alike = [one for one in self.anatomy.stacks if one.kind == stack.kind]
+        return sum(len(one.layers) for one in alike if is_part_of(one.name, stack.name) or is_part_of(stack.name, one.name))
 
     # The two attentions of a layer.
 
@@ -297,6 +302,11 @@ def query_numbers(attention: FoundAttention, flow: Dataflow) -> list[Any] | None
 def inside(path: str, outer: str) -> str:
     """The path inside the module at `outer`."""
     return path[len(outer) + 1 :] if outer else path
+
+
+def is_part_of(outer: str, path: str) -> bool:
+    """Whether `path` is `outer`, or inside it."""
+    return path == outer or not outer or path.startswith(f"{outer}.")
 
 
 def has_equal(module: nn.Module, path: str, part: nn.Module) -> bool:

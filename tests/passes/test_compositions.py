@@ -161,6 +161,7 @@ def forms(name: str) -> st.SearchStrategy[tuple[str, str]]:
 @example(kind="llama", recipe=[("shared-moe", SHARING), ("sparse-qkv", "sparse-qkv"), ("sparse-loss", "sparse-loss(modules=4)")])
 @example(kind="bart", recipe=[("shared-moe", SHARING), ("sparse-qkv", "sparse-qkv(kernel=1)"), ("sum", "sum")])  # tied biases
 @example(kind="bart", recipe=[("sparse-qkv", "sparse-qkv(kernel=1)"), ("shared-moe", SHARING), ("sum", "sum")])
+@example(kind="bart", recipe=[("sequence-altup", SKIPPING), ("merge-cross-attention", "merge-cross-attention"), ("sum", "sum")])
 @given(
     kind=st.sampled_from(sorted(MODELS)),
     recipe=st.lists(st.sampled_from(sorted(SPECS)).flatmap(forms), min_size=3, max_size=3, unique_by=lambda one: one[0]),
