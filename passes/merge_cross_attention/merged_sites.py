@@ -121,8 +121,8 @@ class SiteFinder:
 
     def cache_layers(self, stack: Stack) -> int:
         """How many layers the stack's cache has: a layer within one of its layers is a stack of its own, with the same cache."""
-        alike = [one for one in self.anatomy.stacks if one.kind == stack.kind]
-        return sum(len(one.layers) for one in alike if is_part_of(one.name, stack.name) or is_part_of(stack.name, one.name))
+        stacks = [one for one in self.anatomy.stacks if one.kind == stack.kind]
+        return sum(len(one.layers) for one in stacks if is_part_of(one.name, stack.name) or is_part_of(stack.name, one.name))
 
     # The two attentions of a layer.
 
