@@ -157,8 +157,8 @@ def draw(spec: str, results: Mapping[str, Any], options: argparse.Namespace) -> 
         "dense, trained on as long": statistics.mean(losses[-1][1] for losses in trained),
     }
     options.pictures.mkdir(parents=True, exist_ok=True)
-    path = options.pictures / f"recovery_{options.model}_{spec.partition('(')[0]}.svg"
-    draw_seed_curves(path, curves, spec, levels)
+    path = options.pictures / f"recovery_{options.model}_{name_of(spec).partition('(')[0]}.svg"
+    draw_seed_curves(path, curves, name_of(spec), levels)
     print(path)
 
 
