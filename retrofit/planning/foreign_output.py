@@ -13,7 +13,7 @@ STDOUT = 1
 
 @contextlib.contextmanager
 def without_foreign_output() -> Iterator[None]:
-    """What is written to stdout past Python is lost until the block ends.
+    """What is written to stdout past Python is lost until the block ends, and what Python writes there goes to stderr.
 
     HiGHS, which scipy's `milp` runs, prints a line for some solutions whatever its options say; C keeps such lines in a buffer, so
     that they could come anywhere in what Python prints, or after the JSON of `--json`.
@@ -29,7 +29,8 @@ def without_foreign_output() -> Iterator[None]:
         flush(None)
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), STDOUT)
-        yield
+        with contextlib.redirect_stdout(sys.stderr):  # another thread may print
+            yield
     finally:
         flush(None)
         os.dup2(kept, STDOUT)

@@ -22,18 +22,20 @@ libc = ctypes.CDLL(None)
 print("before")
 libc.printf(b"C before\\n")
 with without_foreign_output():
+    print("Python, meanwhile")
     libc.printf(b"C, meanwhile\\n")
 print("after")
 """
 
 
-def test_what_c_prints_is_lost_and_what_python_prints_is_not() -> None:
+def test_what_c_prints_is_lost_and_what_python_prints_goes_to_stderr() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["before", "C before", "after"]
+    assert done.stderr == "Python, meanwhile\n"
 
 
 def test_an_error_leaves_stdout_as_it_was(tmp_path: Path) -> None:
-    program = PROGRAM.replace('    libc.printf(b"C, meanwhile\\n")', "    raise SystemExit(3)")
+    program = PROGRAM.replace('    print("Python, meanwhile")', "    raise SystemExit(3)")
     with open(tmp_path / "out", "w+") as out:
         assert subprocess.run([sys.executable, "-c", program], stdout=out, check=False).returncode == 3
         out.seek(0)
