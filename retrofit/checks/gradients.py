@@ -63,7 +63,7 @@ def measure(
         others = {name for name, _ in subject.model.named_parameters()} - (waiting if account_is_lost(context) else late)
         others -= {fate.name for fate in context.fates.values() if fate.kind in ("kept", "moved")}
         with nudged(subject.model, others):
-            after = collect_gradients(subject.model, subject.inputs, shape, idle, first + BATCHES)
+            after = collect_gradients(subject.model, subject.inputs, shape, idle, first + BATCHES + MORE)
         never = waiting & (after.zero | after.broken)
     return dataclasses.replace(found, names=names, frozen=frozen, never=never)
 

@@ -63,6 +63,13 @@ def test_every_pass_on_every_model(kind: str, one: str) -> None:
     check(kind, one)
 
 
+def test_what_only_the_class_token_reaches_is_tried_on_more_of_them() -> None:
+    """With this seed the hidden units that the class tokens of a small batch look up in the last block are all off."""
+    kind = "vision transformer"
+    torch.manual_seed(1)
+    retrofit.apply(other_zoos.built(kind), "memory(lookup=softmax, buckets=8, rank=2)", example_inputs=other_zoos.examples(kind))
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["sparse-qkv(kernel=2)", "sparse-qkv(output=mult-conv)", "sequence-altup(k=3, layers=all)"])
 def test_tokens_may_come_before_the_batch(spec: str) -> None:
