@@ -55,6 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: next to MODEL)")
     parser.add_argument("--force", action="store_true", help="replace an output that exists, and its run once this one is finished")
+    parser.add_argument("--float32", action="store_true", help="hold the weights in float32, whatever MODEL holds them in")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of the run that writes this output")
     for field in dataclasses.fields(Settings):
         add_setting(parser, field)
@@ -107,11 +108,15 @@ def run(arguments: argparse.Namespace) -> int:
                 model = load_pipeline(arguments.model)
             else:
                 model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+            teacher = read_teacher(arguments, tokenizer)
+            if arguments.float32:
+                for one in (model, teacher):
+                    hold_in_float32(one)
             result = continue_pretraining(
                 model,
                 texts,
                 settings,
-                teacher=read_teacher(arguments, tokenizer),
+                teacher=teacher,
                 tokenizer=tokenizer,
                 output=output,
                 resume=arguments.resume,
@@ -152,6 +157,16 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     if is_pipeline(arguments.teacher):
         return load_pipeline(arguments.teacher)
     return load(arguments.teacher, config=arguments.config, allow_pickle=arguments.allow_pickle)
+
+
+def hold_in_float32(model: Any) -> None:
+    """The numbers of a model are in float32, but for those that a quantizer packed; predictions in a folder stay as they are."""
+    from torch import nn
+
+    from retrofit.pipeline.recipe_storage import is_quantized
+
+    if isinstance(model, nn.Module) and not is_quantized(model):
+        model.float()
 
 
 def interrupted(output: Path, interruption: KeyboardInterrupt) -> int:

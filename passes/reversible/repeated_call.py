@@ -19,6 +19,8 @@ from transformers.cache_utils import Cache
 
 from retrofit.sdk import ArgumentPlace, RetrofitError, auxiliary_losses, find_argument
 
+CHECKPOINTING = "gradient_checkpointing"  # transformers' switch, an attribute of each module that checkpoints
+
 
 class Placeholder:
     """In place of a tensor of a call: the `number`-th of its kind."""
@@ -151,10 +153,23 @@ class RepeatedCall:
             return leaf
 
         arguments, keywords = tree_unflatten([filled(leaf) for leaf in self.leaves], self.structure)
-        with self.autocast.restored(), auxiliary_losses() as losses:
+        with self.autocast.restored(), without_checkpoints(self.layer), auxiliary_losses() as losses:
             if recorded is not None:
                 recorded.append(losses)
             return (called or self.layer)(*arguments, **keywords), known, losses
+
+
+@contextlib.contextmanager
+def without_checkpoints(layer: nn.Module) -> Iterator[None]:
+    """Within this context no module of the layer drops activations to compute them again: nobody would intercept its sums then."""
+    modules = [one for one in layer.modules() if getattr(one, CHECKPOINTING, False) is True]
+    try:
+        for module in modules:
+            setattr(module, CHECKPOINTING, False)
+        yield
+    finally:
+        for module in modules:
+            setattr(module, CHECKPOINTING, True)
 
 
 @contextlib.contextmanager
@@ -175,7 +190,11 @@ def forget(saved: Tensor) -> None:
 
 
 def forgotten(kept: None) -> Tensor:
-    raise AssertionError("this run of a layer has no gradient")
+    raise RetrofitError(
+        "reversible: a gradient is wanted of a value from inside a layer",
+        why="the layer is computed again in the backward pass, and nothing is kept of its first run",
+        remedy="take the gradient of what the layer returns, or leave the layer out with layers=…",
+    )
 
 
 class KeptCache:

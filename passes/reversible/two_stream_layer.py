@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.passes.reversible.intercepted_sums import Branches, call_intercepted
+from retrofit.passes.reversible.repeated_call import without_checkpoints
 from retrofit.passes.reversible.two_streams import Swaps, halves, two_stream_call
 from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, child_modules, find_argument, is_exporting, with_item
 
@@ -87,7 +89,8 @@ class TwoStreamLayer(Wrapper):
 
     def on(self, streams: Streams, call: Callable[[], Any]) -> Any:
         """What a call of the layer returns that works on these streams."""
-        return call_intercepted(call, Branches(self.swaps.sums, streams.newer, streams.add, streams.clamped))
+        with without_checkpoints(child_modules(self)["layer"]) if self.training else contextlib.nullcontext():
+            return call_intercepted(call, Branches(self.swaps.sums, streams.newer, streams.add, streams.clamped))
 
     def extra_repr(self) -> str:
         return f"{len(self.swaps.sums)} swaps"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
@@ -220,13 +221,30 @@ def refuse_unsavable(model: nn.Module, target: Path) -> None:
 
 
 def require_trainable(model: nn.Module) -> None:
-    """Raises `TrainingError` where a quantizer packed the weights, and neither adapters nor the quantizer itself are trained."""
+    """Raises `TrainingError` where nothing of the model is trained, or weights of which a step would come to nothing.
+
+    Where a quantizer packed the weights, adapters or the quantizer itself may be trained.
+    """
     adapted = hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False)
     if is_quantized(model) and not adapted and not getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False):
         raise TrainingError(
             f"{type(model).__name__} is quantized and cannot be trained",
             why="its weights are packed, and have no gradient",
             remedy="load it unpacked (dequantize=True in its quantization config), or train adapters on it with PEFT",
+        )
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trained:
+        raise TrainingError(
+            f"{type(model).__name__} has nothing to train",
+            why="no parameter requires a gradient",
+            remedy="call model.requires_grad_(), or parameter.requires_grad_() for what is to be trained",
+        )
+    half = next((name for name, parameter in trained if parameter.dtype == torch.float16), None)
+    if half is not None:
+        raise TrainingError(
+            f"{type(model).__name__} is in float16 and cannot be trained",
+            why=f"in it the mean squares of small gradients are zero, and AdamW's steps far too long ({half})",
+            remedy="hold them in float32: model.float(), --float32 on the command line",
         )
 
 

@@ -72,7 +72,8 @@ class DenseSites:
     def aligning(self, training: bool = True) -> Iterator[list[Tensor]]:
         """Within this context sites return what the dense modules do; the list receives the squared error of each of their calls.
 
-        What lies between the sites evaluates; the sites themselves train, where `training`.
+        What lies between the sites, or around one of them, evaluates; the sites themselves train, where `training`. Both last
+        until the gradients are computed, where layers are computed again for them.
         """
         errors: list[Tensor] = []
 
@@ -86,13 +87,17 @@ class DenseSites:
 
         with evaluation_mode(self.model):
             for site in self.sites:
-                site.module.train(training)
+                if training and not any(self.replace(child) for child in site.module.children()):
+                    site.module.train()
             with self.hooked(hook_of, self.sites):
                 yield errors
 
     @contextlib.contextmanager
     def mixed(self, share: float) -> Iterator[None]:
-        """Within this context sites return (1 − share) dense(x) + share new(x), or are turned to `share` by their own dials."""
+        """Within this context sites return (1 − share) dense(x) + share new(x), or are turned to `share` by their own dials.
+
+        It lasts until the gradients are computed, where layers are computed again for them.
+        """
 
         def hook_of(site: DenseSite) -> Hook:
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -2,7 +2,7 @@
 
 The layers are those of the dense model's anatomy. In the rewritten model a layer is the module at its path, with all that was put
 around it, where that returns a stream of the dense shape. Where it returns a wider one (AltUp's blocks), it is the dense layer
-inside: its result is the part of the wide stream that it computed.
+inside: its result is the part of the wide stream that it computed (of two streams, the newer one).
 """
 
 from __future__ import annotations
@@ -118,9 +118,31 @@ class RecordedStreams:
         windows = self.found.get(id(pair.dense), [])
         calls = len(windows) // max(1, self.forwards)
         expected = [torch.cat(windows[call::calls]) for call in range(calls)]  # a call of every forward
+        around: list[Tensor] = []
         for layer in pair.rewritten:
             streams = self.found.get(id(layer), [])
             if streams and [one.shape for one in streams] == [one.shape for one in expected]:
+                if len(around) == len(streams):
+                    streams = [with_gradient(*both) for both in zip(streams, around, strict=True)]
                 both = zip(streams, expected, strict=True)
                 return torch.stack([squared_error(one, other.to(one.device), ()) for one, other in both]).mean()
+            around = streams
         return None
+
+
+def with_gradient(stream: Tensor, around: Tensor) -> Tensor:
+    """The same stream; where a layer that is computed again in the backward pass left it without a graph, as a part of `around`.
+
+    That is what the module around the layer returned. Raises `TrainingError` where no part of it is this stream.
+    """
+    if not (stream.requires_grad and stream.grad_fn is None):
+        return stream
+    parts = around.split(stream.shape[-1], -1)
+    found = next((one for one in parts if one.shape == stream.shape and torch.equal(one, stream)), None)
+    if found is None:
+        raise TrainingError(
+            "--distil-hidden: the stream after a layer has no gradient",
+            why="the layer is computed again in the backward pass, and what is around it returns another stream",
+            remedy="leave out --distil-hidden",
+        )
+    return found

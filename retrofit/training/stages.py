@@ -7,6 +7,7 @@ import dataclasses
 from torch import nn
 
 from retrofit.errors import TrainingError
+from retrofit.pipeline.recipe_storage import is_quantized
 from retrofit.pipeline.replaying import recipe
 from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.settings import Settings, flag
@@ -43,9 +44,34 @@ class Stages:
         if not teacher.sites.sites:
             return Stages()
         proposals = [one.recovery for one in recipe(model) or () if not one.exact]
-        align = max((one.align for one in proposals), default=0.0)
+        learns = any(parameter.requires_grad for parameter in teacher.sites.parameters())
+        align = max((one.align for one in proposals if learns), default=0.0)
         anneal = max((one.anneal for one in proposals), default=0.0)
-        return Stages(
+        found = Stages(
             round(align * settings.steps) if settings.align is None else settings.align,
             round(anneal * settings.steps) if settings.anneal is None else settings.anneal,
+        )
+        if found.align and not learns:
+            raise TrainingError(
+                f"--align {found.align}: no site has anything to learn",
+                why="none of their parameters requires a gradient",
+                remedy="leave out --align, or call requires_grad_() on what is to be trained",
+            )
+        if found.align or found.anneal:
+            require_one_dtype(teacher)
+        return found
+
+
+def require_one_dtype(teacher: Teacher) -> None:
+    """Raises `TrainingError` where the dense modules cannot compute next to the sites that replaced them."""
+    theirs, ours = (
+        next((one.dtype for one in model.parameters() if one.is_floating_point()), None)
+        for model in (teacher.part, teacher.sites.model)
+    )
+    if theirs != ours and not is_quantized(teacher.part):
+        names = [str(one).removeprefix("torch.") for one in (theirs, ours)]
+        raise TrainingError(
+            f"the teacher is in {names[0]}, the model in {names[1]}",
+            why="sites that are aligned or annealed are computed dense and rewritten, of the same activations",
+            remedy=f"load the teacher in {names[1]} (--float32: both in float32), or give --align 0 --anneal 0",
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from retrofit.training.settings import Settings
 from retrofit.training.teacher import Teacher
 from retrofit.training.whole_checkpoints import require_whole_checkpoint
 
+Entered = TypeVar("Entered")
+
 
 class PretrainingTrainer(Trainer):
     """A trainer whose checkpoints hold the module's own state, under its own names, whatever its class and wrappers are.
@@ -34,6 +37,20 @@ class PretrainingTrainer(Trainer):
     def __init__(self, new: Iterable[nn.Parameter] = (), new_rate: float | None = None, **rest: Any) -> None:
         super().__init__(**rest)
         self.new, self.new_rate = {id(one) for one in new}, new_rate
+        self.step: contextlib.ExitStack | None = None  # what lasts until the gradients of a step are computed
+
+    def training_step(self, *args: Any, **named: Any) -> Tensor:
+        with contextlib.ExitStack() as self.step:
+            try:
+                return super().training_step(*args, **named)
+            finally:
+                self.step = None
+
+    @contextlib.contextmanager
+    def lasting(self, context: contextlib.AbstractContextManager[Entered]) -> Iterator[Entered]:
+        """What is entered lasts until the gradients of a training step are computed, for which layers may be computed again."""
+        with contextlib.ExitStack() as here:
+            yield (self.step or here).enter_context(context)
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args)
@@ -103,7 +120,7 @@ class AligningTrainer(PretrainingTrainer):
         learner = self.model
 
         def compute() -> Tensor:
-            with self.sites.aligning(training=model.training) as errors:
+            with self.lasting(self.sites.aligning(training=model.training)) as errors:
                 learner(**without_labels(learner, inputs))
             return torch.stack(errors).mean()
 
@@ -145,7 +162,7 @@ class DistillingTrainer(PretrainingTrainer):
 
     def loss_and_outputs(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> tuple[Tensor, Any]:
         """The loss, that of the layers with it, and what the model returned."""
-        with self.teacher.sites.mixed(self.share):
+        with self.lasting(self.teacher.sites.mixed(self.share)):
             if self.hidden is None or not model.training:
                 return self.loss_of(model, inputs, num_items_in_batch)
             with self.hidden.recorded() as streams:

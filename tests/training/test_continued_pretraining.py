@@ -36,7 +36,7 @@ from retrofit.cli import main
 from retrofit.errors import CheckpointError, TrainingError
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.storage.checkpoint import save
-from retrofit.training.continued_pretraining import continue_pretraining
+from retrofit.training.continued_pretraining import continue_pretraining, require_trainable
 from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
 from retrofit.training.settings import Settings
 from retrofit.training.windows import hold_out
@@ -473,6 +473,18 @@ def test_a_model_without_a_loss_is_refused_before_any_file(tmp_path: Path) -> No
     with pytest.raises(TrainingError, match="BertModel returned no loss"):
         continue_pretraining(BertModel(BertConfig(vocab_size=300, **LAYERS)), TEXTS, SMALL, output=tmp_path / "model.pt")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_no_step_would_train_is_refused() -> None:
+    """A mean square below float16's range would be zero, and the step as long as one divided by AdamW's epsilon."""
+    assert torch.tensor(1e-4).square().half() == 0
+    with pytest.raises(TrainingError, match="LlamaForCausalLM is in float16 and cannot be trained"):
+        continue_pretraining(llama().half(), TEXTS, SMALL)
+    with pytest.raises(TrainingError, match="LlamaForCausalLM has nothing to train"):
+        continue_pretraining(llama().requires_grad_(False), TEXTS, SMALL)
+    model = llama().half().requires_grad_(False)
+    model.lm_head = model.lm_head.float().requires_grad_()
+    require_trainable(model)  # what is frozen may be in float16
 
 
 def test_the_trainer_is_asked_for_nothing_that_is_going_away(tmp_path: Path) -> None:

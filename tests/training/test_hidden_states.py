@@ -13,6 +13,7 @@ from training.test_recovery import IDS, pair, trained
 
 import retrofit
 from retrofit.errors import TrainingError
+from retrofit.passes.reversible import two_stream_layer
 from retrofit.training import distillation
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.hidden_states import HiddenStates
@@ -85,6 +86,24 @@ def test_of_a_wide_stream_the_part_that_the_dense_layer_computes_is_compared() -
     expected = sum(relative_error(*both) for both in zip(chosen, theirs, strict=True)) / 2
     assert expected > 1e-3
     assert float(recorded_error(model, dense).detach()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_of_two_streams_the_newer_one_learns_where_layers_are_reversed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient is the one where nothing is reversed and all is kept."""
+    gradients = []
+    for reverse in (True, False):
+        model, dense = pair("reversible(scheme=terraformer)")
+        if not reverse:
+            monkeypatch.setattr(two_stream_layer, "two_stream_call", lambda *call: NotImplemented)
+        dense.requires_grad_(False)
+        recorded_error(model.train(), dense).backward()
+        gradients.append({name: one.grad for name, one in model.named_parameters()})
+    found, expected = gradients
+    assert expected["model.layers.0.layer.mlp.up_proj.weight"] is not None
+    for name, gradient in expected.items():
+        assert (found[name] is None) == (gradient is None), name
+        if gradient is not None:
+            torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.first(2)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from training.test_continued_pretraining import SMALL, TEXTS, Unplugged, bert, c
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import TrainingError
+from retrofit.passes.reversible import two_stream_layer
 from retrofit.pipeline.corresponding_sites import corresponding_sites
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.dense_sites import DenseSites
@@ -167,6 +169,38 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, stag
     assert TrainingRun.read(tmp_path / "parts.pt").gap_closed == parts.gap_closed
 
 
+@pytest.mark.parametrize(
+    ("specs", "dial"),
+    [(("sparse-qkv",), "mixture"), (("sparse-ffn(sparsity=8)",), "own"), (("reversible(scheme=terraformer)",), "own")],
+)
+def test_layers_that_are_computed_again_for_their_gradients_are_mixed_as_they_were(specs: tuple[str, ...], dial: str) -> None:
+    """At every place of the dial, in every stage."""
+    settings = changed(align=1, anneal=2, steps=3, dial=dial, distil_hidden=0.5, eval_fraction=0.0)
+    (plain, dense), (checkpointed, _) = pair(*specs), pair(*specs)
+    expected = continue_pretraining(plain, TEXTS, settings, teacher=dense)
+    given = dataclasses.replace(settings, gradient_checkpointing=True)
+    found = continue_pretraining(checkpointed, TEXTS, given, teacher=dense)
+    assert dict(found.losses) == pytest.approx(dict(expected.losses), rel=1e-5)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(checkpointed.get_parameter(name), parameter, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_sites_in_layers_that_are_reversed_learn_in_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do where two streams are added and nothing is reversed."""
+    specs = ("sparse-qkv", "reversible(scheme=terraformer)")
+    settings = changed(align=1, anneal=2, steps=3, distil_hidden=0.5, eval_fraction=0.0)
+    runs, models = [], []
+    for reverse in (True, False):
+        model, dense = pair(*specs)
+        if not reverse:
+            monkeypatch.setattr(two_stream_layer, "two_stream_call", lambda *call: NotImplemented)
+        runs.append(continue_pretraining(model, TEXTS, settings, teacher=dense))
+        models.append(model)
+    assert dict(runs[0].losses) == pytest.approx(dict(runs[1].losses), rel=1e-4)
+    for name, parameter in models[1].named_parameters():
+        torch.testing.assert_close(models[0].get_parameter(name), parameter, rtol=1e-3, atol=1e-5, msg=name)
+
+
 # ── A pass's own dial ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -286,6 +320,39 @@ def test_what_does_not_fit_is_refused() -> None:
         continue_pretraining(model, TEXTS, SMALL, teacher=llama(hidden_size=24))
     with pytest.raises(TrainingError, match="a dense one"):
         continue_pretraining(dense, TEXTS, SMALL, teacher=dense)
+
+
+def test_sites_and_dense_modules_of_two_dtypes_are_refused_where_both_are_computed() -> None:
+    model, dense = pair("sparse-qkv")
+    settings = changed(steps=1, anneal=0, eval_fraction=0.0)
+    with pytest.raises(TrainingError, match="the teacher is in float32, the model in bfloat16"):
+        continue_pretraining(model.bfloat16(), TEXTS, dataclasses.replace(settings, align=1), teacher=dense)
+    run = continue_pretraining(model, TEXTS, dataclasses.replace(settings, align=0), teacher=dense)
+    assert math.isfinite(run.losses[-1][1])
+
+
+def test_sites_that_are_frozen_are_not_aligned() -> None:
+    model, dense = pair("sparse-qkv")
+    model.requires_grad_(False)
+    model.get_parameter("lm_head.weight").requires_grad_()
+    settings = changed(steps=1, anneal=0, eval_fraction=0.0, distil=0.5)
+    run = continue_pretraining(model, TEXTS, dataclasses.replace(settings, align=None), teacher=dense)
+    assert run.stages == {"align": 0, "anneal": 0}
+    with pytest.raises(TrainingError, match="--align 1: no site has anything to learn"):
+        continue_pretraining(model, TEXTS, dataclasses.replace(settings, align=1), teacher=dense)
+
+
+def test_on_the_command_line_weights_may_be_held_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, dense = pair("sparse-qkv")
+    retrofit.save(model.half(), tmp_path / "model.pt")
+    retrofit.save(dense.bfloat16(), tmp_path / "dense.pt")
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    given = [str(tmp_path / "model.pt"), "--data", str(tmp_path / "text.txt"), "--teacher", str(tmp_path / "dense.pt")]
+    words = ["train", *given, "--steps", "2", "--length", "32", "--batch-size", "2", "--align", "1", "--anneal", "1"]
+    assert main(words) == 2
+    assert "--float32" in capsys.readouterr().err
+    assert main([*words, "--float32"]) == 0
+    assert retrofit.load(tmp_path / "model.trained.pt").dtype == torch.float32
 
 
 def test_the_command_line_names_the_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

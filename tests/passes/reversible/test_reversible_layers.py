@@ -271,12 +271,22 @@ def test_tokens_after_a_cache_train_what_is_in_it(monkeypatch: pytest.MonkeyPatc
     torch.testing.assert_close(gradients(model, prefix)[0], dense_logits, rtol=1e-4, atol=1e-4)
 
 
-def test_layers_that_are_checkpointed_too_have_the_same_gradients() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_are_checkpointed_too_have_the_same_gradients(reentrant: bool) -> None:
     model, given = reversible(), inputs("llama")
     _, expected = step(model, given)
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     _, found = step(model, given)
     assert all(torch.equal(found[name], one) for name, one in expected.items())  # type: ignore[arg-type]
+
+
+def test_a_gradient_of_a_value_from_inside_a_layer_is_an_error_with_the_reason() -> None:
+    model, given = reversible(), inputs("llama")
+    inside: list[Tensor] = []
+    model.model.layers[1].layer.mlp.register_forward_hook(lambda module, args, output: inside.append(output))
+    model(**given)
+    with pytest.raises(RetrofitError, match="a gradient is wanted of a value from inside a layer"):
+        inside[0].sum().backward()
 
 
 def test_only_what_is_trained_gets_a_gradient() -> None:

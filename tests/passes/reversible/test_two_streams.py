@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from support import tiny_models
+from support.own_models import Own
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -568,6 +569,19 @@ def test_its_dial_leads_from_the_dense_stacks() -> None:
         assert all(layer.share == 1 for layer in two_stream_layers(model))
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_layers_that_are_checkpointed_too_have_the_same_gradients(share: float, reentrant: bool) -> None:
+    model, given = copy.deepcopy(rewritten("llama")), inputs("llama")
+    for layer in two_stream_layers(model):
+        layer.share = share
+    _, expected = step(model, given)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    _, found = step(model, given)
+    for name, gradient in expected.items():
+        assert gradient is not None and gradient.any() and torch.equal(found[name], gradient), name  # type: ignore[arg-type]
+
+
 class AnotherKernel(nn.Module):
     """Rounds otherwise where a gradient is wanted, as some of torch's operations do."""
 
@@ -593,3 +607,8 @@ def test_every_run_of_a_layer_is_by_the_kernels_that_a_gradient_asks_for(scheme:
     model(input_ids=IDS)
     kept[0].sum().backward()  # raises where a stream is not the one that it was
     assert model.model.embed_tokens.weight.grad is not None
+
+
+def test_layers_that_run_in_the_code_of_the_model_itself() -> None:
+    model = retrofit.apply(Own(), PASS)  # verified: the site is the whole model
+    assert len(two_stream_layers(model)) == 3
