@@ -67,8 +67,14 @@ class ExternalMemory(nn.Module):
 
     def by_gathering(self, x: Tensor, i: Tensor) -> Tensor:
         """Each token is multiplied by a copy of its expert's matrices."""
-        u, v = (self.rows(table.flatten(1), i).unflatten(-1, (self.width, self.rank)) for table in (self.u, self.v))
+        u, v = (self.matrices(table, i) for table in (self.u, self.v))
         return torch.bmm(torch.bmm(x.unsqueeze(1), u).relu(), v.transpose(1, 2)).squeeze(1)
+
+    def matrices(self, table: Tensor, i: Tensor) -> Tensor:
+        """The matrices at these indices: (tokens, d, r)."""
+        if self.sparse and torch.is_grad_enabled() and table.requires_grad and not is_exporting():
+            return MatricesWithSparseGradient.apply(table, i)  # type: ignore[no-any-return, no-untyped-call]
+        return F.embedding(i, table.flatten(1)).unflatten(-1, (self.width, self.rank))
 
     def by_grouping(self, x: Tensor, i: Tensor) -> Tensor:
         """The tokens are sorted by expert and multiplied by a grouped product."""
@@ -91,6 +97,22 @@ class ExternalMemory(nn.Module):
 
     def extra_repr(self) -> str:
         return f"buckets={self.buckets}, width={self.width}, rank={self.rank}"
+
+
+class MatricesWithSparseGradient(torch.autograd.Function):
+    """`table[i]`, whose gradient is a sparse tensor of the table's shape; torch's own look-up has one for tables of rows only."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, i: Tensor) -> Tensor:
+        ctx.save_for_backward(i)
+        ctx.size = table.shape
+        return table.index_select(0, i)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (i,) = ctx.saved_tensors
+        return torch.sparse_coo_tensor(i.unsqueeze(0), gradient, ctx.size, check_invariants=False), None
 
 
 class TokenIdMemory(ExternalMemory):

@@ -39,6 +39,8 @@ class GrowingAnchorLayer(AnchorLayer):
     def forget(self) -> None:
         super().forget()
         self.dropped = 0  # anchors that have left the window, while all rows have the same
+        self.left: RaggedAnchors | None = None  # of those that have left it, what cropping may bring back
+        self.lost = 0  # of columns before this one nothing can be brought back
         self.corrections: Tensor | None = None  # (batch, n, d), of the last anchors
         self.real: Tensor | None = None  # (batch, tokens), None while all are
         self.columns: Tensor | None = None  # (batch, anchors) of each entry, where rows differ
@@ -172,19 +174,63 @@ class GrowingAnchorLayer(AnchorLayer):
         """Anchors that no later mask covers are gone; all rows have the same."""
         gone = -(-self.offset(1) // self.k) - self.dropped
         if gone > 0:
+            if self.records_past:
+                values = tuple(one[:, :gone] for one in self.values_by_anchor())
+                columns = (torch.arange(gone, device=values[0].device) + self.dropped) * self.k
+                columns = columns.expand(len(values[0]), -1)
+                self.keep_left(RaggedAnchors(columns, torch.ones_like(columns, dtype=torch.bool), values))
             self.dropped += gone
             for one, name, value in self.series():
                 setattr(one, name, value.narrow(SERIES[name], gone, value.shape[SERIES[name]] - gone))
+        self.note_lost()
+
+    def values_by_anchor(self) -> tuple[Tensor, ...]:
+        """What is stored of each anchor: (batch, anchors, …) each."""
+        return tuple(value.transpose(1, SERIES[name]) for _, name, value in self.series())
+
+    @property
+    def records_past(self) -> bool:
+        """Whether tokens may be removed after a window is full: assisted decoding asks a cache for that."""
+        return bool(getattr(self.counter, "record_past", False))
+
+    def keep_left(self, out: RaggedAnchors) -> None:
+        """These anchors have left the window; cropping by up to SLACK tokens may need them again."""
+        left = out if self.left is None else self.left.append(out.columns, out.valid, out.values)
+        left = left.compact(left.valid & (left.columns >= self.offset(1) - SLACK))
+        self.left = RaggedAnchors(left.columns, left.valid, tuple(one.clone() for one in left.values))  # no views of all
+
+    def note_lost(self) -> None:
+        """From here on nothing before the window can be brought back, or nothing far before it where the past is recorded."""
+        self.lost = max(self.lost, self.offset(1) - (SLACK if self.records_past else 0))
+
+    def bring_back(self) -> None:
+        """After tokens were removed the window begins earlier: anchors that had left it are in it again."""
+        first = self.offset(1)
+        if first < self.lost:
+            raise self.cropped_too_far()
+        if self.left is None or not self.left.columns.shape[1]:
+            return
+        left = self.left
+        back = left.compact(left.valid & (left.columns >= first))
+        self.left = left.compact(left.valid & (left.columns < first))
+        for (one, name, value), earlier in zip(self.series(), back.values, strict=True):
+            setattr(one, name, torch.cat([earlier.transpose(1, SERIES[name]), value], SERIES[name]))
+        if self.columns is None or self.valid is None:
+            self.dropped -= back.columns.shape[1]
+        else:
+            self.columns, self.valid = torch.cat([back.columns, self.columns], 1), torch.cat([back.valid, self.valid], 1)
 
     def close_holes(self) -> None:
         """Rows store the anchors inside the window and the sequence, without the holes that all of them have."""
         assert self.columns is not None and self.valid is not None
-        kept = self.valid & (self.columns < self.tokens) & (self.columns >= self.offset(1))
-        series = self.series()
-        values = tuple(value.transpose(1, SERIES[name]) for _, name, value in series)  # (batch, anchors, …)
-        ragged = RaggedAnchors(self.columns, self.valid, values).compact(kept)
+        real, inside = self.valid & (self.columns < self.tokens), self.columns >= self.offset(1)
+        stored = RaggedAnchors(self.columns, self.valid, self.values_by_anchor())
+        if self.records_past:
+            self.keep_left(stored.compact(real & ~inside))
+        self.note_lost()
+        ragged = stored.compact(real & inside)
         self.columns, self.valid = ragged.columns, ragged.valid
-        for (one, name, _), value in zip(series, ragged.values, strict=True):
+        for (one, name, _), value in zip(self.series(), ragged.values, strict=True):
             setattr(one, name, value.transpose(1, SERIES[name]))
         if self.ragged is not None:
             self.ragged = self.ragged.compact(self.ragged.valid & (self.ragged.columns < self.tokens), self.kept)
@@ -235,6 +281,7 @@ class GrowingAnchorLayer(AnchorLayer):
         if not self.tokens:
             self.forget()
             return
+        self.bring_back()
         if self.real is not None:
             self.real = self.real[:, : self.tokens]
             self.close_holes()
@@ -247,11 +294,14 @@ class GrowingAnchorLayer(AnchorLayer):
             self.corrections = self.corrections[:, : max(0, self.corrections.shape[1] - gone)]
             lost = not self.corrections.shape[1]
         if lost:
-            raise RetrofitError(
-                f"the cache was cropped by {count} tokens, more than it can take back",
-                why=f"strided layers keep the corrections of the last {self.kept} anchors",
-                remedy=f"crop by at most {SLACK} tokens at a time, or start from an empty cache",
-            )
+            raise self.cropped_too_far()
+
+    def cropped_too_far(self) -> RetrofitError:
+        return RetrofitError(
+            "the cache was cropped by more tokens than it can take back",
+            why=f"strided layers keep the corrections of the last {self.kept} anchors, and no more of what has left a window",
+            remedy=f"crop by at most {SLACK} tokens at a time, or start from an empty cache",
+        )
 
     def choose(self, rows: Tensor) -> None:
         """Only these rows are left; a row that is chosen twice is there twice."""
@@ -272,6 +322,8 @@ class GrowingAnchorLayer(AnchorLayer):
         if self.ragged is not None:
             ragged = self.ragged
             self.ragged = RaggedAnchors(change(ragged.columns), change(ragged.valid), (change(ragged.values[0]),))
+        if self.left is not None:
+            self.left = RaggedAnchors(change(self.left.columns), change(self.left.valid), tuple(map(change, self.left.values)))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.choose(beam_idx)

@@ -155,6 +155,11 @@ class CacheWithHistories(Cache):
 
     histories: dict[str, TokenHistory]
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickled as the class it was, from which the subclass is made again: a prompt's cache may be kept in a file."""
+        kind = type(self).__bases__[1]
+        return empty_with_histories, (kind,), self.__getstate__()
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         for history in self.histories.values():
@@ -197,6 +202,12 @@ class CacheWithHistories(Cache):
 def cache_class_with_histories(kind: type[Cache]) -> type[Cache]:
     """The class of caches of class `kind` that also store histories."""
     return type(kind.__name__, (CacheWithHistories, kind), {"__module__": kind.__module__})
+
+
+def empty_with_histories(kind: type[Cache]) -> Cache:
+    """A cache of class `kind` that stores histories, before it has any attribute."""
+    made = cache_class_with_histories(kind)  # type: ignore[arg-type]
+    return made.__new__(made)
 
 
 def histories_of(cache: Cache) -> dict[str, TokenHistory]:

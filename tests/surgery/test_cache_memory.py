@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -151,6 +152,21 @@ def test_what_happens_to_the_keys_happens_to_the_histories(make: Any) -> None:
     assert history.last().flatten().tolist() == [7, 8]
     cache.reset()
     assert not histories_of(cache)
+
+
+def test_a_cache_with_histories_may_be_kept_in_a_file() -> None:
+    """What follows a prompt may be computed from its cache in another process."""
+    keys = torch.arange(6.0).view(1, 1, 3, 2)
+    cache: Any = DynamicCache()
+    cache.update(keys, -keys, 0)
+    histories_of(cache)["one"] = TokenHistory.in_cache(cache, 2, keys[0])
+    cache.histories["one"].push(keys[0])
+    other = pickle.loads(pickle.dumps(EncoderDecoderCache(cache, DynamicCache()))).self_attention_cache
+    assert type(other) is type(cache) and torch.equal(other.layers[0].keys, keys)
+    assert torch.equal(other.histories["one"].last(), keys[0, :, 1:])
+    other.crop(-1)
+    assert torch.equal(other.histories["one"].last(), keys[0, :, :2])
+    assert torch.equal(cache.histories["one"].last(), keys[0, :, 1:])
 
 
 def test_the_cache_is_found_among_the_arguments() -> None:

@@ -192,6 +192,25 @@ def test_sparse_gradients_hold_the_rows_that_were_looked_up() -> None:
     assert memory.b.grad.coalesce().indices().tolist() == [[4, 9]]
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.SparseAdam, torch.optim.Adagrad])
+def test_experts_with_sparse_gradients_learn_what_those_with_dense_ones_learn(optimizer: Any) -> None:
+    tables = [TokenIdMemory(100, 8, 3, torch.empty(0), sparse=sparse) for sparse in (True, False)]
+    x, ids = torch.rand(2, 3, 8) + 0.1, torch.tensor([[4, 9, 4], [0, 99, 9]])
+    values = [torch.rand_like(one) + 0.1 for one in tables[1].parameters()]  # no hidden unit is cut off by the relu
+    gradients = []
+    for memory in tables:
+        for parameter, value in zip(memory.parameters(), values, strict=True):
+            parameter.data.copy_(value)
+        memory(x, ids).square().sum().backward()
+        gradients.append([one.grad for one in memory.parameters()])
+    assert all(one.is_sparse and one.coalesce().indices().tolist() == [[0, 4, 9, 99]] for one in gradients[0])
+    torch.testing.assert_close([one.to_dense() for one in gradients[0]], gradients[1])
+    step = optimizer(tables[0].parameters(), lr=0.1)
+    step.step()
+    moved = (tables[0].u != values[0]).flatten(1).any(1).nonzero().flatten()
+    assert moved.tolist() == [0, 4, 9, 99]
+
+
 @pytest.mark.parametrize(
     "options", [{"lookup": "hash"}, {"buckets": 0}, {"rank": -1}, {"beside": "heads"}, {"jitter": -0.1}, {"sparse": "some"}]
 )

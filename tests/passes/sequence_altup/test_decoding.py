@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from support import tiny_models, zoo
 from support.retrofitted import moved
 from torch import Tensor
-from transformers import StaticCache
+from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
 
 import retrofit
+from retrofit.errors import RetrofitError
 from retrofit.passes import SequenceAltUp
 
 LENGTH = 11
@@ -163,6 +164,53 @@ def test_generate_finds_what_it_finds_without_a_cache(k: int, how: dict[str, Any
     given = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "num_beams": beams}
     cached = model.generate(tokens, attention_mask=mask, **given, **how)
     assert torch.equal(cached, model.generate(tokens, attention_mask=mask, **given, use_cache=False))
+
+
+WINDOW = 5
+
+
+@functools.cache
+def windowed() -> Any:
+    """Every layer strided, and attention within a window."""
+    sizes = {"num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = MistralConfig(vocab_size=tiny_models.VOCABULARY, sliding_window=WINDOW, initializer_range=0.3, **sizes)
+    model = tiny_models.built(config, MistralForCausalLM)
+    return moved(retrofit.apply(model, SequenceAltUp(k=2, layers="all"), verify=False))
+
+
+@given(rounds=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=2, max_size=4), pad=st.integers(0, 3))
+@settings(deadline=None, max_examples=15)
+@torch.no_grad()
+def test_tokens_that_are_taken_back_bring_their_window_back(rounds: list[tuple[int, int]], pad: int) -> None:
+    """As assisted decoding does it: tokens are computed and removed behind a full window, and others follow."""
+    model = windowed()
+    tokens = torch.randint(3, tiny_models.VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(pad))
+    mask = (torch.arange(60) >= torch.tensor([[0], [pad]])).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+
+    def compute(start: int, end: int, past: Any) -> Tensor:
+        given = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+        return model(input_ids=tokens[:, start:end], past_key_values=past, use_cache=past is not None, **given).logits  # type: ignore[no-any-return]
+
+    compute(0, 16, cache)
+    end = 16
+    for new, removed in rounds:
+        made = compute(end, end + new, cache)
+        close(made, compute(0, end + new, None)[:, end:])
+        removed = min(removed, end + new - 1)
+        end += new - removed
+        cache.crop(-removed)
+
+
+@torch.no_grad()
+def test_a_window_that_cannot_be_brought_back_is_an_error() -> None:
+    cache = DynamicCache(config=windowed().config)
+    cache.activate_past_recording()
+    windowed()(input_ids=torch.full((1, 100), 5), past_key_values=cache)
+    with pytest.raises(RetrofitError, match="at most 64 tokens"):
+        cache.crop(-80)
 
 
 @given(k=st.integers(1, 9), length=st.integers(1, 40))
