@@ -113,6 +113,7 @@ class AltUp(Pass[AltUpPlan]):
         homes = {stack.entry: self.homes(stack) for stack in stacks}
         wide_nodes = [node for found in look_ups.values() for node in found]
         widening = WidthPropagation(anatomy, stacks, homes, wide_nodes, wide_ends).run()
+        deepest = max(len(stack.layers) for stack in stacks)
         plan = AltUpPlan(
             (),
             tuple(near_misses),
@@ -123,7 +124,7 @@ class AltUp(Pass[AltUpPlan]):
             layers=tuple(
                 layer
                 for stack in stacks
-                for layer in self.layer_plans(stack, widening, bool(look_ups[stack.entry]), wide_ends[stack.entry])
+                for layer in self.layer_plans(stack, deepest, widening, bool(look_ups[stack.entry]), wide_ends[stack.entry])
             ),
         )
         terms = list(self.new_parameters(plan, anatomy.model))
@@ -195,10 +196,12 @@ class AltUp(Pass[AltUpPlan]):
         """The weights of the blocks where they are combined to the dense stream."""
         return (1 / self.k,) * self.k if self.init == "lockstep" else (1.0,) + (0.0,) * (self.k - 1)
 
-    def layer_plans(self, stack: Stack, widening: WideningPlan, starts_wide: bool, ends_wide: bool) -> Iterator[LayerPlan]:
+    def layer_plans(
+        self, stack: Stack, deepest: int, widening: WideningPlan, starts_wide: bool, ends_wide: bool
+    ) -> Iterator[LayerPlan]:
         """The wrapper of each layer's module."""
         shared = is_shared(stack)
-        trained = selected_depths(self.layers, len(stack.layers), self.name)
+        trained = selected_depths(self.layers, len(stack.layers), self.name, deepest)
         if shared and not (starts_wide and ends_wide):
             raise DoesNotFitError(
                 f"altup: the layers of {stack.name} share their weights across depth",

@@ -118,7 +118,7 @@ class LSHAttention(Pass[LSHAttentionPlan]):
             (stack, depth)
             for stack in anatomy.stacks
             if self.stacks in ("all", stack.kind)
-            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name))
+            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest(self.stacks)))
         ]
         projections = find_attention_sites(anatomy, chosen)[0] if self.share == "queries" else None
         finder, near_misses = SiteFinder(anatomy, projections), list[NearMiss]()

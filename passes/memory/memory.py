@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
+from transformers import PreTrainedConfig
 
 from retrofit.passes.memory import reference as once_more
 from retrofit.passes.memory.external_memory import FEW, ExternalMemory, LshMemory, SoftmaxMemory, TokenIdMemory
@@ -46,7 +47,7 @@ from retrofit.sdk import (
     selected_depths,
 )
 
-ROWS = "memory_rows"  # in a model's config: the rows of its tables, by the token table that they were sized for
+ROWS = "memory_rows"  # in a config of transformers: the rows of its tables, by the token table that they were sized for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class MemoryPlan(Plan):
     """The tables of each stack."""
 
     stacks: tuple[StackTables, ...]
-    recorded_rows: dict[str, int]  # what the model's config records, where tables are looked up by token id
+    recorded_rows: dict[str, int]  # what a config of transformers records, where tables are looked up by token id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Memory(Pass[MemoryPlan]):
         """The places for tables in a stack, by layer; layers without any are included."""
         finder = TablePlaces(anatomy)
         places: dict[str, tuple[WrappedModule, ...]] = {layer.name: () for layer in stack.layers if layer.name}
-        for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name)):
+        for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())):
             layer = stack.layers[depth]
             for place in finder.of_layer(layer, stack, self.beside, near_misses):
                 if place not in places[layer.name]:  # once for a layer that several depths share
@@ -184,7 +185,7 @@ class Memory(Pass[MemoryPlan]):
 
     def apply(self, plan: MemoryPlan, edit: Edit) -> None:
         config = getattr(edit.model, "config", None)
-        if plan.recorded_rows and config is not None:
+        if plan.recorded_rows and isinstance(config, PreTrainedConfig):
             edit.set_attribute(config, ROWS, dict(plan.recorded_rows))
         for tables in plan.stacks:
             for places in tables.places.values():

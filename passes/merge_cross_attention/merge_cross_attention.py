@@ -109,11 +109,16 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
     # What would be rewritten.
 
     def plan(self, anatomy: Anatomy) -> MergeCrossAttentionPlan:
-        chosen = [
-            (stack, depth)
+        crossing = [
+            stack
             for stack in anatomy.stacks
             if any(one.role == "cross-attention" for layer in stack.layers for one in layer.attentions)
-            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name))
+        ]
+        deepest = max((len(stack.layers) for stack in crossing), default=0)
+        chosen = [
+            (stack, depth)
+            for stack in crossing
+            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, deepest))
         ]
         if not chosen and any(isinstance(one, MergedLayer) for one in anatomy.model.modules()):
             raise DoesNotFitError(

@@ -98,7 +98,7 @@ class Recurrence(Pass[RecurrencePlan]):
         finder = SiteFinder(anatomy)
         near_misses: list[NearMiss] = []
         for stack in anatomy.stacks:
-            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name)):
+            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())):
                 self.find(stack.layers[depth], stack, finder, near_misses)
         found = list(finder.sites.values())
         if any(site.causal for site in found):

@@ -117,7 +117,7 @@ class Reversible(Pass[ReversiblePlan]):
         notes: list[str] = []
         links = 0  # layers whose stream is what a reversible layer before them returns
         for stack in anatomy.stacks:
-            chosen = selected_depths(self.layers, len(stack.layers), self.name)
+            chosen = selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())
             previous: Layer | None = None
             for depth, layer in enumerate(stack.layers):
                 found = False
@@ -150,7 +150,7 @@ class Reversible(Pass[ReversiblePlan]):
         finder, near_misses, links = StepFinder(anatomy), list[NearMiss](), list[SwapSite]()
         notes, sites = list[str](), list[Site]()
         for stack in anatomy.stacks:
-            chosen = selected_depths(self.layers, len(stack.layers), self.name)
+            chosen = selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())
             chains: list[list[SwapSite]] = []
             previous: Layer | None = None
             for depth, layer in enumerate(stack.layers):

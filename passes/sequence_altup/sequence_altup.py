@@ -168,7 +168,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
                 with collect_near_miss(stack.name, near_misses):
                     require_unstrided(anatomy.model, stack.layers[0].name)
                 continue
-            depths = self.depths(stack, near_misses)
+            depths = self.depths(stack, anatomy.deepest(self.stacks), near_misses)
             for depth, layer in enumerate(stack.layers):
                 if depth not in depths or layer.name in chosen:
                     continue
@@ -179,7 +179,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
                     chosen[layer.name] = stack, layer
         return list(chosen.values())
 
-    def depths(self, stack: Stack, near_misses: list[NearMiss]) -> set[int]:
+    def depths(self, stack: Stack, deepest: int, near_misses: list[NearMiss]) -> set[int]:
         """The depths of a stack that the options name."""
         if self.stacks not in ("all", stack.kind):
             near_misses.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.stacks}", in_any_form=True))
@@ -191,10 +191,11 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
                 remedy="use method=sequence-altup, or stacks=encoder where that is not causal",
                 in_any_form=True,
             )
-        count = len(stack.layers)
-        depths = set(range(1, count - 1)) if self.layers == "inner" else selected_depths(self.layers, count, self.name)
+        count, inner = len(stack.layers), self.layers == "inner"
+        depths = set(range(1, count - 1)) if inner else selected_depths(self.layers, count, self.name, deepest)
         if not depths:
-            why = f"it has {count} layer{'s' if count > 1 else ''}, none between the first and the last"
+            where = "between the first and the last" if inner else f"at depth {self.layers}"
+            why = f"it has {count} layer{'s' if count > 1 else ''}, none {where}"
             near_misses.append(NearMiss(stack.name, why, in_any_form=True))
         return depths
 

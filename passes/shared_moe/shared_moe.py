@@ -128,7 +128,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
         groups: list[Group] = []
         attentions: list[SharedAttention] = []
         for stack in anatomy.stacks:
-            depths = selected_depths(self.layers, len(stack.layers), self.name)
+            depths = selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())
             found, missed = feed_forwards(dataclasses.replace(anatomy, stacks=(stack,)), depths)
             near_misses += missed
             grouped = {site.path for group in groups for site in group.sites}

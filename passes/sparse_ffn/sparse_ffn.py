@@ -139,8 +139,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
     # What would be rewritten.
 
     def plan(self, anatomy: Anatomy) -> SparseFFNPlan:
-        deepest = max((len(stack.layers) for stack in anatomy.stacks), default=0)
-        depths = None if self.layers == "all" else selected_depths(self.layers, deepest, self.name)
+        depths = None if self.layers == "all" else selected_depths(self.layers, anatomy.deepest(), self.name)
         found, near_misses = feed_forwards(anatomy, depths)
         remedy = f"use {self.divisors(found)}" if found else ""
         fitting: list[FeedForward] = []

@@ -146,7 +146,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         """The stacks and depths that the options select."""
         for stack in anatomy.stacks:
             if self.stacks in ("all", stack.kind):
-                for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name)):
+                for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest(self.stacks))):
                     yield stack, depth
 
     # The layers and sizes of the new projections.

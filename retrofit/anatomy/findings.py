@@ -58,6 +58,10 @@ class Findings:
         """The stream's width, d_model, of the last stack: the one that makes the outputs."""
         return self.stacks[-1].width
 
+    def deepest(self, kind: str = "all") -> int:
+        """The number of layers of the deepest stack, of those of a kind where one is named; 0 where there is none."""
+        return max((len(stack.layers) for stack in self.stacks if kind in ("all", stack.kind)), default=0)
+
     @property
     def layers(self) -> Iterator[Layer]:
         return (layer for stack in self.stacks for layer in stack.layers)

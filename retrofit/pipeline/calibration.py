@@ -66,22 +66,39 @@ def as_batches(model: nn.Module, given: Any) -> Iterator[dict[str, Any]]:
 def named_batch(model: nn.Module, value: Tensor) -> dict[str, Any]:
     """A batch of one tensor, by the name of the model's main input; the decoder of an encoder-decoder gets the same ids."""
     if not value.is_floating_point():
-        size = vocabulary_of(model)
-        if size and int(value.max()) >= size:
-            raise SpecError(
-                f"calibration= holds the token id {int(value.max())}",
-                why=f"the model has {size} ids",
-                remedy="use the model's own tokenizer",
-            )
         value = value.long()
+        require_token_ids(model, value)
     inputs = example_inputs(model, device=torch.device("cpu"))  # their values matter, whatever the model is on
     main = getattr(model, "main_input_name", None)
     name = main if main in inputs else next(name for name, one in inputs.items() if isinstance(one, Tensor))
+    if value.is_floating_point() and not inputs[name].is_floating_point():
+        raise SpecError(
+            f"calibration= holds numbers of {value.dtype}".replace("torch.", ""),
+            why=f"{name} takes token ids, which are integers",
+            remedy="give them as integers: ids.long()",
+        )
     batch = {name: value}
     decoder = ids_name(inputs, decoder=True)
     if decoder is not None and decoder != name:
         batch[decoder] = value
     return batch
+
+
+def require_token_ids(model: nn.Module, ids: Tensor) -> None:
+    """The integers are windows of ids that the model has, else `SpecError`."""
+    if ids.dim() != 2 or not ids.numel():
+        raise SpecError(
+            f"calibration= holds token ids of shape {tuple(ids.shape)}",
+            why="windows of tokens have the shape (windows, length), and none is empty",
+            remedy="cut one long text into windows: ids[: len(ids) // 128 * 128].view(-1, 128)",
+        )
+    size, (least, most) = vocabulary_of(model), map(int, ids.aminmax())
+    if least < 0 or (size and most >= size):
+        raise SpecError(
+            f"calibration= holds the token id {least if least < 0 else most}",
+            why=f"the model has {size} ids" if least >= 0 else "ids are numbered from 0: this marks what is no token, in labels",
+            remedy="use the model's own tokenizer" if least >= 0 else "give the ids that the model reads, not its labels",
+        )
 
 
 def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:

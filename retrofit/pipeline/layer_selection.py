@@ -9,8 +9,12 @@ from retrofit.errors import SpecError
 DEPTHS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
-def selected_depths(text: str, count: int, owner: str) -> set[int]:
-    """The depths that `0-5+8` names among `count` layers; `all` names all. Raises `SpecError` in the name of the pass `owner`."""
+def selected_depths(text: str, count: int, owner: str, deepest: int = 0) -> set[int]:
+    """The depths that `0-5+8` names among `count` layers; `all` names all. Raises `SpecError` in the name of the pass `owner`.
+
+    A depth that only another stack has, of up to `deepest` layers, names nothing here.
+    """
+    there = max(count, deepest)
     if text == "all":
         return set(range(count))
     chosen: set[int] = set()
@@ -19,13 +23,13 @@ def selected_depths(text: str, count: int, owner: str) -> set[int]:
         if named is None:
             raise SpecError(f"{owner}: cannot read layers={text}", remedy="name depths and ranges joined by +, e.g. 0-5+8")
         first, last = int(named[1]), int(named[2] or named[1])
-        if max(first, last) >= count:  # before any depth is listed: a range may be longer than memory
+        if max(first, last) >= there:  # before any depth is listed: a range may be longer than memory
             raise SpecError(
                 f"{owner}: layers={text} names depth {max(first, last)}",
-                why=f"the stack has depths 0 to {count - 1}",
+                why=f"the {'deepest ' if there > count else ''}stack has depths 0 to {there - 1}",
                 remedy="name depths that it has",
             )
         if last < first:
             raise SpecError(f"{owner}: layers={text} names no depth with {part}", remedy=f"write it {last}-{first}")
-        chosen.update(range(first, last + 1))
+        chosen.update(range(first, min(last + 1, count)))
     return chosen

@@ -8,18 +8,19 @@ from collections.abc import Iterable, Sequence
 
 from retrofit.errors import PlanningError
 from retrofit.pipeline.options import format_value
-from retrofit.pipeline.protocol import AnyPass
+from retrofit.pipeline.protocol import AnyPass, Pass
 from retrofit.pipeline.registry import load_pass, parse_spec, pass_names
 
 ALL_LAYERS = "layers"  # the option by which a pass is limited to some depths
 
 
-def candidates_of(given: Sequence[AnyPass | str] | None) -> tuple[AnyPass, ...]:
+def candidates_of(given: AnyPass | str | Sequence[AnyPass | str] | None) -> tuple[AnyPass, ...]:
     """The candidates: passes and specs as they are, the family of a pass that is only named; of all passes where none is given.
 
     Raises `SpecError` where one cannot be read, `PlanningError` where there is none.
     """
-    families = [family(one, required=given is not None) for one in (pass_names() if given is None else given)]
+    named = pass_names() if given is None else [given] if isinstance(given, (str, Pass)) else given
+    families = [family(one, required=given is not None) for one in named]
     found: dict[str, AnyPass] = {}
     for several in itertools.zip_longest(*families):  # each pass's first setting, then each one's second: time may end between
         found |= {one.spec(): one for one in several if one is not None and one.spec() not in found}

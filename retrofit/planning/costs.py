@@ -31,6 +31,7 @@ EXACT = 0.01  # the error of a ratio that is small enough
 PATIENCE = 2.0  # times as many seconds, after which none begins
 TOKENS = 16  # decoded in a round: a multiple of the strides at which some tokens cost less
 PROMPT = 32  # tokens
+FEWEST = 3  # decoded: the first is left out, and so is the time to the second
 
 Hybrid = Callable[[], AbstractContextManager[nn.Module]]
 Inputs = Mapping[str, Any]
@@ -45,22 +46,33 @@ def seconds_of(quantity: str, model: nn.Module, window: Inputs) -> float:
 
 def measurable(model: nn.Module, window: Inputs) -> tuple[str, ...]:
     """The quantities of which times can be measured."""
-    return ("decode", "prefill", "train") if can_generate(model, window) else ("prefill", "train")
+    decodes = can_generate(model, window) and decoded_tokens(model) >= FEWEST
+    return ("decode", "prefill", "train") if decodes else ("prefill", "train")
+
+
+def decoded_tokens(model: nn.Module) -> int:
+    """How many tokens are decoded in a measurement: no more than the model has positions for after one of a prompt."""
+    return min(TOKENS + 2, positions_of(model) - 1)
+
+
+def positions_of(model: nn.Module) -> int:
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else PROMPT + TOKENS + 2
 
 
 @torch.no_grad()
 def seconds_of_token(model: nn.Module, window: Inputs) -> float:
     """The mean time from one token to the next as `generate` decodes them, the first left out."""
     began: list[float] = []
-    ids, positions = ids_name(window), getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    kept = (ids, ids_name(window, decoder=True))  # of what has a row a window
-    length = max(1, min(PROMPT, positions - TOKENS - 2)) if isinstance(positions, int) else PROMPT
+    count = decoded_tokens(model)
+    kept = (ids_name(window), ids_name(window, decoder=True))  # of what has a row a window
+    length = min(PROMPT, positions_of(model) - count)
     prompt = {key: value[:1, :length] if isinstance(value, Tensor) and value.dim() == 2 else value for key, value in window.items()}
     prompt = {key: value for key, value in prompt.items() if key in kept or not isinstance(value, Tensor) or value.dim() != 2}
     with evaluation_mode(model):
         handle = model.register_forward_pre_hook(lambda module, args: began.append(time.perf_counter()))
         try:
-            generated(model, prompt, TOKENS + 2)
+            generated(model, prompt, count)
         finally:
             handle.remove()
     return (began[-1] - began[1]) / (len(began) - 2)

@@ -67,7 +67,8 @@ class JointError:
 
     def added_loss(self, distance: float) -> float:
         """The loss that goes with a distance."""
-        known = [(one.distance, one.added_loss) for one in self.measured if one.added_loss is not None and one.distance > FLOOR]
+        finite = [one for one in self.measured if FLOOR < one.distance < math.inf]
+        known = [(one.distance, one.added_loss) for one in finite if one.added_loss is not None]
         if not known:
             return distance
         weights = [closeness(other, distance) for other, _ in known]
@@ -117,7 +118,9 @@ class JointError:
     def fitted(self, measured: Sequence[MeasuredTogether], near: float) -> JointError:
         """With a and b of the hybrids measured, those counting most whose distance is near `near`."""
         points = [(self.together(one.chosen), one.distance) for one in measured]
-        known = [(math.log(q), math.log(found), closeness(found, near)) for q, found in points if q > FLOOR and found > FLOOR]
+        known = [
+            (math.log(q), math.log(found), closeness(found, near)) for q, found in points if q > FLOOR and FLOOR < found < math.inf
+        ]
         if not known:
             return dataclasses.replace(self, measured=tuple(measured))
         x, y, w = (numpy.asarray(values) for values in zip(*known, strict=True))

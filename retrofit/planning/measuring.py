@@ -102,7 +102,10 @@ class Measurements:
             elif late and f"{name} alone 0" not in self.kept.values:
                 self.left_out[name] = f"not tried: most of the {minutes:g} minutes were over"
             elif self.fits(number, self.measure_losses):
-                self.sites += self.sites_of(number)
+                found, count = self.sites_of(number), len(self.kept.values[f"{name} sites"])
+                if len(found) < count:
+                    self.left_out[name] = f"at {count - len(found)} of its {count} sites its outputs are no numbers"
+                self.sites += found
 
     def in_turn(self, numbers: Sequence[int], wanted: Collection[str], limits: Sequence[Mapping[str, float]]) -> list[int]:
         """The candidates in the order in which they are fitted."""

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from retrofit.anatomy.inspection import read_anatomy
-from retrofit.errors import DoesNotFitError, PlanningError, RetrofitError
+from retrofit.errors import PlanningError, RetrofitError
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.protocol import AnyPass
 from retrofit.planning.candidates import candidates_of, limited_to, short_spec
@@ -35,12 +35,13 @@ from retrofit.planning.targets import Target, parse_targets
 from retrofit.planning.variants import layers_by_depth, rewritten_copy
 from retrofit.preview import plan_of
 from retrofit.rewriting import prepare_model
+from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.peak_memory import own_bytes
 from retrofit.runtime.usable_models import require_module, require_uncompiled, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
-from retrofit.training.fingerprints import hash_weights
+from retrofit.training.fingerprints import hash_settings, hash_weights
 
 ROUNDS = 6  # of choosing and measuring
 POINTS = 7  # of the front
@@ -54,7 +55,7 @@ def plan(
     calibration: Any,
     targets: str | Sequence[str],
     *,
-    passes: Sequence[AnyPass | str] | None = None,
+    passes: AnyPass | str | Sequence[AnyPass | str] | None = None,
     tokenizer: Any = None,
     example_inputs: Any = None,
     folder: str | Path | None = None,
@@ -95,6 +96,8 @@ def plan(
         quantities = quantities_of(dense, data.window, wanted)
         facts = {
             "model": hash_weights(dense),
+            "settings": hash_settings(dense),
+            "device": device_of(dense).type,
             "text": data.fingerprint,
             "seed": seed,
             "torch": torch.__version__,
@@ -140,8 +143,10 @@ def require_quality(measurements: Measurements, targets: Sequence[Target]) -> No
         limit = target.quality
         if limit is not None and limit.quantity == "loss" and measurements.windows.dense_loss is None:
             logits = measurements.windows.are_logits
-            why = "the text came without labels, as batches" if logits else "its outputs are no logits of a vocabulary"
-            remedy = "give text or token ids" if logits else 'limit the error of the outputs, as in "error +0.1"'
+            why = measurements.data.no_loss if logits else "its outputs are no logits of a vocabulary"
+            remedy = "give text or token ids that the model computes a loss of, or limit a cost"
+            if not logits:
+                remedy = 'limit the error of the outputs, as in "error +0.1"'
             raise PlanningError(f"the target {str(target)!r}: the model has no loss here", why=why, remedy=remedy)
         if limit is not None and limit.quantity == "error" and measurements.windows.are_logits:
             raise PlanningError(f"the target {str(target)!r}: the outputs are logits", remedy='limit the loss, as in "loss +0.05"')
@@ -176,10 +181,17 @@ class Planner:
                 choices[target] = self.settle(target)
             except PlanningError as error:
                 unreached[target] = error
-        if unreached and not choices:
+        for target, chosen in choices.items():
+            choices[target] = self.choice_at_last(target, chosen)
+        planned = []
+        for target, chosen in choices.items():
+            try:
+                self.require_finite(target, chosen)
+                planned.append(self.planned_recipe(target, chosen, measure))
+            except PlanningError as error:
+                unreached[target] = error
+        if unreached and not planned:
             raise next(iter(unreached.values()))
-        settled = {target: self.choice_at_last(target, chosen) for target, chosen in choices.items()}
-        planned = [self.planned_recipe(target, chosen, measure) for target, chosen in settled.items()]
         held_out = self.measurements.held_out
         return ModelPlan(
             tuple(planned),
@@ -356,6 +368,8 @@ class Planner:
             predicted = self.worth(chosen).distance
             self.learn(self.measurements.together(chosen))
             self.say(f"distance {self.worth(chosen).distance:.3f}, predicted {predicted:.3f}")
+            if not self.is_finite(chosen):
+                break
             for name in (limits_of(target) or (self.main(target),)) if timing else ():
                 self.learn_time(name, chosen)
         return chosen
@@ -371,13 +385,31 @@ class Planner:
         problem, limits, main = self.problem(), limits_of(target), self.main(target)
 
         def reaches(one: frozenset[int]) -> bool:
-            return problem.is_allowed(one, limits) and (target.quality is None or self.lost(target, one) <= target.quality.value)
+            return (
+                self.is_finite(one)
+                and problem.is_allowed(one, limits)
+                and (target.quality is None or self.lost(target, one) <= target.quality.value)
+            )
 
         def worth(one: frozenset[int]) -> float:
             return self.known[tuple(sorted(one))].distance if target.quality is None else problem.cost(main, one)
 
         reached = [one for one in map(frozenset, self.known) if reaches(one)]
         return min(reached, key=worth, default=chosen)
+
+    def is_finite(self, chosen: Collection[int]) -> bool:
+        """Whether a choice gives numbers, as far as it was measured."""
+        measured = self.known.get(tuple(sorted(chosen)))
+        return measured is None or math.isfinite(measured.distance)
+
+    def require_finite(self, target: Target, chosen: Collection[int]) -> None:
+        """Raises `PlanningError` where the outputs of a choice are no numbers."""
+        if not self.is_finite(chosen):
+            raise PlanningError(
+                f"the target {str(target)!r} cannot be reached",
+                why=f"with {'; '.join(one.spec() for one in self.recipe(chosen))} the outputs are no numbers",
+                remedy="ask for less, name other passes with --pass, or plan for the model in float32",
+            )
 
     def learn_time(self, name: str, chosen: frozenset[int]) -> None:
         """The prediction of a time takes account of what a choice was measured to take."""
@@ -457,7 +489,7 @@ class Planner:
             one = self.measurements
             try:
                 model, _ = rewritten_copy(one.dense, recipe, one.data.fitted, one.seed, one.example_inputs)
-            except DoesNotFitError as error:
+            except RetrofitError as error:
                 raise PlanningError(
                     f"the recipe does not fit the model: {error.what}",
                     why=error.why,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import PlanningError, RetrofitError, SpecError
-from retrofit.pipeline.calibration import calibration_from, calibration_windows, named_batch, tokenize_texts
+from retrofit.pipeline.calibration import calibration_from, calibration_windows, named_batch, require_token_ids, tokenize_texts
 from retrofit.pipeline.tokenization import codec_for
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.calibration_split import batched, length_of, windows_of_batch
@@ -36,6 +36,7 @@ class PlanningData:
     measured: tuple[Batch, ...]
     held_out: tuple[Batch, ...]
     shift: int | None  # of the labels, None where there is no loss
+    no_loss: str  # why there is none
     fingerprint: str
 
     @property
@@ -55,10 +56,12 @@ def planning_data(model: nn.Module, given: Any, tokenizer: Any = None, tokens: i
     if isinstance(given, str) or (isinstance(given, (list, tuple)) and given and all(isinstance(one, str) for one in given)):
         given = windows_of_texts(model, [given] if isinstance(given, str) else given, tokenizer)
     if isinstance(given, Tensor) and not given.is_floating_point():
+        given = given.detach().cpu().long()
+        require_token_ids(model, given)
         length = given.shape[1]
         rows = split(len(given), measured // length, HELD_OUT_TOKENS // length, tokens // length)
-        calibration = calibration_from(model, given[rows[0]].long())
-        example, shift = examples_of(model, given, tokenizer)
+        calibration = calibration_from(model, given[rows[0]])
+        example, shift, no_loss = examples_of(model, given, tokenizer)
         parts = [[example(row) for row in some] for some in rows[1:]]
         fingerprint = short_hash(given.contiguous().numpy().tobytes() + str(rows).encode())
     else:
@@ -66,12 +69,12 @@ def planning_data(model: nn.Module, given: Any, tokenizer: Any = None, tokens: i
         length = max(1, max(length_of(window) for window in windows))
         rows = split(len(windows), measured // length, HELD_OUT_TOKENS // length, tokens // length)
         calibration = Calibration(tuple(batched(windows[row] for row in rows[0])))
-        parts, shift = [[windows[row] for row in some] for some in rows[1:]], None
+        parts, shift, no_loss = [[windows[row] for row in some] for some in rows[1:]], None, "the text came as batches"
         values = [value for window in windows for value in window.values() if isinstance(value, Tensor)]
         fingerprint = short_hash(b"".join(value.contiguous().cpu().numpy().tobytes() for value in values) + str(rows).encode())
     device = device_of(model)
     found = [tuple(moved(batch, device) for batch in batched(part)) for part in parts]
-    return PlanningData(calibration, found[0], found[1], shift, fingerprint)
+    return PlanningData(calibration, found[0], found[1], shift, no_loss, fingerprint)
 
 
 def windows_of_texts(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> Tensor:
@@ -105,14 +108,16 @@ def evenly(numbers: Sequence[int], most: int) -> list[int]:
     return [numbers[(2 * index + 1) * len(numbers) // (2 * count)] for index in range(count)]
 
 
-def examples_of(model: nn.Module, windows: Tensor, tokenizer: Any) -> tuple[Callable[[int], dict[str, Any]], int | None]:
-    """A window as the model takes it, by its number, with labels where it computes a loss; and by how much outputs precede them."""
+def examples_of(model: nn.Module, windows: Tensor, tokenizer: Any) -> tuple[Callable[[int], dict[str, Any]], int | None, str]:
+    """A window as the model takes it, by its number, with labels where it computes a loss; by how much outputs precede them, or
+    why there is no loss."""
     try:
         objective = objective_for(add_loss(model), codec_for(model, tokenizer), windows[0].long())
-    except RetrofitError:
-        return lambda row: named_batch(model, windows[row : row + 1]), None
+    except RetrofitError as error:
+        why = f"{error.what}: {error.why}" if error.why else error.what
+        return lambda row: named_batch(model, windows[row : row + 1]), None, why
     data, collator = numbered_windows(windows, torch.arange(len(windows)), seed=0), Collator(objective)
-    return lambda row: {name: value for name, value in collator([data[row]]).items() if name != WINDOW}, objective.shift
+    return lambda row: {name: value for name, value in collator([data[row]]).items() if name != WINDOW}, objective.shift, ""
 
 
 def moved(batch: Batch, device: torch.device) -> dict[str, Any]:

@@ -19,7 +19,8 @@ Batch = Mapping[str, Any]
 class RecalledLayers:
     """The outputs of each call of each layer for each batch, in the order in which the layers run.
 
-    Where the model does not compute the same with its layers' outputs recalled, nothing is.
+    Where the model does not compute the same with its first layers' outputs recalled, however many, nothing is: some leave a later
+    layer more than they return, such as keys and values that it attends to.
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], batches: Sequence[Batch]) -> None:
@@ -57,15 +58,18 @@ class RecalledLayers:
         return calls
 
     def is_faithful(self, batch: Batch) -> bool:
-        """Whether the model returns the same bits with all its layers recalled."""
+        """Whether the model returns the same bits with its layers recalled: with all, and with those before each."""
+        layers = dict.fromkeys(path for path, _ in self.calls[0])
         try:
             with evaluation_mode(self.model):
                 expected = logits_of(run(self.model, batch))
-                with self.recalled(0, ()):
-                    found = logits_of(run(self.model, batch))
+                for replaced in ((), *((path,) for path in layers)):
+                    with self.recalled(0, replaced):
+                        if not same_bits(logits_of(run(self.model, batch)), expected):
+                            return False
         except Exception:  # whatever the model's own code raises where its layers did not run
             return False
-        return same_bits(found, expected)
+        return True
 
     @contextlib.contextmanager
     def recalled(self, number: int, replaced: Sequence[str]) -> Iterator[None]:

@@ -13,6 +13,7 @@ from retrofit.pipeline.tokenization import Codec
 from retrofit.runtime.offloading import value_of
 
 SAMPLES = 64  # values of a parameter that are hashed
+UNRELATED = ("transformers_version", "dtype", "architectures")  # fields of a config that change nothing that is computed
 
 
 def hash_windows(windows: torch.Tensor) -> str:
@@ -46,6 +47,16 @@ def hash_architecture(model: nn.Module) -> str:
     """The class of a model and a hash of its parameters' names and shapes."""
     shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in model.named_parameters()]
     return f"{type(model).__name__} {short_hash(chr(10).join(shapes).encode())}"
+
+
+def hash_settings(model: nn.Module) -> str:
+    """Of what a model computes with besides its weights: their dtypes, its config, the kernel of its attention."""
+    config = getattr(model, "config", None)
+    given = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
+    kept = {name: value for name, value in given.items() if name[0] != "_" and name not in UNRELATED}
+    kernel = getattr(config, "_attn_implementation", None)
+    dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
+    return short_hash(f"{dtypes} {kernel} {sorted(kept.items(), key=lambda item: item[0])}".encode(errors="surrogatepass"))
 
 
 def short_hash(data: bytes) -> str:

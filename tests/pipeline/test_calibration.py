@@ -51,6 +51,7 @@ def input_of(model: nn.Module, path: str, **inputs: Tensor) -> Tensor:
 
 FORMS = {
     "tensor": IDS,
+    "tensor of 16 bits": IDS.to(torch.uint16),
     "dictionary": {"input_ids": IDS, "labels": IDS},
     "dataloader of windows": DataLoader(IDS, batch_size=2),
     "dataloader of dictionaries": DataLoader([{"input_ids": row, "labels": row} for row in IDS], batch_size=2),
@@ -171,6 +172,10 @@ def mlp_of(model: nn.Module) -> str:
         ([], "holds nothing"),
         ({"labels": IDS}, "takes none"),
         (IDS + 100_000, "token id"),
+        (IDS - 100_000, "numbered from 0"),
+        (IDS.flatten(), "have the shape (windows, length)"),
+        (IDS[:, :0], "none is empty"),
+        (IDS.float(), "integers: ids.long()"),
         (3, "is a int"),
         ([3], "holds a int"),
         ("too short", "does not fill one window"),

@@ -7,7 +7,9 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tiny_models import t5
 
+import retrofit
 from retrofit.errors import SpecError
 from retrofit.pipeline.layer_selection import selected_depths
 
@@ -22,6 +24,29 @@ def test_ranges_name_their_depths(ranges: list[list[int]]) -> None:
 
 def test_all_names_all() -> None:
     assert selected_depths("all", 3, "altup") == {0, 1, 2}
+
+
+def test_a_depth_that_only_a_deeper_stack_has_names_nothing_in_this_one() -> None:
+    assert selected_depths("0+2-3", 2, "altup", deepest=4) == {0}
+    assert selected_depths("2", 2, "altup", deepest=4) == set()
+    with pytest.raises(SpecError, match="names depth 4") as error:
+        selected_depths("0-4", 2, "altup", deepest=4)
+    assert error.value.why == "the deepest stack has depths 0 to 3"
+
+
+NAMES = ("sparse-qkv(", "sparse-ffn(sparsity=8, ", "altup(", "memory(lookup=token-id, ", "shared-moe(", "recurrence(")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_depth_of_one_stack_is_rewritten_there_and_nowhere_else(name: str) -> None:
+    model = t5(num_layers=3, num_decoder_layers=1)
+    planned = retrofit.plan_of(model, f"{name}layers=2)")
+    assert planned.fits
+    if name != "altup(":  # which widens the stream of all layers
+        assert all(site.name.startswith("encoder.block.2") for site in planned.passes[0].plan.sites)
+    with pytest.raises(SpecError, match="names depth 3") as error:
+        retrofit.plan_of(model, f"{name}layers=3)")
+    assert "stack has depths 0 to 2" in error.value.why
 
 
 @pytest.mark.parametrize("text", ["0-30000000", "1+30000000", "30000000-0"])

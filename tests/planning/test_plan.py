@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,23 +14,25 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.tiny_models import llama, t5
+from support.tiny_models import gpt2, llama, t5
 from torch import Tensor, nn
 
 import retrofit
 from retrofit.anatomy.inspection import inspect
 from retrofit.cli import main
-from retrofit.errors import PlanningError
+from retrofit.errors import PlanningError, SpecError
 from retrofit.pipeline.registry import parse_spec
-from retrofit.planning import costs, measuring
+from retrofit.planning import costs, measuring, planner
 from retrofit.planning.candidates import candidates_of, depths_text, short_spec
 from retrofit.planning.changed_modules import changed_modules
 from retrofit.planning.planned_recipe import ModelPlan
 from retrofit.planning.planner import Planner
 from retrofit.planning.quality import MeasuredWindows
-from retrofit.planning.variants import Replacement, added_bytes, build_variant, hybrid, layers_by_depth
+from retrofit.planning.recalled_layers import RecalledLayers
+from retrofit.planning.variants import Replacement, added_bytes, build_variant, hybrid, layers_by_depth, rewritten_copy
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.peak_memory import own_bytes
+from retrofit.training.fingerprints import hash_settings, hash_weights
 
 QKV, FFN, HEAD = "sparse-qkv(variant=mult, output=keep)", "sparse-ffn(sparsity=8, active=4)", "sparse-loss(modules=4)"
 LENGTH = 24
@@ -177,6 +181,42 @@ def test_layers_before_the_change_are_recalled_and_nothing_is_different(model: A
     assert one.loss == pytest.approx(float(expected), rel=1e-5)
 
 
+class Remembering(nn.Module):
+    """Its second layer reads what the first one leaves beside what it returns."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.product = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, left: dict[str, Tensor]) -> Tensor:
+            left["keys"] = left.get("keys", x) + x
+            found: Tensor = x + self.product(left["keys"])
+            return found
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList([self.Layer() for _ in range(3)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, left = self.table(ids), dict[str, Tensor]()
+        for layer in self.layers:
+            x = layer(x, left)
+        return x
+
+
+def test_layers_that_leave_more_than_they_return_are_not_recalled() -> None:
+    model = Remembering().eval()
+    batches = [{"ids": torch.arange(11)[None]}]
+    paths = [f"layers.{depth}" for depth in range(3)]
+    seen = RecalledLayers(model, paths, batches)
+    with torch.no_grad(), seen.recalled(0, ["layers.2"]):
+        found = model(**batches[0])
+    assert torch.equal(found, model(**batches[0]))
+    assert seen.calls == [[]]
+
+
 # ── Going on ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -223,6 +263,20 @@ def test_measurements_of_something_else_are_not_taken(found: ModelPlan, folder: 
     (tmp_path / "note.txt").write_text("mine")
     with pytest.raises(PlanningError, match="in the way"):
         planned(other, "memory 0.9x", folder=tmp_path)
+
+
+def test_measurements_of_another_arithmetic_are_not_taken(found: ModelPlan, model: Any, folder: Path) -> None:
+    """The same values in another dtype, or with another kernel, take other times and other bytes."""
+    half = copy.deepcopy(model).bfloat16()
+    wide = copy.deepcopy(half).float()
+    assert hash_weights(half) == hash_weights(wide) and hash_settings(half) != hash_settings(wide)
+    wide.config._name_or_path = "elsewhere"
+    assert hash_settings(wide) == hash_settings(model)
+    other = copy.deepcopy(model)
+    other.set_attn_implementation("eager")
+    with pytest.raises(PlanningError, match="another plan") as refused:
+        planned(other, "memory 0.9x", folder=folder)
+    assert refused.value.why == "its settings differ"
 
 
 # ── What cannot be planned ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -301,6 +355,86 @@ def test_where_no_candidate_fits_the_reasons_are_told() -> None:
     assert "no multiple of N = 7" in refused.value.why
 
 
+def test_what_gives_no_numbers_together_is_no_plan(
+    found: ModelPlan, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = json.loads((folder / "measured.json").read_text())
+    kept["values"] = {name: value for name, value in kept["values"].items() if "uniform" not in name and "together" not in name}
+    shutil.copytree(folder, tmp_path / "kept")
+    (tmp_path / "kept" / "measured.json").write_text(json.dumps(kept))
+    quality = measuring.Measurements.quality
+
+    def overflowing(self: Any, replacements: Any, windows: Any, **named: Any) -> Any:
+        measured = quality(self, replacements, windows, **named)
+        return measured if len(replacements) == 1 else dataclasses.replace(measured, distance=math.nan, loss=math.nan)
+
+    monkeypatch.setattr(measuring.Measurements, "quality", overflowing)
+    made = planned(model, TARGETS, folder=tmp_path / "kept", measure=False)
+    assert [str(one.target) for one in made.planned] == TARGETS[:1]
+    assert math.isfinite(made.planned[0].predicted.distance) and len(made.planned[0].layers) == 1
+    assert [(str(target), "no numbers" in error.why) for target, error in made.unreached.items()] == [(TARGETS[1], True)]
+
+
+def test_a_candidate_that_gives_no_numbers_is_left_out_with_the_reason(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    quality = measuring.Measurements.quality
+
+    def overflowing(self: Any, *given: Any, **named: Any) -> Any:
+        return dataclasses.replace(quality(self, *given, **named), distance=math.inf)
+
+    monkeypatch.setattr(measuring.Measurements, "quality", overflowing)
+    with pytest.raises(PlanningError, match="no candidate fits") as refused:
+        planned(model, TARGETS, passes=[QKV], measure=False)
+    assert refused.value.why == f"{QKV}: at 2 of its 2 sites its outputs are no numbers"
+
+
+def test_a_recipe_that_cannot_be_applied_does_not_cost_the_plans_for_the_others(
+    found: ModelPlan, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mild, hard = (one.recipe for one in found.planned)
+
+    def refusing(dense: Any, passes: Any, *given: Any) -> Any:
+        if tuple(one.spec() for one in passes) == hard:
+            raise SpecError("it is refused")
+        return rewritten_copy(dense, passes, *given)
+
+    kept = Planner.rewritten_worth
+
+    def anew(self: Any, recipe: Any) -> Any:
+        self.measurements.kept.values.pop(f"rewritten {'; '.join(one.spec() for one in recipe)}", None)
+        return kept(self, recipe)
+
+    monkeypatch.setattr(planner, "rewritten_copy", refusing)
+    monkeypatch.setattr(Planner, "rewritten_worth", anew)
+    shutil.copytree(folder, tmp_path / "kept")
+    made = planned(model, TARGETS, folder=tmp_path / "kept")
+    assert [one.recipe for one in made.planned] == [mild]
+    assert ["it is refused" in error.what for error in made.unreached.values()] == [True]
+
+
+def test_ids_that_are_no_windows_are_refused() -> None:
+    with pytest.raises(SpecError, match="shape"):
+        retrofit.plan(llama(vocab_size=256), windows().flatten(), "memory 0.9x", passes=[QKV])
+    with pytest.raises(SpecError, match="shape"):
+        retrofit.plan(llama(vocab_size=256), windows()[:, :0], "memory 0.9x", passes=[QKV])
+
+
+def test_why_there_is_no_loss_is_told() -> None:
+    batches = [{"input_ids": windows(size=61), "labels": windows(size=61)}]
+    for given, why in ((windows(size=61), "cannot spell bytes"), (batches, "came as batches")):
+        with pytest.raises(PlanningError, match="has no loss here") as refused:
+            retrofit.plan(llama(), given, "loss +0.1", passes=[QKV])
+        assert why in refused.value.why
+
+
+@pytest.mark.parametrize(("positions", "tokens"), [(16, 15), (4, 3)])
+def test_a_model_of_few_positions_is_timed_within_them(positions: int, tokens: int) -> None:
+    model = gpt2(n_positions=positions)
+    window = {"input_ids": windows(1, 61)[:, :positions]}
+    assert "decode" in costs.measurable(model, window) and costs.decoded_tokens(model) == tokens
+    assert costs.seconds_of_token(model, window) > 0
+    assert "decode" not in costs.measurable(gpt2(n_positions=3), {"input_ids": windows(1, 61)[:, :3]})
+
+
 @pytest.mark.long
 def test_outputs_that_are_no_logits_are_compared_by_their_error() -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -333,6 +467,11 @@ def test_a_decoder_is_timed_where_its_config_names_no_first_token() -> None:
     model.generation_config.decoder_start_token_id = None
     ids = windows(2, model.config.vocab_size)
     assert costs.seconds_of("decode", model, {"input_ids": ids, "decoder_input_ids": ids}) > 0
+
+
+def test_one_candidate_needs_no_list() -> None:
+    assert candidates_of("sparse-loss") == candidates_of(["sparse-loss"])
+    assert candidates_of(parse_spec(HEAD)) == (parse_spec(HEAD),)
 
 
 def test_a_pass_by_its_name_is_the_family_that_it_proposes() -> None:

@@ -111,7 +111,7 @@ class LowRank(Pass[LowRankPlan]):
         """The names of the weights that the options ask for, each once, in order of depth."""
         names: list[str] = []
         for stack in anatomy.stacks:
-            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name)):
+            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())):
                 layer = stack.layers[depth]
                 branches = {"all": layer.branches, "attention": layer.attentions, "ffn": layer.ffns}[self.branches]
                 names += [projection.name for branch in branches for projection in branch.projections if projection.name]
