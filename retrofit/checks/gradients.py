@@ -1,4 +1,4 @@
-"""The gradients check: every trainable parameter receives a finite, non-zero gradient."""
+"""The gradients check: every trainable parameter gets a finite, non-zero gradient; an exact rewrite has the dense model's loss."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from retrofit.checks.sliced_gradients import SlicedGradients
 from retrofit.checks.subject import Subject
 from retrofit.pipeline.replaying import recipe
 from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.probes import Inputs, accepts, named_outputs, resized_like
+from retrofit.runtime.probes import TOLERANCE, Inputs, accepts, named_outputs, resized_like
 
 NUDGE = 1e-2  # how far a parameter moves to simulate a training step
 BATCHES = ((True, 23, 1), (True, 29, 1), (False, 31, 1))  # training mode, seed, times the rows: one may reach what others leave out
 FIRST = ((True, 19, 0),)  # for a large model: one row, before all of these
+LOSS_APART = 1e-4  # of the loss, in float32: what its own arithmetic may round
 MORE = ((True, 37, 8), (False, 43, 8), (True, 47, 8))  # for a rewritten model, whose layers may see fewer tokens of each
 
 
@@ -37,6 +38,7 @@ class GradientsMeasurement:
     names: frozenset[str] = frozenset()  # of all parameters, each of their names
     frozen: frozenset[str] = frozenset()  # of those that do not train
     never: frozenset[str] = frozenset()  # those that may wait for others to move and receive nothing when these have
+    evaluated: tuple[float, torch.Tensor] | None = None  # the model's own loss of the inputs in evaluation mode, and its logits
 
 
 def measure(
@@ -52,7 +54,7 @@ def measure(
     if context is None:
         with thawed(subject.model):
             found = collect_gradients(subject.model, subject.inputs, shape, batches=first + BATCHES)
-        return dataclasses.replace(found, names=names, frozen=frozen)
+        return dataclasses.replace(found, names=names, frozen=frozen, evaluated=evaluated_loss(subject))
     if context.has_reference and before is None:
         return None
     idle, late = may_be_zero(before, context), late_parameters(context)
@@ -65,7 +67,8 @@ def measure(
         with nudged(subject.model, others):
             after = collect_gradients(subject.model, subject.inputs, shape, idle, first + BATCHES + MORE)
         never = waiting & (after.zero | after.broken)
-    return dataclasses.replace(found, names=names, frozen=frozen, never=never)
+    evaluated = evaluated_loss(subject) if before is not None and context.exact else None
+    return dataclasses.replace(found, names=names, frozen=frozen, never=never, evaluated=evaluated)
 
 
 def judge(now: GradientsMeasurement | None, before: GradientsMeasurement | None, context: Context) -> Finding:
@@ -85,12 +88,37 @@ def judge(now: GradientsMeasurement | None, before: GradientsMeasurement | None,
         return failed(measured, f"zero or none: {first_few(map(context.place, sorted(missing)))}")
     if not now.own_loss and before is not None and before.own_loss:
         return failed(measured, f"the dense model's own loss worked, this one's does not: {now.loss_error}")
+    if why := other_loss(now, before, context):
+        return failed(measured, why)
     if now.never:
         return failed(measured, f"zero even when the others have moved: {first_few(map(context.place, sorted(now.never)))}")
     if waiting := now.zero & late:
         measured += f", {len(waiting)} from the second step on"
     excused = now.zero & idle
     return passed(measured, f"unused in the dense model too: {first_few(sorted(excused))}" if excused else "")
+
+
+def evaluated_loss(subject: Subject) -> tuple[float, torch.Tensor] | None:
+    """The model's own loss of the inputs in evaluation mode, and its logits; None where it has none, and of a large model."""
+    logits = subject.run().logits
+    if subject.is_large:
+        return None
+    torch.manual_seed(73)  # some losses draw
+    with torch.no_grad():
+        loss, own, _ = loss_of(subject.model, subject.inputs, logits.shape, 73)
+    return (float(loss), logits) if own and math.isfinite(float(loss)) else None
+
+
+def other_loss(now: GradientsMeasurement, before: GradientsMeasurement | None, context: Context) -> str:
+    """How the loss of an exact rewrite differs from the dense model's by more than its logits explain; "" where it does not."""
+    if before is None or now.evaluated is None or before.evaluated is None:
+        return ""
+    (ours, logits), (theirs, dense) = now.evaluated, before.evaluated
+    if logits.shape != dense.shape:
+        return ""
+    gap = float((logits - dense).abs().max())  # by twice as much can a cross-entropy move
+    limit = max(LOSS_APART, TOLERANCE.get(context.subject.arithmetic.stored, 0.0)) * max(1.0, abs(theirs)) + 4 * gap
+    return "" if not abs(ours - theirs) > limit else f"the model's own loss is {ours:.6g}, the dense model's {theirs:.6g}"
 
 
 # ── Which gradients may be missing ───────────────────────────────────────────────────────────────────────────────────────────────

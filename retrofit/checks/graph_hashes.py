@@ -93,7 +93,7 @@ def constants(node: fx.Node) -> tuple[Any, ...]:
 
 def changed_modules(before: GraphHashes, now: GraphHashes, fates: Mapping[str, Fate], rewrites: Iterable[Rewrite]) -> list[str]:
     """The modules, by their path now, that are whole and in no approximate site, and no longer compute what they did."""
-    approximate = [f"{site.name}." for rewrite in rewrites if not rewrite.exact for site in rewrite.sites]
+    approximate = [f"{site.name}." if site.name else "" for rewrite in rewrites if not rewrite.exact for site in rewrite.sites]
     changed = []
     for path, place in whole_modules(before, fates).items():
         announced = any(f"{place}.".startswith(site) for site in approximate)

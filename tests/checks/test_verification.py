@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import weakref
@@ -432,6 +433,24 @@ def test_a_parameter_may_wait_for_others_when_it_says_so_and_then_must_learn(
     assert ok or "head.u (in head: low rank)" in report["gradients"].why
     assert report["parameters"].status == report["function"].status == "passed"
     assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
+
+
+def test_an_exact_rewrite_has_the_loss_of_the_dense_model() -> None:
+    model = gpt2()
+    reference = Reference.of(model)
+    retrofit.apply(model, "altup(k=2, init=lockstep)", verify=False)
+    assert retrofit.verify(model, reference, checks=["gradients"]).ok
+    forward = model.forward
+
+    def halved(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss / 2
+        return output
+
+    model.forward = functools.update_wrapper(halved, forward)
+    (found,) = retrofit.verify(model, reference, checks=["gradients"]).failed
+    assert "the model's own loss is 2." in found.why and "the dense model's 4." in found.why
 
 
 def test_what_the_dense_model_did_not_train_is_excused() -> None:
