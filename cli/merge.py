@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output, write_model
@@ -63,9 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def require_base(named: str | Path | None) -> Path:
-    """The model that the adapter belongs to, which is on disk, else `UsageError`."""
-    if named and Path(named).exists():
+def require_base(named: Any) -> Path:
+    """The model that the adapter belongs to, which is on disk, else `UsageError`; what an adapter names may be anything."""
+    if named and isinstance(named, (str, Path)) and Path(named).exists():
         return Path(named)
     raise UsageError(
         f"the model that the adapter was trained on is not at {named}" if named else "the adapter names no model",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError, VerificationError, first_line
@@ -18,10 +19,12 @@ from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.precision import as_stored
 from retrofit.runtime.probes import logits_of, run
 from retrofit.runtime.quiet import quiet
+from retrofit.runtime.safetensors_header import extents_in
 from retrofit.runtime.state_preservation import preserve_random_state
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 IMPORTS = "megatron_config"  # the entry by which an adapter has PEFT import a module that it names
+TRAINED_ON = "name the model that it was trained on: --base DIR"
 ELSEWHERE = "train the adapter on modules that the model calls: their names are in retrofit inspect"
 
 
@@ -103,16 +106,27 @@ def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
     """`model` with the adapter in `folder` on it; raises `CheckpointError` where it does not fit, or PEFT is not installed."""
     read_adapter_config(folder)
     try:
-        from peft import PeftModel
+        from peft import PeftModel, set_peft_model_state_dict
     except ImportError as error:
         raise CheckpointError(f"{folder} is an adapter of PEFT", why=first_line(error), remedy="pip install peft") from error
+    extents_in(folder / WEIGHTS)  # raises where the file is damaged
+    base = {id(one) for one in model.parameters()}
     try:
         with quiet():
-            adapted: nn.Module = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+            adapted: Any = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
+            found: Any = set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))  # once more: only this tells what is left
     except Exception as error:  # whatever PEFT raises
         raise CheckpointError(
             f"the adapter in {folder} does not fit {type(model).__name__}",
             why=first_line(error),
-            remedy="name the model that it was trained on: --base DIR",
+            remedy=TRAINED_ON,
         ) from error
-    return adapted
+    added = {name for name, one in adapted.named_parameters() if id(one) not in base}
+    if left := [*found.unexpected_keys, *sorted(added.intersection(found.missing_keys))]:
+        raise CheckpointError(
+            f"the adapter in {folder} is of another model than this {type(model).__name__}",
+            why=f"not both in the adapter and in the model: {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else ""),
+            remedy=TRAINED_ON,
+        )
+    whole: nn.Module = adapted
+    return whole

@@ -77,6 +77,9 @@ def join_remedies(one: str, other: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """The kind of an error and the first line of its message, with the next one where that says what the first announces."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {said}"

@@ -106,3 +106,20 @@ def test_adapters_that_cannot_be_read_are_refused(
     assert main(["merge", str(tmp_path)]) == 2 and "adapter_model.safetensors" in capsys.readouterr().err
     (tmp_path / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
     assert main(["merge", str(tmp_path)]) == 2 and "names a module to import" in capsys.readouterr().err
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": 7}))
+    assert main(["merge", str(tmp_path)]) == 2 and "not at 7" in capsys.readouterr().err
+
+
+def test_an_adapter_of_another_model_is_refused_and_not_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PEFT puts an adapter that has done nothing yet where the model has a module of the name, and warns."""
+    tiny_models.llama().save_pretrained(tmp_path / "dense")
+    rewritten = retrofit.apply(tiny_models.llama(), "altup(k=2)", verify=False)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(rewritten, config).save_pretrained(tmp_path / "adapter")
+    merge = ["merge", str(tmp_path / "adapter"), "--base", str(tmp_path / "dense")]
+    assert main(merge) == 2
+    assert "is of another model than this LlamaForCausalLM" in (said := capsys.readouterr().err) and "layers.0.layer." in said
+    assert not (tmp_path / "adapter.merged").exists()
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-50])
+    assert main(merge) == 2 and "cannot be read as safetensors" in capsys.readouterr().err

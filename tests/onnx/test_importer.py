@@ -261,12 +261,20 @@ def test_states_that_are_not_returned_are_not_empty_at_the_start(tmp_path: Path)
 # ── What cannot be imported ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def written(path: Path, nodes: list[Any], *, version: int = 20, held: dict[str, np.ndarray] | None = None) -> Path:
+def written(
+    path: Path,
+    nodes: list[Any],
+    extents: tuple[Any, ...] = ("batch", 4),
+    *,
+    version: int = 20,
+    outputs: tuple[str, ...] = ("y",),
+    held: dict[str, np.ndarray] | None = None,
+) -> Path:
     graph = helper.make_graph(
         nodes,
         "graph",
-        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["batch", 4])],
-        [helper.make_empty_tensor_value_info("y")],
+        [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, extents)],
+        [helper.make_empty_tensor_value_info(name) for name in outputs],
         [numpy_helper.from_array(value, name) for name, value in (held or {}).items()],
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", version)], ir_version=10), str(path))
@@ -311,6 +319,45 @@ def test_attributes_that_nothing_computes_are_refused_with_their_node(tmp_path: 
     with pytest.raises(CaptureError, match="the_scatter") as caught:
         from_onnx(written(tmp_path / "m.onnx", [node], held=held))
     assert why in caught.value.why
+
+
+FURTHER = [
+    ("LayerNormalization", ["x", "w", "w"], ["y", "mean", "deviation"], {}),
+    ("MaxPool", ["x"], ["y", "places"], {"kernel_shape": [2]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "inputs", "outputs", "how"), FURTHER, ids=[kind for kind, *_ in FURTHER])
+def test_further_outputs_of_a_node_may_be_named_and_not_read(
+    kind: str, inputs: list[str], outputs: list[str], how: Any, tmp_path: Path
+) -> None:
+    node, held = helper.make_node(kind, inputs, outputs, name="the_node", **how), {"w": np.arange(4, dtype="f")}
+    path = written(tmp_path / "m.onnx", [node], (2, 3, 4), held=held)
+    x = torch.randn(2, 3, 4)
+    torch.testing.assert_close(from_onnx(path)(x=x)["y"], OnnxSession(path)({"x": x})["y"])
+    reader = helper.make_node("Shape", [outputs[1]], ["read"])
+    with pytest.raises(CaptureError, match="the_node") as caught:
+        from_onnx(written(tmp_path / "read.onnx", [node, reader], (2, 3, 4), outputs=("y", "read"), held=held))
+    assert outputs[1] in caught.value.why
+
+
+def test_two_outputs_of_one_name_are_refused(tmp_path: Path) -> None:
+    nodes = [helper.make_node("Relu", ["x"], ["y.0"]), helper.make_node("Neg", ["x"], ["y_0"])]
+    with pytest.raises(CaptureError, match="two outputs of one name"):
+        from_onnx(written(tmp_path / "m.onnx", nodes, outputs=("y.0", "y_0")))
+
+
+def test_a_file_in_half_precision_is_rewritten(tmp_path: Path) -> None:
+    """What such a file computes from numbers is of its type: masks, and what fills them. Weights of two types are not one."""
+    path, model = tmp_path / "m.onnx", tiny_models.bert().half()
+    inputs = {"input_ids": torch.randint(0, 61, (2, 7)), "attention_mask": torch.tensor([[1] * 7, [0] * 2 + [1] * 5])}
+    how: Any = {"input_names": [*inputs], "output_names": ["logits"], "dynamo": False, "opset_version": 14}
+    torch.onnx.export(model, tuple(inputs.values()), path, **how)
+    imported = from_onnx(path)
+    found, expected = imported(**inputs)["logits"], OnnxSession(path)(inputs)["logits"]
+    assert found.dtype == expected.dtype
+    assert distance(found, expected) < 1e-2
+    assert apply_reported(imported, "altup(k=2)").report.ok  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("content", [b"", b"no model at all", b"\x08\x07\x12\x04"])

@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "an input of no type": (lambda graph: graph.input[0].ClearField("type"), "the input ids is no tensor of numbers"),
     "an input of strings": (typed(TensorProto.STRING, ["batch", "length"]), "the input ids is no tensor of numbers"),
     "an input beyond all memory": (typed(TensorProto.INT64, [2**40, 2**40]), "cannot be read as a model"),
-    "one input twice": (lambda graph: graph.input.append(graph.input[0]), "two inputs for one argument"),
+    "one input twice": (lambda graph: graph.input.append(graph.input[0]), "two inputs of one name"),
 }
 
 

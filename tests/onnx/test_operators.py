@@ -46,6 +46,10 @@ def single(value: float) -> np.ndarray:
     return np.array(value, dtype=np.float32)
 
 
+def half(value: float) -> np.ndarray:
+    return np.array(value, dtype=np.float16)
+
+
 class Case:
     """A node, its inputs (those in `fixed` as constants of the file) and how many outputs it has."""
 
@@ -120,6 +124,9 @@ CASES = [
     Case("Div", whole(-9, 9, 4, 3), whole(1, 5, 3)),
     Case("Mod", whole(-9, 9, 4, 3), whole(1, 5, 3)),
     Case("Mod", X, real(8), fmod=1),
+    Case("IsInf", floats(1.0, np.inf, -np.inf, np.nan)),
+    Case("IsInf", floats(1.0, np.inf, -np.inf, np.nan), detect_negative=0),
+    Case("IsInf", floats(1.0, np.inf, -np.inf, np.nan), detect_positive=0),
     Case("And", yes_no(4), yes_no(4)),
     Case("Or", yes_no(4), yes_no(4)),
     Case("Xor", yes_no(4), yes_no(4)),
@@ -127,6 +134,8 @@ CASES = [
     Case("IsNaN", X),
     Case("Where", yes_no(2, 5, 1), X, real(8)),
     Case("Where", yes_no(2, 5, 8), X, single(-1.0), fixed=(2,)),
+    Case("Where", yes_no(2, 5, 8), half(0.0), half(-9.0), fixed=(1, 2)),
+    Case("Where", yes_no(2, 5, 8), half(0.0).astype(np.float64), half(-9.0).astype(np.float64), fixed=(1, 2)),
     Case("Clip", X, single(-0.5), single(0.5), fixed=(1, 2)),
     Case("Clip", X, None, single(0.5)),
     Case("DFT", real(2, 5, 6, 1), None, np.array(1), fixed=(2,)),
@@ -163,6 +172,8 @@ CASES = [
     Case("Pad", X, ints(0, 1, 0, 2, 0, 3), single(7.0), fixed=(1, 2)),
     Case("Pad", X, ints(1, 2), None, ints(1), fixed=(1, 3)),
     Case("Pad", real(2, 3, 6), ints(0, 0, 2, 0, 0, 1), fixed=(1,), mode="reflect"),
+    Case("Expand", half(2.0), ints(2, 3), fixed=(0,)),
+    Case("ConstantOfShape", ints(2, 3), value=numpy_helper.from_array(half(4.0).reshape(1))),
     Case("ConstantOfShape", ints(2, 3), fixed=(0,), value=numpy_helper.from_array(np.array([4.0], dtype=np.float32))),
     Case("Range", ints(2)[0].reshape(()), ints(9)[0].reshape(()), ints(3)[0].reshape(()), fixed=(0, 1, 2)),
     Case("EyeLike", real(4, 5), k=1),
@@ -172,14 +183,19 @@ CASES = [
     Case("Gather", X, ints(2)[0].reshape(()), fixed=(1,), axis=1),
     Case("Gather", W, whole(0, 8, 2, 3), fixed=(0,)),
     Case("GatherElements", X, whole(-5, 5, 2, 3, 8), axis=1),
+    Case("GatherElements", X, whole(-5, 5, 2, 3, 8).astype(np.int32), axis=1),
     Case("GatherND", X, whole(0, 2, 3, 2)),
     Case("GatherND", X, whole(0, 5, 2, 3, 1), batch_dims=1),
     Case("ScatterND", X, ints(0, 1, 1, 3).reshape(2, 2), real(2, 8)),
     Case("ScatterElements", X, ints(0, 2, 1).reshape(1, 3, 1), real(1, 3, 1), axis=1),
+    Case("ScatterElements", X, ints(0, -2, 1).reshape(1, 3, 1).astype(np.int32), real(1, 3, 1), axis=1),
     Case("ScatterElements", X, ints(0, 2, 2).reshape(1, 3, 1), real(1, 3, 1), axis=1, reduction="add"),
+    Case("OneHot", whole(-4, 0, 3, 2), ints(4)[0].reshape(()), np.array([0.5, 2.0], dtype=np.float16), fixed=(1, 2)),
     Case("OneHot", whole(0, 4, 3, 2), ints(4)[0].reshape(()), np.array([0.5, 2.0], dtype=np.float32), fixed=(1, 2), axis=1),
     Case("TopK", X, ints(3), fixed=(1,), outputs=2),
     Case("ArgMax", X, axis=1, keepdims=0),
+    Case("ArgMax", whole(0, 2, 3, 9), axis=1, select_last_index=1),
+    Case("ArgMin", whole(0, 2, 3, 9), axis=1, select_last_index=1, keepdims=0),
     Case("ArgMin", X, axis=-1),
     Case("NonZero", yes_no(3, 4)),
     Case("CumSum", X, ints(1)[0].reshape(()), fixed=(1,)),
@@ -340,7 +356,9 @@ def test_numbers_are_computed_as_arrays_are(values: list[int], one: int, divisor
     array, numbers = np.array(values), tuple(values)
     assert elementwise.add(numbers, one) == tuple((array + one).tolist())
     assert elementwise.mul(numbers, numbers) == tuple((array * array).tolist())
-    assert elementwise.div(numbers, divisor) == tuple(np.trunc(array / divisor).astype(int).tolist())
+    for other in (divisor, -divisor):
+        assert elementwise.div(numbers, other) == tuple(np.trunc(array / other).astype(int).tolist())
+        assert elementwise.mod(numbers, other, fmod=1) == tuple(np.fmod(array, other).tolist())
     assert elementwise.equal(numbers, (one,)) == tuple((array == one).tolist())
     assert elementwise.where(elementwise.less(numbers, one), numbers, one) == tuple(np.minimum(array, one).tolist())
     assert indexing.gather(numbers, (0, -1)) == (values[0], values[-1])

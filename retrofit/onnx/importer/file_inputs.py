@@ -42,18 +42,24 @@ def only_selects_a_branch(value: onnx_ir.Value) -> bool:
 
 def refuse_odd_inputs(inputs: Sequence[onnx_ir.Value], path: Path) -> None:
     """Raises `CaptureError` for an input that is no tensor of numbers, and for two that would be one argument."""
-    by_name: dict[str, str] = {}
     for one in inputs:
-        name = argument_name(str(one.name))
         if one.dtype not in DTYPES:
             raise CaptureError(
                 f"{path}: the input {one.name} is no tensor of numbers",
                 why=f"its type is {getattr(one.dtype, 'name', 'not given')}",
                 remedy="export the model without it",
             )
+    refuse_same_names("inputs", inputs, path)
+
+
+def refuse_same_names(what: str, values: Sequence[onnx_ir.Value], path: Path) -> None:
+    """Raises `CaptureError` where two of the inputs, or outputs, would be one argument, or one entry of the result."""
+    by_name: dict[str, str] = {}
+    for one in values:
+        name = argument_name(str(one.name))
         if name in by_name:
             raise CaptureError(
-                f"{path} has two inputs for one argument",
+                f"{path} has two {what} of one name",
                 why=f"{by_name[name]} and {one.name} are both called {name}",
                 remedy="export it with other names",
             )

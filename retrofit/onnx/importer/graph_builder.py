@@ -34,6 +34,7 @@ from retrofit.onnx.importer.file_inputs import (
     is_state_input,
     only_selects_a_branch,
     refuse_odd_inputs,
+    refuse_same_names,
     state_key,
 )
 from retrofit.onnx.importer.model_file import attribute_values, node_label, operator_label, to_torch
@@ -50,7 +51,7 @@ from retrofit.onnx.importer.operators import (  # noqa: F401 # each registers it
 )
 from retrofit.onnx.importer.operators.table import CHOICE, FACTORIES, MICROSOFT, OPERATORS, REFUSALS, Operator
 from retrofit.onnx.importer.rows_of_heads import read_rows_as_heads
-from retrofit.onnx.importer.values import DTYPES, is_number, numbers
+from retrofit.onnx.importer.values import DTYPES, TYPES_OF_NUMBERS, is_number, numbers
 from retrofit.onnx.importer.weights import Weights, only_numbers
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.example_inputs import LENGTH
@@ -167,6 +168,7 @@ class GraphBuilder:
                 self.values[value] = self.keep_states  # whether there are earlier tokens
         self.add_nodes(graph)
         results = [value for value in graph.outputs if self.keep_states or not str(value.name).startswith(PRESENT_PREFIX)]
+        refuse_same_names("outputs", results, self.path)
         self.scope.graph.output({argument_name(str(value.name)): self.value(value) for value in results})
         self.scope.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
         module = Graph(self.scope.root, self.scope.graph, "Imported")
@@ -241,8 +243,30 @@ class GraphBuilder:
         if function in FACTORIES:
             attributes["device"] = self.scope.localize(self.device)
         call = self.scope.graph.call_function(function, tuple(arguments), attributes)
-        several = len(node.outputs) > 1 or function in TUPLE_OPERATORS
-        return [self.scope.graph.call_function(item, (call, at)) for at in range(len(node.outputs))] if several else [call]
+        if function in TUPLE_OPERATORS:
+            return [self.scope.graph.call_function(item, (call, at)) for at in range(len(node.outputs))]
+        self.refuse_further_outputs(node)
+        return [self.in_own_type(node, arguments, call)]
+
+    def in_own_type(self, node: onnx_ir.Node, arguments: Sequence[Any], call: fx.Node) -> fx.Node:
+        """The result of a node in the type that the file has it in: numbers that it may be made of have none."""
+        dtype = DTYPES.get(node.outputs[0].dtype)  # type: ignore[arg-type]
+        if dtype is None or dtype in TYPES_OF_NUMBERS:
+            return call
+        operands = zip(node.inputs, arguments, strict=True)
+        if any(isinstance(one, fx.Node) and value is not None and DTYPES.get(value.dtype) == dtype for value, one in operands):  # type: ignore[arg-type]
+            return call
+        return self.scope.graph.call_function(in_type, (call, dtype))
+
+    def refuse_further_outputs(self, node: onnx_ir.Node) -> None:
+        """Raises `CaptureError` where something reads an output of the node other than the first."""
+        for value in node.outputs[1:]:
+            if value.consumers() or value.is_graph_output():
+                raise CaptureError(
+                    f"{self.path}: the node {node_label(node)}, {operator_label(node)}, is not read",
+                    why=f"its output {value.name}, which something reads, is not computed here",
+                    remedy="export the model without it",
+                )
 
     def refuse_unsupported(
         self, node: onnx_ir.Node, function: Operator, arguments: Sequence[Any], attributes: Mapping[str, Any]
@@ -396,6 +420,11 @@ def branch_module(scope: SubgraphScope, operands: Sequence[fx.Node]) -> fx.Graph
 def item(values: Any, index: int) -> Any:
     """`values[index]`."""
     return values[index]
+
+
+def in_type(x: Any, dtype: torch.dtype) -> Any:
+    """The tensor in that type; numbers, which have none, as they are."""
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype != dtype else x
 
 
 def empty_state(like: Tensor, extents: Sequence[int | None], dtype: torch.dtype) -> Tensor:

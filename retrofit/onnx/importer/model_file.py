@@ -12,7 +12,7 @@ from torch import Tensor
 from retrofit.errors import CheckpointError, first_line
 from retrofit.onnx.importer.older_sets import OLDEST_OPSET, convert_to_oldest
 from retrofit.onnx.importer.operators.table import MICROSOFT
-from retrofit.onnx.importer.values import DTYPES
+from retrofit.onnx.importer.values import DTYPES, TYPES_OF_NUMBERS
 from retrofit.runtime.memory_limit import require_memory
 
 if TYPE_CHECKING:
@@ -60,11 +60,19 @@ def load_model(path: Path) -> onnx_ir.Model:
 
 def simplify(model: onnx_ir.Model) -> None:
     """What reads a copy reads the original, and the weights of a file that has them as nodes are weights like others."""
-    from onnx_ir.passes.common import LiftConstantsToInitializersPass
+    from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
     remove_copies(model)
     if has_weights_as_nodes(model.graph):
         LiftConstantsToInitializersPass(size_limit=SEVERAL)(model)
+    if has_other_types(model.graph):
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+
+
+def has_other_types(graph: onnx_ir.Graph) -> bool:
+    """Whether some constant or input is of a type that Python's numbers do not have: float16, int32."""
+    held = (one.dtype for one in constant_tensors(graph))
+    return any(DTYPES.get(dtype) not in (None, *TYPES_OF_NUMBERS) for dtype in (*held, *(one.dtype for one in graph.inputs)))  # type: ignore[arg-type]
 
 
 def remove_copies(model: onnx_ir.Model) -> None:

@@ -29,6 +29,7 @@ DTYPES = {
     11: torch.float64,
     16: torch.bfloat16,
 }  # by the number that ONNX gives them
+TYPES_OF_NUMBERS = (torch.float32, torch.int64, torch.bool)  # what numbers are as tensors, where nothing else is known
 
 
 def is_number(value: Value) -> bool:
@@ -98,4 +99,10 @@ def divide_numbers(one: Number, other: Number) -> Number:
     """ONNX's quotient: of integers the whole part."""
     if isinstance(one, (float, torch.SymFloat)) or isinstance(other, (float, torch.SymFloat)):
         return one / other
-    return -(-one // other) if isinstance(one, int) and one < 0 else one // other
+    below = [isinstance(each, int) and each < 0 for each in (one, other)]
+    return -(-one // other) if below[0] != below[1] else one // other
+
+
+def remainder_of_numbers(one: Number, other: Number) -> Number:
+    """What is left of `one`, with its sign, when it is divided."""
+    return math.fmod(one, other) if isinstance(one, float) else one - other * divide_numbers(one, other)

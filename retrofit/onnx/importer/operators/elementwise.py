@@ -18,6 +18,7 @@ from retrofit.onnx.importer.values import (
     is_number,
     map_numbers,
     number,
+    remainder_of_numbers,
     sqrt_number,
     tensor,
 )
@@ -33,14 +34,17 @@ def elementwise(name: str, of_tensors: Operator, of_numbers: Operator | None = N
         if like is None:
             return of_tensors(*map(tensor, values))
         first, *others = values
-        others = [tensor(value, like) if isinstance(value, tuple) else value for value in others]
-        if is_number(first):  # of the same type as the others, as ONNX has it
-            first = tensor(first, like, None if dtype_of(first) is torch.bool else like.dtype)
-        return of_tensors(first, *others)
+        others = [as_tensor_like(value, like) if isinstance(value, tuple) else value for value in others]
+        return of_tensors(as_tensor_like(first, like) if is_number(first) else first, *others)
 
     computed.__name__ = computed.__qualname__ = function_name(name)
     computed.__doc__ = f"ONNX's {name}."
     return operator(name)(computed)
+
+
+def as_tensor_like(value: Value, like: Tensor) -> Tensor:
+    """The numbers as a tensor of the type of `like`, which operands of a node have in common."""
+    return tensor(value, like, None if dtype_of(value) is torch.bool else like.dtype)
 
 
 def fold_operands(function: Operator) -> Operator:
@@ -118,8 +122,16 @@ less_or_equal = elementwise("LessOrEqual", lambda a, b: a <= b, lambda a, b: a <
 @operator("Mod")
 def mod(one: Value, other: Value, fmod: int = 0) -> Value:
     if is_number(one) and is_number(other):
-        return map_numbers(lambda a, b: a % b, one, other)
+        return map_numbers(remainder_of_numbers if fmod else lambda a, b: a % b, one, other)
     return torch.fmod(tensor(one), tensor(other)) if fmod else torch.remainder(tensor(one), tensor(other))
+
+
+@operator("IsInf")
+def is_inf(x: Value, detect_negative: int = 1, detect_positive: int = 1) -> Tensor:
+    x = tensor(x)
+    found = torch.isinf(x)
+    found = found if detect_negative else found & (x > 0)
+    return found if detect_positive else found & (x < 0)
 
 
 @operator("Where")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,12 @@ def gather(x: Value, indices: Value, axis: int = 0) -> Value:
 
 @operator("GatherElements")
 def gather_elements(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
-    return torch.gather(x, axis, torch.where(indices < 0, indices + x.shape[axis], indices))
+    return torch.gather(x, axis, from_the_front(indices, x.shape[axis]))
+
+
+def from_the_front(indices: Tensor, length: int) -> Tensor:
+    """Places that may be counted from the end, counted from the front, in torch's type of them."""
+    return torch.where(indices < 0, indices + length, indices).long()
 
 
 @operator("GatherND")
@@ -61,6 +67,7 @@ def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, reduction: str = "no
 
 @operator("ScatterElements")
 def scatter_elements(x: Tensor, indices: Tensor, updates: Tensor, axis: int = 0, reduction: str = "none") -> Tensor:
+    indices = from_the_front(indices, x.shape[axis])
     if reduction == "none":
         return torch.scatter(x, axis, indices, updates)
     kinds = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
@@ -71,7 +78,7 @@ def scatter_elements(x: Tensor, indices: Tensor, updates: Tensor, axis: int = 0,
 def one_hot(indices: Tensor, depth: Value, values: Value, axis: int = -1) -> Tensor:
     off, on = numbers(values)
     places = torch.arange(number(depth), device=indices.device)
-    chosen = indices.unsqueeze(-1) == places
+    chosen = from_the_front(indices, number(depth)).unsqueeze(-1) == places
     result = torch.where(chosen, tensor(on, indices), tensor(off, indices))
     return result.movedim(-1, axis)
 
@@ -84,12 +91,17 @@ def top_k(x: Tensor, k: Value, axis: int = -1, largest: int = 1, sorted: int = 1
 
 @operator("ArgMax")
 def arg_max(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
-    return x.argmax(axis, bool(keepdims))
+    return first_or_last(x, torch.argmax, axis, keepdims, select_last_index)
 
 
 @operator("ArgMin")
 def arg_min(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
-    return x.argmin(axis, bool(keepdims))
+    return first_or_last(x, torch.argmin, axis, keepdims, select_last_index)
+
+
+def first_or_last(x: Tensor, place: Callable[..., Tensor], axis: int, keepdims: int, last: int) -> Tensor:
+    """The place that is found along an axis, of equal values the first one, or the last."""
+    return x.shape[axis] - 1 - place(x.flip(axis), axis, bool(keepdims)) if last else place(x, axis, bool(keepdims))
 
 
 @operator("NonZero")

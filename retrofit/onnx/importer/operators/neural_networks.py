@@ -93,7 +93,11 @@ def group_normalization(
     return F.group_norm(x, num_groups, scale.repeat_interleave(each), bias.repeat_interleave(each), epsilon)
 
 
-@operator("BatchNormalization")
+def statistics_of_batch(attributes: dict[str, Any]) -> str:
+    return "training_mode, which measures each batch" if attributes.get("training_mode") else ""
+
+
+@operator("BatchNormalization", refuses=statistics_of_batch)
 def batch_normalization(
     x: Tensor,
     scale: Tensor,

@@ -96,7 +96,7 @@ def concat(*values: Value, axis: int) -> Value:
     if all(map(is_number, values)):
         return tuple(one for value in values for one in numbers(value))
     like = next(value for value in values if isinstance(value, Tensor))
-    parts = [tensor(value, like) for value in values]
+    parts = [tensor(value, like, like.dtype) for value in values]
     full = [part for part in parts if not is_empty_along(part, axis)] or parts[:1]
     return torch.cat(full, axis) if len(full) > 1 else full[0]
 
