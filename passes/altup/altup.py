@@ -23,7 +23,7 @@ from torch import fx, nn
 
 from retrofit.passes.altup import reference as once_more
 from retrofit.passes.altup.blocks import BlockScale, Blockwise, DivideAndProject, Replicated
-from retrofit.passes.altup.growth import Growth, grow
+from retrofit.passes.altup.growth import REPEATED, Growth, grow
 from retrofit.passes.altup.layers import COEFFICIENTS, AltUpLayer
 from retrofit.passes.altup.plan import AltUpPlan, LayerPlan, WideHead, WideTable
 from retrofit.passes.altup.widening import WideningPlan, WidthPropagation
@@ -189,7 +189,7 @@ class AltUp(Pass[AltUpPlan]):
 
     def repeated_parameter(self, name: str, model: nn.Module) -> Growth:
         width = model.get_parameter(name).shape[-1]
-        return Growth(name, -1, (self.k - 1) * width, "copies", "a copy for each block, (K−1) times its size")
+        return Growth(name, -1, (self.k - 1) * width, "copies", REPEATED)
 
     @property
     def combination(self) -> tuple[float, ...]:

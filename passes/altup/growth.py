@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from retrofit.sdk import Edit
 
 Start = Literal["copies", "noise", "zeros"]
+REPEATED = "a copy for each block, (K−1) times its size"  # what a parameter gets that is added to the stream
 
 
 @dataclasses.dataclass(frozen=True)

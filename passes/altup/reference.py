@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retrofit.passes.altup.growth import REPEATED
 from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
 
 # ── Modules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -228,12 +229,15 @@ def start_problems(layer: Any, options: Any, j: int, n: int) -> Iterator[str]:
 
 
 def table_start(observed: Observed) -> Problems:
-    """The new columns of a token table are noise with the spread of the dense ones (hop), or copies of these (lockstep)."""
+    """The new columns of a token table are noise with the spread of the dense ones (hop), or copies of these (lockstep).
+
+    A table that is added to the stream as a parameter, as one of positions may be, is repeated.
+    """
     widened = {fate.name: fate for fate in observed.fates.values() if fate.kind == "widened"}
     for name, fate in widened.items():
         parameter, owner = observed.model.get_parameter(name), observed.model.get_submodule(name.rpartition(".")[0])
         dim = next((dim for dim, part in enumerate(fate.index) if part != slice(None)), None)
-        if dim is None or not isinstance(owner, nn.Embedding) or parameter is not owner.weight:
+        if dim is None or fate.why == REPEATED or not isinstance(owner, nn.Embedding) or parameter is not owner.weight:
             continue
         table = parameter.detach().float()
         width = fate.index[dim].stop

@@ -309,7 +309,8 @@ class WidthPropagation:
                 raise self.refuse(node, f"{call.path} contributes to the wide stream in one call and to something else in another")
         for name, node in self.flow.program.outputs.items():
             first = node is next(iter(self.flow.program.outputs.values()))
-            if node in self.wide and (first or self.wide[node].computed):
+            of_its_own = "." not in name  # and not one of a list of hidden states
+            if node in self.wide and (first or of_its_own or self.wide[node].computed):
                 raise self.refuse(node, f"the output {name} would be K times as wide")
         weights = {*self.plan.tables, *self.plan.heads}
         for placeholder, name in self.flow.program.parameters.items():

@@ -198,9 +198,14 @@ class ArgumentCaptures:
                 program = capture(self.model, inputs)
         finally:
             handle.remove()
-        given = [value for value in inputs.values() if isinstance(value, Tensor)]
-        batch = next(int(value.shape[0]) for value in given if value.dim())
-        return CapturedArguments(program, Dataflow(program), batch, length_of(inputs), mask_inputs, tensors, objects)
+        batches = [int(value.shape[0]) for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
+        if not batches:
+            raise DoesNotFitError(
+                f"sequence-altup: {type(self.model).__name__} takes its tokens in no argument of their own",
+                why=f"how a layer's arguments follow the tokens is inferred from longer ones, and {', '.join(inputs)} is no tensor",
+                remedy="wrap the model in a module that takes tensors, and rewrite that",
+            )
+        return CapturedArguments(program, Dataflow(program), batches[0], length_of(inputs), mask_inputs, tensors, objects)
 
 
 def is_mask_name(name: str) -> bool:

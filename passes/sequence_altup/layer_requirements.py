@@ -102,12 +102,15 @@ class Candidate:
 
 
 def require_one_stream_argument(one: Candidate) -> None:
-    """The stream enters by the same argument in both captures, and its sizes depend on no values."""
+    """The stream enters by the same argument in both captures, and no argument's sizes depend on values."""
     first, second = one.captures.first.shapes(one.layer), one.captured.shapes(one.layer)
     if one.stream not in first or one.stream not in second:
         raise unfit("it does not receive the stream by the same argument every time")
     if any(isinstance(size, torch.SymInt) for size in (*first[one.stream], *second[one.stream])):
         raise unfit("how many tokens it receives depends on the values of tensors")
+    for path, size in (*first.items(), *second.items()):
+        if any(isinstance(length, torch.SymInt) for length in size):
+            raise unfit(f"how long its argument {'.'.join(map(str, path))} is depends on the values of tensors")
 
 
 def require_one_position_per_token(one: Candidate) -> None:

@@ -39,8 +39,13 @@ def role_of(region: list[fx.Node], cores: list[Attention], origin: fx.Node, flow
 
 
 def reads_own_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:
-    """Whether any keys are computed from the stream at `origin`."""
-    return any(flow.reaches(origin, key) for key in core.keys)
+    """Whether any keys are computed from the stream at `origin`, or are projections of what that normalizes or masks."""
+    if any(flow.reaches(origin, key) for key in core.keys):
+        return True
+    above = set(flow.carried_chain(origin))
+    products = nearest_products(core.keys, flow)
+    read = [part for product in products for part in product_operands(product.node) if part in flow.depends]
+    return any(not above.isdisjoint(flow.carried_chain(part)) for part in read)
 
 
 def has_earlier_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:

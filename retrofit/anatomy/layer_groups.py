@@ -8,6 +8,7 @@ from collections import Counter
 from retrofit.anatomy.branches import owner_of
 from retrofit.anatomy.parts import Branch
 from retrofit.anatomy.residual_streams import Residual
+from retrofit.anatomy.weight_products import nearest_products
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call
 
@@ -55,16 +56,33 @@ def layer_groups(
 
 
 def group_by_call(call: Call, residuals: list[Residual], flow: Dataflow) -> list[LayerGroup]:
-    """The residual additions, in order, by the call within `call` that contains them."""
+    """The residual additions, in order, by the call within `call` that contains them, and the end of some branch of them."""
     groups: list[LayerGroup] = []
-    for one in residuals:
-        path = list(flow.call_of(one.add).chain)
-        inner = path[path.index(call) - 1] if path[0] is not call else None
+    inside = [call_inside(call, one, flow) for one in residuals]
+    computing = {
+        inner for inner, one in zip(inside, residuals, strict=True) if inner is not None and not only_adds(inner, one, flow)
+    }
+    for inner, one in zip(inside, residuals, strict=True):
+        if inner not in computing:
+            inner = None
         if groups and groups[-1].call is inner:
             groups[-1].residuals.append(one)
         else:
             groups.append(LayerGroup(inner, [one]))
     return groups
+
+
+def call_inside(call: Call, residual: Residual, flow: Dataflow) -> Call | None:
+    """The outermost call within `call` that contains the addition."""
+    path = list(flow.call_of(residual.add).chain)
+    return path[path.index(call) - 1] if path[0] is not call else None
+
+
+def only_adds(call: Call, residual: Residual, flow: Dataflow) -> bool:
+    """Whether the call adds branches to the stream that all end before it, in products outside of it."""
+    nearest = [product.node for product in nearest_products(list(residual.branches), flow)]
+    products = [node for node in nearest if flow.reaches(residual.base, node)]
+    return bool(products) and not any(call.encloses(flow.call_of(node)) for node in products)
 
 
 def group_by_number(residuals: list[Residual], table: dict[Residual, list[Branch]]) -> list[list[Residual]]:

@@ -71,7 +71,9 @@ def modules_outside(flow: Dataflow, stacks: tuple[Stack, ...], before: bool) -> 
     busy = {outer for call in flow.program.calls if (call.path, call.index) in layer_calls for outer in call.chain} or {
         flow.program.root
     }
+    in_code = [(by_name[stack.entry], by_name[stack.exit]) for stack in stacks if not all(layer.name for layer in stack.layers)]
     found: dict[str, None] = {}
+    of_layers: set[str] = set()
     for node in flow.nodes:
         if node.op != "call_function":
             continue
@@ -81,11 +83,13 @@ def modules_outside(flow: Dataflow, stacks: tuple[Stack, ...], before: bool) -> 
         outer = [call for call in chain if call not in busy]
         if not outer or not outer[-1].path:
             continue
+        if any(flow.reaches(first, node) and flow.reaches(node, last) for first, last in in_code):
+            of_layers.add(outer[-1].path)
         early = any(flow.reaches(node, entry) for entry in entries)
         late = not early and any(flow.reaches(leaf, node) for leaf in layers)
         if early if before else late:
             found[outer[-1].path] = None
-    return tuple(found)
+    return tuple(path for path in found if path not in of_layers)
 
 
 def tied_parameter_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:

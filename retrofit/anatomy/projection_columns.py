@@ -35,11 +35,12 @@ def column_letters(result: fx.Node, core: Attention, flow: Dataflow) -> list[str
             numbers[node] = move(node, numbers | index_tensors(node, flow))
         if not isinstance(numbers[node], Tensor):
             continue
-        ends = [user for user in flow.uses[node] if op(user) not in MOVING or user.args[0] is not node]
+        readers = [user for user in flow.uses[node] if op(user) not in MOVING or user.args[0] is not node]
+        ends = [user for user in readers if user.op != "output"]
         letters = {letter for letter, operand in operands.items() if operand is node}
         letters |= {letter for end in ends for letter, operand in operands.items() if flow.reaches(end, operand)}
         strays = [end for end in ends if not any(flow.reaches(end, operand) for operand in operands.values())]
-        if any(end is not core.result and not is_in_core(end, core, flow) for end in strays):
+        if ends != readers or any(end is not core.result and not is_in_core(end, core, flow) for end in strays):
             letters.add(REST)
         for column in numbers[node].unique().tolist():
             reached[column] |= letters

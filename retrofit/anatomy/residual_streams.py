@@ -39,52 +39,87 @@ def is_addition(node: fx.Node, flow: Dataflow) -> bool:
     return len(parts) >= 2 and size is not None and len(size) >= 2 and shape(parts[0]) == size
 
 
-def addends(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
-    """The terms of the sum `node`, those of inner sums that nothing else reads included."""
+def addends(node: fx.Node, flow: Dataflow, latest: Latest) -> list[fx.Node]:
+    """The terms of the sum `node`, those of inner sums that nothing else reads included; a residual addition is one term."""
     leaves: list[fx.Node] = []
     for part in node.args:
         if not isinstance(part, fx.Node) or part not in flow.depends:
             continue
         inner = part
-        while (
-            (op(inner) in LAYOUT | CAST | DROPOUT or (op(inner) in ("mul", "div") and len(inner.all_input_nodes) == 1))
-            and len(flow.uses[inner]) == 1
-            and len(flow.carried_operands[inner]) == 1
-        ):
+        while is_light(inner) and len(flow.uses[inner]) == 1 and len(flow.carried_operands[inner]) == 1:
             inner = flow.carried_operands[inner][0]
-        if is_addition(inner, flow) and len(flow.uses[inner]) == 1:
-            leaves.extend(addends(inner, flow))
+        if is_addition(inner, flow) and len(flow.uses[inner]) == 1 and not ends_residual(inner, latest):
+            leaves.extend(addends(inner, flow, latest))
         else:
             leaves.append(part)
     return leaves
 
 
-def is_term_of_larger_sum(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether the sum `node` is a term of another sum and nothing else reads it."""
+def is_light(node: fx.Node) -> bool:
+    """Whether the operation only casts, lays out, drops or scales by a constant what it reads."""
+    return op(node) in LAYOUT | CAST | DROPOUT or (op(node) in ("mul", "div") and len(node.all_input_nodes) == 1)
+
+
+def ends_residual(node: fx.Node, latest: Latest) -> bool:
+    """Whether the sum `node` is a residual addition."""
+    one = latest.get(node)
+    return one is not None and one.add is node
+
+
+def larger_sum(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
+    """The sum that alone reads the sum `node`, and its term that is `node`; None where there is no such sum."""
     while len(flow.uses[node]) == 1:
         (user,) = flow.uses[node]
         if is_addition(user, flow):
-            return True
-        light = op(user) in LAYOUT | CAST | DROPOUT or (op(user) in ("mul", "div") and len(user.all_input_nodes) == 1)
-        if not light or flow.carried_operands.get(user) != [node]:
-            return False
+            return user, node
+        if not is_light(user) or flow.carried_operands.get(user) != [node]:
+            return None
         node = user
+    return None
+
+
+def ends_before(larger: tuple[fx.Node, fx.Node] | None, found: Residual, flow: Dataflow, latest: Latest) -> bool:
+    """Whether `found` ends before the sum around it: there is none, or that blends the stream with earlier places of itself."""
+    if larger is None:
+        return True
+    total, term = larger
+    others = [part for part in total.all_input_nodes if part in flow.depends and part is not term]
+    return bool(others) and all(any(is_earlier(one, found, flow, latest) for one in flow.carried_chain(part)) for part in others)
+
+
+def is_earlier(place: fx.Node, found: Residual, flow: Dataflow, latest: Latest) -> bool:
+    """Whether `place` is the stream of `found` before that addition, be it behind an addition before it."""
+    one: Residual | None = found
+    while one is not None:
+        if place in stream_above(one.base, flow, latest):
+            return True
+        one = one.previous
     return False
 
 
 def is_stream_after(base: fx.Node, term: fx.Node, flow: Dataflow, latest: Latest) -> bool:
     """Whether `term` is the stream itself at a later place than `base`: a sum of the two blends them and adds no branch."""
     one = latest.get(term)
-    while one is not None:
-        if base in flow.carried_chain(one.base):
-            return True
-        one = one.previous
-    return False
+    return one is not None and is_earlier(base, one, flow, latest)
+
+
+def stream_above(node: fx.Node, flow: Dataflow, latest: Latest) -> set[fx.Node]:
+    """`node` and what it carries, up to the residual additions before it; all that a sum blends which is no residual addition."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        one = pending.pop()
+        if one in found:
+            continue
+        found.add(one)
+        if not ends_residual(one, latest):
+            pending += flow.carried_operands[one] or (addends(one, flow, latest) if is_addition(one, flow) else [])
+    return found
 
 
 def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | None:
     """The residual addition that ends in `node`, None where no term of the sum is another's heavy ancestor."""
-    terms = addends(node, flow)
+    terms = addends(node, flow, latest)
     best: tuple[int, int, fx.Node, list[fx.Node]] | None = None
     for trunk in terms:
         for base in flow.carried_chain(trunk):
@@ -104,10 +139,11 @@ def residual_chains(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
     residuals: dict[fx.Node, Residual] = {}
     latest: Latest = {}
     for node in flow.nodes:
-        found = residual_at(node, flow, latest) if is_addition(node, flow) and not is_term_of_larger_sum(node, flow) else None
+        found = residual_at(node, flow, latest) if is_addition(node, flow) else None
         if found is not None:
-            residuals[node] = found
             found.previous = latest.get(found.base)
+        if found is not None and ends_before(larger_sum(node, flow), found, flow, latest):
+            residuals[node] = found
             latest[node] = found
             continue
         sources = flow.carried_operands[node] or (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -64,15 +67,28 @@ def build_root(context: EmissionContext, region: Region) -> fx.GraphModule:
 def output_structure(builder: ModuleBuilder) -> Any:
     """The outputs in the structure that the model returns them in."""
     program = builder.context.program
-    values = {name: builder.value(node) for name, node in program.outputs.items() if not name.startswith("mutation ")}
-    kind = program.returns
-    if kind is None or list(values) == ["output"]:
-        return next(iter(values.values()))
-    if issubclass(kind, (tuple, list)) and not hasattr(kind, "_fields"):
-        return tuple(values.values())
+    values = {name: builder.value(node) for name, node in program.outputs.items()}
+    return nested(program.layout, (values.get(name, program.constant_outputs.get(name)) for name in program.results), builder.graph)
+
+
+def nested(layout: Any, flat: Iterator[Any], graph: fx.Graph) -> Any:
+    """The values in `flat`, nested as `layout` says; None for a container that can be made of its parts in the graph by no rule."""
+    if layout.is_leaf():
+        return next(flat)
+    parts = [nested(one, flat, graph) for one in layout.children()]
+    kind: Any = layout.type
+    if kind in (tuple, list):
+        return kind(parts)
     if kind is dict:
-        return values
-    return builder.graph.call_function(kind, (), {name: value for name, value in values.items() if "." not in name})
+        return dict(zip(layout.context, parts, strict=True))
+    if kind is collections.namedtuple:
+        return graph.call_function(layout.context, tuple(parts))
+    if issubclass(kind, Mapping):
+        return graph.call_function(kind, (), dict(zip(layout.context, parts, strict=True)))
+    if dataclasses.is_dataclass(layout.type):
+        given, missing = layout.context
+        return graph.call_function(kind, (), dict(zip(given, parts, strict=True)) | dict.fromkeys(missing))
+    return None
 
 
 def anatomy_or_none(model: nn.Module, program: Program) -> Anatomy | None:

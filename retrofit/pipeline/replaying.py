@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from retrofit.errors import RetrofitError
+from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.protocol import Recipe, Rewrite
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.running import run_passes
 from retrofit.runtime.example_inputs import device_of, named_inputs
+from retrofit.runtime.memory_limit import require_memory
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.wrapped_models import transformers_models
 from retrofit.surgery.edit import Edit, Fate
@@ -40,7 +42,15 @@ def replayed_inputs(model: nn.Module, descriptions: Mapping[str, Any]) -> dict[s
     """Inputs like those that a recipe was first applied with, as described; only types and shapes matter to a capture."""
     if not descriptions:
         return named_inputs(model)
-    return named_inputs(model, {name: input_from_description(one, device_of(model)) for name, one in descriptions.items()})
+    try:
+        inputs = {name: input_from_description(one, device_of(model)) for name, one in descriptions.items()}
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            "the inputs that the recipe was applied with are not told as they should be",
+            why=f"{type(error).__name__}: {error}",
+            remedy="save the model again with retrofit.save",
+        ) from error
+    return named_inputs(model, inputs)
 
 
 def input_from_description(note: Any, device: torch.device) -> Any:
@@ -49,8 +59,9 @@ def input_from_description(note: Any, device: torch.device) -> Any:
         if "entries" in note:
             return {key: input_from_description(one, device) for key, one in note["entries"].items()}
         return tuple(input_from_description(one, device) for one in note["items"])
-    dtype, shape = note
-    return torch.ones(shape, dtype=getattr(torch, dtype), device=device)
+    dtype, shape = getattr(torch, note[0]), note[1]
+    require_memory(math.prod(shape) * dtype.itemsize, "an input that the recipe was applied with")
+    return torch.ones(shape, dtype=dtype, device=device)
 
 
 def rearranged(edit: Edit) -> dict[str, Fate]:

@@ -117,7 +117,15 @@ def is_heavy(node: fx.Node) -> bool:
 def mixes_tokens(node: fx.Node) -> bool:
     """Whether the operation by itself lets one position read another (attention aside)."""
     name = op(node)
-    return name in CONVOLUTION | SCAN | POOLING or "fft" in name or name in ("roll", "associative_scan", "scan")
+    if name in CONVOLUTION:
+        return not is_pointwise_convolution(node)
+    return name in SCAN | POOLING or "fft" in name or name in ("roll", "associative_scan", "scan")
+
+
+def is_pointwise_convolution(node: fx.Node) -> bool:
+    """Whether a convolution is a matrix for each position: its kernel has one place, and no position is left out or added."""
+    before, kernel, after = shape(node.args[0]), shape(node.args[1]), shape(node)
+    return bool(before and kernel and after) and set(kernel[2:]) == {1} and before[2:] == after[2:]  # type: ignore[index]
 
 
 def carried_operands(node: fx.Node, depends: set[fx.Node]) -> list[fx.Node]:

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from retrofit.errors import CaptureError
 from retrofit.program.autograd_annotations import annotate_autograd
 from retrofit.program.call_markers import mark_calls, restore_users
+from retrofit.program.dataclass_values import open_dataclasses
 from retrofit.program.dynamic_shapes import with_dynamic_shapes
 from retrofit.program.functionalize import functionalize, replace_nondifferentiable_copies
 from retrofit.program.program import Call, Program
@@ -113,7 +114,14 @@ def trace(
 ) -> tuple[torch.export.ExportedProgram, list[Call]]:
     """`export` with the dynamic shapes `shapes`, in the terms of `torch.export`; None where all are static."""
     annotations = contextlib.nullcontext() if shapes is None else annotate_autograd()
-    with mark_calls(model) as calls, torch.no_grad(), silence_tracer(), disable_cache(model), skip_no_op_casts():
+    with (
+        mark_calls(model) as calls,
+        open_dataclasses(model, inputs),
+        torch.no_grad(),
+        silence_tracer(),
+        disable_cache(model),
+        skip_no_op_casts(),
+    ):
         with annotations:
             exported = torch.export.export(as_plain_module(model), (), inputs, dynamic_shapes=shapes, strict=False)
         restore_users(exported.graph)

@@ -60,6 +60,9 @@ class Program:
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of the constants and buffers
     examples: dict[str, Any] = dataclasses.field(default_factory=dict)  # the arguments it was captured with, by name
     returns: Any = None  # the class that the model's outputs come in
+    constant_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # by name: what it returns that is no tensor
+    results: tuple[str, ...] = ()  # the names of all that it returns, in order
+    layout: Any = None  # how these nest, in the terms of torch's pytree
     branches: bool = False  # whether the code branches on values: the program then holds the branches these inputs take
 
     @property

@@ -22,12 +22,27 @@ def read_program(exported: torch.export.ExportedProgram, calls: list[Call]) -> P
     (result,) = (node for node in graph.nodes if node.op == "output")
     outputs = dict(zip(output_names(exported), result.args[0], strict=False))
     named = {name: node for name, node in outputs.items() if isinstance(node, fx.Node)}
+    others = {name: value for name, value in outputs.items() if name not in named}
     calls[0].inputs = {name: node for node, name in inputs.items()}
     calls[0].outputs = {name: node for name, node in named.items()}  # noqa: C416
     held = {**exported.state_dict, **exported.constants}
     values = {name: held[name] for name in (*constants.values(), *buffers.values()) if isinstance(held.get(name), torch.Tensor)}
-    kind = exported.call_spec.out_spec.type
-    return Program(graph, parameters, buffers, constants, inputs, named, calls, owner, values, returns=kind)
+    layout = exported.call_spec.out_spec
+    return Program(
+        graph,
+        parameters,
+        buffers,
+        constants,
+        inputs,
+        named,
+        calls,
+        owner,
+        values,
+        returns=layout.type,
+        constant_outputs=others,
+        results=tuple(name for name in outputs if not name.startswith(MUTATION)),
+        layout=layout,
+    )
 
 
 def output_names(exported: torch.export.ExportedProgram) -> list[str]:

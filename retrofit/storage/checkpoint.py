@@ -1,8 +1,9 @@
 """Models on disk: `save` and `load` for `.pt` files and Hugging Face directories.
 
-A `.pt` file is `{"format", "architecture", "config", "recipe", "state_dict"}` in torch's own container, and nothing in it is code:
-it reads with `torch.load(path, weights_only=True)`. A directory is what `save_pretrained` writes. Both keep the recipe, and loading
-replays it on the empty dense model before the weights go in; a `.pt` file's weights are mapped from the file, not copied.
+A `.pt` file is `{"format", "architecture", "config", "recipe", "state_dict"}` in torch's own container, with the shapes of the
+`inputs` that the recipe was applied with where they were given, and nothing in it is code: it reads with
+`torch.load(path, weights_only=True)`. A directory is what `save_pretrained` writes. Both keep the recipe, and loading replays it on
+the empty dense model before the weights go in; a `.pt` file's weights are mapped from the file, not copied.
 """
 
 from __future__ import annotations

@@ -23,10 +23,21 @@ ONLY_DATA: dict[str, Any] = {
 }  # nothing is downloaded, no code runs
 
 
-def fill_model(model: nn.Module, recipe: Iterable[str], state: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> nn.Module:
-    """The model, rewritten by the recipe, with exactly these weights: the tensors themselves, tied where the model's were."""
+def fill_model(
+    model: nn.Module,
+    recipe: Iterable[str],
+    state: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
+    inputs: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """The model, rewritten by the recipe, with exactly these weights: the tensors themselves, tied where the model's were.
+
+    `inputs` describes those that the recipe was applied with, where they were given.
+    """
     recipe = tuple(recipe)
     if recipe:
+        if inputs:
+            model.__dict__["retrofit_inputs"] = dict(inputs)
         replaying.replay(model, recipe)
         recipe_storage.store_recipe(model, recipe)
     own = model.state_dict()

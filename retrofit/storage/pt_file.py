@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 import zipfile
@@ -24,16 +25,20 @@ from retrofit.storage.filling import fill_model, fill_transformers
 
 SAVE_AGAIN = "save it again with retrofit.save"
 FORMAT = "retrofit/1"
+WRAPPERS = 2  # around a model whose weights were saved
 
 
 def checkpoint_contents(model: nn.Module) -> dict[str, Any]:
     """What a `.pt` file holds of the model."""
     architecture, config = describe_architecture(model)
+    recipe = list(recipe_storage.stored_recipe(model))
+    inputs = recipe_storage.stored_inputs(model) if recipe else {}
     return {
         "format": FORMAT,
         "architecture": architecture,
         "config": config,
-        "recipe": list(recipe_storage.stored_recipe(model)),
+        "recipe": recipe,
+        **({"inputs": inputs} if inputs else {}),
         "state_dict": compact_state(model.state_dict()),
     }
 
@@ -148,14 +153,14 @@ def rebuild_model(
     if isinstance(content, nn.Module):
         return content.to(dtype).eval() if dtype is not None else content.eval()
     if is_checkpoint(content):
-        state, recipe = content["state_dict"], content["recipe"]
+        state, recipe, inputs = content["state_dict"], content["recipe"], content.get("inputs", {})
         if build is not None:
-            return fill_model(build(), recipe, state, dtype)
+            return fill_model(build(), recipe, state, dtype, inputs)
         kind, config_kind = find_class(content["architecture"], imports=imports)
         if issubclass(kind, PreTrainedModel):
             return fill_transformers(kind, content["config"], recipe, state, dtype, path)
         with no_larger_than(len(state)):
-            return fill_model(empty_model(kind, config_kind, content["config"]), recipe, state, dtype)
+            return fill_model(empty_model(kind, config_kind, content["config"]), recipe, state, dtype, inputs)
     if not is_state_dict(content):
         raise CheckpointError(
             f"{path} is not a checkpoint",
@@ -163,13 +168,31 @@ def rebuild_model(
             remedy="give a file that retrofit.save wrote, or a state dict",
         )
     if build is not None:
-        return fill_model(build(), (), content, dtype)
+        return fill_unwrapped(lambda state: fill_model(build(), (), state, dtype), content)
     if config is None:
         raise CheckpointError(
             f"{path} holds weights and not the model they belong to",
             remedy="name the directory of its config.json: config=DIR (--config DIR), or load(path, build=…)",
         )
-    return fill_from_config(Path(config), content, dtype, path)
+    return fill_unwrapped(lambda state: fill_from_config(Path(config), state, dtype, path), content)
+
+
+def fill_unwrapped(
+    fill: Callable[[Mapping[str, torch.Tensor]], nn.Module], state: Mapping[str, torch.Tensor], wrappers: int = WRAPPERS
+) -> nn.Module:
+    """The model that `fill` makes of these weights, also where they were saved with the wrappers around it.
+
+    Each name begins with the wrappers' then: of a compiled model (`_orig_mod.…`), of one trained on several devices (`module.…`).
+    """
+    try:
+        return fill(state)
+    except CheckpointError:
+        parts = [(name.partition(".")[0], name.partition(".")[2]) for name in state]
+        if wrappers and len({outer for outer, _ in parts}) == 1 and all(inner for _, inner in parts):
+            inside = {inner: tensor for (_, inner), tensor in zip(parts, state.values(), strict=True)}
+            with contextlib.suppress(CheckpointError):
+                return fill_unwrapped(fill, inside, wrappers - 1)
+        raise
 
 
 def is_checkpoint(content: Any) -> bool:
@@ -180,6 +203,7 @@ def is_checkpoint(content: Any) -> bool:
         raise CheckpointError(f"the format {content['format']} is not known", remedy="install a later retrofit")
     kinds = {"architecture": str, "config": dict, "recipe": list, "state_dict": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
+    wrong += ["inputs"] if not isinstance(content.get("inputs", {}), dict) else []
     if wrong or not is_state_dict(content["state_dict"]):
         raise CheckpointError(
             "the checkpoint is incomplete", why=f"not as they should be: {', '.join(wrong) or 'state_dict'}", remedy=SAVE_AGAIN

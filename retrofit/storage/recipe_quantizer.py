@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,15 @@ class RecipeConfig(QuantizationConfigMixin):
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # dtype and shape of the inputs it was captured with
     quantization: Any = None  # what another quantizer does after the replay: its config, or that as a dictionary
     packed: bool = True  # whether it has done so in the file
+
+    def __post_init__(self) -> None:
+        """Raises `CheckpointError` where somebody wrote a recipe that is no list."""
+        if not isinstance(self.recipe, list):
+            raise CheckpointError(
+                f"the recipe {self.recipe!r} is no list",
+                why='that is what config.json says in "quantization_config"',
+                remedy='write a list of passes: ["altup(k=2)"]',
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """As `config.json` has it."""
@@ -219,10 +229,12 @@ def require_filled(model: Any, dense: set[nn.Module], shapes: dict[str, torch.Si
         ]
     if wrong:
         recipe = ", ".join(recipe_storage.stored_recipe(model))
+        named = str(model.config.name_or_path)  # "None" of weights that were in memory
+        place = f"{named}: " if Path(named).exists() else ""
         raise CheckpointError(
-            f"{model.config.name_or_path}: the weights are not those of its recipe {recipe}",
+            f"{place}the weights are not those of its recipe {recipe}",
             why=f"missing or of another shape: {', '.join(wrong[:5])}" + (f" and {len(wrong) - 5} more" if wrong[5:] else ""),
-            remedy='if they are dense weights, the recipe is not theirs: remove "quantization_config" from config.json',
+            remedy='if they are dense weights, the recipe is not theirs: remove it ("quantization_config" in a config.json)',
         )
 
 

@@ -40,6 +40,7 @@ class OneBranch(nn.Module):
             nn.Linear(20, WIDTH),
         )
         self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.pointwise_up, self.pointwise_down = nn.Conv1d(WIDTH, 20, 1), nn.Conv1d(20, WIDTH, 1)
         self.router = nn.Linear(WIDTH, EXPERTS)
         self.experts_up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 20))
         self.experts_down = nn.Parameter(torch.randn(EXPERTS, 20, WIDTH))
@@ -153,6 +154,10 @@ def convolving(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
     return m.convolution(h.mT).mT
 
 
+def at_each_position(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
+    return m.pointwise_down(torch.relu(m.pointwise_up(h.mT))).mT
+
+
 def shifting(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
     return m.q(F.pad(h, (0, 0, 1, 0))[:, :-1])
 
@@ -182,7 +187,7 @@ ATTENTIONS = {
 ROLES = {
     **dict.fromkeys(ATTENTIONS, "self-attention"),
     crossing: "cross-attention",
-    **dict.fromkeys((mlp, one_matrix, gated, gate_and_up_in_one), "ffn"),
+    **dict.fromkeys((mlp, one_matrix, gated, gate_and_up_in_one, at_each_position), "ffn"),
     mixture: "moe",
     **dict.fromkeys((convolving, shifting, summing, comparing), "other mixer"),
 }
@@ -227,6 +232,7 @@ def test_whether_an_attention_is_causal(code: Code) -> None:
         (gate_and_up_in_one, {"both": "gate_up", "down": "down"}),
         (mixture, {"router": "router", "experts_up": "up", "experts_down": "down"}),
         (convolving, {"convolution": "projection"}),
+        (at_each_position, {"pointwise_up": "up", "pointwise_down": "down"}),
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )

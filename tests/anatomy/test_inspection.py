@@ -301,6 +301,59 @@ class WrittenOut(Own):
         return self.c(y)
 
 
+def test_the_modules_of_layers_in_code_are_no_tail() -> None:
+    assert retrofit.inspect(WrittenOut()).tail == ("c",)
+
+
+class Added(torch.nn.Module):
+    """A module that adds a branch to the stream, and computes neither."""
+
+    def forward(self, y: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        return y + stream
+
+
+class AddedByModules(Own):
+    """The layers' code is the model's own, the additions are modules'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = torch.nn.ModuleList(Added() for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        for depth, block in enumerate(self.b):
+            one, two, three = block.o(block.m(y)).chunk(3, -1)
+            y = self.add[2 * depth](block.p((one @ two.mT / one.shape[-1] ** 0.5).softmax(-1) @ three), y)
+            y = self.add[2 * depth + 1](block.r(torch.relu(block.q(block.n(y)))), y)
+        return self.c(y)
+
+
+def test_a_module_that_only_adds_is_no_layer() -> None:
+    found = retrofit.inspect(AddedByModules())
+    (stack,) = found.stacks
+    assert [[branch.role for branch in layer.branches] for layer in stack.layers] == [["self-attention", "ffn"]] * 3
+    assert not any(layer.name for layer in stack.layers)
+    assert found.tail == ("c",)
+
+
+class KeysBeforeTheNorm(Own):
+    """The stream runs through the norms, queries read behind them and keys before them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        for block in self.b:
+            normed = block.m(y)
+            one, (two, three) = block.o(normed)[..., :24], block.o(y)[..., 24:].chunk(2, -1)
+            y = normed + block.p((one @ two.mT / one.shape[-1] ** 0.5).softmax(-1) @ three)
+            y = y + block.r(torch.relu(block.q(block.n(y))))
+        return self.c(y)
+
+
+def test_keys_of_what_the_stream_normalizes_are_its_own() -> None:
+    (stack,) = retrofit.inspect(KeysBeforeTheNorm()).stacks
+    assert [[branch.role for branch in layer.branches] for layer in stack.layers] == [["self-attention", "ffn"]] * 3
+
+
 def test_inspection_and_its_table_build_no_networkx_graph() -> None:
     found = retrofit.inspect(Own())
     assert str(found) and found.to_dict()

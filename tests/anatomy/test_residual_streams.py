@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.anatomy.residual_streams import Residual, residual_chains
-from retrofit.program.aten_ops import is_heavy
+from retrofit.program.aten_ops import is_heavy, op
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import Dataflow
 from retrofit.runtime.example_inputs import named_inputs
@@ -154,6 +154,34 @@ def from_the_start(m: Written, h: Tensor) -> Tensor:
 def test_a_blend_with_an_earlier_place_of_the_stream_adds_no_branch() -> None:
     (chain,), flow = found(from_the_start)
     assert [modules_between(one, flow) for one in chain] == [[{"f0"}], [{"f1"}], [{"f2"}]]
+
+
+def blended_with_the_start(m: Written, h: Tensor) -> Tensor:
+    start = h
+    for f, n in ((m.f0, m.n0), (m.f1, m.n1), (m.f2, m.n2), (m.f3, m.n3)):
+        h = 0.9 * h + m.scale * start  # in the first layer of one value with itself
+        h = h + f(n(h))
+    return h
+
+
+def skipping_like_a_u_net(m: Written, h: Tensor) -> Tensor:
+    start, kept = h, []
+    for number, (f, n) in enumerate(((m.f0, m.n0), (m.f1, m.n1), (m.f2, m.n2), (m.f3, m.n3))):
+        if number > 1:
+            h = h + 0.7 * kept.pop()
+        h = 0.9 * h + 0.1 * start
+        h = h + f(n(h))
+        kept.append(h)
+    return h
+
+
+@pytest.mark.parametrize("code", [blended_with_the_start, skipping_like_a_u_net])
+def test_blends_before_every_layer_leave_one_chain(code: Code) -> None:
+    (chain,), flow = found(code)
+    assert [modules_between(one, flow) for one in chain] == [[{"f0"}], [{"f1"}], [{"f2"}], [{"f3"}]]
+    assert [one.previous for one in chain] == [None, *chain[:-1]]
+    assert [one.base for one in chain] == [node.args[0] for node in flow.nodes if op(node) == "layer_norm"]
+    assert all(one.base in one.add.args and one.branches[0] in one.add.args for one in chain)  # and no term of a blend
 
 
 def no_trunk(m: Written, h: Tensor) -> Tensor:

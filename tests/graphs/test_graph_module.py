@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -334,3 +335,42 @@ def test_an_argument_that_is_a_list_of_numbers_is_what_the_graph_was_captured_wi
     model, given = Sized(), torch.randn(3, 8)
     graph = graph_module(model, {"features": torch.randn(2, 8), "sizes": [3, 4]})
     torch.testing.assert_close(graph(given), model(given, [3, 4]))
+
+
+class Step(NamedTuple):
+    logits: torch.Tensor
+    states: list[torch.Tensor]
+
+
+@dataclasses.dataclass
+class Answer:
+    step: Step
+    loss: torch.Tensor | None
+    scores: dict[str, tuple[torch.Tensor, int]]
+
+
+class Answering(Blocks):
+    """Returns a dataclass with a named tuple, a list, a dict and numbers in it."""
+
+    def forward(self, ids: torch.Tensor) -> Answer:
+        states = [self.embedding(ids)]
+        for one in self.layers:
+            states.append(one(states[-1]))
+        logits = self.head(states[-1])
+        return Answer(Step(logits, states), None, {"best": (logits.amax(-1), 3)})
+
+
+@pytest.mark.first(1)
+def test_what_it_returns_nests_as_what_the_model_returns() -> None:
+    model = Answering().eval()
+    graph = graph_module(model, ids())
+    answer, expected = graph(ids(3, 7)), model(ids(3, 7))
+    assert type(answer) is Answer and type(answer.step) is Step and type(answer.step.states) is list
+    assert answer.loss is None and answer.scores["best"][1] == 3 and list(answer.scores) == ["best"]
+    pairs = zip(
+        (answer.step.logits, *answer.step.states, answer.scores["best"][0]),
+        (expected.step.logits, *expected.step.states, expected.scores["best"][0]),
+        strict=True,
+    )
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -164,3 +165,30 @@ def test_in_place_operations_are_functionalized() -> None:
     program = capture(InPlace(), {"x": torch.zeros(2, 3)})
     assert not any(node.target._schema.is_mutable for node in program.owner if hasattr(node.target, "_schema"))
     assert "select_scatter" in {op(node) for node in program.owner}
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+    mask: Tensor | None = None
+
+
+@dataclasses.dataclass
+class Result:
+    first: Tensor
+    nothing: Tensor | None
+    batches: list[Batch]
+
+
+class OfDataclasses(nn.Module):
+    """Takes a dataclass and returns one with others in it."""
+
+    def forward(self, batch: Batch) -> Result:
+        return Result(batch.x * 2, None, [Batch(batch.x + 1)])
+
+
+def test_dataclasses_are_read_as_containers_of_their_fields() -> None:
+    program = capture(OfDataclasses(), {"batch": Batch(torch.ones(2, 3), torch.ones(2))})
+    assert [shape(node) for node in program.inputs] == [(2, 3), (2,)]
+    assert {name: op(node) for name, node in program.outputs.items()} == {"first": "mul", "batches.0.x": "add"}
+    assert program.returns is Result

@@ -191,6 +191,35 @@ def test_a_state_dict_with_the_config_it_belongs_to(name, made, legacy, tmp_path
         assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
 
 
+@pytest.mark.parametrize("wrapper", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_a_state_dict_from_inside_a_wrapper(wrapper, tmp_path):
+    model, inputs = standin.tiny("gpt2")
+    model.save_pretrained(tmp_path / "hf")
+    state = {f"{wrapper}{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save(state, tmp_path / "bare.pt")
+    loaded = load(tmp_path / "bare.pt", config=tmp_path / "hf")
+    assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
+    assert load(tmp_path / "bare.pt", build=lambda: type(model)(model.config)).state_dict().keys() == model.state_dict().keys()
+    torch.save({f"a.b.{name}": tensor for name, tensor in state.items()}, tmp_path / "bare.pt")
+    assert f"a.b.{wrapper}" in refused(tmp_path / "bare.pt", "do not fit", build=lambda: nn.Linear(1, 1)).why
+
+
+def test_the_reason_of_a_config_that_contradicts_itself_is_told(tmp_path):
+    standin.tiny("llama")[0].save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": "four"}))
+    assert "expected int, got str" in refused(tmp_path / "hf", "cannot be loaded").why
+
+
+def test_a_recipe_that_somebody_wrote_as_a_text_is_told_to_be_a_list(tmp_path):
+    model, _ = remembered("llama-tied")
+    model.save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["quantization_config"]["recipe"] = "altup(k=2)"
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    assert '["altup(k=2)"]' in refused(tmp_path / "hf", "is no list").remedy
+
+
 def test_a_state_dict_alone_asks_for_a_config(tmp_path):
     torch.save(standin.tiny("llama")[0].state_dict(), tmp_path / "bare.pt")
     assert "--config" in refused(tmp_path / "bare.pt", "holds weights and not the model").remedy

@@ -115,6 +115,37 @@ def test_a_stream_that_leaves_its_stack_narrow_widens_nothing_after_it() -> None
     assert plan.heads == {} and outside(plan) == {} and plan.tables == {"a.weight": ["a"]}
 
 
+def test_a_table_that_is_read_as_a_parameter_is_repeated() -> None:
+    model = Surrounded(lambda m, y, ids: y + m.positions.weight[: ids.shape[1]])
+    ids = torch.arange(22).view(2, 11)
+    retrofit.apply(model, "altup(k=2)", example_inputs=ids)  # verified: no noise is expected of it, as of a token table
+    weight = model.positions.weight
+    assert torch.equal(weight[:, :WIDTH], weight[:, WIDTH:])
+
+
+class ReturningTheStream(Own):
+    """Returns what the head reads as well, as an output of its own or in a list of all that the layers returned."""
+
+    def __init__(self, in_a_list: bool) -> None:
+        super().__init__(WIDTH, DEPTH, TOKENS)
+        self.in_a_list = in_a_list
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        states = [self.a(x)]
+        for block in self.b:
+            states.append(block(states[-1]))
+        return {"logits": self.c(states[-1]), "hidden": states if self.in_a_list else states[-1]}
+
+
+def test_an_output_that_would_be_wide_is_refused_by_name_and_what_is_listed_is_wide() -> None:
+    with pytest.raises(DoesNotFitError, match="wide stream cannot pass") as caught:
+        widening(ReturningTheStream(in_a_list=False))
+    assert caught.value.why == "the output hidden would be K times as wide" and "embedding=recycled" in caught.value.remedy
+    assert widening(ReturningTheStream(in_a_list=True)).heads
+    narrow = retrofit.apply(ReturningTheStream(in_a_list=False), "altup(k=2, embedding=recycled)")
+    assert narrow(torch.arange(3)[None])["hidden"].shape == (1, 3, WIDTH)
+
+
 class Remembering(Block):
     """A layer that reads the embedded tokens as well."""
 

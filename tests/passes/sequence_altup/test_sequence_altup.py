@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
+from support.own_models import Own
 from support.retrofitted import moved
 from torch import Tensor
 
@@ -343,3 +344,14 @@ def test_a_mask_among_the_example_inputs_is_a_mask() -> None:
     padded = {name: torch.nn.functional.pad(value, (3, 0), value=0) for name, value in given.items()}
     with torch.no_grad():
         torch.testing.assert_close(model(**padded).logits[:, 3:], model(**given).logits, rtol=1e-4, atol=1e-5)
+
+
+class Batched(Own):
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward(batch["tokens"])
+
+
+def test_tokens_in_a_container_are_refused_by_name() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        retrofit.apply(Batched(), SequenceAltUp(k=2), example_inputs={"batch": {"tokens": torch.arange(10).view(2, 5)}})
+    assert "batch is no tensor" in caught.value.why

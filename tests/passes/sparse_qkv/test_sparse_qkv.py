@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import zoo
+from support.own_models import Block, Own
 from support.sparse_attentions import AGAINST_DENSE, DECODERS, FORMS, LONG, built, inputs, original, rewritten, rough
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
@@ -462,3 +463,45 @@ def test_an_attention_that_reads_the_width_of_its_input_is_named_and_its_graph_i
     assert path.removesuffix(".layer") in attentions and "RuntimeError: shape" in reason
     assert "side by side" in caught.value.remedy and "emit='graph'" in caught.value.remedy
     assert retrofit.recipe(retrofit.apply(model, "sparse-qkv(kernel=2)", example_inputs=example, emit="graph"))
+
+
+class CachingAttention(nn.Module):
+    """Returns its keys and values as well, for a cache of the model's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(24, 72), nn.Linear(24, 24)
+
+    def forward(self, y: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        one, two, three = (part.unflatten(-1, (4, 6)).transpose(1, 2) for part in self.into(y).chunk(3, -1))
+        seen = nn.functional.scaled_dot_product_attention(one, two, three, is_causal=True)
+        return self.out(seen.transpose(1, 2).flatten(2)), (two, three)
+
+
+class CachingBlock(Block):
+    def __init__(self) -> None:
+        super().__init__(24)
+        self.attention = CachingAttention()
+
+    def forward(self, y: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        seen, kept = self.attention(self.m(y))
+        y = y + seen
+        return y + self.r(torch.relu(self.q(self.n(y)))), kept
+
+
+class Caching(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.ModuleList(CachingBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        y, cache = self.a(x), []
+        for block in self.b:
+            y, kept = block(y)
+            cache.append(kept)
+        return self.c(y), cache
+
+
+def test_keys_and_values_that_the_model_returns_are_keys_and_values() -> None:
+    plan = retrofit.plan_of(Caching(), SparseQKV(modules=4, output="keep"))
+    assert len(plan.passes[0].plan.sites) == 2
