@@ -58,13 +58,10 @@ def layer_groups(
 def group_by_call(call: Call, residuals: list[Residual], flow: Dataflow) -> list[LayerGroup]:
     """The residual additions, in order, by the call within `call` that contains them, and the end of some branch of them."""
     groups: list[LayerGroup] = []
-    inside = [call_inside(call, one, flow) for one in residuals]
-    computing = {
-        inner for inner, one in zip(inside, residuals, strict=True) if inner is not None and not only_adds(inner, one, flow)
-    }
-    for inner, one in zip(inside, residuals, strict=True):
-        if inner not in computing:
-            inner = None
+    placed = [(call_inside(call, one, flow), one) for one in residuals]
+    layers = {found for found, one in placed if found is not None and not only_adds(found, one, flow)}
+    for found, one in placed:
+        inner = found if found in layers else None
         if groups and groups[-1].call is inner:
             groups[-1].residuals.append(one)
         else:

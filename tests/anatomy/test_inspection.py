@@ -336,6 +336,58 @@ def test_a_module_that_only_adds_is_no_layer() -> None:
     assert found.tail == ("c",)
 
 
+class AddsAndAttends(nn.Module):
+    """A module that adds a branch computed before it to the stream, and attends."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, y: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        y, block = y + branch, self.block
+        one, two, three = block.o(block.m(y)).chunk(3, -1)
+        return y + block.p((one @ two.mT / one.shape[-1] ** 0.5).softmax(-1) @ three)
+
+
+class AddingBeforeTheyAttend(Own):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AddsAndAttends(block) for block in self.b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        for layer, block in zip(self.layers, self.b, strict=True):
+            y = layer(y, block.r(torch.relu(block.q(block.n(y)))))
+        return self.c(y)
+
+
+def test_a_module_that_adds_and_then_computes_is_the_layer() -> None:
+    (stack,) = retrofit.inspect(AddingBeforeTheyAttend()).stacks
+    assert [layer.name for layer in stack.layers] == [f"layers.{number}" for number in range(3)]
+    assert [[branch.role for branch in layer.branches] for layer in stack.layers] == [["ffn", "self-attention"]] * 3
+    assert [layer.stream_in for layer in stack.layers] == [0] * 3
+
+
+class ReadingItsEncoding(Own):
+    """The stream of the last layers is what another two began with, and they attend to what these made of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        memory = self.b[0].n(self.b[1](self.b[0](y)))
+        stream, block = self.b[0].m(y), self.b[2]
+        one, (two, three) = block.o(stream)[..., :24], block.o(memory)[..., 24:].chunk(2, -1)
+        stream = stream + block.p((one @ two.mT / one.shape[-1] ** 0.5).softmax(-1) @ three)
+        return self.c(stream + block.r(torch.relu(block.q(block.n(stream)))))
+
+
+def test_keys_of_what_another_stack_makes_of_the_same_start_are_not_its_own() -> None:
+    roles = [
+        [branch.role for layer in stack.layers for branch in layer.branches]
+        for stack in retrofit.inspect(ReadingItsEncoding()).stacks
+    ]
+    assert roles == [["self-attention", "ffn"] * 2, ["cross-attention", "ffn"]]
+
+
 class KeysBeforeTheNorm(Own):
     """The stream runs through the norms, queries read behind them and keys before them."""
 
