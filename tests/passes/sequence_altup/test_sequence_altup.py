@@ -355,3 +355,12 @@ def test_tokens_in_a_container_are_refused_by_name() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         retrofit.apply(Batched(), SequenceAltUp(k=2), example_inputs={"batch": {"tokens": torch.arange(10).view(2, 5)}})
     assert "batch is no tensor" in caught.value.why
+
+
+@pytest.mark.long
+def test_arguments_as_long_as_values_say_are_refused_by_name() -> None:
+    """The decoder attends to patches, and how many there are depends on the bytes."""
+    entry = zoo.entry("causal/blt")
+    model = zoo.build(entry).eval()
+    plan = retrofit.plan_of(model, SequenceAltUp(layers="all"), example_inputs=zoo.inputs(entry, model))
+    assert "how long its argument cross_attention_states is depends on the values of tensors" in str(plan)
