@@ -271,7 +271,10 @@ class GrowingAnchorLayer(AnchorLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        self.take_back(self.tokens - int(self.get_seq_length()))
+        left = int(self.get_seq_length())
+        if tokens_to_remove <= 0 and left != self.tokens + tokens_to_remove:  # a window counts by what is left in it
+            raise self.cropped_too_far()
+        self.take_back(self.tokens - left)
 
     def take_back(self, count: int) -> None:
         """The last `count` tokens are removed."""
@@ -287,6 +290,8 @@ class GrowingAnchorLayer(AnchorLayer):
             self.close_holes()
             lost = self.ragged is None or not bool((self.ragged.valid.any(1) | ~self.real.any(1)).all())
         else:
+            if self.stored < 0:
+                raise self.cropped_too_far()
             gone = -(-(self.tokens + count) // self.k) - self.dropped - self.stored
             for one, name, value in self.series():
                 setattr(one, name, value.narrow(SERIES[name], 0, self.stored))

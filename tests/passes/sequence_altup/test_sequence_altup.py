@@ -244,7 +244,7 @@ def test_tokens_can_be_taken_back() -> None:
         close(out.logits, run(model, tokens, attention_mask=rows, use_cache=False)[:, 13:])
     with torch.no_grad():
         cache = model(tokens.repeat(1, 5), use_cache=True).past_key_values
-    with pytest.raises(RetrofitError, match="more than it can take back"):
+    with pytest.raises(RetrofitError, match="more tokens than it can take back"):
         cache.crop(-120)
 
 
