@@ -43,7 +43,7 @@ def reads_own_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:
     if any(flow.reaches(origin, key) for key in core.keys):
         return True
     above = set(flow.carried_chain(origin))
-    products = nearest_products(core.keys, flow)
+    products = nearest_products(list(core.keys), flow)
     read = [part for product in products for part in product_operands(product.node) if part in flow.depends]
     return any(not above.isdisjoint(flow.carried_chain(part)) for part in read)
 
