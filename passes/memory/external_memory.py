@@ -112,7 +112,8 @@ class MatricesWithSparseGradient(torch.autograd.Function):
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (i,) = ctx.saved_tensors
-        return torch.sparse_coo_tensor(i.unsqueeze(0), gradient, ctx.size, check_invariants=False), None
+        with torch.sparse.check_sparse_tensor_invariants(False):  # the indices were looked up already
+            return torch.sparse_coo_tensor(i.unsqueeze(0), gradient, ctx.size), None
 
 
 class TokenIdMemory(ExternalMemory):
