@@ -134,8 +134,8 @@ class Weights:
 
     def equal_parameter(self, tensor: Tensor) -> str | None:
         """The parameter with these values: exporters write a tied weight twice, the second time transposed."""
-        alike = ((path, other) for path, other in self.matrices if (other.shape, other.dtype) == (tensor.shape, tensor.dtype))
-        return next((path for path, other in alike if torch.equal(other, tensor)), None)
+        same_kind = ((path, other) for path, other in self.matrices if (other.shape, other.dtype) == (tensor.shape, tensor.dtype))
+        return next((path for path, other in same_kind if torch.equal(other, tensor)), None)
 
     def first_reader(self, value: onnx_ir.Value) -> onnx_ir.Node | None:
         """The first node that reads the value, those of the main graph before those of branches."""
