@@ -31,6 +31,7 @@ from retrofit.runtime.example_inputs import device_of, named_inputs
 from retrofit.runtime.failing_module import failure_in
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import run
+from retrofit.runtime.sides_apart import sides_apart
 from retrofit.runtime.state_preservation import preserve_state
 from retrofit.runtime.usable_models import require_in_memory, require_module, require_trainable, require_uncompiled, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
@@ -231,7 +232,7 @@ def prepare_model(model: nn.Module, example_inputs: Any, emit: str, say: Progres
     """The model that passes rewrite, its inputs by name, and its program: a graph module where `emit` or its layers require one."""
     if emit not in ("module", "graph"):
         raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'")
-    inputs = named_inputs(model, example_inputs)
+    inputs = sides_apart(model, named_inputs(model, example_inputs))
     say("capturing the dense model")
     program = capture(model, inputs)
     if emit == "module" and (transformers_bookkeeping.is_transformers(model) or not has_layers_in_code(model, program)):

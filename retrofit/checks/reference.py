@@ -16,6 +16,7 @@ from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.probes import describe
 from retrofit.runtime.released_memory import release_freed_memory
+from retrofit.runtime.sides_apart import sides_apart
 from retrofit.runtime.state_preservation import preserve_state
 
 
@@ -35,7 +36,7 @@ class Reference:
 
         Raises `RetrofitError` where the model does not run on the example inputs.
         """
-        subject = runnable_subject(model, named_inputs(model, example_inputs), program, checks)
+        subject = runnable_subject(model, sides_apart(model, named_inputs(model, example_inputs)), program, checks)
         measurements = {}
         for name in (one for one in CHECKS if one in checks):
             with preserve_state(model):

@@ -25,6 +25,7 @@ from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.released_memory import release_freed_memory
+from retrofit.runtime.sides_apart import sides_apart
 from retrofit.runtime.state_preservation import preserve_state
 from retrofit.runtime.usable_models import require_module, require_trainable, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
@@ -60,7 +61,7 @@ def verify(
     accounts = rewrites(model)
     exact = all(one.exact for one in (accounts if accounts is not None else recipe(model) or ()))
     if reference is None:
-        inputs = named_inputs(model, example_inputs)
+        inputs = sides_apart(model, named_inputs(model, example_inputs))
         subject = Subject(model, (inputs, *other_shapes(model, inputs)))
         return run_checks(Context(subject, has_reference=False, rewrites=accounts, exact=exact), None, checks)
     context = Context(
