@@ -6,6 +6,7 @@ Masks are distinguished from positions and biases by the graph: the model's own 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
@@ -14,16 +15,19 @@ from retrofit.passes.sequence_altup.anchor_layer import MaskArgument
 from retrofit.passes.sequence_altup.argument_paths import ArgumentPath
 from retrofit.passes.sequence_altup.layer_requirements import Candidate, unfit
 from retrofit.passes.sequence_altup.padding_flow import is_mask_of_inputs, shows_padding
-from retrofit.passes.sequence_altup.token_dims import TokenDims, infer_token_dims
+from retrofit.passes.sequence_altup.token_dims import Shapes, TokenDims, infer_token_dims
+from retrofit.sdk import shape
 
 Dims = dict[ArgumentPath, TokenDims]
 
 
 def infer_arguments(one: Candidate) -> Dims:
     """The token dimensions of every argument but the stream; raises `DoesNotFitError` where they cannot be strided."""
-    found = infer_token_dims(one.captures.first.shapes(one.layer), one.captured.shapes(one.layer), one.stream, one.tokens_first)
+    shapes = one.captures.first.shapes(one.layer), one.captured.shapes(one.layer)
+    found = infer_token_dims(*shapes, one.stream, one.tokens_first)
     del found[one.stream]
     nodes = one.argument_nodes
+    require_entries_for_single_tokens(one, shapes, found)
     for path, dims in found.items():
         if len(dims.positions) > 2:
             raise unfit(f"{path[0]} follows the tokens along {len(dims.positions)} dimensions")
@@ -32,6 +36,34 @@ def infer_arguments(one: Candidate) -> Dims:
     found = with_inverted_masks(one, without_query_masks(found), nodes)
     require_readable_masks(one, found, nodes)
     return found
+
+
+def require_entries_for_single_tokens(one: Candidate, shapes: tuple[Shapes, Shapes], paths: Iterable[ArgumentPath]) -> None:
+    """Of a model whose inputs all follow the same tokens, no argument has one entry for several of them, or several for one.
+
+    With another side's tokens, an encoder's, it is theirs that the entries may be of.
+    """
+    if has_other_tokens(one):
+        return
+    for path in paths:
+        extents = zip(shapes[0][path], shapes[1][path], strict=False)
+        if any(is_other_count(one, *pair) for pair in extents):
+            raise unfit(f"it receives {path[0]}, which has no single entry for each token", "leave its depth out with layers=…")
+
+
+def has_other_tokens(one: Candidate) -> bool:
+    """Whether some input of the model is of other tokens than the stream."""
+    first, second = (
+        {name: shape(node) for node, name in each.program.inputs.items()} for each in (one.captures.first, one.captured)
+    )
+    pairs = (zip(first.get(name) or (), after or (), strict=False) for name, after in second.items())
+    return any(is_other_count(one, *pair) for extents in pairs for pair in extents)
+
+
+def is_other_count(one: Candidate, before: int, after: int) -> bool:
+    """Whether an extent in the two captures follows the inputs, and neither the stream's tokens nor the batch."""
+    batches = one.captures.first.batch, one.captured.batch
+    return before != after and (before, after) != one.lengths and before * batches[1] != after * batches[0]
 
 
 def is_mask(one: Candidate, path: ArgumentPath, dims: TokenDims, node: fx.Node | None) -> bool:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.own_layers import WORDS, D, Model
+from support.own_layers import WORDS, D, Layer, Model
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import retrofit
 from retrofit.errors import DoesNotFitError
@@ -72,3 +73,29 @@ def test_a_model_that_runs_on_one_length_only_is_refused() -> None:
 
     with pytest.raises(DoesNotFitError, match="does not run on a larger batch"):
         retrofit.apply(Fixed().eval(), SequenceAltUp(k=3, layers="all"), example_inputs=heard(11))
+
+
+class Pooled(Model):
+    """Layers that also receive the mean of every two tokens."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x, _ = layer(x, F.avg_pool1d(x.mT, 2, ceil_mode=True).mT)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Paired(Layer):
+    """Mixes the values of each token with what its pair has in common."""
+
+    def forward(self, x: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        assert first is not None
+        return super().forward(x, first.repeat_interleave(2, 1)[:, : x.shape[1]])
+
+
+def test_a_layer_that_receives_one_entry_for_several_tokens_is_refused() -> None:
+    model = Pooled()
+    model.layers = nn.ModuleList(Paired() for _ in range(4))
+    inputs = {"input_ids": torch.arange(22).view(2, -1) * 5 % WORDS}
+    with pytest.raises(DoesNotFitError, match="receives first, which has no single entry for each token"):
+        retrofit.apply(model.eval(), SequenceAltUp(k=2, layers="all"), example_inputs=inputs)
