@@ -16,10 +16,7 @@ from retrofit.runtime.probes import (
     ids_name,
     is_decoder_side,
     is_per_token,
-    logits_of,
     resized_like,
-    run,
-    same_bits,
 )
 
 PADS = 3  # padding tokens put before or after a sequence
@@ -42,13 +39,9 @@ def takes_padding(model: nn.Module, inputs: Inputs) -> bool:
     return name is not None and inputs[name].shape[1] > PADS + 1 and accepts(model, "attention_mask")
 
 
-def reads_padding(model: nn.Module, padded: Inputs) -> bool:
-    """Whether what the model computes depends on the mask among these inputs; some take one and leave it unread."""
-    name = ids_name(padded)
-    assert name is not None
-    mask = padded["attention_mask"]
-    found, unmasked = (logits_of(run(model, {**padded, "attention_mask": one})) for one in (mask, torch.ones_like(mask)))
-    return not same_bits(found, unmasked)
+def without_mask(padded: Inputs) -> dict[str, Any]:
+    """Padded inputs with a mask by which no token is padding."""
+    return {**padded, "attention_mask": torch.ones_like(padded["attention_mask"])}
 
 
 def without_padding(outputs: torch.Tensor, inputs: Inputs) -> torch.Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from retrofit.pipeline.method_reference import ModuleReference, RecordedCall
+from retrofit.runtime.probes import same_bits
 
 MOST = 2  # calls of a module that are kept of one forward: one that several depths share has many
 
@@ -36,6 +37,24 @@ def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
         changed = [map_tensors(one, change) for one in value]
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     return value
+
+
+def same_calls(one: Sequence[RecordedCall], other: Sequence[RecordedCall]) -> bool:
+    """Whether the tensors that these calls received and returned are the same bits."""
+    ours, theirs = tensors_of(one), tensors_of(other)
+    return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+
+
+def tensors_of(calls: Sequence[RecordedCall]) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def collect(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found.append(value)
+        return value
+
+    map_tensors([(call.args, call.kwargs, call.returned) for call in calls], collect)
+    return found
 
 
 def has_cache(call: RecordedCall) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retrofit.checks.padded_inputs import pad_both_sides, reads_padding, takes_padding
-from retrofit.checks.site_recording import MOST, CallRecorder, has_cache, map_tensors
+from retrofit.checks.padded_inputs import pad_both_sides, takes_padding, without_mask
+from retrofit.checks.site_recording import MOST, CallRecorder, has_cache, map_tensors, same_calls
 from retrofit.checks.stepping import PADDED, PLAIN, section, step_batch, ways_to_step
 from retrofit.errors import RetrofitError, first_line
 from retrofit.pipeline.method_reference import ModuleReference, RecordedCall
@@ -116,12 +116,10 @@ class SiteWays:
         return recorded(self.model, self.references, inputs)
 
     def padded(self) -> Calls:
-        """The calls where sequences are padded; none where the model leaves its mask unread, and so takes padding for tokens."""
+        """The calls where sequences are padded; of a module that is not shown the padding those with inputs that hide no token."""
         inputs = pad_both_sides(self.model, self.inputs)
-        if reads_padding(self.model, inputs):
-            return self.plain(inputs)
-        self.missing.append(("no module was compared where sequences are padded", "the model leaves its padding mask unread"))
-        return {}
+        masked, unmasked = (self.plain(one) for one in (inputs, without_mask(inputs)))
+        return {path: unmasked[path] if same_calls(calls, unmasked[path]) else calls for path, calls in masked.items()}
 
     def on_cache(self, words: str, kind: str, lengths: tuple[int, ...]) -> Calls:
         """The calls of a batch whose last tokens are decoded so many at a time; none where the model keeps no cache."""
