@@ -90,12 +90,23 @@ def materialize(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[nn.Module,
     """`model` and its inputs, or copies with random values where they have none: branches depend little on weights."""
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return model, dict(inputs)
-    drawn = copy.deepcopy(model).to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    for tensor in (*drawn.parameters(), *drawn.buffers()):
-        tensor.data.normal_(std=0.02, generator=generator) if tensor.is_floating_point() else tensor.data.zero_()
+    drawn, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
+    values: dict[torch.Tensor, torch.Tensor] = {}  # by tensor: what modules share stays shared
+    for module in drawn.modules():
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is not None and tensor not in values:
+                    values[tensor] = random_like(tensor, generator)
+                own[name] = None if tensor is None else values[tensor]  # type: ignore[assignment]
     given = {name: torch.ones_like(one, device="cpu") if isinstance(one, torch.Tensor) else one for name, one in inputs.items()}
     return drawn, given
+
+
+def random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A parameter or buffer like this one on the CPU, whose values are small random numbers, or zeros where they are no floats."""
+    value = torch.empty_like(tensor, device="cpu").detach()
+    value.normal_(std=0.02, generator=generator) if value.is_floating_point() else value.zero_()
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> tuple[torch.export.ExportedProgram, list[Call]]:

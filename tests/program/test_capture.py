@@ -192,3 +192,29 @@ def test_dataclasses_are_read_as_containers_of_their_fields() -> None:
     assert [shape(node) for node in program.inputs] == [(2, 3), (2,)]
     assert {name: op(node) for name, node in program.outputs.items()} == {"first": "mul", "batches.0.x": "add"}
     assert program.returns is Result
+
+
+class Routed(nn.Module):
+    """Tied tables, and a feed-forward for those tokens that a router chooses: how many depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 4), nn.Linear(4, 11, bias=False)
+        self.router, self.expert = nn.Linear(4, 1), nn.Linear(4, 4)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        for chosen in self.router(x).squeeze(-1).gt(0).nonzero().squeeze(-1).tolist():
+            x = x.index_add(0, torch.tensor([chosen]), self.expert(x[chosen : chosen + 1]))
+        return self.head(x).view(*ids.shape, -1)  # type: ignore[no-any-return]
+
+
+def test_tied_parameters_without_values_are_one_in_the_graph_even_where_the_code_reads_values() -> None:
+    with torch.device("meta"):
+        model = Routed()
+        model.head.weight = model.embed.weight
+    for one in (Routed(), model):
+        program = capture(one, {"ids": torch.zeros(2, 3, dtype=torch.long, device=one.router.weight.device)})
+        read = [name for node, name in program.parameters.items() if name in ("embed.weight", "head.weight") and node.users]
+        assert len(read) == 1, read
