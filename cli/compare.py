@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         require_path(path)
         if paths.count(path) > 1:
             raise UsageError(f"{path} is given twice", why="each model has one column", remedy="give it once")
+    if not arguments.lm_eval and (arguments.lm_eval_tasks is not None or arguments.lm_eval_limit is not None):
+        raise UsageError("--lm-eval-tasks and --lm-eval-limit without --lm-eval", remedy="name the tasks with --lm-eval TASK")
     if arguments.picture is not None:
         check_output(arguments.picture, arguments.force, ".png")
 
@@ -71,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         require_package()
     texts = read_texts(arguments.data)
     with working(arguments.debug) as progress:
-        place = arguments.tokenizer or tokenizer_place(arguments.model)
+        place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
         tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
         models = {}
         for path in paths:

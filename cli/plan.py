@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError, exit_code, report
-from retrofit.cli.outputs import check_output
+from retrofit.cli.outputs import beside, check_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path, seed
 from retrofit.cli.pass_options import gather_passes
 from retrofit.cli.printable import printable
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--tokens {arguments.tokens}", why="passes are fitted on at least one", remedy="give a number above zero")
     targets = parse_targets(arguments.target)
     candidates = named_candidates(arguments)
-    output: Path = arguments.output or next_to(arguments.model)
+    output: Path = arguments.output or beside(arguments.model, "plan.json")
     files = output_files(output, targets)
     picture = output.with_suffix(".png")
     if output.suffix in (".png", ".measured"):
@@ -141,12 +141,6 @@ def named_candidates(arguments: argparse.Namespace) -> list[AnyPass | str] | Non
         name, options = one
         found.append(make_pass(name, options) if options else name)
     return found or None
-
-
-def next_to(model: Path) -> Path:
-    """`model.plan.json` for `model.pt` and for a directory `model`."""
-    model = model if model.name not in ("", "..") else model.resolve()
-    return model.with_name(f"{model.name if model.is_dir() else model.stem}.plan.json")
 
 
 def output_files(output: Path, targets: tuple[Target, ...]) -> list[Path]:

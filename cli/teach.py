@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from retrofit.cli.failures import exit_code
+from retrofit.cli.outputs import beside
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.printable import printable
 from retrofit.cli.progress import working
@@ -43,16 +44,10 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
-def next_to(model: Path) -> Path:
-    """`model.logits` for `model.pt` and for a directory `model`."""
-    model = model if model.name not in ("", "..") else model.resolve()
-    return model.with_name(f"{model.name if model.is_dir() else model.stem}.logits")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """The predictions are on disk, and a table about them on stdout."""
     require_path(arguments.model)
-    output: Path = arguments.output or next_to(arguments.model)
+    output: Path = arguments.output or beside(arguments.model, "logits")
 
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.checkpoint import load
@@ -64,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with working(arguments.debug) as progress:
             progress(f"reading {arguments.model}")
-            place = arguments.tokenizer or tokenizer_place(arguments.model)
+            place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
             tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
             kept = teach(
                 load_pipeline(arguments.model)

@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with working(arguments.debug) as progress, name_in_errors(output):
             progress(f"reading {arguments.model}")
-            place = arguments.tokenizer or tokenizer_place(arguments.model)
+            place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
             tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
             if is_pipeline(arguments.model):
                 model = load_pipeline(arguments.model)
@@ -171,11 +171,12 @@ def hold_in_float32(model: Any) -> None:
 
 def interrupted(output: Path, interruption: KeyboardInterrupt) -> int:
     """The exit code of an interrupted run, after a word on how to go on."""
-    from retrofit.training.runs import folder_of, last_checkpoint
+    from retrofit.training.runs import ALIGNMENT, folder_of, last_checkpoint
 
     if not is_first():
         return exit_code(interruption)
-    checkpoint = last_checkpoint(folder_of(output))
+    folder = folder_of(output)
+    checkpoint = last_checkpoint(folder) or last_checkpoint(folder / ALIGNMENT)
     left = "nothing was written" if checkpoint is None else f"{checkpoint} is whole, the same command with --resume goes on from it"
     print(printable(f"retrofit: interrupted: {left}"), file=sys.stderr)
     return exit_code(interruption)

@@ -196,7 +196,11 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def windows_of(texts: Iterable[str], codec: Codec, length: int) -> torch.Tensor:
-    """All texts, one after the other, cut into windows: (windows, length). What does not fill a window is left out."""
+    """All texts, one after the other, cut into windows: (windows, length). What does not fill a window is left out.
+
+    A single string is one text.
+    """
+    texts = [texts] if isinstance(texts, str) else texts
     end = torch.tensor([] if codec.end is None else [codec.end], dtype=torch.int32)
     pieces = [piece for text in texts for piece in (codec.encode(text), end)]
     ids = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32)

@@ -57,7 +57,7 @@ class KeptMeasurements:
             apart = [name for name in self.facts if facts.get(name) != self.facts[name]] if known else ["format"]
             raise PlanningError(
                 f"{folder} holds the measurements of another plan",
-                why=f"its {' and '.join(apart)} differ",
+                why=f"it differs in {' and '.join(apart)}",
                 remedy="name another -o, or start over with --force",
             )
         for file in (*folder.glob("*.safetensors"), record):

@@ -39,7 +39,7 @@ from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.peak_memory import own_bytes
-from retrofit.runtime.usable_models import require_module, require_uncompiled, require_values
+from retrofit.runtime.usable_models import require_in_memory, require_module, require_uncompiled, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.training.fingerprints import hash_settings, hash_weights
 
@@ -82,6 +82,7 @@ def plan(
     candidates = candidates_of(passes)
     require_module(model)
     require_uncompiled(model)
+    require_in_memory(model, "measured")
     require_values(model, "measured", "load its weights first")
     part = transformer_inside(model, example_inputs)
     if recipe_storage.stored_recipe(part):

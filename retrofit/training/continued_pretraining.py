@@ -13,15 +13,16 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from retrofit.errors import CheckpointError, TrainingError
-from retrofit.pipeline.recipe_storage import as_ordinary_model, is_quantized
-from retrofit.pipeline.replaying import added_parameters
+from retrofit.pipeline.recipe_storage import as_ordinary_model, is_quantized, stored_recipe
+from retrofit.pipeline.replaying import added_parameters, rewritten_part
 from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.runtime import usable_models
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.usable_models import require_in_memory, require_module, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
-from retrofit.storage import architecture
-from retrofit.storage.checkpoint import save
-from retrofit.storage.file_names import EXPORTED, ONNX, is_file_name, require_writable_kind
+from retrofit.storage.checkpoint import require_savable, save
+from retrofit.storage.file_names import is_file_name, require_writable_kind
 from retrofit.training import processes
 from retrofit.training.fingerprints import hash_architecture, hash_weights, hash_windows
 from retrofit.training.kept_predictions import KeptPredictions
@@ -33,7 +34,7 @@ from retrofit.training.runs import TrainingRun, draw_run, finish_folder, refuse_
 from retrofit.training.sentence_embeddings import WithContrastiveLoss, embeds_sentences, same_text
 from retrofit.training.settings import Settings
 from retrofit.training.sharded_trainer import ShardedTrainer
-from retrofit.training.sharding import collect, sharded_copy
+from retrofit.training.sharding import collect, require_one_dtype_a_group, sharded_copy
 from retrofit.training.stages import Stages
 from retrofit.training.step_monitor import StepMonitor
 from retrofit.training.teacher import Teacher
@@ -71,6 +72,10 @@ def continue_pretraining(
     after each step. Raises `TrainingError` where the model computes no loss, the text is too short, the loss is not finite, or the
     teacher is not the model's dense original.
     """
+    require_module(model)
+    require_in_memory(model, "trained")
+    require_values(model, "trained", "load its weights first")
+    usable_models.require_trainable(model)
     target = None if output is None else Path(output)
     cpu = trains_on_cpu(settings.device)
     processes.connect(cpu)
@@ -114,7 +119,13 @@ def continue_pretraining(
         identity = hash_weights(teacher)
     stages = Stages.of(settings, model, guide)
     new = [] if settings.lr_new is None else new_parameters(model, settings.lr_new)
-    facts = {"model": hash_architecture(model), "text": hash_windows(windows), "teacher": identity}
+    facts = {
+        "model": hash_architecture(model),
+        "recipe": "; ".join(stored_recipe(rewritten_part(model))),
+        "dtype": ", ".join(dtypes_of(model)),
+        "text": hash_windows(windows),
+        "teacher": identity,
+    }
     watch = StepMonitor(progress)
     findings: dict[str, Any] = {}
     with (
@@ -193,6 +204,7 @@ def trained_copy(model: nn.Module, settings: Settings, cpu: bool) -> Iterator[nn
         return
     from accelerate import PartialState
 
+    require_one_dtype_a_group(model)
     copied = sharded_copy(model, PartialState(cpu=cpu).device, settings.bf16)
     yield copied
     collect(copied, model)
@@ -207,17 +219,19 @@ def new_parameters(model: nn.Module, rate: float) -> list[nn.Parameter]:
     return found
 
 
+def dtypes_of(model: nn.Module) -> list[str]:
+    """The names of its parameters' dtypes."""
+    return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+
+
 def refuse_unsavable(model: nn.Module, target: Path) -> None:
     """Raises `CheckpointError`, before any step, where the trained model could not be saved at `target`."""
-    require_writable_kind(target)
-    if embeds_sentences(model):
-        if is_file_name(target):
-            raise CheckpointError(
-                f"{target}: a sentence-transformers model is several modules in a directory", remedy="name a directory"
-            )
-        return
-    if target.suffix not in (EXPORTED, ONNX):
-        architecture.describe_architecture(model)
+    if embeds_sentences(model) and is_file_name(target):
+        require_writable_kind(target)
+        raise CheckpointError(
+            f"{target}: a sentence-transformers model is several modules in a directory", remedy="name a directory"
+        )
+    require_savable(model, target)
 
 
 def require_trainable(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ from retrofit.training.settings import CHANGEABLE_ON_RESUME, Settings, flag
 RECORD, NUMBERS, CURVE = "run.json", "numbers.csv", "curve.png"
 FINDINGS = "findings.json"  # of the stages before the last
 ALIGNMENT = "align"  # the folder of that stage's checkpoints
+STATE = "trainer_state.json"  # of a checkpoint, written last
 REPLACED = "replaced"  # the folder of the run that this one replaces, until it is finished
 FORMAT = "retrofit training run"
 MODEL_FILES = (*FILES, EXPORTED)
@@ -161,13 +162,26 @@ def is_run(folder: Path) -> bool:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The latest whole checkpoint: the trainer writes its state last."""
-    whole = (state.parent for state in folder.glob("checkpoint-*/trainer_state.json"))
-    return max((path for path in whole if path.name.partition("-")[2].isdigit()), key=steps_done, default=None)
+    whole = (state.parent for state in folder.glob(f"checkpoint-*/{STATE}"))
+    return max(filter(is_checkpoint, whole), key=steps_done, default=None)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether the folder is called as a checkpoint is, whole or not."""
+    return folder.is_dir() and folder.name.partition("-")[2].isdigit()
 
 
 def steps_done(checkpoint: Path) -> int:
     """The steps after which `checkpoint-8` was written."""
     return int(checkpoint.name.partition("-")[2])
+
+
+def remove_unfinished(folder: Path) -> None:
+    """No stage has a checkpoint that was being written when the run was killed: a later one would keep parts of it, or give way."""
+    for stage in (folder, folder / ALIGNMENT):
+        for checkpoint in stage.glob("checkpoint-*"):
+            if is_checkpoint(checkpoint) and not (checkpoint / STATE).is_file():
+                shutil.rmtree(checkpoint)
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -192,6 +206,7 @@ def run_folder(
     folder, checkpoint = resume_folder(output, facts, settings) if resume else (start_folder(output, facts, settings), None)
     try:
         with held(folder):
+            remove_unfinished(folder)
             yield folder, checkpoint
     except BaseException:
         if not has_checkpoint(folder):
@@ -269,10 +284,11 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
         if before != now and field.name not in CHANGEABLE_ON_RESUME:
             raise TrainingError(f"{flag(field)} was {before} in the run to resume, now it is {now}", remedy="give the same value")
     for name, now in facts.items():
-        if record["facts"].get(name, "") != now:
+        before = record["facts"].get(name, now)  # a record of an earlier version may not have it
+        if before != now:
             raise TrainingError(
                 f"the {name} is not that of the run to resume",
-                why=f"{record['facts'].get(name)} then, {now} now",
+                why=f"{before or 'none'} then, {now or 'none'} now",
                 remedy=f"give the same {name}, or start over with --force",
             )
     done = 0 if checkpoint is None else steps_done(checkpoint)

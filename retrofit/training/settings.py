@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from typing import Any
 
 from retrofit.errors import TrainingError
@@ -59,7 +60,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, minimum, choices = getattr(self, field.name), field.metadata.get("minimum"), field.metadata.get("choices")
+            value, minimum, choices = as_number(field, self), field.metadata.get("minimum"), field.metadata.get("choices")
+            object.__setattr__(self, field.name, value)
             if isinstance(value, (int, float)) and not math.isfinite(value):
                 raise TrainingError(f"{flag(field)} {value} is not a finite number", remedy=field.metadata["doc"])
             if value is not None and minimum is not None and value < minimum:
@@ -95,6 +97,18 @@ class Settings:
 
 
 CHANGEABLE_ON_RESUME = ("steps", "eval_every", "save_every", "device", "warmup")  # between a run and its resumption
+
+
+def as_number(field: dataclasses.Field[Any], settings: Settings) -> Any:
+    """The value of a field, as Python's own number where it is one; raises `TrainingError` where it should be and is not."""
+    value, kind = getattr(settings, field.name), str(field.type).removesuffix(" | None")
+    if kind not in ("int", "float") or (value is None and field.default is None):
+        return value
+    try:
+        return operator.index(value) if kind == "int" else float(value + 0)
+    except (TypeError, RuntimeError) as error:  # torch raises the second for a tensor of several numbers
+        number = "whole number" if kind == "int" else "number"
+        raise TrainingError(f"{flag(field)} {value!r} is no {number}", remedy=field.metadata["doc"]) from error
 
 
 def check_values(**values: float) -> None:

@@ -14,20 +14,23 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from retrofit.anatomy.inspection import inspect
-from retrofit.errors import RetrofitError
+from retrofit.errors import RetrofitError, TrainingError
 from retrofit.runtime.skeletons import without_weights
 from retrofit.training import processes
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # modules that are never called
+WHOLE = "leave --fsdp out: every process then holds the whole model"
 
 
 def sharded_copy(model: nn.Module, device: torch.device, bf16: bool) -> nn.Module:
     """A copy of the model on the device, of whose parameters this process reads and holds its part alone; `model` stays as it is.
 
     With `bf16` groups are gathered and compute in bfloat16; what is held, and sums of gradients, stay as they are.
+    Raises `TrainingError` where a parameter cannot be divided.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    require_rows(model)
     mesh = processes.mesh(device.type)
     low, returned = (torch.bfloat16, torch.float32) if bf16 else (None, None)
     inside, outside = (MixedPrecisionPolicy(low, returned, output) for output in (None, returned))
@@ -104,6 +107,31 @@ def shard_groups(model: nn.Module) -> list[nn.Module]:
             found.append(candidate)
             taken |= set(own)
     return found
+
+
+def require_rows(model: nn.Module) -> None:
+    """Every parameter has rows that can be divided, else `TrainingError`."""
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise TrainingError(f"--fsdp: the parameter {name} cannot be divided", why="it is a single number", remedy=WHOLE)
+
+
+def require_one_dtype_a_group(model: nn.Module) -> None:
+    """What is trained in a group, which is gathered as one, has one dtype, else `TrainingError`."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    if len({one.dtype for one in names if one.requires_grad}) < 2:
+        return
+    taken: set[nn.Parameter] = set()
+    for group in (*shard_groups(model), model):
+        own = [one for one in group.parameters() if one not in taken]
+        taken |= set(own)
+        firsts = {one.dtype: names[one] for one in reversed(own) if one.requires_grad}
+        if len(firsts) > 1:
+            raise TrainingError(
+                "--fsdp: parameters that are gathered together are of several dtypes",
+                why=", ".join(f"{name} is in {str(dtype).removeprefix('torch.')}" for dtype, name in firsts.items()),
+                remedy=f"hold all weights in float32 (--float32, model.float()), or {WHOLE}",
+            )
 
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:

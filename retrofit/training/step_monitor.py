@@ -15,13 +15,16 @@ from retrofit.errors import TrainingError
 
 
 class StepMonitor(TrainerCallback):
-    """Times the steps, reports them, and stops a run whose loss is no longer finite."""
+    """Times the steps, reports them, has them evaluated and saved as often as the settings say, and stops a run that diverges."""
 
     def __init__(self, progress: Callable[[str], None] | None, stage: str = "") -> None:
         self.progress, self.stage = progress, stage
         self.seconds: list[float] = []
         self.began = 0.0
         self.loss = self.held_out = ""
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # a checkpoint brings back how often its run evaluated, saved and logged
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
         self.began = time.perf_counter()

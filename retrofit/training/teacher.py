@@ -105,24 +105,15 @@ class Teacher:
 
     @contextlib.contextmanager
     def teaching(self, device: torch.device) -> Iterator[None]:
-        """Within this context the dense model is on `device`, evaluates, and has no gradients; afterwards it is as it was.
-
-        Where it is offloaded it stays where accelerate has put it.
-        """
-        moves = offloaded_module(self.model) is None
-        before = next(self.model.parameters()).device
+        """Within this context the dense model is on `device`, evaluates, and has no gradients; afterwards it is as it was."""
         required = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
         try:
-            with evaluation_mode(self.model):
+            with evaluation_mode(self.model), placed_on(device, self.model):
                 self.model.requires_grad_(False)
-                if moves:
-                    self.model.to(device)
                 yield
         finally:
             for parameter, requires_grad in required:
                 parameter.requires_grad_(requires_grad)
-            if moves:
-                self.model.to(before)
 
     def divergence(self, outputs: Any, batch: Mapping[str, Any], temperature: float) -> Tensor:
         """How far what the student returned for a batch, with labels, is from what the dense model returns.
@@ -151,6 +142,20 @@ class Teacher:
     def logits(self, batch: Mapping[str, Any]) -> Tensor:
         """Its logits for a batch of the student's, whose labels it does not see."""
         return token_logits(self.learner(**without_labels(self.learner, batch)))
+
+
+@contextlib.contextmanager
+def placed_on(device: torch.device, model: nn.Module) -> Iterator[None]:
+    """Within this context the model is on `device`; where it is offloaded it stays where accelerate has put it."""
+    if offloaded_module(model) is not None:
+        yield
+        return
+    before = next(model.parameters()).device
+    try:
+        model.to(device)
+        yield
+    finally:
+        model.to(before)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from retrofit.pipeline.tokenization import Codec, codec_for, windows_of
 from retrofit.runtime.drafts import held, is_held
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.usable_models import require_module
 from retrofit.storage.file_names import is_file_name
 from retrofit.training.distillation import LargestPredictions
 from retrofit.training.fingerprints import hash_example, hash_tokenizer, hash_weights, hash_windows
@@ -26,6 +27,7 @@ from retrofit.training.objectives import IGNORED, Collator, Objective, objective
 from retrofit.training.outputs import list_of, token_logits, without_labels
 from retrofit.training.sentence_embeddings import embeds_sentences
 from retrofit.training.settings import check_values
+from retrofit.training.teacher import placed_on
 from retrofit.training.trainer_setup import trains_on_cpu
 from retrofit.training.windows import numbered_windows, require_windows, window_seed
 
@@ -58,6 +60,7 @@ def teach(
     folder = Path(folder)
     if is_file_name(folder):
         raise TrainingError(f"{folder} cannot hold predictions", why="they are a directory", remedy=f"call it {folder.stem}")
+    require_module(dense)
     check_values(length=length, top=top, seed=seed, batch_size=batch_size, temperature=temperature)
     if embeds_sentences(dense):
         raise TrainingError(
@@ -79,30 +82,26 @@ def teach(
     prepare_folder(kept, force=force)
     data = numbered_windows(windows, torch.arange(len(windows)), seed)
     collator = Collator(objective)
-    before = next(dense.parameters()).device
     target = torch.device("cpu" if trains_on_cpu(device) else torch.accelerator.current_accelerator() or "cpu")
     missing = kept.missing()
     began = time.monotonic()
-    try:
-        with (
-            held(folder),
-            evaluation_mode(dense),
-            torch.no_grad(),
-            torch.autocast(target.type, torch.bfloat16, enabled=bf16),
-        ):
-            dense.to(target)
-            for done, number in enumerate(missing):
-                numbers = range(number * shard, min((number + 1) * shard, len(windows)))
-                parts = []
-                for start in range(numbers.start, numbers.stop, batch_size):
-                    some = range(start, min(start + batch_size, numbers.stop))
-                    batch = {key: value.to(target) for key, value in collator([data[one] for one in some]).items()}
-                    parts.append(predicted(learner, batch, objective.shift, facts))
-                    left = remaining(began, done + (some.stop - numbers.start) / len(numbers), len(missing))
-                    progress(f"window {some.stop:,}/{len(windows):,}{left}")
-                kept.write(number, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
-    finally:
-        dense.to(before)
+    with (
+        held(folder),
+        evaluation_mode(dense),
+        torch.no_grad(),
+        torch.autocast(target.type, torch.bfloat16, enabled=bf16),
+        placed_on(target, dense),
+    ):
+        for done, number in enumerate(missing):
+            numbers = range(number * shard, min((number + 1) * shard, len(windows)))
+            parts = []
+            for start in range(numbers.start, numbers.stop, batch_size):
+                some = range(start, min(start + batch_size, numbers.stop))
+                batch = {key: value.to(target) for key, value in collator([data[one] for one in some]).items()}
+                parts.append(predicted(learner, batch, objective.shift, facts))
+                left = remaining(began, done + (some.stop - numbers.start) / len(numbers), len(missing))
+                progress(f"window {some.stop:,}/{len(windows):,}{left}")
+            kept.write(number, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
     return kept
 
 

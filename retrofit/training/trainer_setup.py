@@ -87,6 +87,7 @@ class TrainerSetup:
             save_total_limit=1,
             logging_steps=max(1, settings.steps // POINTS),
             logging_nan_inf_filter=False,
+            average_tokens_across_devices=False,  # every window has as many labels: the mean of the processes' means is the mean
             log_level="error",
             disable_tqdm=True,
             report_to=[],

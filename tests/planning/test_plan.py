@@ -276,7 +276,7 @@ def test_measurements_of_another_arithmetic_are_not_taken(found: ModelPlan, mode
     other.set_attn_implementation("eager")
     with pytest.raises(PlanningError, match="another plan") as refused:
         planned(other, "memory 0.9x", folder=folder)
-    assert refused.value.why == "its settings differ"
+    assert refused.value.why == "it differs in settings"
 
 
 # ── What cannot be planned ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import errno
 import json
 import math
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.image
+import numpy
 import pytest
 import torch
 import transformers
@@ -53,9 +55,9 @@ def llama(seed: int = 0, **more: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=259, pad_token_id=0, **{**LAYERS, **more})).eval()
 
 
-def bert(seed: int = 0) -> BertForMaskedLM:
+def bert(seed: int = 0, **more: Any) -> BertForMaskedLM:
     torch.manual_seed(seed)
-    return BertForMaskedLM(BertConfig(vocab_size=300, **LAYERS)).eval()
+    return BertForMaskedLM(BertConfig(vocab_size=300, **LAYERS, **more)).eval()
 
 
 def t5(seed: int = 0) -> T5ForConditionalGeneration:
@@ -239,6 +241,41 @@ def test_a_finished_run_can_be_given_more_steps(tmp_path: Path) -> None:
     assert same_weights(longer, whole)
 
 
+def test_a_resumed_run_evaluates_and_saves_as_often_as_it_is_told(tmp_path: Path) -> None:
+    output = tmp_path / "model.pt"
+    with pytest.raises(Unplugged):
+        continue_pretraining(llama(), TEXTS, SMALL, output=output, progress=unplug_at(5))
+    often = changed(eval_every=3, save_every=1)
+    with pytest.raises(Unplugged):
+        continue_pretraining(llama(), TEXTS, often, output=output, resume=True, progress=unplug_at(8))
+    left = last_checkpoint(folder_of(output))
+    assert left is not None and left.name == "checkpoint-7"
+    state = json.loads((left / "trainer_state.json").read_text())
+    assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [0, 4, 6]
+
+
+def test_a_checkpoint_that_was_being_written_when_the_run_was_killed_is_removed(tmp_path: Path) -> None:
+    output, folder = tmp_path / "model.pt", tmp_path / "model.run"
+    with pytest.raises(Unplugged):
+        continue_pretraining(llama(), TEXTS, SMALL, output=output, progress=unplug_at(6))
+    for half in (folder / "checkpoint-8", folder / "align" / "checkpoint-2"):
+        shutil.copytree(folder / "checkpoint-4", half)
+        (half / "trainer_state.json").unlink()
+        (half / "weights-00000-of-00002.pt").touch()  # it was written by two processes
+    (folder / "notes").mkdir()
+    with pytest.raises(Unplugged):
+        continue_pretraining(llama(), TEXTS, changed(save_every=1), output=output, resume=True, progress=unplug_at(7))
+    assert {one.name for one in folder.iterdir()} == {"run.json", "align", "checkpoint-6", "notes"}
+    assert not any((folder / "align").iterdir())
+    continue_pretraining(llama(), TEXTS, SMALL, output=output, resume=True)
+    assert not list(folder.rglob("weights-*"))
+
+
+def test_a_single_string_is_one_text() -> None:
+    once = continue_pretraining(t5(), TEXTS[0], changed(steps=1))
+    assert once.windows == continue_pretraining(t5(), TEXTS, changed(steps=1)).windows
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -248,8 +285,10 @@ def test_a_finished_run_can_be_given_more_steps(tmp_path: Path) -> None:
         ({"texts": ["Another text. " * 200]}, "the text is not that of the run to resume"),
         ({"model": bert}, "the model is not that"),
         ({"model": lambda: llama(hidden_size=32)}, "the model is not that"),
+        ({"model": lambda: llama().bfloat16()}, "the dtype is not that"),
+        ({"model": lambda: retrofit.apply(llama(), "reversible", verify=False)}, "the recipe is not that"),
     ],
-    ids=["rate", "batch", "text", "class", "shape"],
+    ids=["rate", "batch", "text", "class", "shape", "dtype", "recipe"],
 )
 def test_another_run_is_not_resumed(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(Unplugged):
@@ -469,6 +508,34 @@ def test_an_output_that_could_not_be_saved_is_refused_before_any_step(tmp_path: 
     assert not steps
 
 
+def test_a_compiled_model_is_trained_saved_and_resumed(tmp_path: Path) -> None:
+    def compiled() -> Any:
+        return torch.compile(llama(), backend="eager")
+
+    model = compiled()
+    continue_pretraining(model, TEXTS, SMALL, output=tmp_path / "model")
+    assert same_weights(retrofit.load(tmp_path / "model"), model)
+    with pytest.raises(Unplugged):
+        continue_pretraining(compiled(), TEXTS, SMALL, output=tmp_path / "other.pt", progress=unplug_at(6))
+    continue_pretraining(compiled(), TEXTS, SMALL, output=tmp_path / "other.pt", resume=True)
+    assert same_weights(retrofit.load(tmp_path / "other.pt"), model)
+
+
+def test_adapters_are_saved_as_a_directory_and_not_as_a_file(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    given = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(llama(), given)
+    continue_pretraining(model, TEXTS, SMALL, output=tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter")
+    assert same_weights(again, model)
+    inside = llama()
+    inside.add_adapter(given)
+    for one in (model, inside):
+        with pytest.raises(CheckpointError, match=r"has adapters, which a \.pt file does not hold"):
+            continue_pretraining(one, TEXTS, SMALL, output=tmp_path / "model.pt")
+    assert not (tmp_path / "model.run").exists()
+
+
 def test_a_model_without_a_loss_is_refused_before_any_file(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="BertModel returned no loss"):
         continue_pretraining(BertModel(BertConfig(vocab_size=300, **LAYERS)), TEXTS, SMALL, output=tmp_path / "model.pt")
@@ -506,11 +573,41 @@ def test_the_trainer_is_asked_for_nothing_that_is_going_away(tmp_path: Path) -> 
         ({"eval_fraction": 1.0}, "leaves no text to train on"),
         ({"device": "abacus"}, "--device abacus is not known"),
         ({"length": 4}, "--length 4 is below 8"),
+        ({"steps": 2.5}, "--steps 2.5 is no whole number"),
+        ({"warmup": "3"}, "--warmup '3' is no whole number"),
+        ({"lr": "1e-3"}, "--lr '1e-3' is no number"),
+        ({"batch_size": None}, "--batch-size None is no whole number"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields: Mapping[str, Any], message: str) -> None:
     with pytest.raises(TrainingError, match=message):
         changed(**fields)
+
+
+def test_settings_are_numbers_of_python() -> None:
+    given = Settings(steps=numpy.int64(3), lr=numpy.float32(0.5), warmup=torch.tensor(2), weight_decay=1)  # type: ignore[arg-type]
+    assert json.loads(json.dumps(dataclasses.asdict(given)))["steps"] == 3
+    assert (type(given.steps), type(given.lr), type(given.warmup), type(given.weight_decay)) == (int, float, int, float)
+
+
+def made_for_inference() -> nn.Module:
+    with torch.inference_mode():
+        return llama()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: "model.pt", "'model.pt' is no model"),
+        (lambda: LlamaForCausalLM, "it is a class and not a torch.nn.Module"),
+        (lambda: llama().to("meta"), "model.embed_tokens.weight has no values"),
+        (made_for_inference, "was made under torch.inference_mode"),
+    ],
+    ids=["path", "class", "meta", "inference"],
+)
+def test_what_cannot_be_trained_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(retrofit.RetrofitError, match=message):
+        continue_pretraining(make(), TEXTS, SMALL)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

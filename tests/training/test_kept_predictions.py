@@ -16,7 +16,7 @@ from training.test_continued_pretraining import MODELS, SMALL, TEXTS, Unplugged,
 
 import retrofit
 from retrofit.cli import main
-from retrofit.cli.teach import next_to
+from retrofit.cli.outputs import beside
 from retrofit.errors import TrainingError
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.training import teaching
@@ -270,4 +270,4 @@ def test_the_commands_teach_and_learn(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(train) == 0
     assert "the dense model" in capsys.readouterr().out
     (tmp_path / "model").mkdir()
-    assert next_to(tmp_path / "model") == tmp_path / "model.logits"
+    assert beside(tmp_path / "model", "logits") == tmp_path / "model.logits"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import retrofit
 from retrofit.training.continued_pretraining import continue_pretraining
+from retrofit.training.teaching import teach
 
 STAGES = dataclasses.replace(SMALL, steps=2, align=1, anneal=2, distil_hidden=0.1)
 
@@ -49,6 +51,23 @@ def test_it_teaches_what_the_same_model_in_memory_teaches(folder: Path, dial: st
     assert same_weights(model, expected)
     assert has_offloaded_params(teacher.model.layers[0].mlp.up_proj)
     assert teacher.model.layers[0].mlp.up_proj.weight.is_meta
+
+
+def test_its_predictions_can_be_kept(folder: Path, tmp_path: Path) -> None:
+    teacher = on_disk(folder)
+    kept = teach(teacher, TEXTS, tmp_path / "offloaded", length=32)
+    expected = teach(AutoModelForCausalLM.from_pretrained(folder), TEXTS, tmp_path / "in memory", length=32)
+    assert kept.loss(range(kept.facts.windows)) == expected.loss(range(kept.facts.windows))
+    assert kept.path(0).read_bytes() == expected.path(0).read_bytes()
+    assert teacher.model.layers[0].mlp.up_proj.weight.is_meta
+
+
+@pytest.mark.parametrize(
+    "work", [lambda model: continue_pretraining(model, TEXTS, SMALL), lambda model: retrofit.plan(model, TEXTS, "loss +1")]
+)
+def test_it_is_neither_trained_nor_planned_for(folder: Path, work: Callable[[Any], Any]) -> None:
+    with pytest.raises(retrofit.RetrofitError, match=r"model\.layers\.0\.self_attn\.q_proj are offloaded"):
+        work(on_disk(folder))
 
 
 def test_it_is_inspected_but_not_rewritten(folder: Path) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,26 @@ def test_on_the_command_line_weights_may_be_held_in_float32(tmp_path: Path, caps
     assert "--float32" in capsys.readouterr().err
     assert main([*words, "--float32"]) == 0
     assert retrofit.load(tmp_path / "model.trained.pt").dtype == torch.float32
+
+
+def test_an_interruption_while_sites_are_aligned_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press_ctrl_c(self: Any, stage: str) -> None:
+        if stage.startswith("align: step 3/"):
+            raise KeyboardInterrupt
+
+    model, dense = pair("sparse-ffn(sparsity=4)")
+    retrofit.save(model, tmp_path / "model.pt")
+    retrofit.save(dense, tmp_path / "dense.pt")
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    given = ["train", str(tmp_path / "model.pt"), "--teacher", str(tmp_path / "dense.pt"), "--data", str(tmp_path / "text.txt")]
+    short = ["--steps", "2", "--align", "4", "--anneal", "0", "--batch-size", "2", "--length", "32", "--device", "cpu"]
+    with monkeypatch.context() as patched:
+        patched.setattr("retrofit.cli.progress.Progress.__call__", press_ctrl_c)
+        assert main([*given, *short]) == 130
+    assert f"align{os.sep}checkpoint-2 is whole, the same command with --resume" in capsys.readouterr().err
+    assert main([*given, *short, "--resume"]) == 0
 
 
 def test_the_command_line_names_the_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,18 +12,20 @@ import pytest
 import torch
 from support import tiny_models
 from support.several_processes import run_in_processes
-from training.test_continued_pretraining import TEXTS, changed, llama
+from training.test_continued_pretraining import TEXTS, bert, changed, llama
 
 import retrofit
 from retrofit.errors import TrainingError
 from retrofit.training import processes
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.sharded_checkpoints import fill_from_parts, read_parts, write_parts
-from retrofit.training.sharding import own_rows, shard_groups
+from retrofit.training.sharding import own_rows, require_one_dtype_a_group, shard_groups, sharded_copy
 
 PROCESSES, SHARED, TAUGHT = 2, "layers that share a feed-forward", "sparse-ffn with a teacher"
+ENCODER = "an encoder"  # it is told how many labels there are in all, and takes the mean over those of its own part alone
 SPECS = {  # nothing that draws at random in training, or counts the tokens of a batch: each process has its own draws and tokens
     SHARED: "",
+    ENCODER: "",
     TAUGHT: "sparse-ffn(sparsity=4, temperature=1e-6, hard=0)",
     "dense": "",
     "shared-moe": "shared-moe(groups=1, capacity=none, balance=0)",
@@ -78,13 +80,15 @@ def only_distil(case: str) -> dict[str, Any]:
 
 
 def rewritten(case: str) -> Any:
+    if case == ENCODER:
+        return bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0).double()
     model = llama(num_hidden_layers=3).double()  # the first steps of Adam make much of how a gradient is rounded
     if case == SHARED:
         model.model.layers[2].mlp = model.model.layers[0].mlp
     return retrofit.apply(model, SPECS[case], verify=False) if SPECS[case] else model
 
 
-@pytest.mark.parametrize("cases", [(SHARED,), pytest.param(tuple(SPECS), marks=pytest.mark.long)], ids=["quick", "all"])
+@pytest.mark.parametrize("cases", [(SHARED, ENCODER), pytest.param(tuple(SPECS), marks=pytest.mark.long)], ids=["quick", "all"])
 def test_two_processes_train_as_one_and_another_number_goes_on(cases: tuple[str, ...], tmp_path: Path) -> None:
     for case in cases:
         torch.save(rewritten(case), tmp_path / f"{case}.pt")
@@ -222,6 +226,26 @@ def test_rows_are_those_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
                 found.append(whole[own_rows(whole)].tolist())
             assert [row for rows_of in found for row in rows_of] == whole.tolist()
             assert found[: len(whole.chunk(count))] == [chunk.tolist() for chunk in whole.chunk(count)]
+
+
+def test_a_parameter_without_rows_is_refused() -> None:
+    model = llama()
+    model.model.scale = torch.nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(TrainingError, match=r"--fsdp: the parameter model\.scale cannot be divided"):
+        sharded_copy(model, torch.device("cpu"), bf16=False)
+
+
+def test_what_is_gathered_together_has_one_dtype() -> None:
+    model = llama()
+    model.lm_head.bfloat16().requires_grad_(False)  # it is not trained
+    require_one_dtype_a_group(model)
+    model.model.layers[1].mlp.bfloat16()
+    with pytest.raises(TrainingError, match="gathered together are of several dtypes") as error:
+        require_one_dtype_a_group(model)
+    assert "model.layers.1.self_attn.q_proj.weight is in float32" in error.value.why
+    assert "model.layers.1.mlp.gate_proj.weight is in bfloat16" in error.value.why
+    model.model.layers[1].bfloat16()  # a group by itself
+    require_one_dtype_a_group(model)
 
 
 @pytest.mark.parametrize("asked", [{"align": 2}, {"anneal": 1}, {"distil_hidden": 0.5}])
