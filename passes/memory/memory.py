@@ -23,12 +23,14 @@ from retrofit.passes.memory.external_memory import FEW, ExternalMemory, LshMemor
 from retrofit.passes.memory.memory_layer import MemoryLayer
 from retrofit.passes.memory.table_places import TablePlaces
 from retrofit.passes.memory.token_ids import (
+    TOKEN_IDS,
     TokenIdInjector,
     TokenIdReader,
     TokenIdSource,
     find_token_id_source,
     inject_token_ids,
     present_injection,
+    takes_keyword,
     trace_forwarding,
 )
 from retrofit.sdk import (
@@ -59,12 +61,13 @@ class StackTables:
     places: dict[str, tuple[WrappedModule, ...]]  # by layer, those without a table included
     source: TokenIdSource | None  # of the token ids, where they are the lookup
     forwards_ids: bool = False  # whether the model's own code forwards the keyword from the source to the layers
+    closed: frozenset[str] = frozenset()  # the layers whose own code takes no keywords
 
     def injected(self, layer: str, beside: str) -> tuple[str, ...]:
-        """The paths inside a layer that token ids are injected at: those of FFNs, which the layer's code calls."""
-        if self.source is None or beside == "layers":
+        """The paths inside a layer that token ids are injected at: of FFNs, or of the layer in a graph around it."""
+        if self.source is None or (beside == "layers" and layer not in self.closed):
             return ()
-        return tuple(place.path[len(layer) + 1 :] for place in self.places[layer])
+        return tuple(place.path[len(layer) + 1 :] for place in self.places[layer] if place.path != layer)
 
     def wrapped_names(self, beside: str) -> Iterator[str]:
         """The paths in the rewritten model of the modules that have a table."""
@@ -122,7 +125,8 @@ class Memory(Pass[MemoryPlan]):
             with collect_near_miss(stack.name, near_misses):
                 source = find_token_id_source(anatomy, stack)
                 rows = int(recorded.setdefault(source.table, source.vocabulary))  # a model that was resized keeps its tables
-                found.append(StackTables(stack.width, rows, places, source))
+                closed = frozenset(name for name in places if not takes_keyword(anatomy.model.get_submodule(name), TOKEN_IDS))
+                found.append(StackTables(stack.width, rows, places, source, closed=closed))
         stacks = self.with_routes(found, anatomy)
         what = f"plus a table, looked up by {self.lookup}, rank {self.rank}"
         sites = tuple(Site(name, what) for tables in stacks for name in tables.wrapped_names(self.beside))

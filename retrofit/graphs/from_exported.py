@@ -7,16 +7,21 @@ from torch import Tensor, fx, nn
 
 from retrofit.graphs.emission import emit_graph_module
 from retrofit.graphs.module_tree import register_tensor
+from retrofit.graphs.nested_graphs import inline_nested_graphs
 from retrofit.program.functionalize import mutates
 from retrofit.program.module_stacks import calls_from_metadata
 from retrofit.program.reading import read_program
 
 
 def from_exported(exported: torch.export.ExportedProgram) -> fx.GraphModule:
-    """An exported program as a graph module on its parameters, with its dynamic shapes, in evaluation mode."""
+    """An exported program as a graph module on its parameters, with its dynamic shapes, in evaluation mode.
+
+    Nested graphs are inlined in `exported` itself. Raises `CaptureError` for those that cannot be.
+    """
+    inline_nested_graphs(exported.graph_module)
     model = ExportedState(exported).eval()
     if any(mutates(node) for node in exported.graph.nodes):
-        exported = exported.run_decompositions({})  # a copy: the argument is not changed
+        exported = exported.run_decompositions({})
     return emit_graph_module(model, read_program(exported, calls_from_metadata(exported)))
 
 

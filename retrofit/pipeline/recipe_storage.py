@@ -11,6 +11,7 @@ from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import (
     declare_published_ties,
     declare_ties,
+    deny_ties,
     is_transformers,
     keep_own_names,
     keep_published_names,
@@ -122,6 +123,7 @@ def make_room(model: nn.Module, edit: Edit) -> None:
     """A transformers model is ready to carry a recipe; raises `CheckpointError` where it cannot."""
     if is_transformers(model):
         require_room(model)
+        deny_ties(model, edit)
         if not is_recipe(quantization_of(model)):
             forget_quantization(model, edit)
 

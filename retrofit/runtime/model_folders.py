@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ OWN = (  # what transformers, sentence-transformers and tokenizers write
     *("chat_template.json", "chat_template.jinja"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
+TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's chat templates beside the first
+CARD, OF_A_RECIPE = "README.md", "<!-- retrofit: begin -->"  # how a card begins what it says of a retrofitted model
 SHOWN = 3  # names in an error
 
 
@@ -50,18 +53,25 @@ def carry_over(old: Path, new: Path) -> None:
     """What `old` holds that is not its model's, and that `new` has no other of, is in `new`; `old` is gone."""
     for entry in sorted(old.iterdir()):
         place, folder = new / entry.name, entry.is_dir() and not entry.is_symlink()
-        if folder and place.is_dir():
+        if folder and entry.name == TEMPLATES:
+            shutil.rmtree(entry)
+        elif folder and place.is_dir():
             carry_over(entry, place)
-        elif not folder and (place.exists() or place.is_symlink() or is_own(entry.name)):
+        elif not folder and (place.exists() or place.is_symlink() or is_own(entry)):
             entry.unlink()
         else:
             entry.rename(place)  # raises for a directory where `new` has a file
     old.rmdir()
 
 
-def is_own(name: str) -> bool:
-    """Whether a file of this name is a model's."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in OWN)
+def is_own(file: Path) -> bool:
+    """Whether a file is a model's, by its name, or a card that says what the model went through."""
+    return any(fnmatch.fnmatchcase(file.name, pattern) for pattern in OWN) or (file.name == CARD and says_recipe(file))
+
+
+def says_recipe(card: Path) -> bool:
+    """Whether a card says of a model what it went through."""
+    return card.is_file() and OF_A_RECIPE in card.read_text(encoding="utf-8", errors="surrogateescape")
 
 
 def read_json(file: Path) -> Any:

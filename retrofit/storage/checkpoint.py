@@ -29,7 +29,7 @@ from retrofit.storage.file_names import EXPORTED, FILES, ONNX, OTHER_FORMATS, re
 from retrofit.storage.gguf_file import load_gguf
 from retrofit.storage.load_failures import name_file_in_errors
 from retrofit.storage.model_card import write_card
-from retrofit.storage.pt_file import checkpoint_contents, read_checkpoint, rebuild_model
+from retrofit.storage.pt_file import architecture_in_file, checkpoint_contents, read_checkpoint, rebuild_model
 
 
 @one_at_a_time
@@ -42,8 +42,8 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
     could not be built again from what the file says.
     """
     path = Path(path)
-    require_writable_kind(path)
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+    require_savable(model, path)
+    model = uncompiled(model)
     if path.suffix == EXPORTED:
         return save_exported(model, path, force=force)
     if path.suffix == ONNX:
@@ -54,18 +54,30 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
         with whole_file(path, force=force) as file, unbroken(file) as sink:
             torch.save(payload, sink)
         return path
-    if not hasattr(model, "save_pretrained"):
+    with whole_directory(path, force=force) as directory, as_ordinary_model(model):
+        model.save_pretrained(str(directory))  # type: ignore[operator]
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(directory))
+        write_card(model, directory, path)
+    return path
+
+
+def require_savable(model: nn.Module, path: Path) -> None:
+    """Raises `CheckpointError` where the name, or the model itself, says already that it cannot be saved there."""
+    require_writable_kind(path)
+    if path.suffix in FILES:
+        architecture_in_file(uncompiled(model))
+    elif path.suffix not in (EXPORTED, ONNX) and not hasattr(model, "save_pretrained"):
         raise CheckpointError(
             f"{type(model).__name__} cannot be saved as a directory",
             why="it has no method save_pretrained, as transformers and sentence-transformers models have",
             remedy=f"save it to a file: {path.with_suffix('.pt')}",
         )
-    with whole_directory(path, force=force) as directory, as_ordinary_model(model):
-        model.save_pretrained(str(directory))  # type: ignore[operator]
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(directory))
-        write_card(model, Path(directory))
-    return path
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model itself, where torch.compile put its wrapper around it."""
+    return getattr(model, "_orig_mod", model)
 
 
 @one_at_a_time
@@ -105,9 +117,11 @@ def load(
     if path.suffix == ONNX:
         imported = from_onnx(path)
         return imported if dtype is None else imported.to(dtype)
-    if path.suffix in OTHER_FORMATS:
+    if path.suffix in (*OTHER_FORMATS, ".json"):
+        folder = f", {path.parent}" if (path.parent / "config.json").is_file() else ""
         raise CheckpointError(
-            f"{path}: this build does not read {path.suffix} files", remedy="give a .pt checkpoint or a Hugging Face directory"
+            f"{path}: a {path.suffix} file alone is no model that retrofit reads",
+            remedy=f"give the Hugging Face directory{folder}, or a .pt checkpoint",
         )
     content = read_checkpoint(path, allow_pickle=allow_pickle)
     with name_file_in_errors(path):

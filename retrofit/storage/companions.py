@@ -13,10 +13,14 @@ from retrofit.errors import CheckpointError
 from retrofit.pipeline.tokenization import read_tokenizer
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory
+from retrofit.runtime.model_folders import TEMPLATES
 from retrofit.storage.model_card import write_card
 from retrofit.storage.pipeline_directories import MODULES, module_folders, transformer_folder
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".index.json", ".xml", "_data")
+WEIGHTS = (  # how the names of files of weights end
+    *(".safetensors", ".bin", ".pt", ".pth", ".pt2", ".ckpt", ".h5", ".keras", ".msgpack", ".ot", ".tflite", ".pte", ".mlmodel"),
+    *(".onnx", ".gguf", ".index.json", ".xml", "_data"),
+)
 
 
 def has_companions(source: Path) -> bool:
@@ -32,8 +36,9 @@ def tokenizer_place(source: Path) -> Path:
 def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, force: bool) -> Path:
     """The model is in the directory `output`, and with it what else `source` holds, a directory's files byte for byte.
 
-    Left out are hidden files, and the weights of the dense model in whatever format; other modules keep theirs. README.md says what
-    the model is now before what it said (`model_card`). Raises `CheckpointError` where a link leads out of the directory.
+    Left out are hidden files, folders of anything but chat templates, and the weights of the dense model in whatever format; other
+    modules keep theirs. README.md says what the model is now before what it said (`model_card`). Raises `CheckpointError` where a
+    link leads out of the directory.
     """
     with whole_directory(output, force=force) as draft:
         if not source.is_dir():
@@ -41,24 +46,24 @@ def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, 
             tokenizer = read_tokenizer(source)
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
-            write_card(model, draft)
+            write_card(model, draft, output)
             return output
         files = companion_files(source)
         place = draft / transformer_folder(source).relative_to(source)
         place.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(place)
-        add_companions(model, source, files, draft)
+        add_companions(model, source, files, draft, output)
     return output
 
 
-def add_companions(model: PreTrainedModel, source: Path, files: list[Path], folder: Path) -> None:
-    """Beside the model in `folder` are those of the files of `source` that it did not write, and the card."""
+def add_companions(model: PreTrainedModel, source: Path, files: list[Path], folder: Path, output: Path) -> None:
+    """Beside the model in `folder`, which will be `output`, are those files of `source` that it did not write, and the card."""
     for file in files:
         copy = folder / file.relative_to(source)
         if not copy.exists():
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
-    write_card(model, folder)
+    write_card(model, folder, output)
 
 
 def companion_files(source: Path) -> list[Path]:
@@ -66,7 +71,7 @@ def companion_files(source: Path) -> list[Path]:
 
     Raises `CheckpointError` for such a link, and for one to another directory.
     """
-    files = list(kept_files(source))
+    files = [*kept_files(source), *(kept_files(source / TEMPLATES) if (source / TEMPLATES).is_dir() else ())]
     if (source / MODULES).is_file():
         folder = transformer_folder(source)
         others = {one for one in module_folders(source) if one not in (source, folder)}
@@ -95,8 +100,9 @@ def kept_files(folder: Path) -> Iterator[Path]:
 def is_within(file: Path, source: Path) -> bool:
     """Whether the file lies in the directory, its links followed, or with its revision in a cache of the Hugging Face hub."""
     real, target = source.resolve(), file.resolve()
-    blobs = real.parent.parent / "blobs"  # models--name/snapshots/revision links to models--name/blobs
-    return target.is_relative_to(real) or (real.parent.name == "snapshots" and target.parent == blobs)
+    snapshots = next((place for place in real.parents if place.name == "snapshots"), None)
+    blobs = snapshots and snapshots.parent / "blobs"  # models--name/snapshots/revision/… links to models--name/blobs
+    return target.is_relative_to(real) or target.parent == blobs
 
 
 def foreign_link(link: Path) -> CheckpointError:

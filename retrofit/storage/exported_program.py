@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.pt2_archive._package import load_pt2
 
-from retrofit.errors import CheckpointError, first_line
+from retrofit.errors import CaptureError, CheckpointError, first_line
 from retrofit.graphs.from_exported import from_exported
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.replaying import replayed_inputs
@@ -69,6 +69,8 @@ def load_exported(path: Path, *, allow_pickle: bool = False) -> fx.GraphModule:
         model.__dict__["retrofit_examples"] = example_tensors(exported)
     except CheckpointError:
         raise
+    except CaptureError as error:
+        raise CheckpointError(f"{path}: {error.what}", why=error.why, remedy=error.remedy) from error
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as an exported program",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 from torch import nn
@@ -11,19 +12,23 @@ from retrofit.errors import RetrofitError
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.registry import as_pass
 from retrofit.pipeline.replaying import rewritten_part
+from retrofit.runtime.model_folders import CARD, OF_A_RECIPE, says_recipe
 
-CARD = "README.md"
-BEGIN, END = "<!-- retrofit: begin -->", "<!-- retrofit: end -->"
+BEGIN, END = OF_A_RECIPE, "<!-- retrofit: end -->"
 FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # the metadata that a card on the Hugging Face hub begins with
 METADATA = "---\nlibrary_name: transformers\ntags:\n- retrofit\n---\n"
 OURS = re.compile(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
 
 
-def write_card(model: nn.Module, folder: Path) -> None:
+def write_card(model: nn.Module, folder: Path, replaced: Path | None = None) -> None:
     """README.md in `folder` says which passes `model` went through; a dense model's says nothing of passes.
 
-    What a card said before comes after that, its metadata before it; what was said of an earlier recipe is gone.
+    What a card said before comes after that, its metadata before it; what was said of an earlier recipe is gone. The card before is
+    that in `folder`, or else that in the directory `replaced`, whose place the folder takes, where there is one.
     """
+    former = replaced / CARD if replaced is not None else None
+    if former is not None and former.is_file() and not former.is_symlink() and not (folder / CARD).exists():
+        shutil.copyfile(former, folder / CARD)
     said = description(model)
     if said is not None:
         put_on_card(said, folder)
@@ -45,9 +50,9 @@ def put_on_card(said: str, folder: Path) -> None:
 def take_off_card(folder: Path) -> None:
     """README.md in `folder` says what it said of the dense model; where that was nothing it is gone."""
     file = folder / CARD
-    before = file.read_text(encoding="utf-8", errors="surrogateescape") if file.is_file() else ""
-    if BEGIN not in before:
+    if not says_recipe(file):
         return
+    before = file.read_text(encoding="utf-8", errors="surrogateescape")
     left = OURS.sub("", before)
     if left == METADATA:
         file.unlink()

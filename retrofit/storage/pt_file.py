@@ -30,7 +30,7 @@ WRAPPERS = 2  # around a model whose weights were saved
 
 def checkpoint_contents(model: nn.Module) -> dict[str, Any]:
     """What a `.pt` file holds of the model."""
-    architecture, config = describe_architecture(model)
+    architecture, config = architecture_in_file(model)
     recipe = list(recipe_storage.stored_recipe(model))
     inputs = recipe_storage.stored_inputs(model) if recipe else {}
     return {
@@ -41,6 +41,17 @@ def checkpoint_contents(model: nn.Module) -> dict[str, Any]:
         **({"inputs": inputs} if inputs else {}),
         "state_dict": compact_state(model.state_dict()),
     }
+
+
+def architecture_in_file(model: nn.Module) -> tuple[str, dict[str, Any]]:
+    """What a `.pt` file says of how to build the model; raises `CheckpointError` where that would be another one."""
+    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        raise CheckpointError(
+            f"{type(model).__name__} has adapters, which a .pt file does not hold",
+            why="the model would be built again without them",
+            remedy="save it to a directory, which then holds the adapters alone, or merge them into the model first",
+        )
+    return describe_architecture(model)
 
 
 def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -166,7 +166,11 @@ def recipe_in_json(file: Path, data: Any) -> Any:
     for key in data:
         if key not in KEYS:
             known = ", ".join(f"{name} ({kind})" for name, kind in KEYS.items())
-            raise SpecError(f"{file}: unknown key {key!r}", why=f"a recipe has the keys {known}", remedy="keep it under notes")
+            raise SpecError(
+                f"{file}: unknown key {key!r}",
+                why=f"a recipe has the keys {known}",
+                remedy='call the list of passes "recipe"; keep other things under "notes"',
+            )
     return data.get("recipe")
 
 

@@ -145,7 +145,7 @@ def rewrite_skeleton(model: Any, recipe: list[str]) -> set[nn.Module]:
     from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
 
     dense = set(model.modules())
-    tie(model)
+    transformers_bookkeeping.tie(model)
     replaying.replay(model, recipe)
     recipe_storage.store_recipe(model, recipe)
     untie(model)
@@ -189,13 +189,6 @@ def rewrite_as_part(model: Any, recipe: list[str], architecture: str) -> set[nn.
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-
-def tie(model: Any) -> None:
-    """The skeleton's weights are tied as a live model's are: `from_pretrained` builds it untied."""
-    for target, source in model.all_tied_weights_keys.items():
-        owner, _, leaf = target.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, model.get_parameter_or_buffer(source))
 
 
 def untie(model: Any) -> None:

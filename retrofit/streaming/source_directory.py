@@ -21,7 +21,7 @@ from retrofit.storage.load_failures import name_file_in_errors
 from retrofit.storage.weight_files import INDEX, WEIGHTS, extents_of
 from retrofit.streaming.result_files import is_worth_moving
 from retrofit.streaming.tensor_files import TensorFiles
-from retrofit.surgery.transformers_bookkeeping import leave_weights_mapped
+from retrofit.surgery.transformers_bookkeeping import leave_weights_mapped, tie
 
 SAVE_ONCE = "save it once as one, where it fits in memory: retrofit.save(retrofit.load(path), 'directory/')"
 
@@ -47,8 +47,27 @@ def source_extents(folder: Path) -> dict[str, Extent]:
 
 
 def model_without_weights(folder: Path) -> Any:
-    """The model on the meta device, rewritten as its recipe says, its configuration as it is when it is loaded whole."""
-    return load_directory(folder, None, device_map="meta")
+    """The model on the meta device, rewritten as its recipe says, its configuration and ties those of the model loaded whole."""
+    with name_file_in_errors(folder):
+        model: Any = load_directory(folder, None, device_map="meta")
+    if apart(model):  # the files hold both weights, and whether these are equal, and so tied, cannot be seen without them
+        files = TensorFiles()
+        tied = model_on_files(folder, files, lambda name, one: drop_values(one, files)).all_tied_weights_keys
+        model.all_tied_weights_keys = {target: source for target, source in model.all_tied_weights_keys.items() if target in tied}
+        tie(model)
+    return model
+
+
+def apart(model: Any) -> bool:
+    """Whether weights that a transformers model takes for tied are several."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return any(named.get(target) is not named.get(source) for target, source in model.all_tied_weights_keys.items())
+
+
+def drop_values(parameter: nn.Parameter, files: TensorFiles) -> None:
+    """The parameter takes no memory, unless it is that of a file."""
+    if is_worth_moving(parameter, files):
+        parameter.data = parameter.new_empty(0)
 
 
 def model_on_files(folder: Path, files: TensorFiles, place: Place) -> Any:

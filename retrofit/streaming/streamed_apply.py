@@ -43,7 +43,7 @@ from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.storage.companions import add_companions, companion_files
 from retrofit.storage.file_names import is_file_name
 from retrofit.storage.pipeline_directories import transformer_folder
-from retrofit.storage.weight_files import WEIGHTS, weight_files
+from retrofit.storage.weight_files import INDEX, WEIGHTS, weight_files
 from retrofit.streaming.model_layout import SHARD, ModelLayout, saved_tensors
 from retrofit.streaming.new_parameters import Expected, ParametersInOrder, expected_parameters
 from retrofit.streaming.recordings_on_disk import RecordingsOnDisk
@@ -130,8 +130,9 @@ def apply_streamed(
             accounts = write_weights(folder, place, layouts, mapped, recipe, seed, unfinished, say)
             del mapped  # its files may be of parameters that were set aside
             say(f"writing {output}")
+            keep_weights_alone(unfinished.folder, place, layouts.result)
             write_configuration(layouts.applied.model, place)
-            add_companions(layouts.applied.model, source, companions, unfinished.folder)  # type: ignore[arg-type]
+            add_companions(layouts.applied.model, source, companions, unfinished.folder, output)  # type: ignore[arg-type]
             report = None
             if verify:
                 gc.collect()  # the model whose parameters were set aside is gone
@@ -329,6 +330,14 @@ def differs(why: str) -> CheckpointError:
     return CheckpointError(
         "the model cannot be rewritten in a stream", why=why, remedy="rewrite it without --stream, where it fits in memory"
     )
+
+
+def keep_weights_alone(folder: Path, place: Path, layout: ModelLayout) -> None:
+    """In `folder` is nothing but the model's weights in `place`: what a run that was stopped put there besides may be cut short."""
+    weights = {place / INDEX, *(place / shard.file for shard in layout.shards)}
+    for file in list(folder.rglob("*")):
+        if not file.is_dir() and file not in weights:
+            file.unlink()
 
 
 def write_configuration(model: Any, place: Path) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from retrofit.surgery.edit import Edit
+
 
 CACHE_LINE = 64  # bytes
 
@@ -68,6 +70,13 @@ def transformers_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, part) for path, part in model.named_modules(remove_duplicate=False) if is_transformers(part))
 
 
+def tie(model: Any) -> None:
+    """The weights that transformers takes for tied are: it builds a skeleton untied."""
+    for target, source in model.all_tied_weights_keys.items():
+        owner, _, leaf = target.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, model.get_parameter_or_buffer(source))
+
+
 def declare_ties(model: Any) -> None:
     """The weights that transformers takes for tied are the tied ones: its tables hold the names of the rewritten model."""
     sources = set(getattr(model, "all_tied_weights_keys", {}).values())
@@ -82,6 +91,19 @@ def declare_ties(model: Any) -> None:
         part.__dict__["_tied_weights_keys"] = tied
         part.__dict__["_adjust_bias"] = adjust_bias
         part.all_tied_weights_keys = dict(tied)
+
+
+def deny_ties(model: Any, edit: Edit) -> None:
+    """No config in the model calls weights tied that are not.
+
+    transformers leaves two weights apart that a file holds both and that differ, whatever the config says. A rewritten model's
+    skeleton is built by what the config says, before there are any weights.
+    """
+    for _, part in transformers_parts(model):
+        named = dict(part.named_parameters(remove_duplicate=False))
+        declared = part.get_expanded_tied_weights_keys(all_submodels=False)
+        if declared and all(named.get(target) is not named.get(source) for target, source in declared.items()):
+            edit.set_attribute(part.config, "tie_word_embeddings", False)
 
 
 def adjust_bias(module: Any, tied: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import retrofit
-from retrofit.errors import CaptureError
+from retrofit.errors import CaptureError, CheckpointError
 from retrofit.graphs.graph_module import graph_module
 
 
@@ -89,3 +90,42 @@ def test_a_backward_that_is_the_derivative_is_none_of_a_graphs_business_and_anot
     with pytest.raises(CaptureError, match="learns") as caught:
         retrofit.apply(WithOwn(3.0).eval(), "altup(k=2)", example_inputs=ids(), emit="graph")
     assert "Scaled" in caught.value.why and "emit='module'" in caught.value.remedy
+
+
+def exported(model: torch.nn.Module, path: Path) -> Path:
+    free = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
+    torch.export.save(torch.export.export(model, (ids(),), dynamic_shapes=(free,), strict=False), path)
+    return path
+
+
+@pytest.mark.parametrize("says_so", [False, True])
+def test_a_program_exported_with_gradients_learns_as_its_model(says_so: bool, tmp_path: Path) -> None:
+    """torch exports what runs without gradients as a graph of its own."""
+    model = Truncated(says_so).eval()
+    graph = retrofit.load(exported(model, tmp_path / "model.pt2"))
+    assert torch.equal(graph(ids(3, 5)), model(ids(3, 5)))
+    held = [one for one in model.parameters() if one.requires_grad]
+    read = [next(its for its in graph.parameters() if torch.equal(its, one)) for one in held]  # under other names
+    theirs = gradients(model, held)
+    for one, its in zip(gradients(graph, read), theirs, strict=True):
+        torch.testing.assert_close(one, its)
+    assert not theirs[0].any() and theirs[-1].any()  # the embedding lies before, the last matrix after
+
+
+class Cast(Functional):
+    def __init__(self, enabled: bool) -> None:
+        super().__init__(layers=1)
+        self.enabled = enabled
+
+    def forward(self, ids: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.enabled):
+            return super().forward(ids)
+
+
+def test_a_program_with_autocast(tmp_path: Path) -> None:
+    """Switched off it is no more than its operations; switched on it changes their types, which no graph module could keep."""
+    model = Cast(False).eval()
+    assert torch.equal(retrofit.load(exported(model, tmp_path / "off.pt2"))(ids(3, 5)), model(ids(3, 5)))
+    with pytest.raises(CheckpointError, match=r"on\.pt2") as caught:
+        retrofit.load(exported(Cast(True).eval(), tmp_path / "on.pt2"))
+    assert "wrap_with_autocast" in caught.value.why

@@ -77,6 +77,36 @@ def test_a_cache_of_the_hub_links_to_its_own_blobs(secret, tmp_path):
         companion_files(revision)
 
 
+def test_a_folder_in_a_revision_links_to_the_same_blobs(secret, tmp_path):
+    folder = tmp_path / "models--a--b" / "snapshots" / "0123" / "text_encoder"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "f00d").write_text("{}")
+    (folder / "config.json").symlink_to("../../../blobs/f00d")
+    assert companion_files(folder) == [folder / "config.json"]
+    (folder / "merges.txt").symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"merges\.txt"):
+        companion_files(folder)
+
+
+def test_chat_templates_come_and_weights_of_other_programs_do_not(model, secret, tmp_path):
+    folder = tmp_path / "model"
+    model.save_pretrained(folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ messages }}")
+    for name in ("rust_model.ot", "64-8bits.tflite", "model.ckpt", "model.pt2", "original/params.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("dense")
+    save_with_companions(model, folder, tmp_path / "result", force=False)
+    copied = {str(file.relative_to(tmp_path / "result")) for file in (tmp_path / "result").rglob("*") if file.is_file()}
+    own = {"config.json", "generation_config.json", "model.safetensors"}
+    assert copied == own | {"additional_chat_templates/rag.jinja"}
+    (folder / "additional_chat_templates" / "key.jinja").symlink_to(secret)
+    with pytest.raises(CheckpointError, match=r"key\.jinja is a link out"):
+        companion_files(folder)
+
+
 def test_the_modules_of_a_pipeline_come_whole_and_from_the_directory(secret, tmp_path):
     folder = pipeline(tmp_path / "whole", "1")
     (folder / "onnx").mkdir()

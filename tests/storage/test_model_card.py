@@ -60,6 +60,28 @@ def test_the_card_of_the_dense_model_comes_after_its_metadata_before(tmp_path: P
     assert again.count(", retrofitted\n") == 1 and "| `memory(" in again
 
 
+@pytest.mark.parametrize("companions", [True, False])
+def test_what_replaces_a_retrofitted_model_is_not_called_one(companions: bool, tmp_path: Path) -> None:
+    dense, mine = tiny_models.llama(), tmp_path / "mine"
+    dense.save_pretrained(tmp_path / "dense")
+
+    def replace(model: Any) -> None:
+        if companions:
+            save_with_companions(model, tmp_path / "dense", mine, force=True)
+        else:
+            retrofit.save(model, mine, force=True)
+
+    replace(retrofitted("sum"))
+    assert "| `sum(" in card(mine)
+    replace(dense)
+    assert not (mine / CARD).exists()
+    (mine / CARD).write_text(FRONT + "# What I found out\n", encoding="utf-8")
+    replace(retrofitted("memory"))
+    assert card(mine).endswith("# What I found out\n") and "| `memory(" in card(mine)
+    replace(dense)
+    assert card(mine) == FRONT + "# What I found out\n"
+
+
 def test_a_pass_that_is_not_installed_any_more_is_named(tmp_path: Path) -> None:
     write_card(retrofitted("sum", "gone(k=2)"), tmp_path)
     assert "| `gone(k=2)` | | | |\n" in card(tmp_path)

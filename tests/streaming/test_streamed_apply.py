@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from support import tiny_models
@@ -246,6 +248,43 @@ def test_what_was_killed_goes_on_where_it_was(records: int, models: Path, tmp_pa
     assert sorted(os.listdir(tmp_path)) == ["out", "whole"]
     everything = tensors_in(output)
     assert len(written) == len(everything) - len(done)
+
+
+def test_a_companion_that_was_cut_short_is_copied_again(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = shutil.copytree(models / "llama", tmp_path / "source"), tmp_path / "out"
+    (source / "withdrawn.txt").write_text("old")
+
+    def on_a_full_disk(file: Path, copy: Path) -> None:
+        Path(copy).write_bytes(file.read_bytes()[:2])
+        if file.name == "withdrawn.txt":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", on_a_full_disk)
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            apply_streamed(source, output, "sum", verify=False)
+    (left,) = (resumable_directory.unfinished_of(output) / "directory").glob("notes.txt")
+    assert left.read_text() == "ke"
+    (source / "withdrawn.txt").unlink()
+    apply_streamed(source, output, "sum", verify=False)
+    in_memory(source, tmp_path / "whole", "sum")
+    assert differences(tmp_path / "whole", output) == []
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_weights_that_the_files_hold_twice_are_tied_where_they_are_equal(equal: bool, tmp_path: Path) -> None:
+    model = tiny_models.llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "source")
+    table = model.lm_head.weight.detach()
+    held = {**tensors_in(tmp_path / "source"), "lm_head.weight": table.clone() if equal else table.flip(0).contiguous()}
+    safetensors.torch.save_file(held, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    apply_streamed(tmp_path / "source", tmp_path / "out", "altup(k=2)", verify=False)
+    in_memory(tmp_path / "source", tmp_path / "whole", "altup(k=2)")
+    assert differences(tmp_path / "whole", tmp_path / "out") == []
+    loaded: Any = retrofit.load(tmp_path / "out")
+    assert loaded.config.tie_word_embeddings is equal and bool(loaded.all_tied_weights_keys) is equal
+    ids = torch.arange(6).unsqueeze(0)
+    assert torch.equal(loaded(ids).logits, retrofit.load(tmp_path / "source")(ids).logits)
 
 
 def remembering(calls: list[Any], function: Any, argument: int) -> Any:

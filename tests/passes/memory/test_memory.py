@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 import transformers
-from support import zoo
+from support import tiny_models, zoo
 from support.own_models import Own
 from support.retrofitted import moved
 from torch import Tensor, nn
@@ -512,6 +512,20 @@ def test_in_an_altup_model_the_narrow_layer_gets_the_table() -> None:
     for layer in model.model.layers:
         assert layer.k == 2 and isinstance(layer.layer, MemoryLayer)
         assert layer.layer.memory.width == model.config.hidden_size
+
+
+def test_in_an_exported_altup_model_the_ids_pass_through_the_graph_around_the_layer(tmp_path: Path) -> None:
+    wide = retrofit.apply(tiny_models.llama(), "altup(k=2)", verify=False)
+    retrofit.save(wide, tmp_path / "wide.pt2")
+    read = retrofit.load(tmp_path / "wide.pt2")  # its layers are calls of the narrow ones inside graphs, which take no keywords
+    ids = torch.arange(10).view(2, 5)
+    before = read(ids).logits
+    model = retrofit.apply(read, "memory", verify=False)
+    assert len(tables(model)) == 2 and torch.equal(model(ids).logits, before)
+    with torch.no_grad():
+        for parameter in (one for table in tables(model) for one in table.parameters()):
+            parameter.normal_()
+    assert bool(((model(ids).logits - before).abs().amax((1, 2)) > 0.01).all())
 
 
 def test_shared_layers_share_one_table() -> None:
