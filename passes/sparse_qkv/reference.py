@@ -9,11 +9,13 @@ from torch import Tensor
 
 from retrofit.sdk import Deviation, SiteCall
 
+Gates = dict[int, Tensor] | None  # by τ: which tokens may read the one τ before them, (batch or 1, T)
+
 # ── The projections ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def projected(projection: Any, variant: str, kernel: int, x: Tensor, real: Tensor | None = None) -> Tensor:
-    """The columns of all letters, one after the other, of whole sequences x (batch, T, d); `real`: which tokens are no padding."""
+def projected(projection: Any, variant: str, kernel: int, x: Tensor, gates: Gates = None) -> Tensor:
+    """The columns of all letters, one after the other, of whole sequences x (batch, T, d)."""
     if variant == "mult":
         parts = [multiplied(getattr(projection, f"mult_{letter}"), x) for letter in projection.strides]
         return torch.cat([part.flatten(-2) for part in parts], -1)
@@ -21,7 +23,7 @@ def projected(projection: Any, variant: str, kernel: int, x: Tensor, real: Tenso
     parts = []
     for letter, stride in projection.strides.items():
         convolution = getattr(projection, f"conv_{letter}")
-        parts.append(convolved(m, convolution.weight.to(x.dtype), convolution.bias.to(x.dtype), kernel, stride, real))
+        parts.append(convolved(m, convolution.weight.to(x.dtype), convolution.bias.to(x.dtype), kernel, stride, gates))
     return torch.cat([part.flatten(-2) for part in parts], -1)
 
 
@@ -31,7 +33,7 @@ def multiplied(product: Any, x: Tensor) -> Tensor:
     return torch.stack([(x * d[:, s]) @ e for s in range(d.shape[1])], -2)
 
 
-def convolved(m: Tensor, weight: Tensor, bias: Tensor, kernel: int, stride: int, real: Tensor | None) -> Tensor:
+def convolved(m: Tensor, weight: Tensor, bias: Tensor, kernel: int, stride: int, gates: Gates) -> Tensor:
     """y[t,s,n] = b[n] + Σ_τ g[t,τ] Σ_o Σ_m m[t−τ, r·s+o−⌊F/2⌋, m] W[o,τ,m,n], zeros outside."""
     tokens, modules = m.shape[1], m.shape[2]
     y = bias.expand(*m.shape[:2], modules // stride, -1)
@@ -42,8 +44,8 @@ def convolved(m: Tensor, weight: Tensor, bias: Tensor, kernel: int, stride: int,
                 if not 0 <= source < modules or tau >= tokens:
                     continue
                 seen = m[:, : tokens - tau, source]  # by tokens τ, τ+1, …
-                if real is not None and tau:
-                    seen = seen * real[:, : tokens - tau, None].to(seen)
+                if gates is not None and tau:
+                    seen = seen * gates[tau][:, tau:, None].to(seen)
                 y = with_added(y, tau, s, seen @ weight[o, tau])
     return y
 
@@ -66,12 +68,15 @@ def sparse_attention(call: SiteCall) -> Tensor:
     stream = x.transpose(0, 1) if module.tokens_first else x
     before = [one.kept["stream"] for one in call.before]
     call.kept["stream"] = stream
-    real = None if module.cross else unpadded(call, sum(one.shape[1] for one in before) + stream.shape[1], len(stream))
+    tokens, total = stream.shape[1], sum(one.shape[1] for one in (*before, stream))
+    is_shown = not module.cross and module.mask is not None  # an attention without a mask is not told what is padding
+    real = unpadded(call, total, len(stream)) if is_shown else None
     if real is not None:
-        call.irrelevant = ~real[:, -stream.shape[1] :]
+        call.irrelevant = ~real[:, -tokens:]
+    gates = gates_of(call, options.kernel, real, tokens, total) if is_shown else None
     packed = x
     if module.sparse is not None:
-        columns = with_earlier(module.sparse, options.variant, options.kernel, before, stream, real)
+        columns = with_earlier(module.sparse, options.variant, options.kernel, before, stream, gates)
         packed = torch.cat([columns, stream], -1) if module.appends_stream else columns
         packed = packed.transpose(0, 1) if module.tokens_first else packed
     same = {key: packed for key, value in (*enumerate(call.args), *call.kwargs.items()) if value is x}
@@ -82,7 +87,7 @@ def sparse_attention(call: SiteCall) -> Tensor:
     y = y.transpose(0, 1) if module.tokens_first else y
     earlier = [one.kept["output"] for one in call.before]
     call.kept["output"] = y
-    z = with_earlier(module.output.sparse, options.output, options.kernel, earlier, y, real)
+    z = with_earlier(module.output.sparse, options.output, options.kernel, earlier, y, gates)
     z = z if module.output.bias is None else z + module.output.bias
     return z.transpose(0, 1) if module.tokens_first else z
 
@@ -96,29 +101,79 @@ def visible_source(call: SiteCall, module: Any) -> dict[Any, Tensor]:
         return {}
     batch, tokens = (source.transpose(0, 1) if module.tokens_first else source).shape[:2]
     inputs = {name: value for name, value in call.inputs.items() if not name.startswith("decoder_")}
-    found = (value for name, value in inputs.items() if name.endswith("attention_mask") and isinstance(value, Tensor))
+    found = [value for name, value in inputs.items() if name.endswith("attention_mask") and isinstance(value, Tensor)]
     kept = next((value for value in found if value.shape == (batch, tokens)), None)
+    if kept is None and not found and (seen := shown(mask, module.true_hides)) is not None and seen.shape[-1] == tokens:
+        kept = seen.any(1)
     if kept is None:
         return {}
     kept = (kept.T if module.tokens_first else kept).bool().unsqueeze(-1).to(source)
     return {module.source_in: source * kept}
 
 
-def with_earlier(projection: Any, variant: str, kernel: int, before: list[Tensor], x: Tensor, real: Tensor | None) -> Tensor:
+def with_earlier(projection: Any, variant: str, kernel: int, before: list[Tensor], x: Tensor, gates: Gates) -> Tensor:
     """The projection of the last tokens of a sequence of which the earlier ones came before."""
-    whole = torch.cat([*before, x], 1)
-    keep = x.shape[1] + kernel - 1
-    some = whole[:, -keep:]
-    known = None if real is None else real[:, -some.shape[1] :]
-    return projected(projection, variant, kernel, some, known)[:, -x.shape[1] :]
+    some = torch.cat([*before, x], 1)[:, -(x.shape[1] + kernel - 1) :]
+    return projected(projection, variant, kernel, some, gates)[:, -x.shape[1] :]
+
+
+def gates_of(call: SiteCall, kernel: int, real: Tensor | None, tokens: int, total: int) -> Gates:
+    """What hides an earlier token: that it is padding (`real`: no padding), or a mask of the attention by queries and keys.
+
+    Of the last `tokens` of `total`, and of F−1 before them.
+    """
+    module: Any = call.module
+    mask = call.argument(module.mask, None)
+    pairs = shown(mask, module.true_hides) if isinstance(mask, Tensor) and mask.dim() == 4 else None
+    if pairs is not None and (pairs.shape[1] != tokens or pairs.shape[2] > total):
+        pairs = None  # the same for every query, or with places for tokens to come: a mask of padding
+    if real is None and pairs is None:
+        return None
+    some = min(total, tokens + kernel - 1)
+    gates = {}
+    for tau in range(1, kernel):
+        columns = []
+        for t in range(total - some, total):
+            query, seen = t - (total - tokens), torch.ones(1, dtype=torch.bool)
+            if real is not None and t >= tau:
+                seen = seen.to(real.device) & real[:, t - tau]
+            if pairs is not None and query >= 0 and pairs.shape[2] - total + t >= tau:
+                seen = seen.to(pairs.device) & pairs[:, query, pairs.shape[2] - total + t - tau]
+            columns.append(seen)
+        rows = max(map(len, columns))
+        gates[tau] = torch.stack([column.expand(rows) for column in columns], 1)
+    return gates
 
 
 def unpadded(call: SiteCall, tokens: int, batch: int) -> Tensor | None:
-    """Which tokens the model's input says are no padding: (batch, tokens); None where no mask of that size says."""
-    for name, value in call.inputs.items():
-        if name.endswith("attention_mask") and isinstance(value, Tensor) and value.shape == (batch, tokens):
+    """Which tokens are no padding, (batch, tokens), by the model's `attention_mask`; None where all are or nothing says.
+
+    A model that is given none, or one with places for more than the stream's tokens, may make its own: what its attentions receive
+    is believed.
+    """
+    named = [value for name, value in call.inputs.items() if name.endswith("attention_mask") and isinstance(value, Tensor)]
+    for value in named:
+        if value.shape == (batch, tokens):
             return None if bool(value.all()) else value.bool()
-    return None
+    module: Any = call.module
+    mask = None if module.mask is None else call.argument(module.mask, None)
+    if not isinstance(mask, Tensor) or not all(value.dim() == 2 and value.shape[1] > tokens for value in named):
+        return None
+    seen = shown(mask, module.true_hides)
+    if seen is None or seen.shape[-1] != tokens:
+        return None
+    real = seen.diagonal(dim1=1, dim2=2) if seen.shape[1] == tokens else seen[:, -1]
+    return None if bool(real.all()) else real.expand(batch, -1)
+
+
+def shown(mask: Tensor, true_hides: bool) -> Tensor | None:
+    """Which keys each query may see, (batch or 1, queries or 1, keys); None for a mask of another layout."""
+    if mask.dim() not in (2, 4):
+        return None
+    values = mask[:, None] if mask.dim() == 2 else mask[:, 0]
+    if values.is_floating_point() and (mask.dim() == 4 or true_hides):
+        return (values > -1e4) & ((values < 0.5) | (mask.dim() == 4))  # a bias, or ones for what is hidden
+    return (values == 0) if true_hides else (values != 0)
 
 
 def column_projection(call: SiteCall) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import zoo
-from support.own_models import Block, Own
+from support.own_models import MASKS, Block, Masked, Own
 from support.sparse_attentions import AGAINST_DENSE, DECODERS, FORMS, LONG, built, inputs, original, rewritten, rough
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
@@ -505,3 +505,20 @@ class Caching(Own):
 def test_keys_and_values_that_the_model_returns_are_keys_and_values() -> None:
     plan = retrofit.plan_of(Caching(), SparseQKV(modules=4, output="keep"))
     assert len(plan.passes[0].plan.sites) == 2
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_of_whatever_kind_keeps_padding_from_the_convolutions(mask: str) -> None:
+    torch.manual_seed(0)
+    x, hidden = torch.randint(50, (2, 11)), torch.arange(11) < torch.tensor([[0], [4]])  # the second sequence has 7 tokens
+    model = retrofit.apply(Masked(mask).eval(), "sparse-qkv(modules=3)", example_inputs={"x": x, "hidden": hidden})
+    torch.testing.assert_close(model(x, hidden)[1:, 4:], model(x[1:, 4:], hidden[1:, 4:]))
+
+
+@pytest.mark.parametrize("name", ["causal/recurrent_gemma", "causal/llama4_text"])
+def test_chunks_and_windows_of_the_attention_hold_for_the_convolutions_and_positions_are_no_mask(name: str) -> None:
+    """An attention that is given positions before its mask, which is computed from them; and one that sees its own chunk alone."""
+    entry = zoo.entry(name)
+    model = zoo.build(entry)
+    report = apply_reported(model, SparseQKV(kernel=2), example_inputs=zoo.inputs(entry, model)).report
+    assert report is not None and report["method"].status == "passed" and report["graph"].status == "passed"
