@@ -7,6 +7,7 @@ Command modules import torch only inside `run`, so that `--help` answers at once
 from __future__ import annotations
 
 import io
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -19,6 +20,9 @@ from retrofit.cli.processes import disconnect, quieten_wrappers, refuse_several,
 def main(argv: Sequence[str] | None = None) -> int:
     """The command in `argv` has run; 0 done, 1 verification failed, 2 bad usage or input, 130 interrupted."""
     given = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before Python began
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show "→" still gets its table
     if "--debug" not in given:

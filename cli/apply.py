@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     if arguments.calibrate is not None:
         require_calibration(arguments.calibrate, passes)
+    elif arguments.tokenizer is not None:
+        raise UsageError("--tokenizer without --calibrate", why="no text is read", remedy="leave it out, or name a text")
     output = arguments.output or default_output(arguments.model, [one.name for one in passes])
     check_model_output(output, arguments.force, arguments.model)
     if arguments.stream:

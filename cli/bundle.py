@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output
 from retrofit.cli.parser import Subparsers, require_path
 from retrofit.cli.progress import working
@@ -34,6 +35,12 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """The bundle is on disk and an account of it on stdout."""
     model = require_path(arguments.model)
+    if not model.is_dir():
+        raise UsageError(
+            f"{model} is no directory",
+            why="a bundle is made of a Hugging Face directory",
+            remedy="from Python: retrofit.bundle(retrofit.load(path), directory)",
+        )
     output = check_model_output(arguments.output or default_output(model, ["bundle"]), arguments.force)
 
     from retrofit.bundling.bundle import CODE, bundle

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from retrofit.cli.failures import UsageError
-from retrofit.cli.outputs import check_model_output, default_output, with_a_name, write_model
+from retrofit.cli.outputs import beside, check_model_output, write_model
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
@@ -61,8 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = require_path(arguments.model)
     if arguments.native is not None:
         return run_native(arguments, model)
-    named = with_a_name(model)
-    output = arguments.output or named.with_name(f"{named.stem if named.is_file() else named.name}.onnx")
+    output = arguments.output or beside(model, "onnx")
 
     from retrofit.onnx.exporter.export_onnx import export_onnx
     from retrofit.storage.checkpoint import load
@@ -106,7 +105,7 @@ def run_native(arguments: argparse.Namespace, model: Path) -> int:
         raise UsageError(
             "--cache, --no-fuse and --weights do not go with --native", why="they are about ONNX files", remedy="leave them out"
         )
-    output = check_model_output(arguments.output or default_output(model, ["native"]), arguments.force)
+    output = check_model_output(arguments.output or beside(model, "native"), arguments.force)
     if is_file_name(output):
         raise UsageError(f"{output} cannot hold a native form", why="that is a directory", remedy="name a directory with -o")
 

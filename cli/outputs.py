@@ -28,6 +28,12 @@ def default_output(model: Path, words: Sequence[str]) -> Path:
     return model.with_name(f"{model.name}.{done}" if model.is_dir() else f"{model.stem}.{done}{suffix}")
 
 
+def beside(model: Path, word: str) -> Path:
+    """`model.logits` for `model.pt` and for a directory `model`."""
+    model = with_a_name(model)
+    return model.with_name(f"{model.name if model.is_dir() else model.stem}.{word}")
+
+
 def with_a_name(model: Path) -> Path:
     """The same path; that of `.` and `..` ends with the directory's name."""
     return model if model.name not in ("", "..") else model.resolve()

@@ -39,17 +39,22 @@ class Parser(argparse.ArgumentParser):
             args, gathered = self.gather(list(args), tuple(self._option_string_actions))
         namespace, extra = super().parse_known_args(args, namespace)
         if extra:
-            self.refuse(extra[0])
+            self.refuse(extra[0], namespace)
         for name, value in gathered.items():
             setattr(namespace, name, value)
         return namespace, extra
 
-    def refuse(self, argument: str) -> NoReturn:
-        """An unknown argument is an error that says which was probably meant."""
+    def refuse(self, argument: str, parsed: argparse.Namespace) -> NoReturn:
+        """An unknown argument is an error that says which was probably meant, or what was read in its place."""
         if argument.startswith("-"):
             name = argument.partition("=")[0]
             raise UsageError(f"there is no option {name}", remedy=suggest(name, self._option_string_actions, self.see()))
-        raise UsageError(f"unexpected argument {argument!r}", remedy=self.see())
+        taken = ", ".join(
+            f"{action.metavar} is {getattr(parsed, action.dest)}"
+            for action in self._actions
+            if not action.option_strings and action.nargs is None and action.metavar and hasattr(parsed, action.dest)
+        )
+        raise UsageError(f"unexpected argument {argument!r}", why=taken, remedy=self.see())
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -60,7 +65,11 @@ class Parser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, remedy=f"MODEL is {MODEL}; {self.see()}" if "MODEL" in message else self.see())
+        if "MODEL" not in message:
+            raise UsageError(message, remedy=self.see())
+        greedy = " and ".join(one for one, action in self._option_string_actions.items() if action.nargs in ("+", "?"))
+        order = f", before {greedy}, which would take it for a value" if greedy else ""
+        raise UsageError(message, remedy=f"MODEL is {MODEL}{order}; {self.see()}")
 
     def see(self) -> str:
         return f"see {self.prog} --help"
@@ -75,10 +84,18 @@ def suggest(word: str, known: Iterable[str], otherwise: str) -> str:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The parser reads MODEL and how to load it."""
     parser.add_argument("model", metavar="MODEL", type=Path, help=MODEL)
-    parser.add_argument("--config", metavar="DIR", type=Path, help="where the config of a bare state dict is")
+    parser.add_argument("--config", metavar="DIR", type=config_place, help="where the config of a bare state dict is")
     parser.add_argument(
         "--allow-pickle", action="store_true", help="load a pickled module, which can run any code: only from those you trust"
     )
+
+
+def config_place(text: str) -> Path:
+    """The directory of a config, or the file where it has another name than config.json."""
+    path = Path(text)
+    if not path.exists():
+        raise UsageError(f"--config {text}: there is no such file or directory", remedy="name the directory of a config.json")
+    return path.parent if path.name == "config.json" else path
 
 
 def seed(text: str) -> int:

@@ -56,6 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
             "an ONNX file is verified against a model", why="it makes no promises itself", remedy="name the model with --against"
         )
 
+    if is_onnx and arguments.onnx:
+        raise UsageError("--onnx with an ONNX file", why="it is the export that is checked", remedy="leave --onnx out")
+
     if arguments.stream:
         return report_on_stream(arguments)
 

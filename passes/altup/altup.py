@@ -93,7 +93,7 @@ class AltUp(Pass[AltUpPlan]):
             raise SpecError(
                 f"altup: extra={self.extra} needs init=hop and embedding=wide",
                 why="a block projected up from fewer columns cannot equal the dense embedding, as lockstep would have it",
-                remedy="add init=hop",
+                remedy="leave init and embedding out: these are their defaults",
             )
 
     @property
@@ -109,7 +109,7 @@ class AltUp(Pass[AltUpPlan]):
             return AltUpPlan((), tuple(near_misses))
         check_layers(stacks, anatomy)
         look_ups = {stack.entry: token_look_ups(stack, anatomy) if self.embedding == "wide" else [] for stack in stacks}
-        wide_ends = {stack.entry: bool(look_ups[stack.entry]) and reaches_head(stack, anatomy) for stack in stacks}
+        wide_ends = {stack.entry: stays_wide(stack, look_ups[stack.entry], anatomy) for stack in stacks}
         homes = {stack.entry: self.homes(stack) for stack in stacks}
         wide_nodes = [node for found in look_ups.values() for node in found]
         widening = WidthPropagation(anatomy, stacks, homes, wide_nodes, wide_ends).run()
@@ -386,10 +386,11 @@ def token_look_ups(stack: Stack, anatomy: Anatomy) -> list[fx.Node]:
     return [node for node in found if shape(node.args[0])[0] == largest]  # type: ignore[index]
 
 
-def reaches_head(stack: Stack, anatomy: Anatomy) -> bool:
-    """Whether the model's head makes one output a token from the stream that leaves this stack."""
+def stays_wide(stack: Stack, look_ups: list[fx.Node], anatomy: Anatomy) -> bool:
+    """Whether the stream, wide from the look-ups on, stays so up to a head with one output a token, or one tied to their table."""
     head = anatomy.head
-    if head is None or stack is not anatomy.stacks[-1]:
+    if not look_ups or head is None or stack is not anatomy.stacks[-1]:
         return False
     product, end = anatomy.node(head.node), anatomy.node(stack.exit)
-    return anatomy.flow.reaches(end, product) and (shape(product) or ())[:-1] == (shape(end) or ())[:-1]
+    tied = any(node.args[0] in product.all_input_nodes for node in look_ups)
+    return anatomy.flow.reaches(end, product) and (tied or (shape(product) or ())[:-1] == (shape(end) or ())[:-1])

@@ -80,10 +80,13 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
     )
 
     attentions: int = option(
-        2, "how many follow each other: the second is at the place of the cross-attention, with its weights", minimum=1
+        2,
+        "how many follow each other: the second is at the place of the cross-attention, with its weights",
+        minimum=1,
+        maximum=2,
     )
     weight: float = option(
-        1.0, "w, with which the keys count that an attention did not have; below 1 it is trained, one a head", minimum=0
+        1.0, "w, with which the keys count that an attention did not have; below 1 it is trained, one a head", minimum=0, maximum=1
     )
     positions: str = option(
         "none", "between a decoder's and an encoder's token: none, or as to the decoder's first token", choices=(NONE, FIRST)
@@ -92,9 +95,6 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, most in (("attentions", 2), ("weight", 1)):
-            if (value := getattr(self, name)) > most:
-                raise SpecError(f"{self.name}: option {name}={value:g} is above {most}", remedy=f"give at most {most}")
         if self.weight <= 0:
             raise SpecError(
                 f"{self.name}: option weight={self.weight:g} leaves the model as it is",

@@ -53,7 +53,7 @@ from retrofit.sdk import (
     shape,
 )
 
-MOST_BITS = 16
+MOST_BITS = 16  # as much as the stream in half precision, which checkpointing keeps whole
 SCHEMES = ("exact", "terraformer")
 OTHER_SCHEME = "scheme=exact; layers= leaves depths out"
 
@@ -94,7 +94,7 @@ class Reversible(Pass[ReversiblePlan]):
     recovery: ClassVar[Recovery] = Recovery(align=0.0, anneal=0.5, dial=SecondStream())
 
     scheme: str = option("exact", "exact: the dense function, trained with noise; terraformer: two streams", choices=SCHEMES)
-    bits: int = option(4, "of scheme=exact: n bits of each number are kept a layer, γ = ±2⁻ⁿ", minimum=1)
+    bits: int = option(4, "of scheme=exact: n bits of each number are kept a layer, γ = ±2⁻ⁿ", minimum=1, maximum=MOST_BITS)
     layers: str = option("all", "depths that become reversible, e.g. 0-5+8")
 
     @property
@@ -104,12 +104,6 @@ class Reversible(Pass[ReversiblePlan]):
     # What would be rewritten.
 
     def plan(self, anatomy: Anatomy) -> ReversiblePlan:
-        if self.bits > MOST_BITS:
-            raise DoesNotFitError(
-                f"reversible: bits={self.bits} keeps as much as the activations of a stream in half precision",
-                why="each bit is kept for every number of the stream, in every layer",
-                remedy=f"at most bits={MOST_BITS}; checkpointing keeps the whole stream of every layer",
-            )
         if self.scheme == "terraformer":
             return self.plan_of_two_streams(anatomy)
         finder = StepFinder(anatomy)

@@ -86,7 +86,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
     )
     balance: float = option(0.01, "λ, the weight of the balance loss", minimum=0)
     noise: float | None = option(None, "standard deviation of the noise on the router's logits in training (none: 1/E)", minimum=0)
-    reinit: float = option(0.0, "part of the hidden units of a copied expert that is re-initialised", minimum=0)
+    reinit: float = option(0.0, "part of the hidden units of a copied expert that is re-initialised", minimum=0, maximum=1)
     layers: str = option("all", "depths whose FFNs are replaced, e.g. 0-5+8")
     sources: str = option(
         SPREAD, "of each group's layers, counted from 0, those that experts are taken from, e.g. 0+2+5+9, groups apart by /"
@@ -105,8 +105,6 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 why="the one gate is 1 whatever the logits of the router are",
                 remedy="give balance > 0, or renormalize=false",
             )
-        if self.reinit > 1:
-            raise SpecError(f"shared-moe: reinit={self.reinit} is above 1", remedy="give the part of the units, 0 to 1")
         if self.capacity == 0:
             raise SpecError("shared-moe: with capacity=0 no expert keeps a token", remedy="give 1 or more, or none")
 

@@ -99,7 +99,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
     multiply_by_controller: bool = option(False, "multiply an active unit by the probability the controller gives it")
     scale: bool = option(False, "multiply the output weights by √(N/k), for the units that are left out")
     temperature: float = option(0.1, "τ of training: what its noise counts, or what the logits are divided by", minimum=1e-6)
-    hard: float = option(0.3, "how often training uses the k units selected, and not the softmax", minimum=0)
+    hard: float = option(0.3, "how often training uses the k units selected, and not the softmax", minimum=0, maximum=1)
     noise: str = option(
         "choice",
         "what has Gumbel noise in training: the choice of units alone, or the softmax too",
@@ -109,8 +109,6 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hard > 1:
-            raise SpecError(f"sparse-ffn: option hard={self.hard:g} is above 1", remedy="it is a probability")
         if self.active > self.sparsity:
             raise SpecError(
                 f"sparse-ffn: option active={self.active} is above sparsity={self.sparsity}",

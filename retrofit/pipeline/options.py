@@ -12,9 +12,11 @@ from typing import Any
 from retrofit.errors import SpecError
 
 
-def option(default: Any, doc: str, *, choices: tuple[str, ...] = (), minimum: float | None = None) -> Any:
+def option(
+    default: Any, doc: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, maximum: float | None = None
+) -> Any:
     """A field of a pass: its default, one line of documentation, and the values it accepts."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "minimum": minimum})
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "minimum": minimum, "maximum": maximum})
 
 
 def format_value(value: Any) -> str:
@@ -44,7 +46,8 @@ def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) ->
             break
     else:
         raise SpecError(
-            f"{owner.name}: option {field.name}={value!r} is not {describe(accepted)}", remedy=field.metadata.get("doc", "")
+            f"{owner.name}: option {field.name}={value!r} is not {describe(accepted)}",
+            remedy=f"give {in_range(accepted, field)}: {field.metadata.get('doc', '')}",
         )
     choices = field.metadata.get("choices") or ()
     if choices and value not in choices:
@@ -55,6 +58,9 @@ def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) ->
     minimum = field.metadata.get("minimum")
     if minimum is not None and isinstance(value, (int, float)) and value < minimum:
         raise SpecError(f"{owner.name}: option {field.name}={value} is below {minimum}", remedy=f"give at least {minimum}")
+    maximum = field.metadata.get("maximum")
+    if maximum is not None and isinstance(value, (int, float)) and value > maximum:
+        raise SpecError(f"{owner.name}: option {field.name}={value:g} is above {maximum}", remedy=f"give at most {maximum}")
     return value
 
 
@@ -62,6 +68,14 @@ def describe(kinds: list[Any]) -> str:
     """The kinds of value in words."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list a+b+c"}
     return " or ".join(words.get(kind, str(kind)) for kind in kinds)
+
+
+def in_range(kinds: list[Any], field: dataclasses.Field[Any]) -> str:
+    """The kinds of value in words, and the least and the greatest that there may be."""
+    minimum, maximum = field.metadata.get("minimum"), field.metadata.get("maximum")
+    if maximum is not None:
+        return f"{describe(kinds)} from {minimum or 0:g} to {maximum:g}"
+    return describe(kinds) + (f" from {minimum:g} on" if minimum is not None else "")
 
 
 def convert(kind: Any, value: Any) -> Any:
@@ -97,6 +111,5 @@ def options_of(kind: type[Any]) -> Iterator[tuple[str, str, Any, str]]:
         hint = hints[field.name]
         accepted = [item for item in (typing.get_args(hint) or (hint,)) if item is not type(None)]
         accepted = [tuple] if typing.get_origin(hint) is tuple else accepted
-        values = "|".join(field.metadata.get("choices") or ()) or describe(accepted)
-        minimum = field.metadata.get("minimum")
-        yield field.name, values + (f" ≥ {minimum:g}" if minimum is not None else ""), field.default, field.metadata["doc"]
+        values = "|".join(field.metadata.get("choices") or ()) or in_range(accepted, field)
+        yield field.name, values, field.default, field.metadata["doc"]

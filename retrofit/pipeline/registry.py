@@ -31,7 +31,8 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
     for item in filter(str.strip, inside.split(",")):
         key, equals, value = item.partition("=")
         if not equals:
-            raise SpecError(f"{name}: cannot read {item.strip()!r}", remedy="write options as option=value")
+            remedy = "name one pass at a time, on a line of its own" if ")" in inside else "write options as option=value"
+            raise SpecError(f"{name}: cannot read {item.strip()!r}", remedy=remedy)
         if key.strip() in options:
             raise SpecError(f"{name}: option {key.strip()} is given twice", remedy="give it once")
         options[key.strip()] = value.strip()

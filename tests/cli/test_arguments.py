@@ -167,6 +167,7 @@ def test_a_pass_keeps_an_option_that_the_command_has_too() -> None:
         (["--pass", "altup(k=2)", "--k", "3"], ["--k is given twice"]),
         (["--pass", "altup(k=2, k=3)"], ["option k is given twice"]),
         (["--pass", "altup(2)"], ["cannot read '2'", "option=value"]),
+        (["--pass", "altup(k=2), plain()"], ["altup: cannot read 'plain('", "one pass at a time"]),
         (["--pass", "altup(k=2"], ["cannot read the pass 'altup(k=2'"]),
     ],
 )

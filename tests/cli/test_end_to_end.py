@@ -16,8 +16,10 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import transformers
 from torch import nn
@@ -319,6 +321,33 @@ def test_force_replaces_models_only_and_keeps_what_else_is_there(
     same_function("llama", gpt2())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "work"),
+    [
+        (["train", "--steps", "1"], "training.continued_pretraining.continue_pretraining"),
+        (["teach"], "training.teaching.teach"),
+        (["compare", "model.pt"], "training.model_comparison.compare_models"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_text_for_a_bare_state_dict_goes_through_the_tokenizer_beside_its_config(
+    arguments: list[str], work: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "fox": 1}, unk_token="[UNK]"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(here / "gpt2")
+    (here / "text.txt").write_text("fox " * 50)
+    read: list[Any] = []
+
+    def enough(*given: Any, tokenizer: Any, **options: Any) -> None:
+        read.append(tokenizer)
+        raise RetrofitError("enough")
+
+    monkeypatch.setattr(f"retrofit.{work}", enough)
+    command, *more = arguments
+    assert main([command, "bare.pt", *more, "--config", "gpt2/config.json", "--data", "text.txt"]) == 2
+    assert read[0].get_vocab() == {"[UNK]": 0, "fox": 1}
+
+
 def test_calibration_text_reaches_the_passes_as_ids(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
 
@@ -401,6 +430,26 @@ def test_a_config_of_another_model_is_refused(refused: Callable[..., str]) -> No
 def test_an_option_out_of_range_is_named(arguments: list[str], says: list[str], refused: Callable[..., str]) -> None:
     said = refused(*APPLY, *arguments, "model.pt")
     assert all(part in said for part in says)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["bundle", "model.pt"], ["model.pt is no directory", "retrofit.bundle(retrofit.load(path), directory)"]),
+        (["inspect", "gpt2/config.json"], ["gpt2/config.json", "give the Hugging Face directory, gpt2"]),
+        (["inspect", "gpt2/model.safetensors"], ["gpt2/model.safetensors", "give the Hugging Face directory, gpt2"]),
+        (["compare", "model.pt", "other.pt", "--data", "bare.pt", "--lm-eval-limit", "3"], ["without --lm-eval", "TASK"]),
+        (["apply", "--pass", "sparse-ffn", "--sparsity", "4", "--tokenizer", "gpt2", "gpt2"], ["--tokenizer without --calibrate"]),
+    ],
+    ids=" ".join,
+)
+def test_the_way_out_is_one_that_the_command_has(arguments: list[str], says: list[str], refused: Callable[..., str]) -> None:
+    said = refused(*arguments)
+    assert all(part in said for part in says)
+
+
+def test_a_native_form_of_a_file_goes_into_a_directory(refused: Callable[..., str]) -> None:
+    assert "-o" not in refused("export", "model.pt", "--native")  # it is refused for what it is
 
 
 def test_a_model_compared_with_itself_is_refused_before_it_is_read(refused: Callable[..., str], untouched: None) -> None:

@@ -115,6 +115,12 @@ def test_no_command_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
         (["apply", "--pass", "altup", "--seed", str(2**64), "model.pt"], "is not between -2^63 and 2^64 - 1"),
         (["inspect", "--jsn", "model.pt"], "did you mean --json?"),
         (["inspect", "a.pt", "b.pt"], "unexpected argument 'b.pt'"),
+        (["apply", "--pass", "sparse-ffn", "--scale", "maybe", "model.pt"], "why: MODEL is maybe"),
+        (["apply", "--pass", "altup", "--k", "two", "model.pt"], "give a whole number from 2 on: K, the number of"),
+        (["apply", "--pass", "altup", "--extra", "4", "--embedding", "recycled", "model.pt"], "leave init and embedding out"),
+        (["train", "--steps", "2", "--data", "text.txt", "model.pt"], "before --data, which would take it for a value"),
+        (["export", "--native", "model.pt"], "before --native, which would take it for a value"),
+        (["inspect", "--config", "nowhere", "model.pt"], "--config nowhere: there is no such file or directory"),
         (["verify", "--agains=dense.pt", "model.pt"], "did you mean --against?"),
         (["passes", "altpu"], "did you mean altup?"),
     ],
@@ -435,6 +441,20 @@ def test_a_terminal_gets_colour_unless_it_is_told_not_to_and_its_own_width(monke
     assert "".join(bare).count("word") == 30
     monkeypatch.setenv("NO_COLOR", "1")
     assert green not in printed(rows, Terminal())
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_narrow_terminal_still_gets_all_of_every_cell(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    rows = [
+        ("recipe", "pass 1", "no such pass " * 5, "altup "),
+        ("only in the second: 4", "model.layers.0.g", "2 float32 " * 3, "Δ" * 9),
+    ]
+    shown = re.sub(r"\x1b\[[\d;]*m", "", printed(rows, Terminal()))
+    assert max(map(len, shown.splitlines())) <= columns
+    for letter in "pgΔ2":
+        assert shown.count(letter) == sum(cell.count(letter) for row in rows for cell in row)
 
 
 @pytest.mark.parametrize(
