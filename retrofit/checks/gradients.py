@@ -18,6 +18,7 @@ from retrofit.checks.subject import Subject
 from retrofit.pipeline.replaying import recipe
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.probes import TOLERANCE, Inputs, accepts, named_outputs, resized_like
+from retrofit.runtime.state_preservation import forget_history, without_history
 
 NUDGE = 1e-2  # how far a parameter moves to simulate a training step
 BATCHES = ((True, 23, 1), (True, 29, 1), (False, 31, 1))  # training mode, seed, times the rows: one may reach what others leave out
@@ -60,7 +61,7 @@ def measure(
     idle, late = may_be_zero(before, context), late_parameters(context)
     found = collect_gradients(subject.model, subject.inputs, shape, idle | late, first + BATCHES + MORE)
     never: frozenset[str] = frozenset()
-    waiting = found.zero & late
+    waiting = found.zero & late - idle
     if waiting and found.zero <= idle | late and not found.broken - once_broken(before, context):
         others = {name for name, _ in subject.model.named_parameters()} - (waiting if account_is_lost(context) else late)
         others -= {fate.name for fate in context.fates.values() if fate.kind in ("kept", "moved")}
@@ -206,7 +207,9 @@ def collect_gradients(
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     received: dict[str, bool] = {}
     own, error = False, ""
+    plain = without_history(model)
     for training, seed, times in batches:
+        forget_history(plain)  # of the batch before, whose graph is gone
         model.train(training)
         size = torch.Size((times * shape[0] or 1, *shape[1:]))
         with watched(trainable, received):

@@ -15,16 +15,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import networkx
-from torch import fx
+from torch import Tensor, fx
 
 from retrofit.pipeline.protocol import Rewrite
-from retrofit.program.aten_ops import op
+from retrofit.program.aten_ops import CAST, op
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import Call, Program
 from retrofit.surgery.edit import Fate
 
 IN_MEMORY = frozenset("contiguous clone alias detach lift_fresh lift_fresh_copy expand expand_as".split())
-RESHAPES = frozenset(("view", "reshape", "_unsafe_view"))  # one operation: strides decide which
+SAME = {"view": "reshape", "_unsafe_view": "reshape", "chunk": "split"}  # one operation: strides or the capture decide which
 ROUNDS = 4  # of the hash: the radius of the neighbourhood of an operation
 GraphHashes = dict[str, frozenset[str]]  # module path → the hashes of its calls
 
@@ -63,9 +63,9 @@ def hash_nodes(nodes: list[fx.Node], weights: set[fx.Node]) -> str:
     graph = networkx.DiGraph()
     own = set(nodes)
     for node in nodes:
-        if op(node) in IN_MEMORY:
+        if keeps_values(node):
             continue
-        name = "reshape" if op(node) in RESHAPES else op(node)
+        name = SAME.get(op(node), op(node))
         graph.add_node(node, label=f"{name} {constants(node)}")
         for part in map(value_of, node.all_input_nodes):
             source: object = part
@@ -81,9 +81,17 @@ def hash_nodes(nodes: list[fx.Node], weights: set[fx.Node]) -> str:
 
 def value_of(node: fx.Node) -> fx.Node:
     """The node that computed the values which this one only lays out in memory."""
-    while op(node) in IN_MEMORY and node.all_input_nodes:
+    while keeps_values(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
+
+
+def keeps_values(node: fx.Node) -> bool:
+    """Whether the operation only lays out its values, or casts them to the type that they have: not every capture keeps that."""
+    if op(node) in CAST and node.all_input_nodes:
+        before, after = (one.meta.get("val") for one in (node.all_input_nodes[0], node))
+        return isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype == after.dtype
+    return op(node) in IN_MEMORY
 
 
 def constants(node: fx.Node) -> tuple[Any, ...]:

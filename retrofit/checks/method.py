@@ -47,6 +47,7 @@ class DenseCalls:
     products: Mapping[str, tuple[Tensor, Tensor]]  # of these: rows that they received, and their products with the weight
     rows: Mapping[str, tuple[list[int], Tensor]]  # of these: some input features, and their rows of the matrix
     ways: frozenset[str] = frozenset()  # in which it runs, in words
+    sites: frozenset[tuple[str, str]] = frozenset()  # what earlier passes put there, which may be trained: pass, path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class MethodMeasurement:
 def measure(subject: Subject, before: Any = None, context: Context | None = None) -> Any:
     if context is None:
         calls = subject.seen("method", functools.partial(watch, subject))
-        return DenseCalls(calls, *dense_probes(subject.model, calls), dense_ways(subject))
+        return DenseCalls(calls, *dense_probes(subject.model, calls), dense_ways(subject), earlier_sites(subject))
     return Comparison(subject, before if isinstance(before, DenseCalls) else None, context).run()
 
 
@@ -177,6 +178,12 @@ def dense_ways(subject: Subject) -> frozenset[str]:
     if subject.is_large:
         return frozenset()
     return frozenset(way.words for way, _ in SiteWays(subject.model, {}, subject.inputs, subject.run().logits).calls())
+
+
+def earlier_sites(subject: Subject) -> frozenset[tuple[str, str]]:
+    """The sites of the passes that the model before the rewrite has been through."""
+    sites = Comparison(subject, None, Context(subject, has_reference=False)).sites
+    return frozenset((one.name, dense_path(subject.model, site.path)) for site in sites for one in site.options)
 
 
 # ── The rewritten model ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -359,11 +366,15 @@ class Comparison:
             self.context.dense_parameters,
             self.uncached,
         )
-        checks = {"what lies between its modules": one.reference.wiring, "its start": one.reference.start}
-        for name, check in checks.items():
-            if check is None or (check is one.reference.start and not self.context.fresh):
+        new = [site for site in sites if (one.name, site.dense_path) not in self.before.sites]
+        is_new = self.context.fresh and one.name in {parse_spec(each.spec).name for each in self.context.rewrites or ()}
+        checks = {"what lies between its modules": (one.reference.wiring, sites)}
+        checks |= {"its start": (one.reference.start, new)} if is_new else {}
+        for name, (check, concerned) in checks.items():
+            if check is None:
                 continue
             try:
+                observed.sites = concerned
                 self.problems.extend(check(observed))
             except Exception as error:
                 self.missing.append((f"{one.name}: {name} was not compared", first_line(error)))

@@ -10,6 +10,7 @@ import torch
 from support.method_verdicts import verdict
 from support.tiny_models import bert, gpt2, llama
 
+import retrofit
 from retrofit.passes import multiplicative, multiplicative_reference
 from retrofit.passes.sequence_altup.anchors import EvenAnchors
 from retrofit.passes.sparse_ffn import reference as sparse_ffn_reference
@@ -57,6 +58,22 @@ def test_values_that_absorb_an_output_layer_are_not_held_to_the_dense_values() -
     found = verdict(llama(), "sparse-qkv", calibration=WINDOWS)
     assert found.status == "passed", found.why
     assert "values may do the work of the output layer" in found.why
+
+
+def test_what_an_earlier_rewrite_put_there_is_not_held_to_a_start() -> None:
+    model = retrofit.apply(llama(), "shared-moe", verify=False)  # trains on, or is saved and loaded, before the second rewrite
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    found = verdict(model, "sum")
+    assert found.status == "passed", found.why
+    assert "3 modules" in found.measured
+
+
+def test_the_new_columns_of_a_table_of_zeros_are_zeros() -> None:
+    model = retrofit.apply(llama(), "sum", verify=False)
+    found = verdict(model, "altup(k=2)")
+    assert found.status == "passed", found.why
 
 
 # ── Optima ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,9 +10,10 @@ from support.tiny_models import llama, t5
 from torch import Tensor, fx, nn
 
 import retrofit
-from retrofit.checks.graph_hashes import hash_nodes
+from retrofit.checks.graph_hashes import hash_modules, hash_nodes
 from retrofit.checks.reference import Reference
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward
+from retrofit.program.capture import capture
 
 SETTLED = "in float64 (limit 1e-09)"
 
@@ -88,6 +89,25 @@ def test_which_reshape_the_strides_ask_for_is_no_change_of_the_graph(other: str,
         return hash_nodes([one for one in graph.nodes if one.op == "call_function"], set())
 
     assert (hashed(torch.ops.aten.view.default) == hashed(getattr(torch.ops.aten, other).default)) == same
+
+
+class Cast(nn.Module):
+    """A sine that is computed in float32, or in the type that comes in."""
+
+    def __init__(self, casts: bool) -> None:
+        super().__init__()
+        self.scale, self.casts = nn.Parameter(torch.ones(3)), casts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.float() if self.casts else x).sin() * self.scale
+
+
+@pytest.mark.parametrize(("dtype", "same"), [(torch.float32, True), (torch.float64, False)])
+def test_a_cast_to_the_type_that_a_value_has_is_no_change_of_the_graph(dtype: torch.dtype, same: bool) -> None:
+    hashes = [
+        hash_modules(capture(nn.Sequential(Cast(casts)), {"input": torch.ones(2, 3, dtype=dtype)}))["0"] for casts in (True, False)
+    ]
+    assert (hashes[0] == hashes[1]) == same
 
 
 class Block(nn.Module):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.own_models import Own
 from support.tiny_models import Plain, bert, gpt2, llama, t5, vit
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -557,6 +558,44 @@ def test_new_parameters_where_no_gradient_arrived_before_need_none() -> None:
     before = GradientsMeasurement(4, zero, frozenset(), True, names=frozenset({*zero, "trunk.second.w"}))
     new = ("guide.first.c1", "guide.third.c1", "trunk.first.c1", "trunk.second.c1", "trunk.third.c1", "c1")
     assert new_among_idle(before, new) == {"guide.first.c1", "guide.third.c1", "trunk.first.c1"}
+
+
+class Caching(Own):
+    """Writes what it computes into a buffer, with its graph, in the place of what was there with a graph of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(1, 1, 24), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        y = y + self.kept.index_copy_(0, torch.tensor([0]), y.mean((0, 1), keepdim=True))
+        for block in self.b:
+            y = block(y)
+        return self.c(y)
+
+
+def test_a_graph_that_a_model_leaves_in_its_buffers_is_not_followed() -> None:
+    model = Caching().eval()
+    model.more = nn.Parameter(torch.ones(1))  # it never gets a gradient, so all batches are tried
+    collect_gradients(model, {"x": torch.arange(22).view(2, 11)}, torch.Size((2, 11, 50)))
+    assert model.kept.requires_grad
+    assert retrofit.verify(Caching().eval()).ok
+
+
+class PartlyWithoutGradient(Own):
+    """Its first layer is run without gradients."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = self.b[0](self.a(x))
+        for block in self.b[1:]:
+            y = block(y)
+        return self.c(y)
+
+
+def test_new_parameters_where_no_gradient_arrived_before_need_not_wait_for_one() -> None:
+    retrofit.apply(PartlyWithoutGradient().eval(), "memory(lookup=softmax, buckets=4, rank=2)")
 
 
 def test_frozen_parameters_are_known_to_be_reached() -> None:

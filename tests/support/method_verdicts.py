@@ -13,6 +13,7 @@ from retrofit.checks.finding import Finding
 from retrofit.checks.subject import Subject
 from retrofit.pipeline.calibration import calibration_from
 from retrofit.pipeline.registry import parse_spec
+from retrofit.pipeline.replaying import rewrites
 from retrofit.pipeline.running import run_passes
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.state_preservation import preserve_state
@@ -27,6 +28,7 @@ def verdict(model: nn.Module, *specs: str, nudge: bool = False, calibration: Any
         before = method.measure(Subject(model, (inputs,)))
     edit = Edit(model, None if calibration is None else calibration_from(model, calibration))
     accounts, _ = run_passes(model, tuple(map(parse_spec, specs)), inputs, edit, lambda stage: None)
+    model.__dict__["retrofit_rewrites"] = (*(rewrites(model) or ()), *accounts)
     subject, fates = Subject(model, (inputs,)), edit.account()
     known = {"calibration": edit.calibration, "dense_parameters": edit.dense}
     context = Context(subject, True, accounts, fates, fresh=not nudge, **known)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -34,3 +36,53 @@ class Block(nn.Module):
         weights = (one @ two.mT / one.shape[-1] ** 0.5).softmax(-1)
         y = y + self.p(weights @ three)
         return y + self.r(torch.relu(self.q(self.n(y))))
+
+
+class Masked(nn.Module):
+    """An encoder that is told which tokens are hidden, and tells its layers so in its own way (`MASKS`)."""
+
+    def __init__(self, mask: str, width: int = 24, depth: int = 2, tokens: int = 50) -> None:
+        super().__init__()
+        self.mask, self.a, self.c = mask, nn.Embedding(tokens, width), nn.Linear(width, tokens)
+        self.b = nn.ModuleList(MaskedBlock(width, MASKS[mask][1]) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        y, mask = self.a(x), MASKS[self.mask][0](hidden)
+        for block in self.b:
+            y = block(y, mask)
+        return self.c(y)
+
+
+class MaskedBlock(nn.Module):
+    def __init__(self, width: int, masking: Any) -> None:
+        super().__init__()
+        self.m, self.n, self.o, self.p = (
+            nn.LayerNorm(width),
+            nn.LayerNorm(width),
+            nn.Linear(width, width),
+            Attention(width, masking),
+        )
+        self.f = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+    def forward(self, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = y + self.o(self.p(self.m(y), mask))
+        return y + self.f(self.n(y))
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, masking: Any) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.masking = masking
+
+    def forward(self, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one(y).unflatten(-1, (3, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        scores = self.masking(q @ k.mT / q.shape[-1] ** 0.5, mask[:, None, None])
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+MASKS: dict[str, tuple[Any, Any]] = {  # what layers get, and what they do with it
+    "hides": (lambda hidden: hidden, lambda scores, mask: scores.masked_fill(mask, float("-inf"))),
+    "shows": (lambda hidden: ~hidden, lambda scores, mask: scores.masked_fill(~mask, float("-inf"))),
+    "added": (lambda hidden: torch.zeros(hidden.shape).masked_fill(hidden, float("-inf")), lambda scores, mask: scores + mask),
+}
