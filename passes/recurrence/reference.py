@@ -68,7 +68,8 @@ def each(new: Tensor, old: Tensor, real: Tensor, t: int) -> Any:
 def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | None:
     """Which of the last `tokens` tokens the model's input says are no padding; None where no mask of that size says.
 
-    Of places behind all that the model was given, which it fills a window with, its own mask is believed that they are hidden.
+    The model's own mask is believed where it is given no `attention_mask`, as it may make one of lengths or token ids, or one with
+    places for more than the stream's tokens; and that places behind all it was given, which it fills a window with, are hidden.
     """
     given = [value for value in call.inputs.values() if isinstance(value, Tensor) and value.dim() == 2 and len(value) == batch]
     masks = [one for name, one in call.inputs.items() if name.endswith("attention_mask") and any(one is value for value in given)]
@@ -76,6 +77,8 @@ def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | N
         if mask.shape[1] == so_far:
             return mask.bool()[:, so_far - tokens :]
     own = (call.kwargs.get("recurrence") or {}).get("real")
+    if own is not None and all(mask.shape[1] > so_far for mask in masks):
+        return own.bool()  # type: ignore[no-any-return]
     length = max((value.shape[1] for value in given if value.shape[1] < tokens), default=0)
     if tokens < so_far or own is None or not length or bool(own[:, length:].any()):
         return None

@@ -63,8 +63,9 @@ def reads_other_positions(node: fx.Node, positions: set[int], flow: Dataflow) ->
     if name in ("slice", "select", "narrow", "index_select", "flip") and before:
         along = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
         return before != size and along % len(before) != len(before) - 1 and before[along] in positions
-    if name in ("pad", "constant_pad_nd"):
-        return before is not None and any(old != new and old in positions for old, new in zip(before[:-1], size[:-1], strict=True))
+    if name in ("pad", "constant_pad_nd"):  # what is put before and left out behind shifts, and keeps the extent
+        padded = [len(size) - 1 - place // 2 for place, count in enumerate(node.args[1]) if count]  # type: ignore[arg-type]
+        return before is not None and any(dim != len(size) - 1 and before[dim] in positions for dim in padded)
     if name in ("transpose", "permute", "swapaxes", "movedim", "mT", "t") and before:
         products = [user for user in node.users if op(user) in PRODUCT and user.args[0] is node]
         return bool(products) and before[-1] != size[-1] and size[-1] in positions

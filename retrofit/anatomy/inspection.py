@@ -112,6 +112,6 @@ def has_channels_second(residual: Residual, flow: Dataflow) -> bool | None:
     """Whether the channels of the sum are on its second axis, as in convolutions; None where they may be on the last as well."""
     size = shape(residual.add) or ()
     features = {product.out_features for product in nearest_products(list(residual.branches), flow)}
-    if len(size) != 4 or size[1] not in features:
+    if len(size) not in (3, 4) or size[1] not in features:
         return False
     return None if size[-1] in features else True

@@ -109,7 +109,7 @@ class LayerCalls:
             key = self.token_mask(call, tokens_first)
             hidden = any(mask in flow.depends for core in self.cores for mask in core.masks) and not cores
         if key is not None:
-            return MaskArgument(key, true_hides(call.inputs[key], flow))
+            return MaskArgument(key, true_hides(call.inputs[key], cores, flow))
         if hidden:
             raise unfit(layer, "the model takes a padding mask, and no argument of the layer shows it")
         return None

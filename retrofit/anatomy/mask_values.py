@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from retrofit.anatomy.attention_cores import Attention, conjuncts
+from retrofit.anatomy.attention_cores import Attention, conjuncts, score_products
 from retrofit.program.aten_ops import (
     CAST,
     COMPARISON,
@@ -30,6 +30,8 @@ from retrofit.program.aten_ops import (
 from retrofit.program.dataflow import Dataflow
 
 ADDED_PRODUCTS = frozenset("addmm addbmm baddbmm".split())  # their first operand is added to the product of the others
+HIDDEN = -1e4  # an additive mask below this hides
+EMPTY: Mapping[fx.Node, torch.Tensor] = {}
 LARGEST_MASK_INPUT = 1 << 20  # elements of a parameter that a mask may be computed from
 
 
@@ -39,13 +41,13 @@ def is_causal(core: Attention, stream: fx.Node, flow: Dataflow) -> bool:
         return True
     own = keys_of_stream(core, stream, flow)
     with torch.device("cpu"):  # also where the default device is another
-        values = [value for mask in core.masks if (value := mask_value(mask, flow)) is not None]
+        values = [value for mask in core.masks if (value := unpadded_value(mask, flow)) is not None]
         among_others = [value[..., own] for value in values if own is not None and value.dim() >= 2 and value.shape[-1] >= own.stop]
         square = [value for value in among_others or values if value.dim() >= 2 and value.shape[-1] == value.shape[-2] > 1]
         if not square:  # the keys that a query may see at all are laid out otherwise: what those of a mask are selected from
             lengths = (shape(stream) or ())[:-1]
             whole = [one for mask in core.masks for one in conjuncts(mask, lambda node: is_square(node, lengths))]
-            square = [value for one in dict.fromkeys(whole) if (value := mask_value(one, flow)) is not None]
+            square = [value for one in dict.fromkeys(whole) if (value := unpadded_value(one, flow)) is not None]
         visible = [unmasked_keys(value).flatten(0, -3).any(0) if value.dim() > 2 else unmasked_keys(value) for value in square]
         return bool(visible) and not bool(functools.reduce(torch.logical_and, visible).triu(1).any())
 
@@ -76,7 +78,7 @@ def keys_of_stream(core: Attention, stream: fx.Node, flow: Dataflow) -> slice | 
 def unmasked_keys(mask: torch.Tensor) -> torch.Tensor:
     """The keys that a mask leaves visible; a boolean mask that is false all along its diagonal marks the hidden ones."""
     if mask.dtype != torch.bool:
-        return mask > -1e4
+        return mask > HIDDEN
     return mask if mask.diagonal(dim1=-2, dim2=-1).any() else ~mask
 
 
@@ -91,14 +93,41 @@ def zeros_for(node: fx.Node) -> Any:
     return torch.zeros(size, dtype=example.dtype)
 
 
-def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
-    """The value of a mask for inputs without padding; parameters count as zeros, None where it depends on a large tensor.
+def unpadded_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
+    """The value of a mask for inputs without padding: of ones, or of zeros where ones hide every key."""
+    value = mask_value(mask, flow)
+    if value is None or not value.is_floating_point() or bool((value > HIDDEN).any()):
+        return value
+    return mask_value(mask, flow, inputs=0)
 
-    What lies above a product with a parameter is not run, so that the value is the same for a model without values.
+
+def shown_keys(core: Attention, node: fx.Node, fill: int, flow: Dataflow) -> int | None:
+    """How many keys the attention shows, over all queries, where the mask at `node` is `fill` throughout; None where unknown."""
+    products = score_products(core.softmax, flow)[0] if core.softmax is not None else []
+    mask = core.softmax.args[0] if core.softmax is not None else next(iter(core.masks), None)
+    if not isinstance(mask, fx.Node):
+        return None
+    given = {one: torch.zeros(shape(one) or (), dtype=one.meta["val"].dtype) for one in products}
+    given[node] = torch.full(shape(node) or (), fill, dtype=node.meta["val"].dtype)
+    value = mask_value(mask, flow, given)
+    if value is None:
+        return None
+    return int((value if value.dtype == torch.bool else value > HIDDEN).sum())
+
+
+def mask_value(
+    mask: fx.Node, flow: Dataflow, given: Mapping[fx.Node, torch.Tensor] = EMPTY, inputs: int = 1
+) -> torch.Tensor | None:
+    """The value of a mask for inputs that are `inputs` throughout, ones where nothing is padding; `given` values are known.
+
+    Parameters count as zeros. None where it depends on a large tensor. What lies above a product with a parameter is not run, so
+    that the value is the same for a model without values.
     """
     program = flow.program
-    values: dict[fx.Node, Any] = {}
-    for node in nodes_above(mask, flow, is_zero_without_weights):
+    values: dict[fx.Node, Any] = dict(given)
+    for node in nodes_above(mask, flow, lambda one, flow: one in given or is_zero_without_weights(one, flow)):
+        if node in given:
+            continue
         example = node.meta.get("val")
         if is_zero_without_weights(node, flow) and isinstance(example, torch.Tensor):
             values[node] = torch.zeros(shape(node) or (), dtype=example.dtype)
@@ -112,7 +141,7 @@ def mask_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
                 return None
             stored = program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
             if node in program.inputs:
-                values[node] = torch.ones(size, dtype=example.dtype)
+                values[node] = torch.full(size, inputs, dtype=example.dtype)
             elif stored is not None and not stored.is_meta:
                 values[node] = stored.detach().cpu()
             else:

@@ -198,11 +198,20 @@ def runs_inside(inner: list[Residual], outer: list[Residual], flow: Dataflow) ->
     )
 
 
+def read_each_other(one: list[Residual], other: list[Residual], flow: Dataflow) -> bool:
+    """Whether two streams run side by side, each read in the branches of the other: neither is within the other."""
+    return len(one) > 1 and len(other) > 1 and runs_inside(one, other, flow) and runs_inside(other, one, flow)
+
+
 def outermost_chains(chains: list[list[Residual]], flow: Dataflow) -> list[list[Residual]]:
     """The chains that run inside no other; one addition around a longer chain does not count as a stream of its own."""
     streams = []
     for chain in chains:
-        enclosing = [other for other in chains if other is not chain and len(other) > 1 and runs_inside(chain, other, flow)]
+        enclosing = [
+            other
+            for other in chains
+            if other is not chain and len(other) > 1 and runs_inside(chain, other, flow) and not read_each_other(chain, other, flow)
+        ]
         lone_wrapper = len(chain) == 1 and any(
             len(other) > 1 and runs_inside(other, chain, flow) for other in chains if other is not chain
         )

@@ -27,6 +27,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     settings = [(vars(owner), dict(vars(owner))) for owner in settings_of(model)]
     buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    plain = without_history(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with preserve_random_state(), quiet():
@@ -42,11 +43,24 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
             restore(table, values)
         for table, values in buffers:
             table.update(values)
+        forget_history(plain)
         for buffer, content in contents:
             if not same_bits(buffer, content):
                 buffer.detach().copy_(content)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def without_history(model: nn.Module) -> list[torch.Tensor]:
+    """The buffers that hold values and no graph that these were computed by."""
+    return [buffer for buffer in model.buffers() if buffer.grad_fn is None]
+
+
+def forget_history(buffers: list[torch.Tensor]) -> None:
+    """The buffers hold values alone: what a model writes into them (a cache, say) may have come with a graph."""
+    for buffer in buffers:
+        if buffer.grad_fn is not None:
+            buffer.detach_()
 
 
 @contextlib.contextmanager

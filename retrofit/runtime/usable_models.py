@@ -27,6 +27,12 @@ def require_module(model: Any) -> None:
             why="its code is no longer Python, which a capture runs",
             remedy="give the module it was made from",
         )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise RetrofitError(
+            f"{type(model).__name__} only runs a model on several devices",
+            why="what is rewritten, checked and saved is the model inside",
+            remedy="give that, as its .module, and wrap the result",
+        )
     try:
         with evaluation_mode(model):
             pass

@@ -11,10 +11,12 @@ HIDDEN = -1e4  # an additive mask below this hides
 def visible_keys(mask: Tensor, tokens: int, true_hides: bool) -> Tensor | None:
     """Which keys each query may see, (batch or 1, tokens, keys); None for a mask that is not about single keys and queries.
 
-    `mask` is (batch, keys), 0 or False for padding, or for all else where `true_hides`; or (batch, heads, queries, keys), a bias or
-    booleans.
+    `mask` is (batch, keys), 0 or False for padding, or for all else where `true_hides`, and then a bias perhaps; or (batch, heads,
+    queries, keys), a bias or booleans.
     """
     if mask.dim() == 2:
+        if true_hides and mask.is_floating_point():
+            return ((mask > HIDDEN) & (mask < 0.5)).unsqueeze(1).expand(-1, tokens, -1)
         return (mask.bool() ^ true_hides).unsqueeze(1).expand(-1, tokens, -1)
     if mask.dim() != 4:
         return None

@@ -47,7 +47,10 @@ class OneBranch(nn.Module):
 
     def forward(self, ids: Tensor, memory_ids: Tensor) -> Tensor:
         h, memory = self.table(ids), self.other_table(memory_ids)
-        return self.head(h + self.code(self, h, memory))
+        self.ids = ids
+        result = self.head(h + self.code(self, h, memory))
+        del self.ids
+        return result
 
 
 def heads(x: Tensor) -> Tensor:
@@ -98,6 +101,13 @@ def divided_scores(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
 def mask_of_the_hidden(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
     hidden = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).triu(1)
     return m.out(joined(scores(m, h).masked_fill(hidden, -math.inf).softmax(-1) @ heads(m.v(h))))
+
+
+def mask_of_padding(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
+    """Of rows and columns: an input that is not zero is padding, and hidden by numbers that are added."""
+    padding = m.ids != 0
+    mask = torch.zeros(scores(m, h).shape).masked_fill(padding[:, None, None] | padding[:, None, :, None], -math.inf)
+    return m.out(joined((scores(m, h) + mask).softmax(-1) @ heads(m.v(h))))
 
 
 def mask_of_the_visible(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
@@ -162,6 +172,10 @@ def shifting(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
     return m.q(F.pad(h, (0, 0, 1, 0))[:, :-1])
 
 
+def shifting_within(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
+    return m.q(F.pad(h, (0, 0, 1, -1)))
+
+
 def summing(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
     return m.q(h).cumsum(1)
 
@@ -179,6 +193,7 @@ ATTENTIONS = {
     masks_of_unlike_shapes: True,
     divided_scores: False,
     mask_of_the_hidden: True,
+    mask_of_padding: False,
     mask_of_the_visible: True,
     banded_mask: False,
     among_others: True,
@@ -189,7 +204,7 @@ ROLES = {
     crossing: "cross-attention",
     **dict.fromkeys((mlp, one_matrix, gated, gate_and_up_in_one, at_each_position), "ffn"),
     mixture: "moe",
-    **dict.fromkeys((convolving, shifting, summing, comparing), "other mixer"),
+    **dict.fromkeys((convolving, shifting, shifting_within, summing, comparing), "other mixer"),
 }
 
 

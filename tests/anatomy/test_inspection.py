@@ -411,3 +411,25 @@ def test_inspection_and_its_table_build_no_networkx_graph() -> None:
     assert str(found) and found.to_dict()
     assert "graph" not in vars(found)
     assert found.graph.has_node(found.head.node) and "graph" in vars(found)
+
+
+class Hearing(nn.Module):
+    """Positions of a waveform are added by a convolution along it, channels second, before it is a stream of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames, self.positions = nn.Conv1d(1, 24, 4, 4), nn.Conv1d(24, 24, 3, padding=1, groups=4)
+        self.b, self.c = nn.ModuleList(Block(24) for _ in range(3)), nn.Linear(24, 5)
+
+    def forward(self, wave: torch.Tensor) -> torch.Tensor:
+        y = self.frames(wave)
+        y = (y + torch.relu(self.positions(y))).mT
+        for block in self.b:
+            y = block(y)
+        return self.c(y)
+
+
+def test_a_sum_with_the_channels_second_before_the_tokens_is_no_stack() -> None:
+    found = retrofit.inspect(Hearing(), {"wave": torch.randn(2, 1, 44)})
+    assert [(stack.kind, stack.width, len(stack.layers)) for stack in found.stacks] == [("encoder", 24, 3)]
+    assert "positions" in found.stem and "channels on the second axis" in found.notes[0]

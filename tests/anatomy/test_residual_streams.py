@@ -209,3 +209,18 @@ def two_streams(m: Written, h: Tensor) -> Tensor:
 def test_two_streams_of_which_one_reads_the_other() -> None:
     chains, flow = found(two_streams)
     assert [[modules_between(one, flow) for one in chain] for chain in chains] == [[[{"f0"}], [{"f1"}]], [[{"f2"}], [{"f3"}]]]
+
+
+def side_by_side(m: Written, h: Tensor) -> Tensor:
+    """Each of two streams is read in the branches of the other, as those of sequences and of pairs are."""
+    other = m.gate(h)
+    h = h + m.f0(m.n0(h) + m.n1(other))
+    other = other + m.f1(other * h)
+    h = h + m.f2(m.n2(h) + m.n3(other))
+    return torch.cat([h, other + m.f3(other * h)], 1)
+
+
+def test_of_two_streams_that_read_each_other_neither_is_within_the_other() -> None:
+    chains, flow = found(side_by_side)
+    branches = [[flow.call_of(branch).path for one in chain for branch in one.branches] for chain in chains]
+    assert sorted(branches) == [["f0.down", "f2.down"], ["f1.down", "f3.down"]]

@@ -349,6 +349,8 @@ def test_wrong_arguments_are_refused_with_a_remedy(path, cache, tmp_path):
         retrofit.export_onnx(Plain(), tmp_path / path, cache)
     with pytest.raises(CaptureError, match="cannot be exported with its cache"):
         retrofit.export_onnx(Plain(), tmp_path / "model.onnx", "past")
+    with pytest.raises(CaptureError, match="cannot be exported with its cache"):
+        retrofit.export_onnx(tiny_models.vit(), tmp_path / "model.onnx", "past")
 
 
 # ── Cleaning ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

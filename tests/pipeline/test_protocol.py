@@ -14,7 +14,7 @@ from torch import nn
 from retrofit.anatomy.sites import NearMiss, Site, collect_near_miss
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.pipeline import registry
-from retrofit.pipeline.options import option
+from retrofit.pipeline.options import option, options_of
 from retrofit.pipeline.protocol import Pass, Plan
 from retrofit.surgery.edit import Edit
 
@@ -124,6 +124,24 @@ def test_a_spec_writes_every_option_out() -> None:
 def test_a_wrong_option_is_refused_by_name(wrong: dict[str, object], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         Gate(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "name_of_option", "range_of_it", "beyond"),
+    [
+        ("reversible", "bits", "a whole number from 1 to 16", "17"),
+        ("merge-cross-attention", "weight", "a number from 0 to 1", "1.5"),
+        ("merge-cross-attention", "attentions", "a whole number from 1 to 2", "3"),
+        ("sparse-ffn", "hard", "a number from 0 to 1", "1.5"),
+        ("shared-moe", "reinit", "a number from 0 to 1", "1.5"),
+    ],
+)
+def test_a_range_says_what_the_pass_accepts(name: str, name_of_option: str, range_of_it: str, beyond: str) -> None:
+    assert {option: values for option, values, _, _ in options_of(registry.load_pass(name))}[name_of_option] == range_of_it
+    greatest = range_of_it.rpartition(" ")[2]
+    registry.make_pass(name, {name_of_option: greatest})
+    with pytest.raises(SpecError, match=f"{name_of_option}={beyond} is above {greatest}"):
+        registry.make_pass(name, {name_of_option: beyond})
 
 
 def test_a_pass_of_a_running_program_is_found_by_its_name() -> None:

@@ -58,7 +58,8 @@ def write_files(folder: Path, names: list[str], meanwhile: Callable[[], object] 
 
 def test_a_model_replaces_a_model_and_leaves_what_is_not_its_own(tmp_path: Path) -> None:
     foreign = {"notes.txt": "years of work", "checkpoint-3/model.safetensors": "a run", ".git/HEAD": "main", "1_Pooling/mine": "x"}
-    stale = {"model-00001-of-00002.safetensors": "old", "model.safetensors.index.json": "old", "tokenizer.json": "old"}
+    stale = {"README.md": "<!-- retrofit: begin -->", "additional_chat_templates/rag.jinja": "old"}
+    stale |= {"model-00001-of-00002.safetensors": "old", "model.safetensors.index.json": "old", "tokenizer.json": "old"}
     out = fill(tmp_path / "out", {"config.json": CONFIG, "1_Pooling/config.json": "old", **stale, **foreign})
     (out / "link.txt").symlink_to(tmp_path / "elsewhere")
     with whole_directory(out, force=True) as draft:

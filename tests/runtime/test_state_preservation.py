@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import numpy
@@ -38,6 +39,16 @@ def test_buffers_attributes_gradients_and_modes_are_what_they_were() -> None:
     assert model.training and model.weight.grad is gradient
     assert model.count is count and float(count) == 1
     assert model.calls == 1 and model.last is last and not hasattr(model, "new")
+
+
+def test_what_is_written_into_a_buffer_leaves_no_graph_behind() -> None:
+    model = Counting()
+    model.register_buffer("kept", torch.zeros(2))
+    with preserve_state(model):
+        model.kept.copy_(model(torch.ones(2)))
+        assert model.kept.requires_grad
+    assert not model.kept.requires_grad and not model.kept.any()
+    copy.deepcopy(model)
 
 
 def test_a_changed_weight_is_the_callers_own() -> None:

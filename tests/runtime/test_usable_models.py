@@ -55,6 +55,13 @@ def test_a_module_of_an_exported_program(asked: str, tmp_path: Path) -> None:
     assert torch.equal(retrofit.load(tmp_path / "model.pt2")(torch.ones(3, 2)), module(torch.ones(3, 2)))
 
 
+@pytest.mark.parametrize("asked", ASKED)
+def test_wrapped_for_several_devices(asked: str) -> None:
+    with pytest.raises(RetrofitError, match="DataParallel only runs a model on several devices") as error:
+        ASKED[asked](nn.DataParallel(Own()))
+    assert "its .module" in error.value.remedy
+
+
 @pytest.mark.parametrize("asked", ["apply", "apply unverified", "plan"])
 def test_compiled_in_place_or_in_a_layer(asked: str) -> None:
     whole, layer = Own(), Own()

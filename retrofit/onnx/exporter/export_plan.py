@@ -49,6 +49,12 @@ def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -
     """
     two_sided = has_two_sides(inputs) and accepts(model, "encoder_outputs") and callable(getattr(model, "get_encoder", None))
     why = ""
+    if cache == "past" and ids_name(inputs) is None:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be exported with its cache",
+            why="it reads no token ids, one after the other",
+            remedy="export it with cache=none",
+        )
     if cache != "none" and ids_name(inputs) is not None and (two_sided or can_generate(model, inputs) or cache == "past"):
         try:
             return ExportPlan(

@@ -197,3 +197,30 @@ def test_a_table_with_another_reader_is_refused() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         widening(Surrounded(after=lambda m, y: m.c(y) + m.a.weight.sum()))
     assert caught.value.why == "a.weight is also read here, at its dense width"
+
+
+class LastTokenAlone(Own):
+    """Its head, tied to the embedding, reads the last token only."""
+
+    def __init__(self, keeps_dimension: bool) -> None:
+        super().__init__(WIDTH, DEPTH, TOKENS)
+        self.c = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.c.weight, self.last = self.a.weight, [-1] if keeps_dimension else -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        for block in self.b:
+            y = block(y)
+        return self.c(y[:, self.last])
+
+
+@pytest.mark.parametrize("spec", ["altup(k=2)", "altup(k=3, init=lockstep)"])
+@pytest.mark.parametrize("keeps_dimension", [True, False])
+def test_a_tied_head_that_reads_some_tokens_reads_the_wide_stream(keeps_dimension: bool, spec: str) -> None:
+    torch.manual_seed(0)
+    model = LastTokenAlone(keeps_dimension).eval()
+    ids = torch.arange(22).view(2, 11)
+    dense = model(ids)
+    assert retrofit.apply(model, spec) is model
+    torch.testing.assert_close(model(ids), dense)
+    assert model.a.weight.shape == (TOKENS, WIDTH * (3 if "k=3" in spec else 2))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from support import cached_decoding, tiny_models, zoo
+from support.own_models import MASKS, Masked
 from support.retrofitted import moved
 from torch import Tensor, nn
 
@@ -309,6 +310,17 @@ def test_tokens_that_a_model_fills_its_window_with_do_not_turn_its_mask_round() 
     call = LayerCalls(anatomy).of_layer(anatomy.stacks[0].layers[0])
     assert call.mask is not None and call.mask.true_hides
     retrofit.apply(anatomy.model, "recurrence(rank=4)")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_mask_of_whatever_kind_keeps_padding_from_the_recurrence(mask: str) -> None:
+    torch.manual_seed(0)
+    x, hidden = torch.randint(50, (2, 11)), torch.arange(11) < torch.tensor([[0], [4]])  # the second sequence has 7 tokens
+    model = retrofit.apply(Masked(mask).eval(), "recurrence(rank=4)", example_inputs={"x": x, "hidden": hidden})
+    model = moved(model)
+    padded, alone = model(x, hidden)[1:, 4:], model(x[1:, 4:], hidden[1:, 4:])
+    torch.testing.assert_close(padded, alone)
+    assert not torch.allclose(alone, model(x[1:, 3:], hidden[:1, 3:])[:, 1:], atol=1e-3)  # a token more is read
 
 
 class Repeated(nn.Module):
