@@ -127,6 +127,8 @@ def gates_of(call: SiteCall, kernel: int, real: Tensor | None, tokens: int, tota
     pairs = shown(mask, module.true_hides) if isinstance(mask, Tensor) and mask.dim() == 4 else None
     if pairs is not None and (pairs.shape[1] != tokens or pairs.shape[2] > total):
         pairs = None  # the same for every query, or with places for tokens to come: a mask of padding
+    if pairs is not None and not given_masks(call):
+        real = None  # it was read off the same mask
     if real is None and pairs is None:
         return None
     some = min(total, tokens + kernel - 1)
@@ -151,7 +153,7 @@ def unpadded(call: SiteCall, tokens: int, batch: int) -> Tensor | None:
     A model that is given none, or one with places for more than the stream's tokens, may make its own: what its attentions receive
     is believed.
     """
-    named = [value for name, value in call.inputs.items() if name.endswith("attention_mask") and isinstance(value, Tensor)]
+    named = given_masks(call)
     for value in named:
         if value.shape == (batch, tokens):
             return None if bool(value.all()) else value.bool()
@@ -164,6 +166,11 @@ def unpadded(call: SiteCall, tokens: int, batch: int) -> Tensor | None:
         return None
     real = seen.diagonal(dim1=1, dim2=2) if seen.shape[1] == tokens else seen[:, -1]
     return None if bool(real.all()) else real.expand(batch, -1)
+
+
+def given_masks(call: SiteCall) -> list[Tensor]:
+    """The masks among the inputs of the model."""
+    return [value for name, value in call.inputs.items() if name.endswith("attention_mask") and isinstance(value, Tensor)]
 
 
 def shown(mask: Tensor, true_hides: bool) -> Tensor | None:
