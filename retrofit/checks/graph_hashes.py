@@ -3,7 +3,8 @@
 A module is whole where all of its parameters are kept, or moved together. Of each call of such a module the operations form a
 graph: what is computed from what, by which operation, with which real constants. Sizes are left out, for a layer may run on fewer
 tokens, and so is how often a module is called, for it may be run block by block. So is what changes no value, only how it lies in
-memory (`contiguous`, or whether a reshape is a view), which the strides of what comes in decide. Two calls agree where their graphs
+memory (`contiguous`, or whether a reshape is a view), which the strides of what comes in decide, and to which floating-point type
+values are cast, which the type of what comes in decides. Two calls agree where their graphs
 have one Weisfeiler-Lehman hash: isomorphic graphs do, and others hardly ever.
 """
 
@@ -87,10 +88,11 @@ def value_of(node: fx.Node) -> fx.Node:
 
 
 def keeps_values(node: fx.Node) -> bool:
-    """Whether the operation only lays out its values, or casts them to the type that they have: not every capture keeps that."""
+    """Whether the operation only lays out its values, or casts them between floating-point types: what comes in decides which."""
     if op(node) in CAST and node.all_input_nodes:
         before, after = (one.meta.get("val") for one in (node.all_input_nodes[0], node))
-        return isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype == after.dtype
+        if isinstance(before, Tensor) and isinstance(after, Tensor):
+            return before.dtype == after.dtype or (before.is_floating_point() and after.is_floating_point())
     return op(node) in IN_MEMORY
 
 

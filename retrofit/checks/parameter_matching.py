@@ -63,12 +63,12 @@ def find_block(name: str, one: Fingerprint, now: Mapping[str, nn.Parameter]) -> 
 
 
 def blocks(value: torch.Tensor, shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """The blocks of that shape that a larger tensor divides into; none where it is no larger or divides into too many."""
-    if value.dim() != len(shape) or any(part == 0 or extent % part for extent, part in zip(value.shape, shape, strict=True)):
+    """The blocks of that shape that a larger tensor divides into, the rest at its end left out; none where there are too many."""
+    if value.dim() != len(shape) or any(part == 0 or extent < part for extent, part in zip(value.shape, shape, strict=True)):
         return
-    if not 1 < value.numel() // max(1, torch.Size(shape).numel()) <= BLOCKS:
+    if value.shape == shape or value.numel() // torch.Size(shape).numel() > BLOCKS:
         return
-    for corner in itertools.product(*(range(0, extent, part) for extent, part in zip(value.shape, shape, strict=True))):
+    for corner in itertools.product(*(range(0, extent - part + 1, part) for extent, part in zip(value.shape, shape, strict=True))):
         yield tuple(slice(start, start + part) for start, part in zip(corner, shape, strict=True))
 
 

@@ -16,12 +16,15 @@ BATCH, LENGTH, TARGET_LENGTH = 2, 11, 7  # primes, so that no extent is mistaken
 
 def forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     """The parameters of the model's forward by name; of a module that only hands its arguments on, those of the model inside."""
-    parameters = dict(inspect.signature(model.forward).parameters)
-    inside = list(model.children())
-    hands_on = all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters.values())
-    if len(parameters) == 2 and hands_on and len(inside) == 1 and not (model._parameters or model._buffers):
-        return forward_parameters(inside[0])
-    return parameters
+    inside = handed_to(model)
+    return dict(inspect.signature(model.forward).parameters) if inside is None else forward_parameters(inside)
+
+
+def handed_to(model: nn.Module) -> nn.Module | None:
+    """The only module inside one that takes whatever it is given, has no weights of its own, and so hands its arguments on."""
+    parameters, inside = inspect.signature(model.forward).parameters.values(), list(model.children())
+    takes_anything = len(parameters) == 2 and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+    return inside[0] if takes_anything and len(inside) == 1 and not (model._parameters or model._buffers) else None
 
 
 def device_of(model: nn.Module) -> torch.device:

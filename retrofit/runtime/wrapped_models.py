@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.example_inputs import handed_to, named_inputs
 from retrofit.runtime.state_preservation import preserve_state
 
 
@@ -21,7 +21,7 @@ def transformer_inside(model: nn.Module, example_inputs: Any = None) -> nn.Modul
     if "retrofit_examples" in model.__dict__:
         return model
     inside = transformers_models(model)
-    if len(inside) != 1 or inside[0] is model or takes(model, example_inputs):
+    if len(inside) != 1 or inside[0] is model or (handed_to(model) is None and takes(model, example_inputs)):
         return model
     return inside[0]
 

@@ -394,6 +394,14 @@ def test_dense_parameters_are_traced_by_name_and_content(scale: float) -> None:
     assert fates["2.weight"].kind == "dropped"
 
 
+def test_a_table_that_was_widened_by_less_than_its_width_is_found() -> None:
+    model, dense = gpt2(), gpt2()
+    retrofit.apply(model, "altup(k=2, extra=8)", verify=False)
+    assert model.transformer.wte.weight.shape[1] % dense.transformer.wte.weight.shape[1] == 8
+    found = retrofit.verify(model, dense, checks=["parameters"])["parameters"]
+    assert found.status == "passed" and "2 widened" in found.measured, found
+
+
 @pytest.mark.parametrize(("exact", "why", "ok"), [(True, "merged", False), (False, "merged", True), (False, "", False)])
 def test_what_is_dropped_needs_a_reason_and_an_approximate_rewrite(exact: bool, why: str, ok: bool) -> None:
     model = Plain()

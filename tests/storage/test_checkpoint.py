@@ -468,7 +468,7 @@ def test_what_is_missing_or_of_another_kind(tmp_path):
     refused(tmp_path / "nothing.pt", "does not exist")
     for name in ("model.npz", "model.h5", "model.safetensors"):
         (tmp_path / name).write_bytes(b"x")
-        refused(tmp_path / name, f"does not read {Path(name).suffix}")
+        refused(tmp_path / name, f"a {Path(name).suffix} file alone is no model")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "no config.json")
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
