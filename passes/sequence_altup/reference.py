@@ -132,24 +132,28 @@ def layer_input(call: SiteCall, x: Tensor, anchors: list[list[int]], row: int, c
 def strided_arguments(call: SiteCall, columns: list[int], x: Tensor) -> Mapping[Any, Any]:
     """Every other argument as it was, or cut down to the anchors along each dimension that is as long as the sequence.
 
-    One row for the whole batch may have become a row for each sequence.
+    One row for the whole batch may have become a row for each sequence; the width of (batch, tokens, width) may be that number too.
     """
     rows, tokens = x.shape[:2]
 
-    def cut(value: Any, expands: bool = False) -> Any:
+    def cut(value: Any, expands: bool = False, has_width: bool = False) -> Any:
         if isinstance(value, Tensor):
             if expands and value.dim() and value.shape[0] == 1:
                 value = value.expand(rows, *value.shape[1:])
             for dim, size in enumerate(value.shape):
-                if size == tokens:
+                is_width = has_width and value.dim() == 3 and dim == 2 and value.is_floating_point()
+                if size == tokens and not is_width:
                     value = value.index_select(dim, torch.tensor(columns, device=value.device))
             return value
         if isinstance(value, (tuple, list)):
-            return [cut(one, expands) for one in value]
-        return {key: cut(one, expands) for key, one in value.items()} if isinstance(value, dict) else value
+            return [cut(one, expands, has_width) for one in value]
+        return {key: cut(one, expands, has_width) for key, one in value.items()} if isinstance(value, dict) else value
 
     arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
-    return {key: OneOf((cut(value), cut(value, True), value)) for key, value in arguments.items()}
+    return {
+        key: OneOf((cut(value), cut(value, True), cut(value, False, True), cut(value, True, True), value))
+        for key, value in arguments.items()
+    }
 
 
 def token(
