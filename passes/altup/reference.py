@@ -245,7 +245,7 @@ def table_start(observed: Observed) -> Problems:
         if observed.options.init == "lockstep":
             if any(not torch.equal(part, dense) for part in rest.split(width, dim)):
                 yield name, "its new columns do not begin as copies of the dense ones"
-        elif not float(dense.std()):  # of a table whose entries are all alike so is the noise
+        elif not float(dense.std()):  # a table of equal entries has noise without spread
             continue
         elif any(torch.equal(part, dense) for part in rest.split(width, dim)):
             yield name, "its new columns begin as copies of the dense ones, and not as noise"

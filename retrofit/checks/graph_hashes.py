@@ -4,8 +4,8 @@ A module is whole where all of its parameters are kept, or moved together. Of ea
 graph: what is computed from what, by which operation, with which real constants. Sizes are left out, for a layer may run on fewer
 tokens, and so is how often a module is called, for it may be run block by block. So is what changes no value, only how it lies in
 memory (`contiguous`, or whether a reshape is a view), which the strides of what comes in decide, and to which floating-point type
-values are cast, which the type of what comes in decides. Two calls agree where their graphs
-have one Weisfeiler-Lehman hash: isomorphic graphs do, and others hardly ever.
+values are cast, which the type of what comes in decides. Two calls agree where their graphs have one Weisfeiler-Lehman hash:
+isomorphic graphs do, and others hardly ever.
 """
 
 from __future__ import annotations

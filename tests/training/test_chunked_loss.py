@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.training_runs import MODELS, TEXTS, changed, llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training.test_continued_pretraining import MODELS, TEXTS, changed, llama
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import retrofit

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.sentence_models import WORDS, saved_directory, sentence_model
+from support.training_runs import changed, llama
 from torch import nn
 from torch.nn import functional as F
-from training.test_continued_pretraining import changed, llama
 from transformers import ViTConfig, ViTForImageClassification
 
 import retrofit

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
+from support.training_runs import TEXTS, changed, t5
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training.test_continued_pretraining import TEXTS, changed, t5
 from training.test_recovery import IDS, pair, trained
 
 import retrofit

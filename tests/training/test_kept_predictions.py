@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.training_runs import MODELS, SMALL, TEXTS, Unplugged, bert, changed, llama, same_weights
 from torch import nn
 from torch.nn import functional as F
-from training.test_continued_pretraining import MODELS, SMALL, TEXTS, Unplugged, bert, changed, llama, same_weights
 
 import retrofit
 from retrofit.cli import main

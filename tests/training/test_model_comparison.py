@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.training_runs import TEXTS, bert, llama, t5
 from torch import nn
 from torch.nn import functional as F
-from training.test_continued_pretraining import TEXTS, bert, llama, t5
 from training.test_curves import ink
 
 import retrofit

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import has_offloaded_params
-from training.test_continued_pretraining import SMALL, TEXTS, llama, same_weights
+from support.training_runs import SMALL, TEXTS, llama, same_weights
 from transformers import AutoModelForCausalLM
 
 import retrofit

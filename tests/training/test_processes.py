@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from support.several_processes import run_in_processes
-from training.test_continued_pretraining import SMALL, TEXTS, changed, llama
+from support.training_runs import SMALL, TEXTS, changed, llama
 
 import retrofit
 from retrofit.cli import main

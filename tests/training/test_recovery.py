@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.training_runs import SMALL, TEXTS, Unplugged, bert, changed, llama, same_weights, t5
 from torch import nn
-from training.test_continued_pretraining import SMALL, TEXTS, Unplugged, bert, changed, llama, same_weights, t5
 
 import retrofit
 from retrofit.cli import main

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.several_processes import run_in_processes
-from training.test_continued_pretraining import TEXTS, bert, changed, llama
+from support.training_runs import TEXTS, bert, changed, llama
 
 import retrofit
 from retrofit.errors import TrainingError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.training_runs import TEXTS, Unplugged, changed, same_weights, t5, unplug_at
 from torch import Tensor
-from training.test_continued_pretraining import TEXTS, Unplugged, changed, same_weights, t5, unplug_at
 
 import retrofit
 from retrofit.cli import main
