@@ -16,6 +16,7 @@ from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForwa
 from retrofit.program.capture import capture
 
 SETTLED = "in float64 (limit 1e-09)"
+EQUAL = "left 0.0e+00 in float32, right 0.0e+00 in float32"
 
 
 def loud_t5(seed: int) -> Any:
@@ -37,7 +38,9 @@ def test_a_model_that_rounds_much_is_not_blamed(seed: int) -> None:
     retrofit.apply(model, "sparse-ffn(sparsity=8)", verify=False)
     report = retrofit.verify(model, reference, checks=["causality", "padding", "cache"])
     assert report.ok, str(report)
-    assert SETTLED in report["padding"].measured and SETTLED in report["cache"].measured
+    assert SETTLED in report["cache"].measured
+    # Products of some processors are the same bits whatever stands beside a row.
+    assert SETTLED in report["padding"].measured or report["padding"].measured == EQUAL
 
 
 @pytest.mark.first(1)

@@ -103,10 +103,10 @@ class Cancels(nn.Module):
     def __init__(self, size: float = 1e3) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        large = size * torch.randn(256, 5, generator=generator)
-        self.embedding = nn.Embedding(31, 256)
+        large = size * torch.randn(1000, 5, generator=generator)
+        self.embedding = nn.Embedding(31, 1000)
         self.one = nn.Parameter(large)
-        self.other = nn.Parameter(torch.randn(256, 5, generator=generator) - large)
+        self.other = nn.Parameter(torch.randn(1000, 5, generator=generator) - large)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)

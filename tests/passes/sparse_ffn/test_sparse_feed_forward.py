@@ -25,6 +25,8 @@ from retrofit.passes.sparse_ffn.reference import relaxed
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.passes.sparse_ffn.unit_choice import relaxed_indicator, sampled_indicator, straight_through
 
+COMPARED = 40  # tokens of a row that are held against the formula
+
 
 def sparse_block(ffn: nn.Module, d: int, **options: Any) -> SparseFeedForward:
     """The feed-forward made sparse, its controller drawn at random."""
@@ -120,7 +122,8 @@ def test_both_paths_are_the_formula(
         assert block.prefers_gather(few) == (n >= FEW * k) and not block.prefers_gather(many)
     for x, gradients in itertools.product((few, many), (True, False)):
         with torch.set_grad_enabled(gradients):
-            torch.testing.assert_close(block(x).detach(), oracle(dense, block, x).detach(), atol=2e-5, rtol=2e-4)
+            rows = torch.randperm(x[0].size(0))[:COMPARED]
+            torch.testing.assert_close(block(x)[:, rows].detach(), oracle(dense, block, x[:, rows]).detach(), atol=2e-5, rtol=2e-4)
 
 
 @torch.no_grad()
