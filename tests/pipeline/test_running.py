@@ -8,6 +8,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, XLMConfig, XLMWithLMHeadModel
 
 import retrofit
+from retrofit.checks.reference import Reference
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward
 from retrofit.rewriting import apply_reported, rewrites
 
@@ -19,12 +20,15 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["in one call", "one after the other"])
+@pytest.mark.first(3)
 @pytest.mark.parametrize("later", ["recurrence(rank=2)", "memory", "altup(k=2)"])
+@pytest.mark.parametrize("together", [True, False], ids=["in one call", "one after the other"])
 def test_sites_are_named_as_they_are_once_later_passes_have_wrapped_them(later: str, together: bool) -> None:
     model = llama()
+    reference = Reference.of(model)
     for passes in ((LSH, later),) if together else ((LSH,), (later,)):
-        apply_reported(model, *passes, count_flops=False)  # verified: the check of the graph knows them by these names
+        retrofit.apply(model, *passes, verify=False)
+    assert retrofit.verify(model, reference, checks=["graph", "method"]).ok, "these checks know sites by their names"
     first, _ = rewrites(model) or ()
     alone = llama()
     retrofit.apply(alone, LSH, verify=False)

@@ -237,6 +237,7 @@ def test_an_ffn_with_code_between_its_modules_is_refused_with_that_code() -> Non
     assert "beside=layers" in caught.value.remedy and state(model) == before
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("identity", ["causal/llama", "causal/gpt_neox"])
 def test_layers_on_two_streams_are_refused_with_the_reason(identity: str) -> None:
     """What a table adds to what such a layer returns would be lost: its streams go on by the side of that."""

@@ -306,10 +306,13 @@ def test_a_mask_over_two_stacks_does_not_show_a_layer_its_own_padding() -> None:
 
 def test_tokens_that_a_model_fills_its_window_with_do_not_turn_its_mask_round() -> None:
     entry = zoo.entry("masked/longformer")
-    anatomy = retrofit.inspect(zoo.build(entry))  # 12 tokens, filled up to 16: those are hidden, without any padding in the input
+    model = zoo.build(entry, num_hidden_layers=2, attention_window=[8, 8])
+    anatomy = retrofit.inspect(model)  # 12 tokens, filled up to 16: those are hidden, without any padding in the input
     call = LayerCalls(anatomy).of_layer(anatomy.stacks[0].layers[0])
     assert call.mask is not None and call.mask.true_hides
-    retrofit.apply(anatomy.model, "recurrence(rank=4)")
+    retrofit.apply(model, "recurrence(rank=4)", verify=False)
+    report = retrofit.verify(model, checks=["method", "padding"])
+    assert [check.status for check in report.checks] == ["passed", "passed"], report
 
 
 @pytest.mark.parametrize("mask", MASKS)
