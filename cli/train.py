@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.printable import printable
 from retrofit.cli.processes import is_first
 from retrofit.cli.progress import working
+from retrofit.errors import TrainingError
 from retrofit.training.settings import Settings, flag
 
 EXAMPLES = """\
@@ -85,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = vars(arguments)
     settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings) if field.name in given})
     require_path(arguments.model)
+    if arguments.teacher is None:
+        refuse_what_needs_a_teacher(given)
     output = arguments.output or default_output(arguments.model, ["trained"])
     if is_first():
         from retrofit.training.runs import refuse_to_overwrite
@@ -130,6 +134,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def refuse_what_needs_a_teacher(given: Mapping[str, Any]) -> None:
+    """Raises `TrainingError` where an option is given that says how to learn from the teacher that is not."""
+    for name in ("distil", "temperature", "dial", "align_lr"):
+        if given.get(name):
+            raise TrainingError(
+                f"--{name.replace('_', '-')} {given[name]} needs a teacher",
+                why="without one the model learns from its own loss alone",
+                remedy="name the dense model with --teacher, or leave the option out",
+            )
+
+
 def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     """The dense model to learn from, or the folder of its predictions, None where none is named.
 
@@ -137,7 +152,6 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     """
     if arguments.teacher is None:
         return None
-    from retrofit.errors import TrainingError
     from retrofit.pipeline.tokenization import read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place

@@ -376,6 +376,18 @@ def test_an_interruption_while_sites_are_aligned_says_how_to_go_on(
     assert main([*given, *short, "--resume"]) == 0
 
 
+@pytest.mark.parametrize("option", ["--align-lr 0.1", "--dial own", "--distil 0.5", "--temperature 2"])
+def test_on_the_command_line_what_needs_a_teacher_is_not_ignored_without_one(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    retrofit.save(pair("sparse-ffn(sparsity=8)")[0], tmp_path / "model.pt")
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    given = ["train", str(tmp_path / "model.pt"), "--data", str(tmp_path / "text.txt"), "--steps", "4", *option.split()]
+    assert main(given) == 2
+    assert f"{option.split()[0]} " in (said := capsys.readouterr().err) and "needs a teacher" in said and "--teacher" in said
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["model.pt", "text.txt"]
+
+
 def test_the_command_line_names_the_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, dense = pair("sparse-ffn(sparsity=8)")
     retrofit.save(model, tmp_path / "model.pt")
