@@ -32,7 +32,7 @@ class Rows:
 
 
 def table(rows: Rows) -> str:
-    """A line for each model in each way, then what failed."""
+    """A line for each model in each way, then what failed first in each."""
     lines = [HEAD, ("---", "---", *["---:"] * (len(HEAD) - 2))]
     failures = []
     for model in rows.recipes:
@@ -40,8 +40,8 @@ def table(rows: Rows) -> str:
             found = {what: rows.values.get(f"{model}, {way}: {what}") for what in ("seconds", "loss", "memory")}
             if any(value is not None for value in found.values()):
                 lines.append((model, way, *cells(found, rows.prompt)))
-            texts = {value[FAILED] for value in found.values() if isinstance(value, dict) and FAILED in value}
-            failures += [f"- {model}, {way}: {text}" for text in sorted(texts)]
+            texts = [value[FAILED] for value in found.values() if isinstance(value, dict) and FAILED in value]
+            failures += [f"- {model}, {way}: {text}" for text in texts[:1]]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return "\n\n".join(part for part in (text, "\n".join(failures)) if part)
 
