@@ -42,7 +42,13 @@ def add_parser(subparsers: Subparsers) -> None:
     add_model_arguments(parser)
     parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: next to MODEL)")
     parser.add_argument("--force", action="store_true", help="replace an output that exists")
-    parser.add_argument("--calibrate", metavar="FILE", type=Path, help="text to which starts that are not exact are fitted")
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        type=Path,
+        action="append",
+        help="text to which starts that are not exact are fitted; several times for several files",
+    )
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer for --calibrate lies, if not in MODEL")
     parser.add_argument(
         "--stream", action="store_true", help="with one site in memory at a time: for directories of safetensors larger than memory"
@@ -130,13 +136,14 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
     return 0
 
 
-def require_calibration(file: Path, passes: Recipe) -> None:
-    """Raises `UsageError`, before any work, where the text is not there or no pass reads it."""
+def require_calibration(files: list[Path], passes: Recipe) -> None:
+    """Raises `UsageError`, before any work, where a text is not there or no pass reads it."""
     if not any(one.calibrates for one in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         raise UsageError("--calibrate: none of the passes uses it", why=f"data is used by {fitted}", remedy="leave it out")
-    if not file.exists():
-        raise UsageError(f"--calibrate {file}: there is no such file or directory", remedy="check the path")
+    for file in files:
+        if not file.exists():
+            raise UsageError(f"--calibrate {file}: there is no such file or directory", remedy="check the path")
 
 
 def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.Tensor:
@@ -147,7 +154,7 @@ def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.T
 
     place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
     tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
-    return calibration_windows(model, read_texts([arguments.calibrate]), tokenizer)
+    return calibration_windows(model, read_texts(arguments.calibrate), tokenizer)
 
 
 def summary(applied: Applied, output: Path) -> list[tuple[str, str]]:

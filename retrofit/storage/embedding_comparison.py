@@ -25,9 +25,9 @@ class EmbeddingComparison:
     dense: Tensor  # (texts, width)
 
     @staticmethod
-    def of(path: Path, model: nn.Module, file: Path) -> EmbeddingComparison | None:
+    def of(path: Path, model: nn.Module, files: list[Path]) -> EmbeddingComparison | None:
         """The comparison for the dense `model` from the pipeline at `path`; None where `path` is none, or the text is empty."""
-        texts = spread(read_texts([file]))
+        texts = spread(read_texts(files))
         if not is_pipeline(path) or not texts:
             return None
         pipeline = load_pipeline(path)

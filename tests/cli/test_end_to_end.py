@@ -362,6 +362,11 @@ def test_calibration_text_reaches_the_passes_as_ids(here: Path, monkeypatch: pyt
     assert windows.ndim == 2 and windows.numel() > 300
     a, b = windows[0, :2].tolist()
     assert (b - a, windows[0].tolist()) == (1, [a, b] * (windows.shape[1] // 2))
+    Path("other.txt").write_text("cd" * 200)
+    apply = ["apply", "--pass", "sparse-ffn", "--sparsity", "4", "model.pt"]
+    assert main([*apply, "--calibrate", "text.txt", "--calibrate", "other.txt"]) == 2
+    assert set(given[-1].flatten().tolist()) >= {a, b, a + 2, a + 3}, "both files are read"
+    assert main([*apply, "--calibrate", "text.txt", "--calibrate", "nowhere.txt"]) == 2 and len(given) == 2
 
 
 # What it refuses
