@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 from transformers.utils import is_gguf_available
 
 from retrofit.errors import CheckpointError, RetrofitError, first_line
@@ -20,8 +21,10 @@ from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
 from retrofit.storage.bounded_construction import no_larger_than
 from retrofit.storage.filling import ONLY_DATA, require_all_used, require_match
+from retrofit.storage.gguf_rotary import DIVISORS, stretch_positions
 from retrofit.surgery.transformers_quantization import forget_quantization
 
+DIRECTORY = "give the Hugging Face directory that the file was made from"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # ggml's types that are not packed, by name
 
 
@@ -101,6 +104,7 @@ def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrain
         config = AutoConfig.from_pretrained(path.parent, **place)
     except Exception as error:  # whatever the reader's code raises
         raise unreadable(path, header, error) from error
+    stretch_positions(config, path, header)
     missing: CheckpointError | None = None
     for kind in candidate_classes(config):
         try:
@@ -110,14 +114,28 @@ def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrain
                 )
             require_match(found["missing_keys"], (), found["mismatched_keys"])
             require_all_used(model, found["unexpected_keys"])
+            require_all_read(model, header)
             return model
         except RetrofitError as error:
-            missing = missing or CheckpointError(f"{path}: {error.what}", why=error.why, remedy=AGAIN)
+            missing = missing or CheckpointError(f"{path}: {error.what}", why=error.why, remedy=f"{DIRECTORY}, or {AGAIN}")
         except Exception as error:
             raise unreadable(path, header, error) from error
     if missing is None:
         raise unreadable(path, header, None)
     raise missing
+
+
+def require_all_read(model: PreTrainedModel, header: Header) -> None:
+    """No tensor of the file is left out, else `CheckpointError`: transformers' reader drops those that it has no place for."""
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
+    places = {DIVISORS, *get_gguf_hf_weights_map(model, processor)}
+    dropped = [one.name for one in header.tensors if one.name not in places and one.name.removesuffix(".weight") not in places]
+    if dropped:
+        more = f" and {len(dropped) - 5} more" if dropped[5:] else ""
+        raise CheckpointError(
+            f"transformers {transformers.__version__} does not read all of its tensors",
+            why=f"{type(model).__name__} has no place for {', '.join(dropped[:5])}{more}",
+        )
 
 
 def candidate_classes(config: Any) -> list[Any]:
@@ -138,5 +156,5 @@ def unreadable(path: Path, header: Header, error: Exception | None) -> Checkpoin
     return CheckpointError(
         f"{path}: transformers {transformers.__version__} cannot read a GGUF file of the architecture {header.architecture!r}",
         why="it has no class for it" if error is None else first_line(error),
-        remedy="give the Hugging Face directory that the file was made from",
+        remedy=DIRECTORY,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,60 @@ def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
 
 
 # ── Rewriting ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+LLAMA_3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def divisors_of_llama_3(base: float, head: int) -> list[float]:
+    """What llama.cpp's converter writes to `rope_freqs.weight`, frequency by frequency."""
+    divisors = []
+    for index in range(0, head, 2):
+        wavelength = 2 * math.pi * base ** (index / head)
+        smooth = min(1.0, max(0.0, (8192 / wavelength - 1.0) / 3.0))
+        divisors.append(1 / ((1 - smooth) / 8.0 + smooth))
+    return divisors
+
+
+@pytest.mark.parametrize(
+    ("more", "tensors", "rope"),
+    [
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {}, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scale_linear": 4.0}, {}, {"rope_type": "linear", "factor": 4.0}),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, {}, {}),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 32,
+                "llama.rope.scaling.yarn_beta_fast": 2.0,
+            },
+            {},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 2.0},
+        ),
+        ({}, {"rope_freqs.weight": divisors_of_llama_3(10000.0, 16)}, {"rope_type": "llama3", **LLAMA_3}),
+        ({}, {"rope_freqs.weight": [1.0] * 8}, {}),
+    ],
+)
+def test_rotary_positions_are_stretched_as_the_file_says(
+    more: dict[str, int | float | str], tensors: dict[str, Any], rope: dict[str, Any], dense: Any, tmp_path: Path
+) -> None:
+    config = transformers.LlamaConfig.from_dict({**dense.config.to_dict(), "rope_parameters": {"rope_theta": 10000.0, **rope}})
+    stretched = transformers.LlamaForCausalLM(config).eval()
+    stretched.load_state_dict(dense.state_dict())
+    assert (rope != {}) == bool((logits(stretched) - logits(dense)).abs().max() > 1e-2)
+    model: Any = retrofit.load(write_llama(tmp_path / "model.gguf", dense, vocabulary=False, more=more, tensors=tensors))
+    torch.testing.assert_close(logits(model), logits(stretched), atol=1e-4, rtol=1e-4)
+
+
+def test_what_the_reader_would_leave_out_is_refused(dense: Any, tmp_path: Path) -> None:
+    def said(more: dict[str, int | float | str], tensors: dict[str, Any]) -> str:
+        return refused(write_llama(tmp_path / "model.gguf", dense, vocabulary=False, more=more, tensors=tensors))
+
+    assert "no place for blk.0.attn_q.bias" in said({}, {"blk.0.attn_q.bias": [1.0] * 64})
+    assert "rope.scaling.type = longrope" in said({"llama.rope.scaling.type": "longrope"}, {})
+    assert "rope.scaling.attn_factor = 2.0" in said({"llama.rope.scaling.attn_factor": 2.0}, {})
+    assert "otherwise than Llama 3" in said({}, {"rope_freqs.weight": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]})
 
 
 def test_a_rewritten_file_is_an_ordinary_directory(dense: Any, file: Path, tmp_path: Path) -> None:

@@ -25,7 +25,15 @@ def rotary_order(weight: Any, heads: int) -> Any:
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_llama(path: Path, model: Any, kind: str = "F32", *, vocabulary: bool = True, more: dict[str, int] | None = None) -> Path:
+def write_llama(
+    path: Path,
+    model: Any,
+    kind: str = "F32",
+    *,
+    vocabulary: bool = True,
+    more: dict[str, int | float | str] | None = None,
+    tensors: dict[str, Any] | None = None,
+) -> Path:
     """A `LlamaForCausalLM` is the GGUF file `path`, its matrices of ggml's type `kind`, its norms in float32."""
     import gguf
 
@@ -42,7 +50,10 @@ def write_llama(path: Path, model: Any, kind: str = "F32", *, vocabulary: bool =
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     for key, value in (more or {}).items():
-        writer.add_uint16(key, value)
+        add: Any = {int: writer.add_uint16, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(key, value)
+    for place, values in (tensors or {}).items():
+        writer.add_tensor(place, numpy.asarray(values, dtype="float32"))
     if vocabulary:
         words = tokens()
         writer.add_tokenizer_model("gpt2")
