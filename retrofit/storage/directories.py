@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
 from retrofit.storage.bounded_construction import no_larger_than
 from retrofit.storage.config_file import read_config
-from retrofit.storage.filling import ONLY_DATA, config_class, from_state, require_all_used, require_match
+from retrofit.storage.filling import ONLY_DATA, config_class, from_state, require_all_used, require_match, restore_dtypes
 from retrofit.storage.load_failures import name_file_in_errors
 from retrofit.storage.pipeline_directories import transformer_folder
 from retrofit.storage.weight_files import require_whole_weights
@@ -29,10 +29,32 @@ UNCOUNTED = 100_000  # tensors, of weights that are no safetensors
 
 
 def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, path: Path) -> nn.Module:
-    """The transformers model that config.json describes, with these weights, under its own or its published names."""
+    """The transformers model that config.json describes, with these weights, under its own or its published names.
+
+    Without `dtype` it has that of the weights, whatever the config says of those it was published with.
+    """
     directory = config if config.is_dir() else config.parent
     kind = directory_class(directory)
-    return from_state(kind, config_class(kind).from_pretrained(directory, **ONLY_DATA), state, dtype, path)
+    described = config_class(kind).from_pretrained(directory, **ONLY_DATA)
+    model = from_state(kind, described, state, dtype or usual_dtype(state.values()), path)
+    if dtype is None:
+        own = model.state_dict()
+        restore_dtypes(model, {name: tensor for name, tensor in state.items() if name in own and is_narrower(own[name], tensor)})
+    return model
+
+
+def usual_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
+    """The dtype that most numbers of the weights are in; None where none of them can be computed with."""
+    counts: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
+            counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+    return max(counts, key=counts.__getitem__, default=None)
+
+
+def is_narrower(weight: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Whether the weight cannot hold the numbers that were saved."""
+    return torch.promote_types(weight.dtype, saved.dtype) != weight.dtype
 
 
 def load_directory(path: Path, dtype: torch.dtype | None, device_map: str | None = None) -> nn.Module:

@@ -72,3 +72,22 @@ def test_the_command_line_keeps_the_dtype(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
     wide = retrofit.load(tmp_path / "half.sum.pt", dtype="float32")
     assert {parameter.dtype for parameter in wide.parameters()} == {torch.float32}
+
+
+def test_bare_weights_are_not_rounded_to_the_dtype_in_the_config(tmp_path: Path) -> None:
+    model = llama()
+    model.config.dtype = torch.bfloat16
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "trained.pt")
+    require_same(model, retrofit.load(tmp_path / "trained.pt", config=tmp_path))
+    half = model.half()
+    half.model.norm.float()
+    torch.save(half.state_dict(), tmp_path / "mixed.pt")
+    again: Any = retrofit.load(tmp_path / "mixed.pt", config=tmp_path)
+    assert {name: one.dtype for name, one in again.state_dict().items()} == {
+        name: one.dtype for name, one in half.state_dict().items()
+    }
+    assert [name for name, one in half.state_dict().items() if not torch.equal(one, again.state_dict()[name])] == []
+    wide = retrofit.load(tmp_path / "mixed.pt", config=tmp_path, dtype=torch.float32)
+    assert {parameter.dtype for parameter in wide.parameters()} == {torch.float32}
