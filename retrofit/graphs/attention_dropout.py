@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.errors import CaptureError
-from retrofit.program.aten_ops import op
+from retrofit.program.aten_ops import extent, op
 from retrofit.program.capture import capture
 from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import named_inputs
@@ -23,7 +23,7 @@ def attention_dropouts(model: nn.Module, program: Program) -> dict[fx.Node, floa
     if not fused:
         return {}
     inputs = {name: node.meta["val"] for node, name in program.inputs.items()}
-    plain = {name: torch.empty([int(size) for size in value.shape], dtype=value.dtype) for name, value in inputs.items()}
+    plain = {name: torch.empty([extent(size) for size in value.shape], dtype=value.dtype) for name, value in inputs.items()}
     try:
         named = named_inputs(
             model, {name: value.zero_() if not value.is_floating_point() else value for name, value in plain.items()}

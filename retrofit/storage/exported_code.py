@@ -104,7 +104,7 @@ def refuse_program(value: Any, path: Path, key: str = "") -> None:
     """Every string in the program is a name, an operator or an expression of sizes, as the entry it belongs to takes."""
     if isinstance(value, dict):
         for name, one in value.items():
-            require(NAME.fullmatch(name), name, path)
+            require(is_size(name) if key == "range_constraints" else NAME.fullmatch(name), name, path)
             if name == "metadata":
                 refuse_module_paths(one, path)
             elif name not in TEXTS:

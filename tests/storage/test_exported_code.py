@@ -174,6 +174,28 @@ def test_a_file_as_torch_writes_it_loads(whole, tmp_path):
         assert torch.equal(load(path)(input_ids=ids)["logits"], reference)
 
 
+class Attends(Net):
+    def forward(self, input_ids):
+        hidden = self.embedding(input_ids)
+        return self.head(nn.functional.scaled_dot_product_attention(hidden, hidden, hidden))
+
+
+def test_a_length_that_is_a_multiple_of_a_dynamic_size_loads(tmp_path):
+    sizes = {"input_ids": {0: torch.export.Dim("batch"), 1: 2 * torch.export.Dim("half", min=2, max=16)}}
+    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long)}
+    program = torch.export.export(Attends().eval(), (), inputs, dynamic_shapes=sizes, strict=False)
+    torch.export.save(program, tmp_path / "model.pt2")
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    assert torch.equal(load(tmp_path / "model.pt2")(input_ids=ids), program.module()(input_ids=ids))
+
+
+def test_an_interval_of_what_is_no_size_is_code(whole, tmp_path):
+    interval = {"exec('x')": {"min_val": 0, "max_val": 1}}
+    path = rewritten(whole, tmp_path / "model.pt2", {MODEL: lambda program: program | {"range_constraints": interval}})
+    with pytest.raises(CheckpointError, match="may be code"):
+        load(path)
+
+
 def test_guards_do_not_run(whole, tmp_path):
     guard = f"__import__('os').mkdir('{tmp_path / 'sprung'}')"
     path = rewritten(whole, tmp_path / "model.pt2", {MODEL: lambda program: program | {"guards_code": [guard]}})
