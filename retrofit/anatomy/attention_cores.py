@@ -23,6 +23,7 @@ from retrofit.program.aten_ops import (
     op,
     shape,
 )
+from retrofit.program.cost import indices
 from retrofit.program.dataflow import Dataflow
 
 SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax"))
@@ -46,6 +47,7 @@ class Attention:
     causal_flag: bool
     softmax: fx.Node | None = None  # where it is written out
     further_keys: tuple[fx.Node, ...] = ()  # of further products, where one softmax normalises the scores of several
+    head_axis: int = 1  # of queries with four axes
 
     @property
     def keys(self) -> tuple[fx.Node, ...]:
@@ -55,7 +57,7 @@ class Attention:
     @property
     def heads(self) -> int | None:
         size = shape(self.query)
-        return size[1] if size is not None and len(size) == 4 else None
+        return size[self.head_axis] if size is not None and len(size) == 4 else None
 
 
 def find_attentions(flow: Dataflow) -> list[Attention]:
@@ -85,7 +87,19 @@ def attention_around(softmax: fx.Node, flow: Dataflow) -> Attention | None:
     (query, key), *further = ([part for part in product_operands(one) if part in flow.depends] for one in scores)
     values = [part for part in product_operands(result) if not flow.reaches(softmax, part)]
     keys = tuple(other for _, other in further)
-    return Attention(query, key, values[0], result, tuple(masks), False, softmax, keys) if values else None
+    return Attention(query, key, values[0], result, tuple(masks), False, softmax, keys, head_axis(scores[0])) if values else None
+
+
+def head_axis(scores: fx.Node) -> int:
+    """Which axis of the queries holds the heads: of those that the scores keep the second that keys have too, or the second."""
+    terms, _, kept = str(scores.args[0]).replace(" ", "").partition("->")
+    if op(scores) != "einsum" or not kept:
+        return 1
+    operands = zip(terms.split(","), product_operands(scores), strict=True)
+    query, key = (indices(term, len(shape(operand) or ())) for term, operand in operands)
+    axes = [query.index(one) for one in indices(kept, len(shape(scores) or ())) if one in query]
+    shared = [axis for axis in axes if query[axis] in key]
+    return (shared if len(shared) > 1 else [*axes, 1, 1])[1]
 
 
 def product_operands(node: fx.Node) -> list[fx.Node]:

@@ -83,7 +83,7 @@ def modules_outside(flow: Dataflow, stacks: tuple[Stack, ...], before: bool) -> 
         outer = [call for call in chain if call not in busy]
         if not outer or not outer[-1].path:
             continue
-        if any(flow.reaches(first, node) and flow.reaches(node, last) for first, last in in_code):
+        if any(node is not first and flow.reaches(first, node) and flow.reaches(node, last) for first, last in in_code):
             of_layers.add(outer[-1].path)
         early = any(flow.reaches(node, entry) for entry in entries)
         late = not early and any(flow.reaches(leaf, node) for leaf in layers)

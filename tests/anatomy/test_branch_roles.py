@@ -81,6 +81,25 @@ def written_out(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
     return m.out(joined(scores(m, h).softmax(-1) @ heads(m.v(h))))
 
 
+def in_indices(m: OneBranch, h: Tensor, memory: Tensor, product: str = "bihd,bjhd->bhij", first: bool = False) -> Tensor:
+    """The products named by their indices, heads behind the tokens."""
+    q, k, v = (one(h).unflatten(-1, (HEADS, -1)) for one in (m.q, m.k, m.v))
+    q, k = (one.transpose(0, 1) if first else one for one in (q, k))
+    attended = torch.einsum("bhij,bjhd->bihd", torch.einsum(product, q, k).softmax(-1), v)
+    return m.out(attended.flatten(2))
+
+
+def in_indices_length_first(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
+    return in_indices(m, h, memory, "ibhd,jbhd->bhij", first=True)
+
+
+def in_indices_one_key_head(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
+    """All heads have the keys and values of one."""
+    q, k, v = m.q(h).unflatten(-1, (HEADS, -1)), *(one(h)[..., : WIDTH // HEADS] for one in (m.k, m.v))
+    weights = torch.einsum("bihd,bjd->bhij", q, k).softmax(-1)
+    return m.out(torch.einsum("bhij,bjd->bihd", weights, v).flatten(2))
+
+
 def added_mask(m: OneBranch, h: Tensor, memory: Tensor) -> Tensor:
     mask = torch.full((h.shape[1], h.shape[1]), -math.inf).triu(1)
     return m.out(joined((scores(m, h) + mask).softmax(-1) @ heads(m.v(h))))
@@ -189,6 +208,9 @@ ATTENTIONS = {
     fused_causal: True,
     fused_projections: False,
     written_out: False,
+    in_indices: False,
+    in_indices_length_first: False,
+    in_indices_one_key_head: False,
     added_mask: True,
     masks_of_unlike_shapes: True,
     divided_scores: False,

@@ -305,6 +305,21 @@ def test_the_modules_of_layers_in_code_are_no_tail() -> None:
     assert retrofit.inspect(WrittenOut()).tail == ("c",)
 
 
+class NormedStem(WrittenOut):
+    """A norm makes the stream that its layers in code add to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.a = self.a, torch.nn.LayerNorm(24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.table(x))
+
+
+def test_the_norm_that_a_stream_in_code_begins_with_is_of_the_stem() -> None:
+    assert "a" in retrofit.inspect(NormedStem()).stem
+
+
 class Added(torch.nn.Module):
     """A module that adds a branch to the stream, and computes neither."""
 
