@@ -126,7 +126,7 @@ def apply_reported(
         return how(model, emit=emit)
     except DoesNotFitError as refusal:
         if emit == "graph" or isinstance(model, fx.GraphModule) or refusal.in_any_form:
-            raise
+            raise without_graph_way_out(refusal) from None
         say("trying its graph")
         inside = transformer_inside(model, example_inputs)
         if transformers_bookkeeping.is_transformers(inside):
@@ -135,8 +135,17 @@ def apply_reported(
             raise
         try:
             return how(model, emit="graph", note=f"{BECOMES_GRAPH}: {refusal.why or refusal.what}")
+        except CaptureError as error:
+            why = f"{refusal.why or refusal.what}; and the model has no graph to rewrite: {error.why}"
+            raise DoesNotFitError(refusal.what, why=why, remedy=error.remedy) from None
         except RetrofitError:  # the graph cannot hold it either
-            raise refusal from None
+            raise without_graph_way_out(refusal) from None
+
+
+def without_graph_way_out(refusal: DoesNotFitError) -> DoesNotFitError:
+    """The refusal of a graph, whose way out is not to make it one."""
+    refusal.remedy = "; ".join(way for way in refusal.remedy.split("; ") if "emit='graph'" not in way)
+    return refusal
 
 
 def rewrite_once(

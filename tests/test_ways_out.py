@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 import retrofit
 from retrofit import preview, rewriting
-from retrofit.errors import NO_WAY_OUT, DoesNotFitError, RetrofitError
+from retrofit.errors import NO_WAY_OUT, CaptureError, DoesNotFitError, RetrofitError
 from retrofit.rewriting import BECOMES_GRAPH, GRAPH_WAY_OUT, apply_reported
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.wrappers import Wrapper
@@ -197,6 +197,31 @@ def test_two_stacks_in_one_module_look_up_ids_of_their_own(spec: str, graph: boo
         assert gradient is not None
         read = gradient.abs().sum(-1).nonzero().flatten().tolist()
         assert read == given["input_ids" if "encoder" in name else "decoder_input_ids"].flatten().tolist()
+
+
+class Detecting(Translator):
+    """Leaves it to torch to detect that the mask is causal, which reads its values; `shown` may hide more."""
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor, shown: Tensor | None = None) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(decoder_input_ids.shape[1])
+        mask = mask if shown is None else mask + shown
+        logits: Tensor = self.head(self.decoder(self.embedding(decoder_input_ids), self.embedding(input_ids), tgt_mask=mask))
+        return logits
+
+
+def test_a_decoder_that_detects_its_causal_mask_is_rewritten_on_its_graph() -> None:
+    torch.manual_seed(0)
+    model, given = Detecting().eval(), {"input_ids": torch.arange(5)[None], "decoder_input_ids": torch.arange(7)[None] + 6}
+    applied = apply_reported(model, "sparse-ffn(sparsity=4)", example_inputs=given, count_flops=False)
+    assert (
+        isinstance(applied.model, fx.GraphModule) and applied.report is not None and applied.report["causality"].status == "passed"
+    )
+    with_mask = given | {"shown": torch.zeros(7, 7)}
+    for emit in ("module", "graph"):  # there the values that are read are an input's
+        with pytest.raises(RetrofitError, match="data-dependent") as refused:
+            retrofit.apply(model, "recurrence", example_inputs=with_mask, emit=emit)
+        assert "emit='graph'" not in refused.value.remedy
+    assert isinstance(refused.value, CaptureError)
 
 
 # ── The rule ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,7 +15,7 @@ from retrofit.sdk import (
     collect_near_miss,
 )
 
-NO_FEED_FORWARD = "beside=layers needs no FFN, and emit='graph' makes each a module"
+NO_FEED_FORWARD = "beside=layers needs no FFN; emit='graph' makes each a module"
 
 
 class TablePlaces:

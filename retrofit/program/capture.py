@@ -1,7 +1,7 @@
 """Capture a model as one ATen graph with every module call: `torch.export` under fake tensors.
 
 The trace is functionalized, so that no operation writes in place. Where the export fails, fallbacks are tried: an attention mask of
-ones, and replayed tensor values for code that branches on them.
+ones, and replayed tensor values for code that branches on them. A dynamic program gets only those that are the same for all inputs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from retrofit.program.dynamic_shapes import with_dynamic_shapes
 from retrofit.program.functionalize import functionalize, replace_nondifferentiable_copies
 from retrofit.program.program import Call, Program
 from retrofit.program.reading import read_program
-from retrofit.program.replayed_values import record_tensor_values, replay_tensor_values
+from retrofit.program.replayed_values import Recording, record_constant_values, record_tensor_values, replay_tensor_values
 from retrofit.program.tracing_contexts import compile_on_call, disable_cache, disable_stack_traces, silence_tracer, skip_no_op_casts
 from retrofit.runtime.failing_module import failure_in
 from retrofit.runtime.modes import preserve_modes
 from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.probes import extent_of, resized
+from retrofit.runtime.state_preservation import preserve_state
 
 LIBRARY = torch.library.Library("retrofit", "DEF")
 LIBRARY.define("mark(Tensor x, int call, bool leaves, str key) -> Tensor")
@@ -43,7 +45,8 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
 
     Nothing is computed and no weight is copied, except where the code branches on the values of tensors: there the model is run,
     and the program holds the branches that these inputs take. A `dynamic` program runs on inputs of other sizes too, as far as the
-    model's code does, and on any values. Raises `CaptureError` where the model cannot be traced.
+    model's code does, and on any values: it holds a branch only where inputs of other values and sizes take the same one. Raises
+    `CaptureError` where the model cannot be traced.
     """
     try:
         with preserve_modes(model):
@@ -76,14 +79,44 @@ def export_with_fallbacks(
             return *export(model, inputs | masks, dynamic), False
         except Exception as error:
             why = error
-    if not dynamic and (without_values or isinstance(why, (GuardOnDataDependentSymNode, RuntimeError, TypeError))):
+    if (without_values and not dynamic) or isinstance(why, (GuardOnDataDependentSymNode, RuntimeError, TypeError)):
         with contextlib.suppress(Exception):
             runnable, given = materialize(model, inputs | masks)
-            with torch.no_grad(), silence_tracer(), disable_cache(runnable), record_tensor_values() as recording:
-                runnable(**given)
-            with replay_tensor_values(recording):
-                return *export(runnable, given), bool(recording)
+            with torch.no_grad(), silence_tracer(), disable_cache(runnable):
+                recording = constant_values(runnable, given) if dynamic else values_read(runnable, given)
+            if not dynamic or recording:
+                with replay_tensor_values(recording):
+                    return *export(runnable, given, dynamic), bool(recording)
     raise why
+
+
+def values_read(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
+    """What the code reads out of tensors."""
+    with record_tensor_values() as recording:
+        model(**inputs)
+    return recording
+
+
+def constant_values(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
+    """What the code reads out of tensors, where that is no input's and the same for other sizes; else nothing."""
+    found, training = [], model.training
+    for given in (inputs, *other_sizes(model, inputs)):
+        with preserve_state(model), record_constant_values(given) as recording:
+            model.train(training)(**given)
+        found.append(recording)
+    return found[0] if all(one == found[0] for one in found) else {}
+
+
+def other_sizes(model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Inputs of another batch and length, and of a single token."""
+    batch, length = extent_of(inputs)
+    if length:
+        return [resized(model, inputs, batch + 1, length + 2), resized(model, inputs, batch, 1)]
+    shorter, shortest = (
+        {name: value[:, :size] if isinstance(value, torch.Tensor) and value.dim() == 3 else value for name, value in inputs.items()}
+        for size in (3, 1)
+    )
+    return [resized(model, shorter, batch + 1, 0), resized(model, shortest, batch, 0)]
 
 
 def materialize(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
@@ -117,6 +150,8 @@ def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> t
     # of **kwargs only tensors: torch.export compares the others with what the code may have popped from them
     named = inspect.signature(model.forward).parameters
     inputs = {name: value for name, value in inputs.items() if name in named or isinstance(value, torch.Tensor)}
+    # tensors of their own: where the trace fails, torch leaves its marks of dynamic sizes on them
+    inputs = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     return with_dynamic_shapes(model, inputs, lambda shapes: trace(model, inputs, shapes))
 
 

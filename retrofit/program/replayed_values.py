@@ -2,7 +2,8 @@
 
 A tracer has no values to branch on. So the model is run once, and every value that Python code reads out of a tensor is recorded
 with the line of code that reads it. While the model is traced, each line gets the same values in the same order: the trace holds
-the branches that these inputs take.
+the branches that these inputs take. Where what it reads are no values of the inputs, and the same for other sizes (is this mask a
+causal one?), these are the branches that all inputs take.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from retrofit.program.aten_ops import LIKE
 
 QUERIES = ("__bool__", "__int__", "__float__", "__index__", "__format__", "item", "tolist", "nonzero")
 TORCH = str(Path(torch.__file__).parent)
 TENSOR_TOLIST = Tensor.tolist  # the original, also while queries are intercepted
+UNKNOWN = object()  # recorded of a value that is not to be replayed
 
 Line: TypeAlias = tuple[str, int]  # file and number
 Recording: TypeAlias = dict[tuple[Line, str], deque[Any]]  # results by line and query, in the order of the calls
@@ -30,15 +36,66 @@ Query: TypeAlias = Callable[..., Any]
 @contextlib.contextmanager
 def record_tensor_values() -> Iterator[Recording]:
     """Within this context the result of every query of a tensor's values is recorded."""
+    with recording_queries(lambda tensor: False) as recording:
+        yield recording
+
+
+@contextlib.contextmanager
+def record_constant_values(inputs: Any) -> Iterator[Recording]:
+    """The same, with `UNKNOWN` for values computed from those of the inputs or drawn at random, and for all read after such."""
+    influence = Influence(inputs)
+    with recording_queries(influence.is_read) as recording, influence:
+        yield recording
+
+
+@contextlib.contextmanager
+def recording_queries(is_unknown: Callable[[Tensor], bool]) -> Iterator[Recording]:
     recording: Recording = {}
 
     def record(name: str, original: Query, tensor: Tensor, *more: Any, **how: Any) -> Any:
         result = original(tensor, *more, **how)
-        recording.setdefault((calling_line(), name), deque()).append(without_tensors(result))
+        known = UNKNOWN if is_unknown(tensor) else without_tensors(result)
+        recording.setdefault((calling_line(), name), deque()).append(known)
         return result
 
     with intercept_queries(record):
         yield recording
+
+
+class Influence(TorchDispatchMode):
+    """Within this context it is known in which memory lies what is computed from the values of the sources, or drawn at random."""
+
+    def __init__(self, sources: Any) -> None:
+        super().__init__()
+        self.was_read = False
+        self.kept: dict[int, Tensor] = {}  # by memory, which is kept: another tensor may not come to lie there
+        self.spread(tree_leaves(sources))
+
+    def spread(self, values: Iterable[Any]) -> None:
+        self.kept |= {memory_of(one): one for one in values if isinstance(one, Tensor)}
+
+    def reaches(self, tensor: Tensor) -> bool:
+        return memory_of(tensor) in self.kept
+
+    def is_read(self, tensor: Tensor) -> bool:
+        """Whether Python code, which reads this tensor, has read such values: what it does from then on may depend on them."""
+        self.was_read |= self.reaches(tensor)
+        return self.was_read
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        reached = any(map(self.reaches, given)) and func.overloadpacket.__name__ not in LIKE
+        result = func(*args, **kwargs)
+        if reached or torch.Tag.nondeterministic_seeded in func.tags:
+            self.spread(tree_leaves(result))
+            if func._schema.is_mutable:
+                self.spread(given)
+        return result
+
+
+def memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -49,7 +106,8 @@ def replay_tensor_values(recording: Recording) -> Iterator[None]:
     def replay(name: str, original: Query, tensor: Tensor, *more: Any, **how: Any) -> Any:
         results = left.get((calling_line(), name))
         if is_fake(tensor) and results:
-            return as_returned(results.popleft(), name, tensor)
+            result = results.popleft()
+            return original(tensor, *more, **how) if result is UNKNOWN else as_returned(result, name, tensor)
         if results:  # a tensor outside the trace: its recorded result is skipped
             results.popleft()
         return original(tensor, *more, **how)

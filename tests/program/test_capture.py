@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,6 +131,48 @@ def test_of_a_branch_on_values_the_program_holds_the_one_taken(value: float, tak
     assert program.branches and op(next(iter(program.outputs.values()))) == taken
     assert Tensor.__bool__ is original
     assert not capture(Outer(), inputs()).branches
+
+
+class Masked(nn.Module):
+    """Looks whether its mask hides all later tokens (as torch's decoder does), and whether something else holds."""
+
+    def __init__(self, holds: Callable[[Tensor], Any] = lambda x: True) -> None:
+        super().__init__()
+        self.holds = holds
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[1], x.shape[1]).tril()
+        if self.holds(x) and bool((mask == torch.ones_like(mask).tril()).all()):
+            return x.cumsum(1)
+        return mask @ x
+
+
+def test_a_branch_that_all_inputs_take_is_in_a_dynamic_program() -> None:
+    """Also where the values come in a tensor of the inputs' shape."""
+    for holds in (lambda x: True, lambda x: bool((torch.zeros_like(x) == 0).all())):
+        given = {"x": torch.randn(2, 5, 3)}
+        program = capture(Masked(holds), given, dynamic=True)
+        result = next(iter(program.outputs.values()))
+        assert program.branches and op(result) == "cumsum"
+        assert isinstance(result.meta["val"].shape[1], torch.SymInt)
+        assert not vars(given["x"]), "torch leaves marks where a trace fails"
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [
+        lambda x: bool((x < 1e9).all()),  # values of the input
+        lambda x: bool((torch.ones(len(x)) * x.new_zeros(1).copy_(x[0, 0, :1]) < 1e9).all()),  # written into another tensor
+        lambda x: int(torch.ones(x.shape[1]).sum()) > 3,  # another answer for another size
+        lambda x: bool(torch.rand(()) >= 0.0),  # chance
+        lambda x: x.sum().item() > -1e9,  # what Python code reads once, it knows afterwards
+    ],
+)
+def test_a_branch_that_other_inputs_may_not_take_is_in_none(holds: Callable[[Tensor], Any]) -> None:
+    given = {"x": torch.randn(2, 5, 3)}
+    with pytest.raises(CaptureError, match="Masked could not be captured"):
+        capture(Masked(holds), given, dynamic=True)
+    assert capture(Masked(holds), given).branches
 
 
 class Failing(nn.Module):
