@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ def match_parameters(dense: Mapping[str, Fingerprint], model: nn.Module) -> dict
             fates[name] = recorded[name]
         elif name in now and tuple(now[name].shape) == one.shape:
             fates[name] = Fate("kept", name)
-        elif wrapped := next((other for other in longer_names(name, now) if tuple(now[other].shape) == one.shape), None):
+        elif wrapped := next((other for other in own_longer_names(name, now, dense) if tuple(now[other].shape) == one.shape), None):
             fates[name] = Fate("moved", wrapped, "its module was wrapped")
         elif part := find_block(name, one, now):
             fates[name] = part
@@ -40,7 +40,13 @@ def match_parameters(dense: Mapping[str, Fingerprint], model: nn.Module) -> dict
     return fates
 
 
-def longer_names(name: str, now: Mapping[str, nn.Parameter]) -> list[str]:
+def own_longer_names(name: str, now: Mapping[str, nn.Parameter], dense: Mapping[str, Fingerprint]) -> list[str]:
+    """The longer names that no other dense parameter has a better claim to: `attention.output` also reads as a longer `output`."""
+    rivals = [other.split(".") for other in longer_names(name, dense) if other != name and dense[other].shape == dense[name].shape]
+    return [other for other in longer_names(name, now) if not any(is_within(rival, other.split(".")) for rival in rivals)]
+
+
+def longer_names(name: str, now: Iterable[str]) -> list[str]:
     """The names that are `name` with more components in between, the shortest first."""
     return sorted((other for other in now if is_within(name.split("."), other.split("."))), key=len)
 

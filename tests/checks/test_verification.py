@@ -394,6 +394,13 @@ def test_dense_parameters_are_traced_by_name_and_content(scale: float) -> None:
     assert fates["2.weight"].kind == "dropped"
 
 
+def test_a_name_that_ends_another_dense_name_is_not_taken_for_it() -> None:
+    model, dense = bert(), bert()  # `attention.output.dense.bias` also reads as a longer `output.dense.bias`, of the same shape
+    retrofit.apply(model, "recurrence", verify=False)
+    found = retrofit.verify(model, dense, checks=["parameters"])["parameters"]
+    assert found.status == "passed", found
+
+
 def test_a_table_that_was_widened_by_less_than_its_width_is_found() -> None:
     model, dense = gpt2(), gpt2()
     retrofit.apply(model, "altup(k=2, extra=8)", verify=False)
