@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from retrofit.errors import CaptureError
+from retrofit.runtime.skeletons import without_weights
 
 BATCH, LENGTH, TARGET_LENGTH = 2, 11, 7  # primes, so that no extent is mistaken for another
 
@@ -68,13 +69,31 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
 
 
 def pixel_values(model: nn.Module, batch: int, seed: int = 0) -> torch.Tensor:
-    """A batch of images of the size that the config names: (batch, channels, height, width)."""
+    """A batch of images, or of films, of the size that the config names: (batch, [frames,] channels, height, width)."""
     config = getattr(model, "config", None)
-    vision = getattr(config, "vision_config", None) or config
+    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
     extent = getattr(vision, "image_size", None) or 224
     height, width = extent if isinstance(extent, (list, tuple)) else (extent, extent)
+    frames = [getattr(vision, "num_frames", 1)] if "video" in modalities(model) and "image" not in modalities(model) else []
     channels = getattr(vision, "num_channels", 3)
-    return torch.randn(batch, channels, height, width, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(batch, *frames, channels, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def modalities(model: nn.Module) -> tuple[str, ...]:
+    """What a transformers model says it reads: text, image, video, audio, time; nothing of another model."""
+    said = getattr(model, "input_modalities", ())
+    return (said,) if isinstance(said, str) else tuple(said)
+
+
+def accepts(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the model's code runs on inputs like these: a copy without weights is run, and nothing is computed."""
+    try:
+        skeleton = without_weights(model).eval()
+        with torch.no_grad():
+            skeleton(**{name: value.to("meta") for name, value in inputs.items()})
+    except Exception:  # whatever the model's own code raises
+        return False
+    return True
 
 
 def example_inputs(
@@ -91,23 +110,34 @@ def example_inputs(
     config = getattr(model, "config", None)
     inputs: dict[str, Any] = {}
     main = getattr(model, "main_input_name", None)
-    if "pixel_values" in parameters and (main == "pixel_values" or "input_ids" not in parameters):
-        inputs["pixel_values"] = pixel_values(model, batch, seed)
-    elif "input_ids" in parameters:
-        inputs["input_ids"] = token_ids(model, batch, length, seed)
-        if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
-            inputs["decoder_input_ids"] = token_ids(model, batch, min(TARGET_LENGTH, length), seed + 1)
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    sees, reads = "pixel_values" in parameters, "input_ids" in parameters
+    if sees or reads:
+        first = "pixel_values" if sees and (main == "pixel_values" or not reads) else "input_ids"
+        makers = {
+            "pixel_values": lambda: pixel_values(model, batch, seed),
+            "input_ids": lambda: token_ids(model, batch, length, seed),
+            "decoder_input_ids": lambda: token_ids(model, batch, min(TARGET_LENGTH, length), seed + 1),
+        }
+
+        def made(*names: str) -> dict[str, torch.Tensor]:
+            return {name: makers[name]() for name in names if name in parameters}
+
+        target = ["decoder_input_ids"] if getattr(config, "is_encoder_decoder", False) else []
+        inputs = made(first, *target, *(name for name in required if name in makers))
+        if sees and reads and not accepts(model, inputs):
+            both = ("input_ids", "pixel_values")
+            inputs = next((more for more in (made(*both), made(*both, "decoder_input_ids")) if accepts(model, more)), inputs)
     else:
-        required = [
-            name
-            for name, parameter in parameters.items()
-            if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-        if len(required) != 1:
+        if len(required) != 1 or {"audio", "time"} & set(modalities(model)):
             raise CaptureError(
                 f"{type(model).__name__}: cannot derive inputs for forward({', '.join(parameters)})",
                 why=f"it needs {len(required)} arguments whose meaning is unknown"
-                if required
+                if len(required) > 1
                 else f"only token ids and pictures are derived, and it takes {main or 'neither'}",
                 remedy="pass example_inputs={'argument': tensor, …}",
             )

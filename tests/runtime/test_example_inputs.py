@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.own_models import Own
 from torch import Tensor, nn
 
@@ -37,6 +39,69 @@ def test_a_model_that_hears_is_asked_for_its_inputs() -> None:
     with pytest.raises(CaptureError) as caught:
         example_inputs(Hearing())
     assert "it takes input_features" in caught.value.why and "example_inputs=" in caught.value.remedy
+
+
+class Listening(nn.Module):
+    """Takes one argument, which is sound."""
+
+    main_input_name, input_modalities = "input_values", "audio"
+
+    def forward(self, input_values: Tensor) -> Tensor:
+        return input_values
+
+
+def test_sound_is_not_taken_for_token_ids() -> None:
+    with pytest.raises(CaptureError) as caught:
+        example_inputs(Listening())
+    assert "it takes input_values" in caught.value.why
+
+
+class Looking(nn.Module):
+    """Needs arguments that its signature calls optional."""
+
+    def __init__(self, *needed: str, main: str = "input_ids") -> None:
+        super().__init__()
+        self.needed, self.main_input_name = needed, main
+        self.config = SimpleNamespace(vocab_size=9, image_size=8)
+
+    def forward(
+        self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None, decoder_input_ids: Tensor | None = None
+    ) -> Tensor:
+        given = {"input_ids": input_ids, "pixel_values": pixel_values, "decoder_input_ids": decoder_input_ids}
+        return torch.stack([given[name].sum() for name in self.needed])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("main", ["input_ids", "pixel_values"])
+def test_token_ids_and_pictures_are_derived_together_only_where_neither_is_enough(main: str) -> None:
+    assert list(example_inputs(Looking(main, main=main))) == [main]
+    assert set(example_inputs(Looking("input_ids", "pixel_values", main=main))) == {"input_ids", "pixel_values"}
+    everything = ("input_ids", "pixel_values", "decoder_input_ids")
+    assert set(example_inputs(Looking(*everything, main=main))) == set(everything)
+
+
+class Demanding(nn.Module):
+    config = SimpleNamespace(vocab_size=9, image_size=8)
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+        return input_ids[input_ids > int(pixel_values.sum())]  # only real values can run this
+
+
+def test_what_the_signature_requires_is_derived() -> None:
+    assert set(example_inputs(Demanding())) == {"input_ids", "pixel_values"}
+
+
+def test_films_have_frames_and_a_decoder_that_reads_pictures_gets_its_token_ids() -> None:
+    sizes: dict[str, Any] = {"image_size": 32, "num_hidden_layers": 1}
+    texts = transformers.BertConfig(vocab_size=9, num_hidden_layers=1)
+    pair = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(transformers.ViTConfig(**sizes), texts)
+    with torch.device("meta"):
+        films = transformers.VideoMAEForVideoClassification(transformers.VideoMAEConfig(num_frames=4, **sizes))
+        captions = transformers.VisionEncoderDecoderModel(pair)
+    assert example_inputs(films)["pixel_values"].shape[1:] == (4, 3, 32, 32)
+    assert {name: value.shape[1:] for name, value in example_inputs(captions).items()} == {
+        "pixel_values": (3, 32, 32),
+        "decoder_input_ids": (7,),
+    }
 
 
 @pytest.mark.parametrize(
