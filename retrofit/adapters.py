@@ -121,6 +121,12 @@ def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
             why=first_line(error),
             remedy=TRAINED_ON,
         ) from error
+    if adapted.active_peft_config.is_prompt_learning:
+        raise CheckpointError(
+            f"the adapter in {folder} cannot be merged",
+            why=f"{adapted.peft_type.value} puts tokens of its own before the model's, and changes no weight",
+            remedy="use it with the model: PeftModel.from_pretrained(model, DIR)",
+        )
     added = {name for name, one in adapted.named_parameters() if id(one) not in base}
     if left := [*found.unexpected_keys, *sorted(added.intersection(found.missing_keys))]:
         raise CheckpointError(

@@ -110,6 +110,15 @@ def test_adapters_that_cannot_be_read_are_refused(
     assert main(["merge", str(tmp_path)]) == 2 and "not at 7" in capsys.readouterr().err
 
 
+def test_a_prompt_is_no_adapter_that_can_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_models.llama()
+    model.save_pretrained(tmp_path / "dense")
+    prompt = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    prompt.save_pretrained(tmp_path / "prompt")
+    assert main(["merge", str(tmp_path / "prompt"), "--base", str(tmp_path / "dense")]) == 2
+    assert "cannot be merged" in (said := capsys.readouterr().err) and "PROMPT_TUNING" in said
+
+
 def test_an_adapter_of_another_model_is_refused_and_not_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """PEFT puts an adapter that has done nothing yet where the model has a module of the name, and warns."""
     tiny_models.llama().save_pretrained(tmp_path / "dense")
