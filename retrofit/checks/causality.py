@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -94,7 +94,8 @@ def judge(now: CausalityMeasurement | None, before: CausalityMeasurement | None,
         return failed(measured, why)
     if not causal:
         return skipped("the dense model is not causal" if before is not None else "it reads both ways, and keeps no cache")
-    return passed(measured)
+    mixed = next((now.leaks[name].mixes for name in causal if now.leaks[name].mixes), "")
+    return passed(measured, f"each row by itself; rows of a batch depend on each other: {mixed}" if mixed else "")
 
 
 def hidden_leak(now: CausalityMeasurement, before: CausalityMeasurement | None, causal: list[str]) -> str:
@@ -150,14 +151,38 @@ def noise_in(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
 
 
 def leak_of(subject: Subject, name: str) -> Leak:
-    arithmetic = subject.arithmetic
-    base, changed, early = with_changed_futures(subject, name)
+    """What moved in a batch; where that may come from other rows, as experts of limited capacity have it, in each row by itself."""
+    logits, futures = subject.arithmetic.logits, with_changed_futures(subject, name)
+    leak = leak_between(subject, name, logits, *futures)
+    if not leak.share or (leak.share >= BIDIRECTIONAL and not leak.mixes):
+        return leak
+    try:
+        alone = leak_between(subject, name, lambda inputs: torch.cat([logits(one) for one in rows_of(inputs, name)]), *futures)
+    except Exception:  # code that takes no single row
+        return leak
+    return dataclasses.replace(alone, mixes=leak.mixes or ("" if alone.share else leak.where))
 
+
+def rows_of(inputs: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The rows of a batch, each as a batch of its own."""
+    batch = len(inputs[name])
+    per_row = {key for key, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim() and len(value) == batch}
+    return [{key: value[row : row + 1] if key in per_row else value for key, value in inputs.items()} for row in range(batch)]
+
+
+def leak_between(
+    subject: Subject,
+    name: str,
+    logits: Callable[[dict[str, Any]], torch.Tensor],
+    base: dict[str, Any],
+    changed: dict[str, Any],
+    early: torch.Tensor,
+) -> Leak:
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
-        before, after = arithmetic.logits(base), arithmetic.logits(changed)
+        before, after = logits(base), logits(changed)
         return torch.where(early[..., None], after, before), before
 
-    moves = arithmetic.compare(ways, same_kernels=True)
+    moves = subject.arithmetic.compare(ways, same_kernels=True)
     if moves.outputs is None or moves.others is None:
         return Leak(moves, 0.0, "")
     distances = (moves.outputs - moves.others).abs().amax(-1).nan_to_num(float("inf")) / scale_of(moves.others)  # (rows, length)

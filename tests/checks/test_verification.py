@@ -207,6 +207,29 @@ def test_what_a_dense_cache_gets_wrong_is_not_held_against_a_rewrite(forgets: bo
     assert report.ok and f"{way}: the dense model does not agree with itself" in report["cache"].why
 
 
+class Rationed(Own):
+    """A causal layer, and one with room for five of those tokens of a batch that want it; `ahead` later ones are heard."""
+
+    def __init__(self, ahead: int = 0) -> None:
+        super().__init__(depth=1)
+        self.ahead, self.wants = ahead, nn.Linear(24, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, block = self.a(x), self.b[0]
+        y = y + block.p(block.m(y).cumsum(1).roll(-self.ahead, 1))
+        wants = (self.wants(y) > 0).flatten()
+        has_room = (wants & (wants.cumsum(0) <= 5)).view(*x.shape, 1)
+        return self.c(y + has_room * block.r(torch.relu(block.q(block.n(y)))))
+
+
+def test_rows_that_take_room_from_each_other_are_causal_each_by_itself() -> None:
+    causality = retrofit.verify(Rationed())["causality"]
+    assert causality.status == "passed" and "rows of a batch depend on each other" in str(causality)
+    assert retrofit.verify(Rationed(ahead=1))["causality"].status == "failed"
+    rewritten = retrofit.apply(Rationed(), "sum")
+    assert retrofit.verify(rewritten, reference=Rationed())["causality"].status == "passed"
+
+
 # ── The report ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
