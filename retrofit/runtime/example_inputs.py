@@ -110,11 +110,7 @@ def example_inputs(
     config = getattr(model, "config", None)
     inputs: dict[str, Any] = {}
     main = getattr(model, "main_input_name", None)
-    required = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is parameter.empty and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+    required = [name for name, one in parameters.items() if one.default is one.empty and is_named(one)]
     sees, reads = "pixel_values" in parameters, "input_ids" in parameters
     if sees or reads:
         first = "pixel_values" if sees and (main == "pixel_values" or not reads) else "input_ids"
@@ -135,14 +131,45 @@ def example_inputs(
     else:
         if len(required) != 1 or {"audio", "time"} & set(modalities(model)):
             raise CaptureError(
-                f"{type(model).__name__}: cannot derive inputs for forward({', '.join(parameters)})",
-                why=f"it needs {len(required)} arguments whose meaning is unknown"
-                if len(required) > 1
-                else f"only token ids and pictures are derived, and it takes {main or 'neither'}",
+                f"{type(model).__name__}: cannot derive inputs for forward({', '.join(map(as_written, parameters.values()))})",
+                why=why_underivable(parameters, required, main),
                 remedy="pass example_inputs={'argument': tensor, …}",
             )
         inputs[required[0]] = token_ids(model, batch, length, seed)
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def as_written(parameter: inspect.Parameter) -> str:
+    """The name of a parameter with its stars."""
+    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    return stars.get(parameter.kind, "") + parameter.name
+
+
+def is_named(parameter: inspect.Parameter) -> bool:
+    return parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+
+
+def why_underivable(parameters: Mapping[str, inspect.Parameter], required: list[str], main: str | None) -> str:
+    """Why no inputs can be derived, from the parameters of the forward, the required ones and the model's main input."""
+    if len(required) > 1:
+        return f"it needs {len(required)} arguments whose meaning is unknown"
+    if not any(map(is_named, parameters.values())):
+        return "it takes any arguments and names none"
+    if main or required:
+        return f"only token ids and pictures are derived, and it takes {main or required[0]}"
+    return "it can do without each of its arguments, and none is called input_ids or pixel_values"
+
+
+def by_name(model: nn.Module, parameters: Mapping[str, inspect.Parameter], values: list[Any]) -> dict[str, Any]:
+    """The values as arguments in the order of the parameters; raises `CaptureError` where there are more than have names."""
+    names = [name for name, parameter in parameters.items() if is_named(parameter)]
+    if len(values) > len(names):
+        raise CaptureError(
+            f"{type(model).__name__}: {len(values)} example inputs are given, and its forward names {len(names) or 'no'} arguments",
+            why=f"forward({', '.join(map(as_written, parameters.values()))})",
+            remedy="pass them by name: example_inputs={'argument': tensor, …}",
+        )
+    return dict(zip(names, values, strict=False))
 
 
 def trainable(value: torch.Tensor) -> torch.Tensor:
@@ -159,7 +186,7 @@ def named_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:
         inputs = dict(given)
     else:
         values = [given] if isinstance(given, torch.Tensor) else list(given)
-        inputs = dict(zip(parameters, values, strict=False))
+        inputs = by_name(model, parameters, values)
     device = device_of(model)
     inputs = {name: trainable(value).to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

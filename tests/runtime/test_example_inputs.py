@@ -112,3 +112,27 @@ def test_what_only_hands_its_arguments_on_takes_those_of_the_model_inside(wrap: 
     assert list(example_inputs(model)) == ["x"]
     assert list(named_inputs(model, torch.ones(2, 3, dtype=torch.long))) == ["x"]
     assert retrofit.inspect(model).width == 24
+
+
+class HandingOnBesideWeights(HandingOn):
+    """Has weights of its own, so that nobody knows what it hands on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.other = nn.Linear(2, 2)
+
+
+def test_arguments_without_names_have_to_be_given_some() -> None:
+    model, ids = HandingOnBesideWeights(Own()), torch.ones(2, 3, dtype=torch.long)
+    with pytest.raises(CaptureError, match=r"forward\(\*args, \*\*kwargs\)") as caught:
+        example_inputs(model)
+    assert caught.value.why == "it takes any arguments and names none"
+    with pytest.raises(CaptureError, match="1 example inputs are given, and its forward names no arguments") as caught:
+        named_inputs(model, ids)
+    assert "by name" in caught.value.remedy
+    assert list(named_inputs(model, {"x": ids})) == ["x"]
+
+
+def test_no_example_input_is_left_out_in_silence() -> None:
+    with pytest.raises(CaptureError, match="2 example inputs are given, and its forward names 1"):
+        named_inputs(Own(), (torch.ones(2, 3), torch.ones(2, 3)))
