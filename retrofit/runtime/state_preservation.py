@@ -15,15 +15,18 @@ from retrofit.runtime.probes import same_bits
 from retrofit.runtime.quiet import quiet
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
+HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in REGISTRIES)
 
 
 @contextlib.contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
     """Within this context `model` is in evaluation mode; afterwards everything about it but its parameters' values is what it was.
 
-    That is: modes, gradients, buffers, plain attributes, settings, the state of the random number generators. Nothing is logged.
+    That is: modes, gradients, buffers, plain attributes, hooks, settings, the state of the random number generators. Nothing is
+    logged.
     """
     attributes = [(vars(module), plain_attributes(module)) for module in model.modules()]
+    hooks = [(table, set(table)) for module in model.modules() for table in map(vars(module).get, HOOKS) if table is not None]
     settings = [(vars(owner), dict(vars(owner))) for owner in settings_of(model)]
     buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     contents = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -39,6 +42,9 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
     finally:
         for table, values in attributes:
             restore(table, values, keep=REGISTRIES)
+        for table, known in hooks:
+            for key in table.keys() - known:  # what the model's own code has hung on itself, and forgotten with its attributes
+                del table[key]
         for table, values in settings:
             restore(table, values)
         for table, values in buffers:

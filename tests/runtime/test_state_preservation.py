@@ -7,8 +7,10 @@ import random
 
 import numpy
 import torch
+from support.tiny_models import llama
 from torch import nn
 
+import retrofit
 from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
 
 
@@ -65,3 +67,23 @@ def test_random_numbers_go_on_where_they_were() -> None:
     with preserve_random_state():
         torch.rand(7), random.random(), numpy.random.rand()
     assert torch.equal(torch.rand(3), expected[0]) and (random.random(), numpy.random.rand()) == expected[1:]
+
+
+def test_hooks_that_a_model_hangs_on_itself_are_gone_with_the_note_that_they_are_there() -> None:
+    """transformers does so at the first call that asks for hidden states: with hooks and no note of them it would do it again."""
+    model, ids = llama(), torch.arange(5)[None]
+    keep = [module.register_forward_hook(lambda *_: None) for module in model.modules()]
+    with preserve_state(model), torch.no_grad():
+        assert len(model(ids, output_hidden_states=True).hidden_states) == model.config.num_hidden_layers + 1
+    assert all(handle.id in module._forward_hooks for handle, module in zip(keep, model.modules(), strict=True))
+    retrofit.apply(model, "sparse-ffn(sparsity=4)", example_inputs={"input_ids": ids, "output_hidden_states": True})
+    with torch.no_grad():
+        assert len(model(ids, output_hidden_states=True).hidden_states) == model.config.num_hidden_layers + 1
+
+
+def test_a_hook_that_takes_itself_off_stays_off() -> None:
+    model = nn.Linear(3, 3)
+    handle = model.register_forward_pre_hook(lambda *_: handle.remove())
+    with preserve_state(model):
+        model(torch.zeros(1, 3))
+    assert not model._forward_pre_hooks
