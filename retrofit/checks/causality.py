@@ -20,9 +20,8 @@ from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.stepping import keeps_cache
 from retrofit.checks.subject import Subject
 from retrofit.runtime.agreement import Comparison
-from retrofit.runtime.example_inputs import special_ids
 from retrofit.runtime.packed_rows import is_packed_tensor
-from retrofit.runtime.probes import is_token_ids, ordinary_ids, resized_like, run, scale_of
+from retrofit.runtime.probes import is_token_ids, ordinary_ids, placeholders, resized_like, run, scale_of
 
 NOISE = 0.1  # in place of what begins at zero
 BIDIRECTIONAL = 0.9  # of the earlier outputs, the share that moves when a model reads both ways
@@ -213,9 +212,9 @@ def with_changed_futures(subject: Subject, name: str) -> tuple[dict[str, Any], d
         base = resized_like(model, inputs, len(places), seed=11)
     ids, length = base[name], base[name].shape[1]
     early = torch.arange(length, device=ids.device) < torch.tensor(places, device=ids.device)[:, None]  # (rows, length)
-    pool = ordinary_ids(inputs[name], special_ids(model)).to(ids)
+    pool = ordinary_ids(model, inputs, name).to(ids)
     others = pool[((pool == ids[..., None]).int().argmax(-1) + 1) % len(pool)]  # for each id the next one
-    return base, {**base, name: torch.where(early, ids, others)}, early
+    return base, {**base, name: torch.where(early | placeholders(base, name), ids, others)}, early
 
 
 def places_to_change(ids: torch.Tensor) -> list[int]:

@@ -17,6 +17,7 @@ from retrofit.runtime.probes import (
     has_two_sides,
     ids_name,
     is_decoder_side,
+    placeholders,
     resized,
     scale_of,
     tolerance_of,
@@ -39,9 +40,11 @@ class Decoded:
 @torch.no_grad()
 def decode(model: nn.Module, inputs: Inputs, beams: int, count: int, use_cache: bool) -> Decoded:
     """A few tokens generated without sampling."""
-    prompt = resized(model, {key: value for key, value in inputs.items() if not is_decoder_side(key)}, 2, PROMPT, seed=19)
     name = ids_name(inputs)
     assert name is not None
+    held = placeholders(inputs, name).nonzero().flatten().tolist()
+    length = max([PROMPT, *(place + 2 for place in held)])
+    prompt = resized(model, {key: value for key, value in inputs.items() if not is_decoder_side(key)}, 2, length, seed=19)
     prompt["attention_mask"] = torch.ones_like(prompt[name], dtype=torch.long)
     config = getattr(model, "generation_config", None)
     for setting in ("pad_token_id", *(["decoder_start_token_id"] if has_two_sides(inputs) else [])):

@@ -15,7 +15,9 @@ from retrofit.runtime.probes import (
     has_two_sides,
     ids_name,
     is_decoder_side,
+    is_numbering,
     is_per_token,
+    placeholders,
     resized_like,
 )
 
@@ -65,7 +67,7 @@ def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> Padded:
     mask = torch.ones_like(long[name], dtype=torch.long)
     mask[0] = 0
     mask[0, kept] = 1
-    long = with_padding(model, long, name, mask, numbered=side == "left")
+    long = with_padding(model, with_room(long, name, mask), name, mask, numbered=side == "left")
     alone = {
         key: value[:1] if isinstance(value, torch.Tensor) and value.shape[:1] == (2,) else value for key, value in long.items()
     }
@@ -73,6 +75,19 @@ def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> Padded:
         if is_per_token(value) and not is_decoder_side(key) and value.shape[1] == width:
             alone[key] = value[:, kept]
     return Padded(alone, long, slice(None) if has_two_sides(inputs) else kept)
+
+
+def with_room(batch: Inputs, name: str, mask: torch.Tensor) -> Inputs:
+    """The batch, its tokens turned until none that stands for another input is padding by the mask, if they can be."""
+    padding = (mask == 0).any(0)
+    turns = (turned(batch, places) for places in (0, PADS, -PADS))
+    return next((one for one in turns if not bool((placeholders(one, name) & padding).any())), batch)
+
+
+def turned(inputs: Inputs, places: int) -> dict[str, Any]:
+    """The inputs with their tokens that many places on, the last ones first."""
+    moved = {key for key, value in inputs.items() if is_per_token(value) and not is_numbering(value)}
+    return {key: value.roll(places, 1) if key in moved else value for key, value in inputs.items()}
 
 
 def share_padding(model: nn.Module, inputs: Inputs, alone: Inputs, side: str) -> Padded | None:
@@ -103,7 +118,7 @@ def share_padding(model: nn.Module, inputs: Inputs, alone: Inputs, side: str) ->
     return Padded(dict(alone), with_padding(model, batch, name, mask, numbered=True), kept, row, (0, 2))
 
 
-def with_padding(model: nn.Module, batch: dict[str, Any], name: str, mask: torch.Tensor, numbered: bool) -> dict[str, Any]:
+def with_padding(model: nn.Module, batch: Inputs, name: str, mask: torch.Tensor, numbered: bool) -> dict[str, Any]:
     """The batch with that mask and padding where it is zero.
 
     If `numbered`, also with the positions that `generate` derives from the mask, where the model takes positions.
@@ -124,4 +139,4 @@ def pad_both_sides(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     mask[1, 1 - PADS :] = 0
     mask[2, :1] = 0
     mask[2, -PADS:] = 0
-    return with_padding(model, batch, name, mask, numbered=True)
+    return with_padding(model, with_room(batch, name, mask), name, mask, numbered=True)

@@ -19,10 +19,12 @@ from retrofit.runtime.probes import (
     has_two_sides,
     ids_name,
     is_decoder_side,
+    is_floating,
     is_per_token,
     is_token_ids,
     logits_of,
     output_ids_name,
+    placeholders,
     resized_like,
     run,
 )
@@ -176,9 +178,13 @@ def has_rows(value: Any, rows: int) -> bool:
 
 
 def section(inputs: Inputs, name: str, start: int, stop: int) -> dict[str, Any]:
-    """The inputs for tokens `start` to `stop` of the argument `name`; masks reach back to the first token."""
+    """The inputs for tokens `start` to `stop` of the argument `name`; masks reach back to the first token.
+
+    What tokens stand for, images say, goes with the first ones alone: later the cache has it.
+    """
     side, length = is_decoder_side(name), inputs[name].shape[1]
-    chunk = dict(inputs)
+    known = start > 0 and bool(placeholders(inputs, name).any())
+    chunk = {key: value for key, value in inputs.items() if not (known and is_floating(value))}
     for key, value in inputs.items():
         if is_per_token(value) and is_decoder_side(key) == side and value.shape[1] == length:
             chunk[key] = value[:, :stop] if key.endswith("attention_mask") else value[:, start:stop]

@@ -31,6 +31,10 @@ def is_token_ids(value: Any) -> bool:
     return value.unique().numel() > 1 and not is_numbering(value)
 
 
+def is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 def is_numbering(value: torch.Tensor) -> bool:
     return value.shape[1] > 1 and bool((value == torch.arange(value.shape[1], device=value.device)).all())
 
@@ -42,16 +46,21 @@ def extent_of(inputs: Inputs) -> tuple[int, int]:
 
 
 def resized(model: nn.Module, inputs: Inputs, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
-    """Fresh inputs of the same kinds for a batch and length: new token ids, masks and numberings continued, the rest redrawn."""
+    """Fresh inputs of the same kinds for a batch and length: new token ids, masks and numberings continued, the rest redrawn.
+
+    Tokens that stand for another input stay where they are, if the length leaves room for all of them.
+    """
     old_batch, old_length = extent_of(inputs)
     generator = torch.Generator().manual_seed(seed)
-    special = special_ids(model)
     fresh: dict[str, Any] = {}
     for name, value in inputs.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] != old_batch:
             fresh[name] = value
         elif is_per_token(value) and old_length:
-            fresh[name] = resized_tokens(value, batch, max(1, value.shape[1] + length - old_length), special, generator)
+            held, pool = placeholders(inputs, name).nonzero().flatten(), ordinary_ids(model, inputs, name)
+            fresh[name] = resized_tokens(value, batch, max(1, value.shape[1] + length - old_length), pool, generator)
+            if len(held) and held.max() < fresh[name].shape[1]:
+                fresh[name][:, held] = value[0, held]
         else:
             fresh[name] = redrawn(value, batch, length if old_length and value.shape[1:2] == (old_length,) else None, generator)
     return fresh
@@ -62,14 +71,28 @@ def resized_like(model: nn.Module, inputs: Inputs, batch: int, seed: int) -> dic
     return resized(model, inputs, batch, extent_of(inputs)[1], seed)
 
 
-def resized_tokens(value: torch.Tensor, batch: int, length: int, special: set[int], generator: torch.Generator) -> torch.Tensor:
+def resized_tokens(value: torch.Tensor, batch: int, length: int, pool: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if is_token_ids(value):
-        pool = ordinary_ids(value, special)
         return pool[drawn(len(pool), batch, length, generator)].to(value)
     if is_numbering(value):
         return torch.arange(length).to(value).expand(batch, length).contiguous()
     rows, columns = torch.arange(batch) % value.shape[0], torch.arange(length) % value.shape[1]
     return value[rows.to(value.device)][:, columns.to(value.device)]
+
+
+def placeholders(inputs: Inputs, name: str) -> torch.Tensor:
+    """At which positions tokens stand for parts of another input, an image's patches say: (length,).
+
+    There every row has the same id in a run, and floating-point numbers are among the inputs; never at all positions.
+    """
+    ids = inputs[name]
+    none = torch.zeros(ids.shape[1], dtype=torch.bool, device=ids.device)
+    if not is_token_ids(ids) or not any(map(is_floating, inputs.values())):
+        return none
+    again = (ids[:, 1:] == ids[:1, :-1]).all(0) & (ids[:, :-1] == ids[:1, :-1]).all(0)  # with the one before
+    none[1:] |= again
+    none[:-1] |= again
+    return none
 
 
 def drawn(count: int, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -79,9 +102,11 @@ def drawn(count: int, batch: int, length: int, generator: torch.Generator) -> to
     return torch.rand(batch, count, generator=generator).argsort(-1)[:, :length]
 
 
-def ordinary_ids(value: torch.Tensor, special: set[int]) -> torch.Tensor:
-    """The ids between the least and the greatest of `value`, special ones left out."""
-    low, high = int(value.min()), int(value.max())
+def ordinary_ids(model: nn.Module, inputs: Inputs, name: str) -> torch.Tensor:
+    """The ids between the least and the greatest of an input, without special ones and those that stand for another input."""
+    ids = inputs[name]
+    special = special_ids(model).union(ids[:, placeholders(inputs, name)].flatten().tolist())
+    low, high = int(ids.min()), int(ids.max())
     return torch.tensor([token for token in range(low, min(high, low + 4096) + 1) if token not in special] or [low, high])
 
 
