@@ -9,6 +9,7 @@ import pytest
 import torch
 from graph_assessment import PASSES
 from support import other_zoos, zoo
+from support.image_models import images_among_tokens, llava
 from torch import Tensor, fx, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -252,6 +253,18 @@ def test_a_transformers_model_stays_one_and_the_refusal_names_the_graph() -> Non
     assert not planned.fits and GRAPH_WAY_OUT in str(planned)
     made = retrofit.apply(model, "sparse-ffn(sparsity=4)", example_inputs=given, emit="graph", verify=False)
     assert isinstance(made, fx.GraphModule)
+
+
+def test_an_encoder_whose_stream_is_read_before_its_end_may_stay_as_it_is() -> None:
+    """Each refusal says what to add, until the model is rewritten."""
+    given, ways = images_among_tokens(), ["embedding=recycled", "stacks=decoder"]
+    for count, way in enumerate(ways):
+        with pytest.raises(DoesNotFitError) as refused:
+            retrofit.apply(llava(), f"altup({', '.join(['k=2', *ways[:count]])})", example_inputs=given, verify=False)
+        assert way in str(refused.value.remedy)
+    model = retrofit.apply(llava(), f"altup({', '.join(['k=2', *ways])})", example_inputs=given, verify=False)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).logits, llava()(**given).logits)
 
 
 def test_a_refusal_that_no_graph_changes_does_not_name_one() -> None:

@@ -86,7 +86,7 @@ class WidthPropagation:
     ) -> None:
         """By each stack's entry node: `homes`, the home block before each layer and after the last, and `wide_ends`, whether the
         stream leaves the stack wide. `look_ups` are those of the token tables that become wide."""
-        self.anatomy, self.flow = anatomy, anatomy.flow
+        self.anatomy, self.flow, self.stacks = anatomy, anatomy.flow, stacks
         self.plan = WideningPlan()
         self.look_ups = look_ups
         self.wide: dict[fx.Node, WideValue] = {}
@@ -119,8 +119,17 @@ class WidthPropagation:
         return DoesNotFitError(
             f"the wide stream cannot pass {call.path or 'the code of the model itself'} (operation {op(node)}, node {node.name})",
             why=why,
-            remedy=remedy or "put it into a module that takes the stream as an argument",
+            remedy=remedy or self.other_kind(node) or "put it into a module that takes the stream as an argument",
         )
+
+    def other_kind(self, node: fx.Node) -> str:
+        """The way out of leaving the stacks before `node` as they are; "" where all are of one kind, or both are before it."""
+        kinds = {stack.entry: stack.kind for stack in self.stacks}
+        starts = [one for one in self.flow.nodes if one.name in kinds and one is not node and self.flow.reaches(one, node)]
+        others = set(kinds.values()) - {kinds[one.name] for one in starts}
+        if not starts or len(others) != 1:
+            return ""
+        return f"leave the {kinds[starts[0].name]} as it is: stacks={others.pop()}"
 
     def run(self) -> WideningPlan:
         """The plan; raises `DoesNotFitError` at the first operation the wide stream cannot pass."""

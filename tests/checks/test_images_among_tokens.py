@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-from typing import Any
-
 import pytest
 import torch
-from support.shrinking import tiny
+from support.image_models import AFTER, BEFORE, IMAGE, PATCHES, images_among_tokens, llava
 from torch import nn
-from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 import retrofit
 from retrofit.checks.padded_inputs import PADS, with_room
 from retrofit.runtime.probes import placeholders, resized
 
-IMAGE, PATCHES = 90, 16  # the id that stands for a patch, and how many an image has
-BEFORE, AFTER = 2, 7  # tokens beside these
-
-
-@functools.cache
-def dense() -> Any:
-    torch.manual_seed(0)
-    few = {"num_hidden_layers": 2}
-    parts = {"text_config": {"model_type": "llama", **few}, "vision_config": {"model_type": "clip_vision_model", **few}}
-    ids = {"pad_token_id": 0, "image_token_index": IMAGE, "image_token_id": IMAGE}
-    return LlavaForConditionalGeneration(tiny(LlavaConfig, {"vision_feature_layer": -2, **parts, **ids})).eval()
-
-
-def given() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    before, after = (torch.randint(16, 79, (2, count), generator=generator) for count in (BEFORE, AFTER))
-    ids = torch.cat([before, torch.full((2, PATCHES), IMAGE), after], 1)
-    return {"input_ids": ids, "pixel_values": torch.randn(2, 3, 64, 64, generator=generator)}
-
 
 def test_every_check_passes() -> None:
-    model = retrofit.apply(copy.deepcopy(dense()), "sparse-ffn(sparsity=4)", example_inputs=given(), verify=False)
-    report = retrofit.verify(model, dense(), given())
+    model = retrofit.apply(llava(), "sparse-ffn(sparsity=4)", example_inputs=images_among_tokens(), verify=False)
+    report = retrofit.verify(model, llava(), images_among_tokens())
     assert {check.name: check.status for check in report.checks} == dict.fromkeys(
         ("graph", "parameters", "function", "method", "causality", "padding", "cache", "gradients", "round trip", "cost"), "passed"
     ), str(report)
@@ -46,15 +22,15 @@ def test_every_check_passes() -> None:
 
 
 def test_a_leak_is_found_though_the_images_stay() -> None:
-    model = copy.deepcopy(dense())
+    model = llava()
     model.model.language_model.layers[1].mlp.register_forward_hook(lambda module, args, output: output + output.flip(1))
-    report = retrofit.verify(model, dense(), given(), checks=["causality"])
+    report = retrofit.verify(model, llava(), images_among_tokens(), checks=["causality"])
     assert [check.name for check in report.failed] == ["causality"], str(report)
 
 
 @pytest.mark.parametrize("length", [22, 25, 31])
 def test_fresh_inputs_have_the_images_at_their_places(length: int) -> None:
-    fresh = resized(dense(), given(), 3, length)
+    fresh = resized(llava(), images_among_tokens(), 3, length)
     held = torch.zeros(length, dtype=torch.bool)
     held[BEFORE : BEFORE + PATCHES] = True
     assert bool((fresh["input_ids"] == IMAGE).eq(held).all()) and len(fresh["pixel_values"]) == 3
@@ -62,27 +38,29 @@ def test_fresh_inputs_have_the_images_at_their_places(length: int) -> None:
 
 
 def test_what_repeats_itself_in_text_alone_is_text() -> None:
-    ids = given()["input_ids"]
+    ids = images_among_tokens()["input_ids"]
     assert not placeholders({"input_ids": ids}, "input_ids").any()
     other = ids.clone()
     other[1] = ids[1].roll(5)
-    assert placeholders({**given(), "input_ids": other}, "input_ids").sum() == PATCHES - 5, "where all rows have them"
+    assert placeholders({**images_among_tokens(), "input_ids": other}, "input_ids").sum() == PATCHES - 5, "where all rows have them"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_leaves_the_images_whole(side: str) -> None:
     mask = torch.ones(2, BEFORE + PATCHES + AFTER, dtype=torch.long)
     mask[0, slice(PADS) if side == "left" else slice(-PADS, None)] = 0
-    batch = with_room(given(), "input_ids", mask)
+    batch = with_room(images_among_tokens(), "input_ids", mask)
     assert not bool((batch["input_ids"][0] == IMAGE)[mask[0] == 0].any())
-    assert sorted(batch["input_ids"][0].tolist()) == sorted(given()["input_ids"][0].tolist())
+    assert sorted(batch["input_ids"][0].tolist()) == sorted(images_among_tokens()["input_ids"][0].tolist())
 
 
 def test_without_room_the_inputs_stay() -> None:
-    ids = torch.cat([given()["input_ids"][:, :1], torch.full((2, PATCHES), IMAGE), given()["input_ids"][:, :1]], 1)
+    ids = torch.cat(
+        [images_among_tokens()["input_ids"][:, :1], torch.full((2, PATCHES), IMAGE), images_among_tokens()["input_ids"][:, :1]], 1
+    )
     mask = torch.ones_like(ids)
     mask[0, :PADS] = 0
-    assert torch.equal(with_room({**given(), "input_ids": ids}, "input_ids", mask)["input_ids"], ids)
+    assert torch.equal(with_room({**images_among_tokens(), "input_ids": ids}, "input_ids", mask)["input_ids"], ids)
 
 
 class Reading(nn.Module):
