@@ -19,15 +19,19 @@ ENGINES = frozenset(("vllm", "sglang"))  # packages with an attention that keeps
 class Bundled:
     """A dense transformers model, named behind this class, with the modules of a table put in place before its weights arrive.
 
-    `path` is where the model is in the one that the table is about: empty, or that of its base.
+    `path` is where the model is in the one that the table is about: empty, or that of its base. A base has the modules that it has
+    in a dense model of the class `whole`, whatever its own class makes besides.
     """
 
     table: Mapping[str, Any] = {}
     path = ""
+    whole: Any = None
 
     def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
         require_own_attention(type(self), config)
         super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
+        if self.path:
+            vars(self).update(vars(self.whole(config).get_submodule(self.path)))
         Placing(self, self.path).place(self.table)  # type: ignore[arg-type]
         self._frozen = [name for name, one in self.named_parameters() if not one.requires_grad]  # type: ignore[attr-defined]
         self._weight_conversions: list[Any] = []  # the file has the model's own names

@@ -124,7 +124,7 @@ def modelling_file(
         *(graph.source(graph_names[graph]) for graph in graphs),
         f"# ─── what stands where {'─' * 100}\n\n{TABLE} = {table_lines}",
         f"# ─── the model's classes {'─' * 98}\n\n\n{config_class}",
-        *(class_text(one, config_name, STATES in closure.collected) for one in classes),
+        *(class_text(one, classes[0].dense, config_name, STATES in closure.collected) for one in classes),
     ]
     return ModellingFile("\n\n\n".join(sections) + "\n", config_name)
 
@@ -162,8 +162,8 @@ def definition_of(value: Any) -> Definition | None:
     return Definition(value.__module__, value.__qualname__)
 
 
-def class_text(one: ModelClass, config_name: str, keeps_states: bool) -> str:
-    where = f'    path = "{one.path}"\n' if one.path else ""
+def class_text(one: ModelClass, whole: type, config_name: str, keeps_states: bool) -> str:
+    where = f'    path = "{one.path}"\n    whole = {whole.__name__}\n' if one.path else ""
     if keeps_states:  # engines with attention of their own ask for it, and `require_own_attention` does
         where += "    _supports_attention_backend = False  # layers need more of earlier tokens than their keys and values\n"
     return (

@@ -219,6 +219,17 @@ def test_the_base_of_a_bundle_is_the_base_of_the_model(first: Path) -> None:
     assert differences(dict(base.state_dict()), dict(whole.model.state_dict())) == []
 
 
+def test_the_base_of_a_bundle_has_no_module_that_the_saved_models_base_lacks(tmp_path: Path) -> None:
+    """BertModel by itself has a pooler, whose width is not the widened stream's; inside BertForMaskedLM it has none."""
+    model = retrofitted(tiny_models.bert, ("altup(k=2)",))
+    retrofit.bundle(model, tmp_path / "bundle")
+    base = transformers.AutoModel.from_pretrained(tmp_path / "bundle", trust_remote_code=True)
+    given = bundle_outputs.inputs(model)
+    with torch.no_grad():
+        assert torch.equal(base(**given)[0], model.eval().bert(**given)[0])
+    assert base.state_dict().keys() == model.bert.state_dict().keys()
+
+
 def test_a_model_without_weights_is_built_from_the_config(first: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(first / "bundle0", trust_remote_code=True)
     model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
