@@ -177,6 +177,8 @@ def run_without_weights(
 
     `computed` has the sizes of what no file holds as it is.
     """
+    if mapped is not None:
+        cast_as_run(model, mapped.model)
     data = None if calibration is None else calibration_from(model, calibration)
     order = ParametersInOrder(model)
     applied = rewrite_once(
@@ -198,6 +200,13 @@ def run_without_weights(
     aside = sum(size for name, size in computed.items() if name not in loaded)
     aside += sum(one.size for one in new if not one.name)
     return Layouts(applied, data, result, new, loaded, aside, sum(computed.values()))
+
+
+def cast_as_run(skeleton: nn.Module, model: nn.Module) -> None:
+    """The weights of the skeleton are of the dtypes that the model has after it ran: some code casts its own (a router)."""
+    with torch.no_grad():
+        for own, other in zip(skeleton.parameters(), model.parameters(), strict=True):
+            own.data = own.data.to(other.dtype)
 
 
 def require_room(output: Path, layouts: Layouts, verify: bool) -> None:

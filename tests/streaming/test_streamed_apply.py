@@ -40,6 +40,14 @@ def mixture(**options: Any) -> Any:
     return tiny_models.built(transformers.MixtralConfig(**sizes, **MIXTURE, **options), transformers.MixtralForCausalLM)
 
 
+def casting_router() -> Any:
+    """A mixture whose forward casts its own router to float32."""
+    sizes = {"num_layers": 2, "num_decoder_layers": 2, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2, "num_experts": 2}
+    given = {"vocab_size": tiny_models.VOCABULARY, "decoder_start_token_id": 0, "pad_token_id": 0, **sizes}
+    config = transformers.SwitchTransformersConfig(num_sparse_encoder_layers=1, num_sparse_decoder_layers=0, **given)
+    return tiny_models.built(config, transformers.SwitchTransformersForConditionalGeneration)
+
+
 @pytest.fixture(autouse=True)
 def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor of a tiny model counts as a large one."""
@@ -49,13 +57,14 @@ def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories of models: in shards, in one file, in bfloat16, with a tied head, a mixture, an encoder-decoder."""
+    """Directories of models: in shards, in one file, in bfloat16, with a tied head, mixtures, an encoder-decoder."""
     folder = tmp_path_factory.mktemp("models")
     tiny_models.llama(**LLAMA).save_pretrained(folder / "llama", max_shard_size=SHARD)
     tiny_models.llama(**LLAMA).to(torch.bfloat16).save_pretrained(folder / "half")
     tiny_models.gpt2(n_layer=3, n_embd=32, n_head=4).save_pretrained(folder / "gpt2", max_shard_size=SHARD)
     mixture().save_pretrained(folder / "mixture", max_shard_size=SHARD)
     tiny_models.t5(num_layers=2, d_model=32, d_ff=64, feed_forward_proj="gated-gelu").save_pretrained(folder / "t5")
+    casting_router().to(torch.bfloat16).save_pretrained(folder / "casting router")
     (folder / "llama" / "notes.txt").write_text("kept")
     assert len(list((folder / "llama").glob("*.safetensors"))) > 3
     return folder
@@ -96,6 +105,7 @@ EVERY_PASS = [
     ("mixture", "sparse-qkv"),
     ("t5", "merge-cross-attention"),
     ("t5", "altup(k=2)", "sparse-ffn(sparsity=4)"),
+    ("casting router", "altup(k=2)"),
 ]
 
 
