@@ -82,6 +82,7 @@ from retrofit.program.aten_ops import POINTWISE as POINTWISE
 from retrofit.program.aten_ops import SCAN as SCAN
 from retrofit.program.aten_ops import SELECTION as SELECTION
 from retrofit.program.aten_ops import carried_operands as carried_operands
+from retrofit.program.aten_ops import is_all_zeros as is_all_zeros
 from retrofit.program.aten_ops import is_float as is_float
 from retrofit.program.aten_ops import is_heavy as is_heavy
 from retrofit.program.aten_ops import op as op

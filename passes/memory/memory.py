@@ -45,10 +45,12 @@ from retrofit.sdk import (
     Stack,
     WrappedModule,
     collect_near_miss,
+    is_all_zeros,
     option,
     selected_depths,
 )
 
+SAME_ENTRY = "the stream is all zeros there, and every token would look the same entry up"
 ROWS = "memory_rows"  # in a config of transformers: the rows of its tables, by the token table that they were sized for
 
 
@@ -148,6 +150,11 @@ class Memory(Pass[MemoryPlan]):
         places: dict[str, tuple[WrappedModule, ...]] = {layer.name: () for layer in stack.layers if layer.name}
         for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())):
             layer = stack.layers[depth]
+            if self.beside == "layers" and self.lookup != "token-id" and is_all_zeros(anatomy.node(layer.entry)):
+                near_misses.append(
+                    NearMiss(layer.name or layer.exit, SAME_ENTRY, "beside=ffns: an FFN reads more", in_any_form=True)
+                )
+                continue
             for place in finder.of_layer(layer, stack, self.beside, near_misses):
                 if place not in places[layer.name]:  # once for a layer that several depths share
                     places[layer.name] += (place,)

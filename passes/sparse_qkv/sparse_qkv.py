@@ -45,6 +45,7 @@ from retrofit.sdk import (
     Stack,
     collect_near_miss,
     find_attention_sites,
+    is_all_zeros,
     option,
     record_calls,
     refuse_state_inputs,
@@ -106,6 +107,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         attentions: list[AttentionPlan] = []
         for site in sites:
             with collect_near_miss(site.name, near_misses):
+                self.check_streams(site, anatomy)
                 attentions.append(self.plan_attention(site))
         if attentions and self.kernel > 1:
             refuse_state_inputs(anatomy.program, self.name)
@@ -170,6 +172,13 @@ class SparseQKV(Pass[SparseQKVPlan]):
             stride = math.gcd(*(strides[letter] for one in group for letter in one.letters))  # no module in between would be read
             separate |= {one.matrix.module: shape_of(one.stream_width, [one], stride) for one in group}
         return AttentionPlan(site, shared, separate, self.output_shape(site, modules))
+
+    def check_streams(self, site: AttentionSite, anatomy: Anatomy) -> None:
+        """Raises `DoesNotFitError` where a projection only has zeros to read, as in the first layer of some decoders."""
+        for one in site.projections:
+            if is_all_zeros(anatomy.node(one.stream)):
+                why = f"{one.matrix.module} reads zeros there, so nothing of its weight can be learnt"
+                raise self.unfit(site, why)
 
     def check_lookback(self, site: AttentionSite) -> None:
         """Raises `DoesNotFitError` where a causal attention would read earlier tokens without a history in the cache."""

@@ -60,7 +60,9 @@ def reads_other_positions(node: fx.Node, positions: set[int], flow: Dataflow) ->
     before = shape(source)
     if size is None or not size or (source is not None and source not in flow.depends):
         return False
-    if name in ("slice", "select", "narrow", "index_select", "flip") and before:
+    if name == "flip" and before:
+        return any(dim % len(before) != len(before) - 1 and before[dim] in positions for dim in node.args[1])  # type: ignore[union-attr,operator,index]
+    if name in ("slice", "select", "narrow", "index_select") and before:
         along = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
         return before != size and along % len(before) != len(before) - 1 and before[along] in positions
     if name in ("pad", "constant_pad_nd"):  # what is put before and left out behind shifts, and keeps the extent

@@ -150,18 +150,18 @@ def mask_value(
         if node.op != "call_function":
             return None
         try:
-            arguments = fx.node.map_arg(
-                (node.args, dict(node.kwargs)), lambda part: values[part] if part in values else zeros_for(part)
-            )
-            args, kwargs = tree_map_only(torch.device, lambda device: torch.device("cpu"), arguments)
-            if op(node).startswith("_assert"):
-                values[node] = None
-                continue
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            values[node] = computed(node, values)
         except Exception:  # operations that do not run outside the graph
             return None
     result = values.get(mask)
     return result if isinstance(result, torch.Tensor) else None
+
+
+def computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """What the operation makes on the CPU of these values, and of zeros where an operand has none; None where it only asserts."""
+    arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda part: values[part] if part in values else zeros_for(part))
+    args, kwargs = tree_map_only(torch.device, lambda device: torch.device("cpu"), arguments)
+    return None if op(node).startswith("_assert") else node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def nodes_above(result: fx.Node, flow: Dataflow, ends_at: Callable[[fx.Node, Dataflow], bool]) -> list[fx.Node]:

@@ -10,6 +10,7 @@ from retrofit.anatomy.attention_cores import Attention
 from retrofit.anatomy.branches import is_in_branch
 from retrofit.anatomy.layer_groups import LayerGroup, layer_groups
 from retrofit.anatomy.mask_values import is_causal
+from retrofit.anatomy.mixer_causality import reads_ahead
 from retrofit.anatomy.parts import NO_STREAM, Branch, Layer, NoStream, Stack
 from retrofit.anatomy.residual_streams import Latest, Residual
 from retrofit.program.aten_ops import NORM, is_heavy, op, shape
@@ -32,8 +33,9 @@ def describe_stack(
     if attending_itself:
         causal = all(is_causal(core, base, flow) for core in attending_itself)
     else:
-        mixing = any(branch.role == "other mixer" for one in used for branch in by_residual[one])
-        causal = mixing and not crossing and flow.program.inputs != {}
+        mixers = [branch for one in used for branch in by_residual[one] if branch.role == "other mixer"]
+        causal = bool(mixers) and not crossing and flow.program.inputs != {}
+        causal = causal and not reads_ahead(flow.node(mixers[0].output), flow.node(mixers[0].source), flow)
     size = shape(chain[-1].add) or (0,)
     return Stack(
         kind="decoder" if causal or crossing else "encoder",

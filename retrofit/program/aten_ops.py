@@ -78,6 +78,13 @@ def is_number(node: fx.Node) -> bool:
     return node.op == "call_function" and not node.all_input_nodes and shape(node) == ()
 
 
+def is_all_zeros(node: fx.Node) -> bool:
+    """Whether the operation creates a tensor of zeros, in whatever layout and type."""
+    while op(node) in LAYOUT | CAST and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return op(node) in ("zeros", "zeros_like", "new_zeros") or (op(node) == "full" and node.args[1] == 0)
+
+
 def shape(node: Any) -> tuple[int, ...] | None:
     """The shape of the node's value, None where it is no tensor.
 

@@ -35,8 +35,14 @@ class Dataflow:
         ] = {}  # bit mask of those with a heavy operation on a path to the node, itself included
         self.depends: set[fx.Node] = set()  # the nodes that depend on the contents of the inputs, not only on their shapes
         self.carried_operands: dict[fx.Node, list[fx.Node]] = {}  # the operands that each node carries
+        self.queries: set[fx.Node] = set()  # where streams begin that are the same for all inputs; they count as inputs
         for node in self.nodes:
             self.visit(node)
+        if found := constant_streams(self):
+            self.queries = found
+            self.depends.clear()
+            for node in self.nodes:
+                self.visit(node)
         self.uses = {node: [user for user in node.users if not is_assertion(user)] for node in self.nodes}
         # the operations on the contents of the inputs, in order
         self.computations = [
@@ -51,7 +57,7 @@ class Dataflow:
             mask |= self.ancestors[part]
             heavy |= self.ancestors[part] if is_heavy(node) else self.heavy_ancestors[part]
         self.ancestors[node], self.heavy_ancestors[node] = mask, heavy
-        if node in self.program.inputs or any(part in self.depends for part in operands):
+        if node in self.program.inputs or node in self.queries or any(part in self.depends for part in operands):
             self.depends.add(node)
         self.carried_operands[node] = carried_operands(node, self.depends)
 
@@ -133,6 +139,37 @@ class Dataflow:
             )
             graph.add_edges_from((part.name, node.name) for part in node.all_input_nodes if part in self.position)
         return graph
+
+
+def constant_streams(flow: Dataflow) -> set[fx.Node]:
+    """Where streams begin that are the same for all inputs until a layer adds what it reads of these: a decoder's queries, say."""
+    found: set[fx.Node] = set()
+    for node in flow.nodes:
+        if op(node) != "add" or node not in flow.depends:
+            continue
+        parts = [part for part in node.args if isinstance(part, fx.Node) and shape(part) == shape(node)]
+        same = [part for part in parts if part not in flow.depends and part.op == "call_function"]
+        if len(parts) == 2 and len(same) == 1:
+            (added,) = (part for part in parts if part is not same[0])
+            stream = constant_chain(same[0], flow)
+            if any(flow.reaches_through_heavy_op(one, added) for one in stream):
+                found.add(stream[-1])
+    return found
+
+
+def constant_chain(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
+    """`node`, which depends on no input, and the stream above it: what it carries, and of a sum the term that the other reads."""
+    chain = [node]
+    computed = {one for one in flow.nodes[: flow.position[node] + 1] if one.op == "call_function"}
+    while True:
+        one = chain[-1]
+        above = [part for part in carried_operands(one, computed) if part in computed]
+        if op(one) == "add":
+            terms = [part for part in one.args if isinstance(part, fx.Node) and part in computed]
+            above = [part for part in terms if any(flow.reaches_through_heavy_op(part, other) for other in terms)] or above
+        if len(above) != 1 or shape(above[0]) != shape(node):
+            return chain
+        chain.append(above[0])
 
 
 def has_parts(node: fx.Node) -> bool:

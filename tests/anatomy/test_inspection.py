@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from support import zoo
-from support.own_models import Block, Own
+from support.own_models import Asking, Block, Own
 from torch import nn
 
 import retrofit
@@ -105,6 +107,54 @@ def test_other_mixers_are_named_so() -> None:
     assert {role for layer in anatomy("causal/mamba").layers for role in roles(layer)} == {"other mixer"}
     hybrid = {tuple(roles(layer)) for layer in anatomy("causal/jamba").layers}
     assert any(kinds[0] == "other mixer" for kinds in hybrid) and any(kinds[0] == "self-attention" for kinds in hybrid)
+
+
+class Mixing(nn.Module):
+    """Layers without attention, which mix tokens by one operation: `mix` of (batch, length, width)."""
+
+    def __init__(self, mix: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.mix, self.a, self.c = mix, nn.Embedding(50, 24), nn.Linear(24, 50)
+        self.b = nn.ModuleList(Block(24) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        for block in self.b:
+            y = y + block.p(self.mix(block.m(y)))
+            y = y + block.r(torch.relu(block.q(block.n(y))))
+        return self.c(y)
+
+
+def before(y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(y, (0, 0, 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("mix", "causal"),
+    [
+        (lambda y: y.cumsum(1), True),
+        (lambda y: before(y)[:, : y.shape[1]] * y, True),
+        (lambda y: torch.fft.irfft(torch.fft.rfft(y, n=64, dim=1) ** 2, n=64, dim=1)[:, : y.shape[1]], True),  # a long convolution
+        (lambda y: y.flip(1).cumsum(1).flip(1), False),
+        (lambda y: torch.fft.fft(y, dim=1).real, False),
+        (lambda y: y + y.roll(-1, 1), False),
+        (lambda y: nn.functional.conv1d(y.mT, torch.ones(24, 1, 3), padding=1, groups=24).mT, False),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_layers_without_attention_are_causal_where_no_token_changes_earlier_ones(mix: Any, causal: bool, device: str) -> None:
+    with torch.device(device):
+        (stack,) = retrofit.inspect(Mixing(mix), {"x": torch.ones(2, 11, dtype=torch.long)}).stacks
+    assert {role for layer in stack.layers for role in roles(layer)} == {"other mixer", "ffn"}
+    assert (stack.causal, stack.kind) == (causal, "decoder" if causal else "encoder")
+
+
+@pytest.mark.parametrize("at_zero", [True, False])
+def test_a_decoder_of_queries_is_whole_from_its_first_layer_on(at_zero: bool) -> None:
+    (stack,) = retrofit.inspect(Asking(at_zero)).stacks
+    assert (stack.kind, stack.causal) == ("decoder", False)
+    assert [roles(layer) for layer in stack.layers] == [["self-attention", "cross-attention", "ffn"]] * 2
+    assert [(layer.name, layer.stream_in, layer.stream_out) for layer in stack.layers] == [("b.0", 0, None), ("b.1", 0, None)]
 
 
 def test_latent_attention_keeps_its_roles() -> None:

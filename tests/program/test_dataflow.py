@@ -84,7 +84,8 @@ def test_dependence_on_the_inputs_is_a_path_from_one(program: Program) -> None:
     flow = Dataflow(program)
     graph = edges(flow, of_values=True)
     (x,) = program.inputs
-    assert flow.depends == networkx.descendants(graph, x) | {x}
+    assert flow.queries.isdisjoint(networkx.descendants(graph, x) | {x, *program.parameters})
+    assert flow.depends == {x, *flow.queries}.union(*(networkx.descendants(graph, one) for one in {x, *flow.queries}))
     assert flow.computations == [node for node in flow.nodes if node in flow.depends and node.op == "call_function"]
 
 

@@ -69,6 +69,46 @@ class MaskedBlock(nn.Module):
         return y + self.f(self.n(y))
 
 
+class Asking(nn.Module):
+    """A decoder of 5 queries, the same for all inputs: its stream starts at zeros and its layers add the queries, or at these."""
+
+    def __init__(self, at_zero: bool, width: int = 24, depth: int = 2, tokens: int = 50) -> None:
+        super().__init__()
+        self.at_zero, self.a, self.places = at_zero, nn.Embedding(tokens, width), nn.Embedding(5, width)
+        self.b, self.c = nn.ModuleList(AskingBlock(width) for _ in range(depth)), nn.Linear(width, tokens)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        known, places = self.a(x), self.places.weight.expand(len(x), -1, -1)
+        y = torch.zeros_like(places) if self.at_zero else places
+        for block in self.b:
+            y = block(y, known, places if self.at_zero else torch.zeros_like(places))
+        return self.c(y)
+
+
+class AskingBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.m, self.n, self.l = (nn.LayerNorm(width) for _ in range(3))
+        self.o, self.p = SelfAndOther(width), SelfAndOther(width)
+        self.f = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+
+    def forward(self, y: torch.Tensor, known: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        y = self.m(y + self.o(y + places, y + places, y))
+        y = self.n(y + self.p(y + places, known, known))
+        return self.l(y + self.f(y))
+
+
+class SelfAndOther(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, asked: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        given = ((self.q, asked), (self.k, keys), (self.v, values))
+        q, k, v = (one(x).unflatten(-1, (4, -1)).transpose(1, 2) for one, x in given)
+        return self.out(((q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class Attention(nn.Module):
     def __init__(self, width: int, masking: Any) -> None:
         super().__init__()

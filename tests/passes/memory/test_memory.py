@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from support import tiny_models, zoo
-from support.own_models import Own
+from support.own_models import Asking, Own
 from support.retrofitted import moved
 from torch import Tensor, nn
 
@@ -599,3 +599,14 @@ def test_a_config_that_takes_no_attributes_stays_as_it_is(config: Any) -> None:
     before = copy.deepcopy(config)
     retrofit.apply(model, Memory())
     assert model.config == before and len([one for one in model.modules() if isinstance(one, MemoryLayer)]) == 3
+
+
+@pytest.mark.parametrize("lookup", ["softmax", "lsh"])
+def test_no_token_is_looked_up_in_a_stream_of_zeros(lookup: str) -> None:
+    model = Asking(at_zero=True)
+    (rewrite,) = apply_reported(model, Memory(lookup=lookup, buckets=6), count_flops=False).rewrites  # verified: all of it learns
+    assert [site.name for site in rewrite.sites] == ["b.1"]
+    assert [(one.name, "all zeros" in one.why) for one in rewrite.skipped] == [("b.0", True)]
+    for at_zero, beside in ((True, "ffns"), (False, "layers")):
+        (planned,) = retrofit.plan_of(Asking(at_zero), Memory(lookup=lookup, beside=beside)).passes
+        assert len(planned.plan.sites) == 2

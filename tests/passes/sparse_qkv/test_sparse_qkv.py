@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import zoo
-from support.own_models import MASKS, Block, Masked, Own
+from support.own_models import MASKS, Asking, Block, Masked, Own
 from support.sparse_attentions import AGAINST_DENSE, DECODERS, FORMS, LONG, built, inputs, original, rewritten, rough
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
@@ -522,3 +522,12 @@ def test_chunks_and_windows_of_the_attention_hold_for_the_convolutions_and_posit
     model = zoo.build(entry)
     report = apply_reported(model, SparseQKV(kernel=2), example_inputs=zoo.inputs(entry, model)).report
     assert report is not None and report["method"].status == "passed" and report["graph"].status == "passed"
+
+
+def test_values_projected_from_zeros_stay_as_they_are() -> None:
+    model = Asking(at_zero=True)
+    (rewrite,) = apply_reported(model, SparseQKV(), count_flops=False).rewrites  # verified: all of it learns
+    assert [site.name for site in rewrite.sites] == ["b.0.p", "b.1.o", "b.1.p"]
+    assert [(one.name, one.why) for one in rewrite.skipped] == [
+        ("b.0.o", "b.0.o.v reads zeros there, so nothing of its weight can be learnt")
+    ]
