@@ -82,7 +82,7 @@ def is_all_zeros(node: fx.Node) -> bool:
     """Whether the operation creates a tensor of zeros, in whatever layout and type."""
     while op(node) in LAYOUT | CAST and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return op(node) in ("zeros", "zeros_like", "new_zeros") or (op(node) == "full" and node.args[1] == 0)
+    return op(node) in ("zeros", "zeros_like", "new_zeros") or (op(node) == "full" and bool(node.args[1] == 0))
 
 
 def shape(node: Any) -> tuple[int, ...] | None:

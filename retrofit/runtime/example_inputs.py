@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from retrofit.errors import CaptureError
 from retrofit.runtime.skeletons import without_weights
 
 BATCH, LENGTH, TARGET_LENGTH = 2, 11, 7  # primes, so that no extent is mistaken for another
+WIDTHS = 6  # of operations that may be the first, whose inputs are tried
 
 
 def forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
@@ -85,10 +87,26 @@ def modalities(model: nn.Module) -> tuple[str, ...]:
     return (said,) if isinstance(said, str) else tuple(said)
 
 
+def sounds(model: nn.Module, batch: int, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+    """What a model that hears may take: waves (batch, samples), or features of them by time, or time by features.
+
+    There are as many features as an operation of the model reads. Convolutions leave a few frames, or as many as a table has rows.
+    """
+    convolutions = [module for module in model.modules() if isinstance(module, (nn.Conv1d, nn.Conv2d))]
+    linear = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
+    features = list(dict.fromkeys([*(module.in_channels for module in convolutions), *linear]))[:WIDTHS]
+    frames = [LENGTH + 2, *(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))]
+    generator = torch.Generator().manual_seed(seed)
+    for length in dict.fromkeys(count * math.prod(module.stride[0] for module in convolutions) for count in frames):
+        for size in ((length,), *((count, length) for count in features), *((length, count) for count in features)):
+            for name in forward_parameters(model).keys() & {"input_features", "input_values"} if features else ():
+                yield {name: torch.randn(batch, *size, generator=generator)}
+
+
 def accepts(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
     """Whether the model's code runs on inputs like these: a copy without weights is run, and nothing is computed."""
     try:
-        skeleton = without_weights(model).eval()
+        skeleton = model if device_of(model).type == "meta" else without_weights(model).eval()
         with torch.no_grad():
             skeleton(**{name: value.to("meta") for name, value in inputs.items()})
     except Exception:  # whatever the model's own code raises
@@ -128,6 +146,8 @@ def example_inputs(
         if sees and reads and not accepts(model, inputs):
             both = ("input_ids", "pixel_values")
             inputs = next((more for more in (made(*both), made(*both, "decoder_input_ids")) if accepts(model, more)), inputs)
+    elif heard := heard_by(model, batch, length, seed):
+        inputs = heard
     else:
         if len(required) != 1 or {"audio", "time"} & set(modalities(model)):
             raise CaptureError(
@@ -139,9 +159,20 @@ def example_inputs(
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
+def heard_by(model: nn.Module, batch: int, length: int, seed: int) -> dict[str, torch.Tensor] | None:
+    """Sound that the model accepts, and its decoder's token ids where it has such; None of a model that hears nothing."""
+    parameters = forward_parameters(model)
+    if not parameters.keys() & {"input_features", "input_values"}:
+        return None
+    reads = "decoder_input_ids" in parameters and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    ids = {"decoder_input_ids": token_ids(model, batch, min(TARGET_LENGTH, length), seed + 1)} if reads else {}
+    skeleton = without_weights(model).eval()
+    return next((sound | ids for sound in sounds(model, batch, seed) if accepts(skeleton, sound | ids)), None)
+
+
 def as_written(parameter: inspect.Parameter) -> str:
     """The name of a parameter with its stars."""
-    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    stars: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
     return stars.get(parameter.kind, "") + parameter.name
 
 
@@ -156,7 +187,7 @@ def why_underivable(parameters: Mapping[str, inspect.Parameter], required: list[
     if not any(map(is_named, parameters.values())):
         return "it takes any arguments and names none"
     if main or required:
-        return f"only token ids and pictures are derived, and it takes {main or required[0]}"
+        return f"only token ids, pictures and sound by trying sizes are derived, and it takes {main or required[0]}"
     return "it can do without each of its arguments, and none is called input_ids or pixel_values"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,69 @@ def test_sound_is_not_taken_for_token_ids() -> None:
     with pytest.raises(CaptureError) as caught:
         example_inputs(Listening())
     assert "it takes input_values" in caught.value.why
+
+
+class Transcribing(nn.Module):
+    """Reads sound in one of three forms; of features by time it hears as many frames as it has places for."""
+
+    main_input_name = "input_features"
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        waves = form == "waves"
+        self.frames = nn.Conv1d(1, 8, 10, 5) if waves else nn.Conv1d(20, 8, 3, 2, padding=1)
+        self.places, self.c = nn.Embedding(19, 8), nn.Linear(8, 5)
+
+    def heard(self, x: Tensor) -> Tensor:
+        y = self.frames({"waves": x[:, None], "by time": x, "time by": x.mT}[self.form]).mT
+        return self.c(y + self.places.weight if self.form == "by time" else y)
+
+
+class TranscribingFeatures(Transcribing):
+    def forward(self, input_features: Tensor | None = None) -> Tensor | None:
+        return None if input_features is None else self.heard(input_features)
+
+
+class TranscribingWaves(Transcribing):
+    def forward(self, input_values: Tensor) -> Tensor:
+        return self.heard(input_values)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (TranscribingWaves("waves"), {"input_values": (2, 65)}),
+        (TranscribingFeatures("by time"), {"input_features": (2, 20, 38)}),
+        (TranscribingFeatures("time by"), {"input_features": (2, 26, 20)}),
+    ],
+)
+def test_sound_is_of_a_size_that_the_model_accepts(model: nn.Module, expected: dict[str, tuple[int, ...]]) -> None:
+    inputs = example_inputs(model)
+    assert {name: tuple(value.shape) for name, value in inputs.items()} == expected
+    assert torch.isfinite(model(**inputs)).all() and all(value.is_floating_point() for value in inputs.values())
+    again = example_inputs(copy.deepcopy(model).to("meta"), device=torch.device("cpu"))
+    assert all(torch.equal(value, again[name]) for name, value in inputs.items())
+
+
+def test_a_decoder_that_hears_gets_its_token_ids() -> None:
+    sizes = {
+        "d_model": 16,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "vocab_size": 60,
+    }
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_source_positions": 30, "num_mel_bins": 20}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "begin_suppress_tokens": None}
+    model = transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(**sizes, **heads, **ids)).eval()
+    inputs = example_inputs(model)
+    assert {name: tuple(value.shape) for name, value in inputs.items()} == {
+        "input_features": (2, 20, 60),
+        "decoder_input_ids": (2, 7),
+    }
+    assert [stack.kind for stack in retrofit.inspect(model).stacks] == ["encoder", "decoder"]
 
 
 class Looking(nn.Module):
