@@ -151,22 +151,46 @@ def noise_in(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
 
 def leak_of(subject: Subject, name: str) -> Leak:
     """What moved in a batch; where that may come from other rows, as experts of limited capacity have it, in each row by itself."""
-    logits, futures = subject.arithmetic.logits, with_changed_futures(subject, name)
-    leak = leak_between(subject, name, logits, *futures)
+    futures = with_changed_futures(subject, name)
+    leak = leak_between(subject, name, by_batches(subject, name, batch_size(subject, name)), *futures)
     if not leak.share or (leak.share >= BIDIRECTIONAL and not leak.mixes):
         return leak
     try:
-        alone = leak_between(subject, name, lambda inputs: torch.cat([logits(one) for one in rows_of(inputs, name)]), *futures)
+        alone = leak_between(subject, name, by_batches(subject, name, 1), *futures)
     except Exception:  # code that takes no single row
         return leak
     return dataclasses.replace(alone, mixes=leak.mixes or ("" if alone.share else leak.where))
 
 
-def rows_of(inputs: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """The rows of a batch, each as a batch of its own."""
+def batch_size(subject: Subject, name: str) -> int:
+    """How many rows the model takes at once, where it runs on batches of one size alone; else 0."""
+    sizes = {len(inputs[name]) for inputs in subject.shapes}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def by_batches(subject: Subject, name: str, size: int) -> Callable[[dict[str, Any]], torch.Tensor]:
+    """The logits of inputs, computed in batches of that size."""
+
+    def logits(inputs: dict[str, Any]) -> torch.Tensor:
+        rows = len(inputs[name])
+        if size in (0, rows):
+            return subject.arithmetic.logits(inputs)
+        return torch.cat([subject.arithmetic.logits(rows_of(inputs, name, one)) for one in batches(rows, size)])[:rows]
+
+    return logits
+
+
+def batches(rows: int, size: int) -> list[list[int]]:
+    """The rows in batches of that size, 0 for all; the last one is filled up with the first rows."""
+    size = size or rows
+    return [[row % rows for row in range(start, start + size)] for start in range(0, rows, size)]
+
+
+def rows_of(inputs: dict[str, Any], name: str, rows: list[int]) -> dict[str, Any]:
+    """Some rows of a batch, as a batch."""
     batch = len(inputs[name])
     per_row = {key for key, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim() and len(value) == batch}
-    return [{key: value[row : row + 1] if key in per_row else value for key, value in inputs.items()} for row in range(batch)]
+    return {key: value[rows] if key in per_row else value for key, value in inputs.items()}
 
 
 def leak_between(
@@ -227,8 +251,13 @@ def locate_leak(subject: Subject, name: str, limit: float) -> Divergence:
     """The first module whose earlier outputs move by more than that when later tokens change."""
     model = subject.model
     base, changed, early = with_changed_futures(subject, name)
-    with record_activations(model) as before:
-        run(model, base)
-    with record_activations(model) as after:
-        run(model, changed)
-    return first_divergence(at_positions(after, early), at_positions(before, early), limit)
+    divergence = Divergence("", "", "")
+    for rows in batches(len(early), batch_size(subject, name)):
+        with record_activations(model) as before:
+            run(model, rows_of(base, name, rows))
+        with record_activations(model) as after:
+            run(model, rows_of(changed, name, rows))
+        divergence = first_divergence(at_positions(after, early[rows]), at_positions(before, early[rows]), limit)
+        if divergence.path:
+            break
+    return divergence

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from retrofit.checks import onnx
 from retrofit.checks.context import Context
@@ -17,13 +17,14 @@ from retrofit.checks.reference import Reference
 from retrofit.checks.registry import CHECKS, ON_REQUEST, watches
 from retrofit.checks.report import CheckResult, Report
 from retrofit.checks.subject import Subject, other_shapes
-from retrofit.errors import RetrofitError
+from retrofit.errors import DoesNotFitError, RetrofitError
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.pipeline.replaying import recipe, rewrites
 from retrofit.program.program import Program
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.probes import run
 from retrofit.runtime.released_memory import release_freed_memory
 from retrofit.runtime.sides_apart import sides_apart
 from retrofit.runtime.state_preservation import preserve_state
@@ -62,7 +63,7 @@ def verify(
     exact = all(one.exact for one in (accounts if accounts is not None else recipe(model) or ()))
     if reference is None:
         inputs = sides_apart(model, named_inputs(model, example_inputs))
-        subject = Subject(model, (inputs, *other_shapes(model, inputs)))
+        subject = Subject(model, (inputs, *(one for one in other_shapes(model, inputs) if admits(model, one))))
         return run_checks(Context(subject, has_reference=False, rewrites=accounts, exact=exact), None, checks)
     context = Context(
         compared_subject(model, reference),
@@ -107,6 +108,20 @@ def check_rewrite(
     known = dict(dense_parameters or {})
     context = Context(subject, True, rewrites, dict(fates), exact, fresh=True, calibration=calibration, dense_parameters=known)
     return run_checks(context, reference, checks)
+
+
+def admits(model: nn.Module, inputs: dict[str, Any]) -> bool:
+    """Whether the model takes inputs of these sizes: False where it is a graph and says that one of them is fixed in it."""
+    if not isinstance(model, fx.GraphModule):
+        return True
+    try:
+        with preserve_state(model):
+            run(model, inputs)
+    except DoesNotFitError:
+        return False
+    except Exception:  # a failure of the checks
+        return True
+    return True
 
 
 def compared_subject(model: nn.Module, reference: Reference, program: Program | None = None) -> Subject:

@@ -35,6 +35,7 @@ from retrofit.checks.reference import Reference
 from retrofit.checks.registry import CHECKS
 from retrofit.checks.verify import check_rewrite
 from retrofit.errors import RetrofitError
+from retrofit.graphs.from_exported import from_exported
 from retrofit.graphs.graph_module import graph_module
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.program.capture import capture
@@ -228,6 +229,38 @@ def test_rows_that_take_room_from_each_other_are_causal_each_by_itself() -> None
     assert retrofit.verify(Rationed(ahead=1))["causality"].status == "failed"
     rewritten = retrofit.apply(Rationed(), "sum")
     assert retrofit.verify(rewritten, reference=Rationed())["causality"].status == "passed"
+
+
+class OfOneBatch(Own):
+    """A model that takes batches of `rows` alone, as programs exported with a static one do; with `ahead` it is not causal."""
+
+    def __init__(self, rows: int, ahead: int = 0) -> None:
+        super().__init__(depth=1)
+        self.rows, self.ahead = rows, ahead
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert len(x) == self.rows
+        y, block = self.a(x), self.b[0]
+        return self.c(y + block.p(block.m(y).cumsum(1).roll(-self.ahead, 1)))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5])
+def test_a_model_of_one_batch_size_is_held_to_causality(rows: int) -> None:
+    ids = torch.arange(4, 4 + 11 * rows).remainder(30).view(rows, 11)
+    model = OfOneBatch(rows)
+    reference = Reference.of(model, ids, checks=["parameters", "causality"])
+    causality = retrofit.verify(model, reference, ids, checks=["causality"])["causality"]
+    assert causality.status == "passed" and "x: 0%" in causality.measured
+    model.ahead = 1
+    causality = retrofit.verify(model, reference, ids, checks=["causality"])["causality"]
+    assert causality.status == "failed" and "b.0.p is the first module" in causality.why
+
+
+def test_a_graph_of_one_batch_size_needs_no_dense_model_to_pass() -> None:
+    ids = torch.arange(4, 26).view(2, 11)
+    exported = torch.export.export(OfOneBatch(2).eval(), (ids,), dynamic_shapes={"x": {1: torch.export.Dim.AUTO}}, strict=False)
+    report = retrofit.verify(from_exported(exported), example_inputs={"x": ids}, checks=["graph", "causality"])
+    assert [check.status for check in report.checks] == ["passed", "passed"], str(report)
 
 
 # ── The report ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
