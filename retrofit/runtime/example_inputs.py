@@ -65,8 +65,8 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
             remedy="pass example_inputs={'argument': tensor, …}",
         )
     special = special_ids(model)
-    ordinary = torch.tensor([token for token in range(min(size, 4096)) if token not in special] or [0])
-    chosen = torch.randint(len(ordinary), (batch, length), generator=torch.Generator().manual_seed(seed))
+    ordinary = torch.tensor([token for token in range(min(size, 4096)) if token not in special] or [0], device="cpu")
+    chosen = torch.randint(len(ordinary), (batch, length), generator=torch.Generator().manual_seed(seed), device="cpu")
     return ordinary[chosen]
 
 
@@ -78,7 +78,7 @@ def pixel_values(model: nn.Module, batch: int, seed: int = 0) -> torch.Tensor:
     height, width = extent if isinstance(extent, (list, tuple)) else (extent, extent)
     frames = [getattr(vision, "num_frames", 1)] if "video" in modalities(model) and "image" not in modalities(model) else []
     channels = getattr(vision, "num_channels", 3)
-    return torch.randn(batch, *frames, channels, height, width, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(batch, *frames, channels, height, width, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def modalities(model: nn.Module) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def sounds(model: nn.Module, batch: int, seed: int = 0) -> Iterator[dict[str, to
     for length in dict.fromkeys(count * math.prod(module.stride[0] for module in convolutions) for count in frames):
         for size in ((length,), *((count, length) for count in features), *((length, count) for count in features)):
             for name in forward_parameters(model).keys() & {"input_features", "input_values"} if features else ():
-                yield {name: torch.randn(batch, *size, generator=generator)}
+                yield {name: torch.randn(batch, *size, generator=generator, device="cpu")}
 
 
 def accepts(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:

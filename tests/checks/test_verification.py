@@ -507,6 +507,29 @@ def test_a_parameter_may_wait_for_others_when_it_says_so_and_then_must_learn(
     assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
 
 
+class Spelling(nn.Module):
+    """A loss over all alignments of the labels with the frames, of which labels that repeat may leave none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Embedding(9, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.c(self.a(x))
+        if labels is None:
+            return {"logits": logits}
+        counted = labels >= 0
+        frames = torch.full((len(x),), x.shape[1])
+        scores = logits.log_softmax(-1).transpose(0, 1)
+        return {"loss": nn.functional.ctc_loss(scores, labels[counted], frames, counted.sum(-1)), "logits": logits}
+
+
+def test_a_loss_over_alignments_is_of_labels_that_have_one() -> None:
+    x = torch.arange(22).view(2, 11) % 9
+    found = collect_gradients(Spelling(), {"x": x}, torch.Size((2, 11, 4)))
+    assert found.own_loss and not found.broken and not found.zero
+
+
 def test_an_exact_rewrite_has_the_loss_of_the_dense_model() -> None:
     model = gpt2()
     reference = Reference.of(model)

@@ -97,7 +97,9 @@ def test_sound_is_of_a_size_that_the_model_accepts(model: nn.Module, expected: d
     assert {name: tuple(value.shape) for name, value in inputs.items()} == expected
     assert torch.isfinite(model(**inputs)).all() and all(value.is_floating_point() for value in inputs.values())
     again = example_inputs(copy.deepcopy(model).to("meta"), device=torch.device("cpu"))
-    assert all(torch.equal(value, again[name]) for name, value in inputs.items())
+    with torch.device("meta"):
+        within = example_inputs(model)
+    assert all(torch.equal(value, again[name]) and torch.equal(value, within[name]) for name, value in inputs.items())
 
 
 def test_a_decoder_that_hears_gets_its_token_ids() -> None:
