@@ -12,7 +12,9 @@ from torch import Tensor, fx, nn
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.inspection import read_anatomy
 from retrofit.errors import NoTransformerError
+from retrofit.graphs.contiguous_parts import make_feed_forwards_contiguous
 from retrofit.graphs.emission_context import EmissionContext
+from retrofit.graphs.equal_steps import merge_equal_steps
 from retrofit.graphs.graph_functions import mask_or_ones
 from retrofit.graphs.module_builder import ModuleBuilder, kept_metadata
 from retrofit.graphs.module_tree import register_tensor
@@ -33,6 +35,10 @@ def emit_graph_module(model: nn.Module, program: Program) -> fx.GraphModule:
     slices = replace_by_parameters(program, weight_slices(model, flow, anatomy))
     if slices:
         sizes |= {part: symbolic_sizes(part) for part in slices}
+        flow, anatomy = Dataflow(program), anatomy_or_none(model, program)
+    if anatomy is not None and merge_equal_steps(program, anatomy):
+        flow, anatomy = Dataflow(program), anatomy_or_none(model, program)
+    if anatomy is not None and make_feed_forwards_contiguous(program, anatomy):
         flow, anatomy = Dataflow(program), anatomy_or_none(model, program)
     whole = Region("", "", 0, len(flow.nodes) - 1) if anatomy is None else regions(anatomy, flow)
     context = EmissionContext(model, program, flow, slices, sizes, 0 if anatomy is None else anatomy.width)

@@ -16,7 +16,7 @@ from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import Attention, find_attentions
 from retrofit.anatomy.feed_forward_parsing import products_of
 from retrofit.anatomy.parts import Branch, Stack
-from retrofit.anatomy.weight_products import nearest_products, weight_product
+from retrofit.anatomy.weight_products import WeightProduct, nearest_products, weight_product
 from retrofit.errors import DoesNotFitError
 from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, NORM, is_heavy, op, shape
 from retrofit.program.dataflow import Dataflow
@@ -216,41 +216,64 @@ def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cor
     region = flow.between(nodes[branch.source], nodes[branch.output])
     inside = set(region)
     if branch.role == "ffn":
-        try:
-            out, into = products_of(branch, region, flow)
-        except DoesNotFitError:
-            return None
-        products = [*into, out]
-        last = out.node
-    else:
-        products = [found for node in region if (found := weight_product(node, flow)) is not None]
-        ends = [one for one in nearest_products([region[-1]], flow) if one.node in inside]
-        if not any(core.result in inside for core in cores) or not products or len(ends) != 1:
-            return None
-        last = ends[0].node
-    call = flow.call_of(last)
-    if branch.role == "ffn" and any(flow.call_of(one.node) is not call for one in products):
-        return spread_region([flow.call_of(one.node) for one in products], inside, flow)
-    first = min(flow.position[one.node] for one in products)
-    own = [node for node in flow.computations if flow.call_of(node) is call]
-    if any(flow.call_of(one.node) is not call for one in products) or set(own) <= inside:
-        return None  # the products have modules of their own, or the branch has
-    following = [user for user in flow.uses[last] if user in inside and is_bias(user, last, flow)]
-    end = flow.position[following[0] if following else last]
-    if branch.role == "ffn" and any(first <= flow.position[node] <= end and node not in inside for node in flow.computations):
+        return feed_forward_region(branch, region, flow)
+    products = [found for node in region if (found := weight_product(node, flow)) is not None]
+    ends = [one for one in nearest_products([region[-1]], flow) if one.node in inside]
+    if not any(core.result in inside for core in cores) or not products or len(ends) != 1:
         return None
-    return Region(CHILD_NAMES[branch.role], call.path, first, end)
+    (last,) = ends
+    if is_in_modules(products, last.node, inside, flow):
+        return None
+    first = min(flow.position[one.node] for one in products)
+    return Region(CHILD_NAMES[branch.role], flow.call_of(last.node).path, first, position_with_bias(last.node, inside, flow))
 
 
-def spread_region(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Region | None:
+def feed_forward_region(branch: Branch, region: list[fx.Node], flow: Dataflow) -> Region | None:
+    """The span of a feed-forward, where no other computation is interleaved with it."""
+    span = feed_forward_span(branch, region, flow)
+    inside = set(region)
+    if span is None or any(span.first <= flow.position[node] <= span.last and node not in inside for node in flow.computations):
+        return None
+    return span
+
+
+def feed_forward_span(branch: Branch, region: list[fx.Node], flow: Dataflow) -> Region | None:
+    """From the first product of a feed-forward to its last, whatever else lies between; None where it is a module already."""
+    try:
+        out, into = products_of(branch, region, flow)
+    except DoesNotFitError:
+        return None
+    inside = set(region)
+    if any(flow.call_of(one.node) is not flow.call_of(out.node) for one in into):
+        return spread_span([flow.call_of(one.node) for one in (*into, out)], inside, flow)
+    if is_in_modules([*into, out], out.node, inside, flow):
+        return None
+    first = min(flow.position[one.node] for one in (*into, out))
+    return Region(CHILD_NAMES["ffn"], flow.call_of(out.node).path, first, position_with_bias(out.node, inside, flow))
+
+
+def is_in_modules(products: list[WeightProduct], last: fx.Node, inside: set[fx.Node], flow: Dataflow) -> bool:
+    """Whether the products have modules of their own, or the branch has."""
+    call = flow.call_of(last)
+    own = [node for node in flow.computations if flow.call_of(node) is call]
+    return any(flow.call_of(one.node) is not call for one in products) or set(own) <= inside
+
+
+def position_with_bias(last: fx.Node, inside: set[fx.Node], flow: Dataflow) -> int:
+    """The position of the product `last`, or of the bias that is added to it."""
+    following = [user for user in flow.uses[last] if user in inside and is_bias(user, last, flow)]
+    return flow.position[following[0] if following else last]
+
+
+def spread_span(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Region | None:
     """A feed-forward whose matrices are modules, where code of the module around them computes what lies between them."""
     around = next(call for call in calls[0].chain if all(call.encloses(one) for one in calls))
     places = [flow.position[node] for node in flow.computations if any(call.encloses(flow.call_of(node)) for call in calls)]
     first, last = min(places), max(places)
-    within = [node for node in flow.computations if first <= flow.position[node] <= last]
+    within = [node for node in flow.computations if first <= flow.position[node] <= last and node in inside]
     code = [node for node in within if flow.call_of(node) is around and op(node) not in LAYOUT | CAST | DROPOUT]
     whole = all(node in inside for node in flow.computations if around.encloses(flow.call_of(node)))
-    if not code or whole or any(node not in inside for node in within):
+    if not code or whole:
         return None
     return Region(CHILD_NAMES["ffn"], around.path, first, last)
 

@@ -24,11 +24,10 @@ def unflatten_products(program: Program, extents: SymbolicSizes) -> dict[fx.Node
 
     `extents` are the symbolic sizes of each node's value.
     """
-    tables: list[dict[Any, fx.Node]] = [
-        program.outputs,
-        *(table for call in program.calls for table in (call.inputs, call.outputs)),
-    ]
-    named = {node for table in tables for node in table.values()}
+    named = {
+        *program.outputs.values(),
+        *(node for call in program.calls for table in (call.inputs, call.outputs) for node in table.values()),
+    }
     found: dict[fx.Node, fx.Node] = {}
     for node in list(program.graph.nodes):
         readers = unflattening_views(node, extents)
@@ -38,11 +37,7 @@ def unflatten_products(program: Program, extents: SymbolicSizes) -> dict[fx.Node
         node.args = (flat.args[0], *node.args[1:])
         node.meta = {**node.meta, "val": readers[0].meta["val"]}
         for gone in (*readers, *(() if flat.users else (flat,))):
-            gone.replace_all_uses_with(node)
-            for table in tables if gone in named else ():
-                table.update({key: node for key, value in table.items() if value is gone})
-            program.graph.erase_node(gone)
-            program.owner.pop(gone, None)
+            program.replace_node(gone, node)
     return found
 
 

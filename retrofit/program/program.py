@@ -69,3 +69,13 @@ class Program:
     def root(self) -> Call:
         """The call of the model itself."""
         return self.calls[0]
+
+    def replace_node(self, gone: fx.Node, by: fx.Node) -> None:
+        """What reads, returns or takes the node `gone` has the node `by` in its place, and `gone` is erased."""
+        gone.replace_all_uses_with(by)
+        of_calls = (table for call in self.calls for table in (call.inputs, call.outputs, call.kept))
+        tables: list[dict[Any, fx.Node]] = [self.outputs, *of_calls]
+        for table in tables:
+            table.update({key: by for key, value in table.items() if value is gone})
+        self.graph.erase_node(gone)
+        self.owner.pop(gone, None)
