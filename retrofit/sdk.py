@@ -67,6 +67,7 @@ from retrofit.anatomy.layer_calls import LayerCalls as LayerCalls
 from retrofit.anatomy.mask_values import chooses_keys as chooses_keys
 from retrofit.anatomy.mask_values import is_causal as is_causal
 from retrofit.anatomy.mask_values import mask_value as mask_value
+from retrofit.anatomy.weight_products import nearest_products as nearest_products
 from retrofit.anatomy.weight_products import weight_product as weight_product
 from retrofit.anatomy.outside_stacks import is_token_id as is_token_id
 

@@ -28,6 +28,7 @@ from retrofit.sdk import (
     Stack,
     carried_operands,
     is_heavy,
+    nearest_products,
     op,
     shape,
     weight_product,
@@ -108,9 +109,13 @@ class WidthPropagation:
             self.live |= self.flow.ancestors[node]
 
     def find_heads(self) -> set[fx.Node]:
-        """The product that makes the model's per-token output."""
-        head = self.anatomy.head
-        return {node for node in self.flow.nodes if head is not None and node.name == head.node}
+        """The products that make the model's outputs: the head, and others that lead to no layer and not to the head."""
+        if self.anatomy.head is None:
+            return set()
+        head = self.anatomy.node(self.anatomy.head.node)
+        deeper = [head, *(self.anatomy.node(layer.entry) for layer in self.anatomy.layers)]
+        last = [product.node for product in nearest_products(list(self.flow.program.outputs.values()), self.flow)]
+        return {head, *(node for node in last if not any(self.flow.reaches(node, one) for one in deeper))}
 
     def refuse(self, node: fx.Node, why: str, remedy: str = "") -> DoesNotFitError:
         call = self.flow.call_of(node)

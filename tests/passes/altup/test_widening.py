@@ -146,6 +146,35 @@ def test_an_output_that_would_be_wide_is_refused_by_name_and_what_is_listed_is_w
     assert narrow(torch.arange(3)[None])["hidden"].shape == (1, 3, WIDTH)
 
 
+class Valued(Own):
+    """Returns a value of each token, and of each row, beside the logits."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, DEPTH, TOKENS)
+        self.value, self.pool, self.of_row = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.a(x)
+        for block in self.b:
+            y = block(y)
+        rows = self.of_row(torch.tanh(self.pool(y[:, 0])))
+        return {"logits": self.c(y), "value": self.value(y).squeeze(-1), "rows": rows}
+
+
+@pytest.mark.parametrize("init", ["hop", "lockstep"])
+def test_every_product_that_makes_an_output_reads_the_wide_stream(init: str) -> None:
+    torch.manual_seed(0)
+    model = Valued()
+    plan, ids = widening(model), torch.arange(10).view(2, 5)
+    assert plan.heads == {f"{name}.weight": WideProduct(dim=1, path=name) for name in ("c", "value", "of_row")}
+    assert outside(plan) == {"blockwise": {"pool": 0}}
+    dense = model(ids)
+    wide = retrofit.apply(model, f"altup(k=2, init={init})")(ids)  # verified: lockstep is the dense model exactly
+    assert {name: one.shape for name, one in wide.items()} == {name: one.shape for name, one in dense.items()}
+    if init == "lockstep":
+        torch.testing.assert_close(wide, dense)
+
+
 class Remembering(Block):
     """A layer that reads the embedded tokens as well."""
 
