@@ -16,7 +16,7 @@ from retrofit.pipeline.accounts import aligned, plan_rows, separated
 from retrofit.pipeline.protocol import AnyPass, Plan, Recipe
 from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
-from retrofit.rewriting import BECOMES_GRAPH, GRAPH_WAY_OUT, Progress, parse_passes, prepare_model
+from retrofit.rewriting import BECOMES_GRAPH, GRAPH_WAY_OUT, Progress, parse_passes, prepare_model, remedy_without_graph
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.skeletons import without_weights
@@ -73,6 +73,14 @@ class RecipePlan:
             passes.append(one)
         return dataclasses.replace(self, passes=tuple(passes))
 
+    def without_graph_way_out(self) -> RecipePlan:
+        """The same for a model that is a graph already, or cannot be one: no near miss says to make it one."""
+        passes = []
+        for one in self.passes:
+            misses = tuple(dataclasses.replace(miss, remedy=remedy_without_graph(miss.remedy)) for miss in one.plan.near_misses)
+            passes.append(dataclasses.replace(one, plan=dataclasses.replace(one.plan, near_misses=misses)))
+        return dataclasses.replace(self, passes=tuple(passes))
+
     def rows(self) -> list[tuple[str, str]]:
         """What each pass would do, then parameters and FLOPs before and after, as rows of two cells."""
         after = "unknown until it is applied" if self.flops_after is None else format_change(self.flops_before, self.flops_after)
@@ -123,17 +131,19 @@ def plan_of(
     require_uncompiled(model)
     require_trainable(model)
     plan, planned_as = plan_once(model, parsed, example_inputs, emit, report)
-    if (plan.fits and plan.flops_after is not None) or emit == "graph" or isinstance(planned_as, fx.GraphModule):
+    if isinstance(planned_as, fx.GraphModule):
+        return plan.without_graph_way_out()
+    if plan.fits and plan.flops_after is not None:
         return plan
     if any(one.plan.fits_no_form for one in plan.passes):
-        return plan
+        return plan.without_graph_way_out()
     report("planning for its graph")
     try:
         as_graph, _ = plan_once(model, parsed, example_inputs, "graph", report)
     except RetrofitError:
-        return plan
+        return plan.without_graph_way_out()
     if not as_graph.fits or as_graph.flops_after is None:
-        return plan
+        return plan.without_graph_way_out()
     if transformers_bookkeeping.is_transformers(planned_as):
         return plan if plan.fits else plan.with_way_out(GRAPH_WAY_OUT)
     return as_graph.with_note(BECOMES_GRAPH)

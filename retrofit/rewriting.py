@@ -130,8 +130,9 @@ def apply_reported(
         say("trying its graph")
         inside = transformer_inside(model, example_inputs)
         if transformers_bookkeeping.is_transformers(inside):
-            if fits_as_graph(inside, chosen, named_inputs(inside, example_inputs)):
-                refusal.remedy = join_remedies(refusal.remedy, GRAPH_WAY_OUT)
+            if not fits_as_graph(inside, chosen, named_inputs(inside, example_inputs)):
+                raise without_graph_way_out(refusal) from None
+            refusal.remedy = join_remedies(refusal.remedy, GRAPH_WAY_OUT)
             raise
         try:
             return how(model, emit="graph", note=f"{BECOMES_GRAPH}: {refusal.why or refusal.what}")
@@ -144,8 +145,13 @@ def apply_reported(
 
 def without_graph_way_out(refusal: DoesNotFitError) -> DoesNotFitError:
     """The refusal of a graph, whose way out is not to make it one."""
-    refusal.remedy = "; ".join(way for way in refusal.remedy.split("; ") if "emit='graph'" not in way)
+    refusal.remedy = remedy_without_graph(refusal.remedy)
     return refusal
+
+
+def remedy_without_graph(remedy: str) -> str:
+    """The ways out that do not make a graph of the model."""
+    return "; ".join(way for way in remedy.split("; ") if "emit='graph'" not in way)
 
 
 def rewrite_once(

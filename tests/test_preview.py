@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from support.functional_models import VOCABULARY, Functional
+from support.own_models import Block, Own
 from support.tiny_models import Plain, bert, gpt2, llama, t5, vit
 from torch import nn
 
@@ -180,6 +181,23 @@ def test_a_pass_that_fits_nowhere_says_why_and_apply_refuses_it(build: Callable[
     assert plan.parameters_after == plan.parameters_before and plan.flops_after == plan.flops_before
     with pytest.raises(DoesNotFitError):
         retrofit.apply(model, spec)
+
+
+class ThreeMatrices(Block):
+    """A layer with a feed-forward of three matrices in its code, which is no part of a graph either."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.s = nn.Linear(2 * width, 2 * width)
+        self.r.register_forward_pre_hook(lambda module, given: torch.relu(self.s(given[0])))
+
+
+@pytest.mark.parametrize("emit", ["module", "graph"])
+def test_no_way_out_is_to_make_a_graph_where_the_graph_does_not_fit_either(emit: str) -> None:
+    model = Own().eval()
+    model.b = nn.ModuleList(ThreeMatrices(24) for _ in range(2))
+    (planned,) = retrofit.plan_of(model, "recurrence(rank=4)", emit=emit).passes
+    assert [miss.remedy for miss in planned.plan.near_misses] == ["layers= leaves depths out"] * 2
 
 
 def test_passes_after_one_that_fits_nowhere_are_planned_as_if_it_were_not_there() -> None:
