@@ -146,6 +146,9 @@ def example_inputs(
         if sees and reads and not accepts(model, inputs):
             both = ("input_ids", "pixel_values")
             inputs = next((more for more in (made(*both), made(*both, "decoder_input_ids")) if accepts(model, more)), inputs)
+        dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+        if "pixel_values" in inputs and dtype != torch.float32 and not accepts(model, inputs):  # code that casts no images
+            inputs = {**inputs, "pixel_values": inputs["pixel_values"].to(dtype)}
     elif heard := heard_by(model, batch, length, seed):
         inputs = heard
     else:

@@ -202,3 +202,19 @@ def test_arguments_without_names_have_to_be_given_some() -> None:
 def test_no_example_input_is_left_out_in_silence() -> None:
     with pytest.raises(CaptureError, match="2 example inputs are given, and its forward names 1"):
         named_inputs(Own(), (torch.ones(2, 3), torch.ones(2, 3)))
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_images_are_of_the_dtype_of_weights_that_no_code_casts_them_to(casts: bool) -> None:
+    class Sees(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.patches = SimpleNamespace(image_size=8), nn.Conv2d(3, 4, 4, 4)
+
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            found: Tensor = self.patches(pixel_values.to(self.patches.weight.dtype) if casts else pixel_values)
+            return found
+
+    given = example_inputs(Sees().to(torch.bfloat16))
+    assert given["pixel_values"].dtype == (torch.float32 if casts else torch.bfloat16)
+    assert example_inputs(Sees())["pixel_values"].dtype == torch.float32
