@@ -84,8 +84,10 @@ class AltUpLayer(Wrapper):
         if x.shape[-1] != width:
             raise DoesNotFitError(
                 f"a layer received a stream {x.shape[-1]} wide, where AltUp's is {width}",
-                why="it was embedded elsewhere: by the dense model's table, or by one that replaced the widened one",
-                remedy="embed with model.get_input_embeddings(), or rewrite with embedding=recycled: it takes them as before",
+                why="it was embedded elsewhere: by the dense model's table, or by one that replaced the widened one; or the layer "
+                "that widens it was left out, as LayerDrop does in training",
+                remedy="embed with model.get_input_embeddings(), or rewrite with embedding=recycled: it takes them as before; "
+                "where layers are left out at random, switch that off (layerdrop = 0 in the config)",
             )
 
     def block(self, x: Tensor, i: int) -> Tensor:
