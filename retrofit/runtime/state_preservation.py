@@ -43,7 +43,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
         for table, values in attributes:
             restore(table, values, keep=REGISTRIES)
         for table, known in hooks:
-            for key in table.keys() - known:  # what the model's own code has hung on itself, and forgotten with its attributes
+            for key in table.keys() - known:  # the model's own code added it, and its note of that is gone with the attributes
                 del table[key]
         for table, values in settings:
             restore(table, values)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import random
 import weakref
-import zlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +13,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.own_models import Own
 from support.tiny_models import Plain, bert, gpt2, llama, t5, vit
 from torch import nn
@@ -27,10 +23,7 @@ from retrofit.anatomy.sites import Site
 from retrofit.checks.cache import own_failing
 from retrofit.checks.cost import newly_read
 from retrofit.checks.divergence import first_divergence
-from retrofit.checks.fingerprint import Fingerprint, checksum, fingerprints
 from retrofit.checks.generation import Decoded, difference
-from retrofit.checks.gradients import GradientsMeasurement, collect_gradients, new_among_idle, nudged, thawed
-from retrofit.checks.parameter_matching import match_parameters
 from retrofit.checks.reference import Reference
 from retrofit.checks.registry import CHECKS
 from retrofit.checks.verify import check_rewrite
@@ -374,228 +367,6 @@ def test_an_approximate_rewrite_is_measured_and_not_failed() -> None:
     assert not check_rewrite(model, reference, (dataclasses.replace(rewrite, exact=True),), fates, checks=("function",)).ok
 
 
-# ── Parameters ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-SHAPES = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
-DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
-
-
-@given(shape=SHAPES, dtype=DTYPES)
-@settings(max_examples=40, deadline=None)
-def test_a_checksum_is_that_of_the_bytes_in_order(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    value = torch.randn(shape).to(dtype)
-    assert checksum(value) == zlib.crc32(bytes(value.contiguous().flatten().view(torch.uint8).tolist()))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_checksum_of_many_bytes_notices_whatever_moves(dtype: torch.dtype) -> None:
-    value = torch.randn(97, 67).to(dtype)
-    value[:, 1] = -value[:, 0]  # sums of floats would not notice these
-    whole = checksum(value)
-    assert checksum(value.clone()) == whole != checksum(value + 0.0 * value.sum() + 1e-2)
-    for moved in (value.flip(0), value.flip(1), value.roll(1, 1), value[torch.randperm(97)], value[:, torch.randperm(67)], -value):
-        assert checksum(moved) != whole
-    changed = value.flatten().clone()
-    for place in torch.randint(len(changed), (20,)).tolist():
-        before = changed[place].clone()
-        changed[place] = before * 2 + 1
-        assert checksum(changed.view_as(value)) != whole
-        changed[place] = before
-
-
-def test_a_checksum_reads_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    value = torch.randn(50, 7)
-    whole = checksum(value.mT)
-    monkeypatch.setattr("retrofit.checks.fingerprint.ROWS", 16)
-    assert checksum(value.mT) == whole == checksum(value.mT.contiguous())
-
-
-@given(shape=SHAPES, dtype=DTYPES, data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_one_changed_element_is_noticed(shape: tuple[int, ...], dtype: torch.dtype, data: st.DataObject) -> None:
-    value = torch.randn(shape).to(dtype)
-    one = Fingerprint.of(value)
-    assert one.matches(Fingerprint.of(value.clone()))
-    assert one.matches(Fingerprint.of(value * 0.25, scale=0.25)) and one.matches(Fingerprint.of(value / 3, scale=1 / 3))
-    changed = value.clone()
-    flat = changed.view(-1)
-    place = data.draw(st.integers(0, flat.numel() - 1))
-    flat[place] = torch.nextafter(flat[place].float(), torch.tensor(9.0)) if dtype == torch.float32 else flat[place] * 1.25 + 1
-    assert not one.matches(Fingerprint.of(changed)) and not one.matches(Fingerprint.of(changed * 0.25, scale=0.25))
-
-
-class Wrapped(nn.Module):
-    """A linear layer, wrapped and widened."""
-
-    def __init__(self, linear: nn.Linear, scale: float) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2 * linear.in_features, linear.out_features)
-        self.layer.weight.data[:, linear.in_features :] = scale * linear.weight.data
-        self.layer.bias.data.copy_(linear.bias.data)
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.5, 1 / 3, 2.0])
-def test_dense_parameters_are_traced_by_name_and_content(scale: float) -> None:
-    linear, norm = nn.Linear(4, 3), nn.LayerNorm(3)
-    nn.init.normal_(norm.weight)
-    prints = fingerprints(nn.Sequential(linear, norm, nn.Linear(3, 5)))
-    wrapped = Wrapped(linear, scale)
-    model = nn.ModuleDict({"0": wrapped, "norm": norm, "2": nn.Linear(2, 2)})
-    fates = match_parameters(prints, model)
-    assert (fates["0.weight"].kind, fates["0.weight"].name) == ("widened", "0.layer.weight")
-    assert fates["0.weight"].index == (slice(0, 3), slice(4, 8)) and fates["0.weight"].scale == scale
-    assert prints["0.weight"].matches(Fingerprint.of(wrapped.layer.weight[fates["0.weight"].index], scale=scale))
-    assert fates["0.bias"] == Fate("moved", "0.layer.bias", "its module was wrapped")
-    assert (fates["1.weight"].kind, fates["1.weight"].name) == ("moved", "norm.weight")
-    assert fates["2.weight"].kind == "dropped"
-
-
-def test_a_name_that_ends_another_dense_name_is_not_taken_for_it() -> None:
-    model, dense = bert(), bert()  # `attention.output.dense.bias` also reads as a longer `output.dense.bias`, of the same shape
-    retrofit.apply(model, "recurrence", verify=False)
-    found = retrofit.verify(model, dense, checks=["parameters"])["parameters"]
-    assert found.status == "passed", found
-
-
-def test_a_table_that_was_widened_by_less_than_its_width_is_found() -> None:
-    model, dense = gpt2(), gpt2()
-    retrofit.apply(model, "altup(k=2, extra=8)", verify=False)
-    assert model.transformer.wte.weight.shape[1] % dense.transformer.wte.weight.shape[1] == 8
-    found = retrofit.verify(model, dense, checks=["parameters"])["parameters"]
-    assert found.status == "passed" and "2 widened" in found.measured, found
-
-
-@pytest.mark.parametrize(("exact", "why", "ok"), [(True, "merged", False), (False, "merged", True), (False, "", False)])
-def test_what_is_dropped_needs_a_reason_and_an_approximate_rewrite(exact: bool, why: str, ok: bool) -> None:
-    model = Plain()
-    reference = Reference.of(model)
-    model.value.register_parameter("bias", None)
-    fates = {name: Fate("kept", name) for name in reference["parameters"].prints} | {"value.bias": Fate("dropped", "", why)}
-    report = check_rewrite(model, reference, (Rewrite("test()", exact, ()),), fates, checks=("parameters",))
-    assert report.ok is ok, str(report)
-
-
-# ── Gradients ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class LowRank(nn.Module):
-    """A linear layer and a low-rank one beside it, which starts at zero: `u` learns once `v` has moved."""
-
-    def __init__(self, linear: nn.Linear, alive: bool = True) -> None:
-        super().__init__()
-        self.layer, self.alive = linear, alive
-        self.u = nn.Parameter(torch.randn(linear.in_features, 2))
-        self.v = nn.Parameter(torch.zeros(2, linear.out_features))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + x @ (self.u if self.alive else self.u.detach()) @ self.v
-
-
-@pytest.mark.parametrize(("second_step", "alive", "ok"), [(("u",), True, True), ((), True, False), (("u",), False, False)])
-def test_a_parameter_may_wait_for_others_when_it_says_so_and_then_must_learn(
-    second_step: tuple[str, ...], alive: bool, ok: bool
-) -> None:
-    model = Plain()
-    reference = Reference.of(model)
-    model.head = LowRank(model.head, alive)
-    values = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    rewrite = Rewrite("low-rank()", True, (Site("head", "low rank"),), new_parameters=2 * 8 + 2 * 31, second_step=second_step)
-    report = check_rewrite(model, reference, (rewrite,), match_parameters(reference["parameters"].prints, model))
-    assert report["gradients"].status == ("passed" if ok else "failed"), str(report)
-    assert ok or "head.u (in head: low rank)" in report["gradients"].why
-    assert report["parameters"].status == report["function"].status == "passed"
-    assert all(torch.equal(parameter, values[name]) for name, parameter in model.named_parameters())
-
-
-class Spelling(nn.Module):
-    """A loss over all alignments of the labels with the frames, of which labels that repeat may leave none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.c = nn.Embedding(9, 6), nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        logits = self.c(self.a(x))
-        if labels is None:
-            return {"logits": logits}
-        counted = labels >= 0
-        frames = torch.full((len(x),), x.shape[1])
-        scores = logits.log_softmax(-1).transpose(0, 1)
-        return {"loss": nn.functional.ctc_loss(scores, labels[counted], frames, counted.sum(-1)), "logits": logits}
-
-
-def test_a_loss_over_alignments_is_of_labels_that_have_one() -> None:
-    x = torch.arange(22).view(2, 11) % 9
-    found = collect_gradients(Spelling(), {"x": x}, torch.Size((2, 11, 4)))
-    assert found.own_loss and not found.broken and not found.zero
-
-
-def test_an_exact_rewrite_has_the_loss_of_the_dense_model() -> None:
-    model = gpt2()
-    reference = Reference.of(model)
-    retrofit.apply(model, "altup(k=2, init=lockstep)", verify=False)
-    assert retrofit.verify(model, reference, checks=["gradients"]).ok
-    forward = model.forward
-
-    def halved(*args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        if output.loss is not None:
-            output.loss = output.loss / 2
-        return output
-
-    model.forward = functools.update_wrapper(halved, forward)
-    (found,) = retrofit.verify(model, reference, checks=["gradients"]).failed
-    assert "the model's own loss is 2." in found.why and "the dense model's 4." in found.why
-
-
-def test_what_the_dense_model_did_not_train_is_excused() -> None:
-    model: Any = Plain()
-    model.unused = nn.Parameter(torch.ones(3))
-    report = retrofit.verify(model, Reference.of(model), checks=("gradients",))
-    assert report.ok and "unused" in report["gradients"].why
-    assert retrofit.verify(model, checks=("gradients",)).ok
-
-
-def test_gradients_are_seen_and_not_kept() -> None:
-    model = Plain()
-    model.key.requires_grad_(False)
-    model.value.weight.register_hook(lambda gradient: gradient * float("nan"))
-    inputs = named_inputs(model)
-    found = collect_gradients(model, inputs, model(**inputs).shape)
-    assert (found.trainable, found.broken) == (7, {"value.weight"})
-    assert found.zero == set()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_nudged_parameters_come_back_bit_for_bit_even_after_an_error() -> None:
-    model = Plain()
-    before = model.head.weight.clone()
-
-    def fail() -> None:
-        with nudged(model, {"head.weight"}):
-            assert not torch.equal(model.head.weight, before)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert torch.equal(model.head.weight, before)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_nudge_is_not_lost_in_rounding(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor([0.0, 1e-3, 1.0, -1.0, 7.9, 300.0]).to(dtype))})
-    before = model["scale"].clone()
-    for noise in (0.01, -0.01, 0.3, -0.3):  # small draws, which are as likely as any
-
-        def drawn(like: torch.Tensor, noise: float = noise) -> torch.Tensor:
-            return torch.full_like(like, noise)
-
-        monkeypatch.setattr(torch, "randn_like", drawn)
-        with nudged(model, {"scale"}):
-            assert bool((model["scale"] != before).all())
-    assert torch.equal(model["scale"], before)
-
-
 # ── Decoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -645,60 +416,6 @@ def test_flops_of_each_kind_of_product() -> None:
     convolution, multiply_add = 2 * (2 * 6 * 13) * (2 * 3), 2 * (2 * 4 * 15)
     assert cost.flops == einsum + attention + convolution + multiply_add
     assert cost.by_module == {"": einsum + attention + multiply_add, "filter": convolution}
-
-
-def test_new_parameters_where_no_gradient_arrived_before_need_none() -> None:
-    zero = frozenset({"guide.first.w", "guide.second.w", "trunk.first.w"})
-    before = GradientsMeasurement(4, zero, frozenset(), True, names=frozenset({*zero, "trunk.second.w"}))
-    new = ("guide.first.c1", "guide.third.c1", "trunk.first.c1", "trunk.second.c1", "trunk.third.c1", "c1")
-    assert new_among_idle(before, new) == {"guide.first.c1", "guide.third.c1", "trunk.first.c1"}
-
-
-class Caching(Own):
-    """Writes what it computes into a buffer, with its graph, in the place of what was there with a graph of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", torch.zeros(1, 1, 24), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)
-        y = y + self.kept.index_copy_(0, torch.tensor([0]), y.mean((0, 1), keepdim=True))
-        for block in self.b:
-            y = block(y)
-        return self.c(y)
-
-
-def test_a_graph_that_a_model_leaves_in_its_buffers_is_not_followed() -> None:
-    model = Caching().eval()
-    model.more = nn.Parameter(torch.ones(1))  # it never gets a gradient, so all batches are tried
-    collect_gradients(model, {"x": torch.arange(22).view(2, 11)}, torch.Size((2, 11, 50)))
-    assert model.kept.requires_grad
-    assert retrofit.verify(Caching().eval()).ok
-
-
-class PartlyWithoutGradient(Own):
-    """Its first layer is run without gradients."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            y = self.b[0](self.a(x))
-        for block in self.b[1:]:
-            y = block(y)
-        return self.c(y)
-
-
-def test_new_parameters_where_no_gradient_arrived_before_need_not_wait_for_one() -> None:
-    retrofit.apply(PartlyWithoutGradient().eval(), "memory(lookup=softmax, buckets=4, rank=2)")
-
-
-def test_frozen_parameters_are_known_to_be_reached() -> None:
-    model, inputs = llama(), {"input_ids": torch.arange(3, 9)[None]}
-    frozen = [parameter.requires_grad_(False) for parameter in model.model.layers[0].parameters()]
-    with thawed(model):
-        assert not collect_gradients(model, inputs, torch.Size((1, 6, model.config.vocab_size))).zero
-    assert not any(parameter.requires_grad for parameter in frozen)
-    assert sum(parameter.requires_grad for parameter in model.parameters()) == len(list(model.parameters())) - len(frozen)
 
 
 def test_a_model_with_another_attention_kernel_than_the_usual_one_comes_back_from_its_directory() -> None:

@@ -181,7 +181,7 @@ def test_what_only_hands_its_arguments_on_takes_those_of_the_model_inside(wrap: 
 
 
 class HandingOnBesideWeights(HandingOn):
-    """Has weights of its own, so that nobody knows what it hands on."""
+    """Has weights of its own, so that nobody knows what it passes on."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

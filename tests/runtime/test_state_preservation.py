@@ -69,7 +69,7 @@ def test_random_numbers_go_on_where_they_were() -> None:
     assert torch.equal(torch.rand(3), expected[0]) and (random.random(), numpy.random.rand()) == expected[1:]
 
 
-def test_hooks_that_a_model_hangs_on_itself_are_gone_with_the_note_that_they_are_there() -> None:
+def test_hooks_that_a_model_adds_to_itself_are_gone_with_the_note_that_they_are_there() -> None:
     """transformers does so at the first call that asks for hidden states: with hooks and no note of them it would do it again."""
     model, ids = llama(), torch.arange(5)[None]
     keep = [module.register_forward_hook(lambda *_: None) for module in model.modules()]
