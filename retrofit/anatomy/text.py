@@ -140,9 +140,9 @@ def wrap_lines(text: str, width: int, indent: int = 0) -> list[str]:
     """`text` in lines of at most `width`, broken at spaces first, later lines indented by `indent`."""
     lines, line = [], ""
     for piece in pieces(printable(text), width - indent):
-        if line.strip() and len((line + piece).rstrip()) > width:
-            lines.append(line)
-            line = " " * indent + piece.lstrip(" ")
+        if len((line + piece).rstrip()) > width:
+            lines += [line] if line.strip() else []
+            line = " " * (indent if lines else 0) + piece.lstrip(" ")
         else:
             line += piece
     return [one.replace(TOGETHER, " ").rstrip() for one in [*lines, line]]

@@ -19,7 +19,7 @@ from typing import Any, cast, get_args
 import matplotlib
 import networkx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import sketches
 from support.drawings import (
@@ -287,6 +287,7 @@ def test_weights_shared_over_depth_are_said_to_be() -> None:
 
 @modest
 @given(st.text(), st.integers(4, 60), st.integers(0, 3))
+@example(" 0000", 4, 0)
 def test_wrapping_keeps_every_letter_and_the_width(text: str, width: int, indent: int) -> None:
     lines = wrap_lines(text, width, indent)
     assert max(map(len, lines)) <= width
