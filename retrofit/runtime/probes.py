@@ -86,13 +86,13 @@ def placeholders(inputs: Inputs, name: str) -> torch.Tensor:
     There every row has the same id in a run, and floating-point numbers are among the inputs; never at all positions.
     """
     ids = inputs[name]
-    none = torch.zeros(ids.shape[1], dtype=torch.bool, device=ids.device)
-    if not is_token_ids(ids) or not any(map(is_floating, inputs.values())):
-        return none
-    again = (ids[:, 1:] == ids[:1, :-1]).all(0) & (ids[:, :-1] == ids[:1, :-1]).all(0)  # with the one before
-    none[1:] |= again
-    none[:-1] |= again
-    return none
+    found = torch.zeros(ids.shape[1], dtype=torch.bool, device=ids.device)
+    if is_token_ids(ids) and any(map(is_floating, inputs.values())):
+        first = ids[:1]
+        repeats = (ids[:, 1:] == first[:, :-1]).all(0) & (ids[:, :-1] == first[:, :-1]).all(0)  # the id before, in all rows
+        found[1:] |= repeats
+        found[:-1] |= repeats
+    return found
 
 
 def drawn(count: int, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
