@@ -97,9 +97,10 @@ def sounds(model: nn.Module, batch: int, seed: int = 0) -> Iterator[dict[str, to
     features = list(dict.fromkeys([*(module.in_channels for module in convolutions), *linear]))[:WIDTHS]
     frames = [LENGTH + 2, *(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))]
     generator = torch.Generator().manual_seed(seed)
+    names = [name for name in ("input_features", "input_values") if name in forward_parameters(model) and features]
     for length in dict.fromkeys(count * math.prod(module.stride[0] for module in convolutions) for count in frames):
         for size in ((length,), *((count, length) for count in features), *((length, count) for count in features)):
-            for name in forward_parameters(model).keys() & {"input_features", "input_values"} if features else ():
+            for name in names:
                 yield {name: torch.randn(batch, *size, generator=generator, device="cpu")}
 
 
