@@ -16,11 +16,12 @@ LOG_SOFTMAX = frozenset(("log_softmax", "_log_softmax"))
 
 
 def find_head(flow: Dataflow) -> Part | None:
-    """The product with a weight that makes the first output a number for every token and every output class.
+    """The product with a weight that makes the output named `logits`, else the first: a number for every token and output class.
 
     The output may be the logits, or what a softmax makes of them.
     """
-    node = next((node for node in flow.program.outputs.values() if is_float(node)), None)
+    floats = {name: node for name, node in flow.program.outputs.items() if is_float(node)}
+    node = floats.get("logits", next(iter(floats.values()), None))
     while node is not None:
         product = weight_product(node, flow)
         if product is not None:

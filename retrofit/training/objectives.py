@@ -16,6 +16,7 @@ from torch import nn
 from retrofit.errors import TrainingError, first_line
 from retrofit.pipeline.tokenization import Codec
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.training.outputs import find_logits, list_of
 from retrofit.training.windows import WINDOW
 
 IGNORED = -100  # a label that no loss counts
@@ -237,10 +238,9 @@ def for_loss_of(model: nn.Module, objective: Objective, window: torch.Tensor) ->
 
 
 def compute_logits(model: nn.Module, example: Example) -> torch.Tensor:
-    """The logits for each label of `example`: (batch, seq, vocab), the first output of three dimensions."""
+    """The logits for each label of `example`: (batch, seq, vocab)."""
     length = example["labels"].shape[-1]
-    outputs = run(model, {key: value for key, value in example.items() if key != "labels"})
-    logits = next((value for value in outputs if isinstance(value, torch.Tensor) and value.ndim == 3), None)
+    logits = find_logits(run(model, {key: value for key, value in example.items() if key != "labels"}))
     if logits is None or logits.shape[1] != length:
         raise TrainingError(
             f"{type(model).__name__} gives no logits for each of its {length} tokens",
@@ -252,7 +252,7 @@ def compute_logits(model: nn.Module, example: Example) -> torch.Tensor:
 
 def compute_loss(model: nn.Module, example: Example) -> float:
     """The loss, the first output of a model that receives labels."""
-    outputs = run(model, example)
+    outputs = list_of(run(model, example))
     if not outputs or not isinstance(outputs[0], torch.Tensor) or outputs[0].numel() != 1:
         raise TrainingError(
             f"{type(model).__name__} returned no loss although it received labels",
@@ -262,11 +262,11 @@ def compute_loss(model: nn.Module, example: Example) -> float:
     return float(outputs[0])
 
 
-def run(model: nn.Module, inputs: Example) -> list[Any]:
+def run(model: nn.Module, inputs: Example) -> Any:
     """What a forward of one window (seq,), or of several (batch, seq), returns; raises `TrainingError` where it fails."""
     device = next(model.parameters()).device
     try:
-        outputs = model(**{key: torch.atleast_2d(value).to(device) for key, value in inputs.items()})
+        return model(**{key: torch.atleast_2d(value).to(device) for key, value in inputs.items()})
     except Exception as error:  # whatever the model's own code raises
         labelled = "labels" in inputs
         raise TrainingError(
@@ -274,4 +274,3 @@ def run(model: nn.Module, inputs: Example) -> list[Any]:
             why=first_line(error),
             remedy="train a model with a language-modelling head" if labelled else "give a shorter --length",
         ) from error
-    return list(outputs.values()) if isinstance(outputs, Mapping) else list(outputs)

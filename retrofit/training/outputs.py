@@ -18,9 +18,15 @@ def without_labels(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
     return {**inputs, "use_cache": False} if accepts(model, "use_cache") else inputs
 
 
+def find_logits(outputs: Any) -> Tensor | None:
+    """The output named `logits`, else the first, that has three dimensions."""
+    named = [outputs["logits"]] if isinstance(outputs, Mapping) and "logits" in outputs else []
+    return next((value for value in (*named, *list_of(outputs)) if isinstance(value, Tensor) and value.dim() == 3), None)
+
+
 def token_logits(outputs: Any) -> Tensor:
-    """The logits in what a model returned: the first output of three dimensions."""
-    found = next((value for value in list_of(outputs) if isinstance(value, Tensor) and value.dim() == 3), None)
+    """The logits in what a model returned, as `find_logits` finds them; raises `TrainingError` where there are none."""
+    found = find_logits(outputs)
     if found is None:
         raise TrainingError(
             "the model returns no logits for each token",

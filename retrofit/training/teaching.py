@@ -167,8 +167,8 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
 
 def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: Facts) -> dict[str, Tensor]:
     """What is kept of a teacher's predictions for a batch of windows."""
-    outputs = list_of(learner(**without_labels(learner, batch), labels=batch["labels"]))
-    loss, logits = float(outputs[0]), token_logits(outputs)
+    outputs = learner(**without_labels(learner, batch), labels=batch["labels"])
+    loss, logits = float(list_of(outputs)[0]), token_logits(outputs)
     if logits.shape[-1] != facts.vocabulary:
         raise TrainingError(
             f"the teacher's logits are {logits.shape[-1]:,} numbers a token",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
@@ -189,6 +190,30 @@ def test_the_head_is_found_under_a_softmax() -> None:
     assert head is not None and head.name == "c"
     probabilities = retrofit.apply(model, "sparse-loss(modules=2)", verify=False)(torch.arange(12)[None])
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(1, 12))
+
+
+class Valued(Own):
+    """A policy: a value for every token, then its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(self.c.in_features, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.a(x)
+        for block in self.b:
+            y = block(y)
+        return {"value": self.value(y), "logits": self.c(y)}
+
+
+def test_the_head_makes_the_logits_wherever_they_stand_among_the_outputs() -> None:
+    model = Valued()
+    head = retrofit.inspect(model).head
+    assert head is not None and head.name == "c"
+    rewritten = retrofit.apply(copy.deepcopy(model), "sparse-loss(modules=2)")
+    ids = torch.arange(12)[None]
+    assert torch.equal(rewritten(ids)["value"], model(ids)["value"])
+    assert not torch.equal(rewritten(ids)["logits"], model(ids)["logits"])
 
 
 class Perceptron(nn.Module):
