@@ -10,14 +10,21 @@ from torch import Tensor
 from retrofit.errors import DoesNotFitError
 
 
-def check_sizes(value: Tensor, name: str, sizes: tuple[int | None, ...]) -> Tensor:
-    """The argument called `name`; raises `DoesNotFitError` where it does not have the sizes that are fixed."""
+def check_sizes(value: Tensor, name: str, sizes: tuple[int | None, ...], largest: tuple[int | None, ...] = ()) -> Tensor:
+    """The argument called `name`; raises `DoesNotFitError` where it has not the sizes that are fixed, or exceeds the largest."""
     for dim, size in enumerate(sizes):
         if size is not None and value.shape[dim] != size:
             raise DoesNotFitError(
                 f"{name} has {value.shape[dim]} as its dimension {dim}",
                 why=f"this graph takes {size} there: the model's code fixed it when it was captured",
                 remedy="give inputs of that size, or capture the model with example_inputs= of the size that is needed",
+            )
+    for dim, size in enumerate(largest):
+        if size is not None and value.shape[dim] > size:
+            raise DoesNotFitError(
+                f"{name} has {value.shape[dim]} as its dimension {dim}",
+                why=f"this graph takes at most {size} there, as what it was made from does",
+                remedy="give a smaller input",
             )
     return value
 

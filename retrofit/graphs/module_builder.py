@@ -16,7 +16,7 @@ from retrofit.graphs.module_tree import attach_module, register_tensor
 from retrofit.graphs.part_arguments import dimension_of_size, part_arguments
 from retrofit.graphs.regions import Region
 from retrofit.graphs.structural_equality import is_structurally_equal
-from retrofit.graphs.symbolic_sizes import is_size_value
+from retrofit.graphs.symbolic_sizes import is_size_value, largest_sizes
 from retrofit.program.aten_ops import DROPOUT, op, shape
 
 ASSERTIONS = ("_assert", "sym_constrain", "_guards")
@@ -62,12 +62,13 @@ class ModuleBuilder:
             self.env[node].meta |= kept_metadata(node)
 
     def size_check(self, node: fx.Node) -> fx.Node:
-        """The argument, checked for the sizes that the model's code fixed when it was captured."""
+        """The argument, checked for the sizes that the model's code fixed when it was captured, and for the largest it takes."""
         fixed = tuple(size if isinstance(size, int) else None for size in self.context.sizes[node])
-        if not any(size is not None for size in fixed):
+        largest = largest_sizes(node)
+        if not any(size is not None for size in (*fixed, *largest)):
             return self.env[node]
-        made = self.graph.call_function(check_sizes, (self.env[node], self.context.program.inputs[node], fixed))
-        made.meta |= kept_metadata(node)
+        made = self.graph.call_function(check_sizes, (self.env[node], self.context.program.inputs[node], fixed, largest))
+        made.meta |= kept_metadata(node) | {"is_wrapped": True}  # one call for torch.fx too, which traces what it unpickles
         return made
 
     def run(self) -> None:

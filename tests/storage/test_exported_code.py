@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from retrofit.errors import CheckpointError
-from retrofit.storage.checkpoint import load
+from retrofit.errors import CheckpointError, DoesNotFitError
+from retrofit.storage.checkpoint import load, save
 from retrofit.storage.exported_code import is_operator, is_size
 
 MODEL, INPUTS = "models/model.json", "data/sample_inputs/model.pt"
@@ -172,6 +172,19 @@ def test_a_file_as_torch_writes_it_loads(whole, tmp_path):
     reference = torch.export.load(whole).module()(input_ids=ids)["logits"]
     for path in (whole, rewritten(whole, tmp_path / "model.pt2", {})):
         assert torch.equal(load(path)(input_ids=ids)["logits"], reference)
+
+
+def test_a_largest_size_outlives_loading_and_saving(whole, tmp_path):
+    longest, longer = torch.ones(2, 64, dtype=torch.long), torch.ones(2, 65, dtype=torch.long)
+    save(load(whole), tmp_path / "model.pt2")
+    with pytest.raises((AssertionError, RuntimeError), match="64"):
+        torch.export.load(tmp_path / "model.pt2").module()(input_ids=longer)
+    for path in (whole, tmp_path / "model.pt2"):
+        model = load(path)
+        assert torch.equal(model(input_ids=longest)["logits"], torch.export.load(whole).module()(input_ids=longest)["logits"])
+        with pytest.raises(DoesNotFitError, match="input_ids has 65 as its dimension 1") as error:
+            model(input_ids=longer)
+        assert "at most 64" in str(error.value)
 
 
 class Attends(Net):
