@@ -13,7 +13,7 @@ from retrofit.graphs.emission_context import EmissionContext
 from retrofit.graphs.graph_functions import check_sizes, getitem
 from retrofit.graphs.graph_parts import Graph, GraphPart
 from retrofit.graphs.module_tree import attach_module, register_tensor
-from retrofit.graphs.part_arguments import dimension_of_size, part_arguments
+from retrofit.graphs.part_arguments import dimension_of_size, is_computable_from, part_arguments
 from retrofit.graphs.regions import Region
 from retrofit.graphs.structural_equality import is_structurally_equal
 from retrofit.graphs.symbolic_sizes import is_size_value, largest_sizes
@@ -117,9 +117,26 @@ class ModuleBuilder:
             if place is not None:
                 self.env[node] = self.graph.call_function(torch.ops.aten.sym_size.int, (self.env[place[0]], place[1]))
                 self.env[node].meta |= kept_metadata(node)
+            elif self.comes_from_before(node):
+                self.env[node] = self.passed(node)
             else:
                 self.env[node] = self.weight(node) if node.op == "placeholder" else self.copied(node)
         return self.env[node]
+
+    def comes_from_before(self, node: fx.Node) -> bool:
+        """Whether the node is a size that was computed before this region, and cannot be computed from the region's arguments."""
+        context = self.context
+        is_earlier = context.flow.position[node] < self.region.first and is_size_value(node) and not context.is_weight(node)
+        return is_earlier and not is_computable_from(node, self.arguments, context)
+
+    def passed(self, size: fx.Node) -> fx.Node:
+        """The size as one more argument: a region inside this one computes with it."""
+        last = self.env[self.arguments[-1]] if self.arguments else None
+        with self.graph.inserting_after(last):
+            made = self.graph.placeholder(size.name)
+        made.meta |= kept_metadata(size)
+        self.arguments.append(size)
+        return made
 
     def weight(self, node: fx.Node) -> fx.Node:
         """A parameter, buffer or constant, registered in this module under its own name."""

@@ -311,6 +311,41 @@ def test_a_part_of_a_parameter_changes_its_layout_like_any_weight() -> None:
     torch.testing.assert_close(graph(given), model(given))
 
 
+class Shifted(nn.Module):
+    """Takes as many tokens of a longer sequence as the model has."""
+
+    def forward(self, longer: torch.Tensor, tokens: int) -> torch.Tensor:
+        return longer.narrow(1, 2, 1 + tokens) + longer.narrow(1, 0, 1 + tokens)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifted = Shifted()
+
+    def forward(self, x: torch.Tensor, tokens: int) -> torch.Tensor:
+        return x + self.shifted(nn.functional.pad(x, (0, 0, 2, 0)), tokens)
+
+
+class Counting(nn.Module):
+    """Patches and a token of their own, whose number two modules inside one another compute with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.own, self.around = nn.Conv2d(3, 8, 4, 4), nn.Parameter(torch.randn(1, 1, 8)), Around()
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        tokens = (image.shape[2] // 4) * (image.shape[3] // 4)
+        patches = self.stem(image).flatten(2).transpose(1, 2)
+        return self.around(torch.cat([self.own.expand(image.shape[0], -1, -1), patches], 1), tokens)
+
+
+def test_a_size_that_only_a_part_inside_a_part_computes_with_reaches_it() -> None:
+    model, given = Counting().eval(), torch.randn(3, 3, 8, 24)
+    graph = graph_module(model, {"image": torch.randn(2, 3, 16, 16)})
+    torch.testing.assert_close(graph(given), model(given))
+
+
 class Pair(nn.Module):
     """A model that takes two features in one argument."""
 
