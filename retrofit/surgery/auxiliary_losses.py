@@ -174,12 +174,16 @@ def batch_fraction(module: nn.Module, arguments: Mapping[str, Any]) -> Tensor | 
 def loss_in(output: Any, *, labelled: bool) -> tuple[int | str | None, Tensor | None]:
     """The loss that a model returns and its key in the output, None for both where there is none.
 
-    That is the item called `loss`, a scalar returned by itself, or the first of a tuple of a model that was given labels.
+    That is the item or the field called `loss`, a scalar returned by itself, or the first of a tuple of a model given labels.
     """
     if isinstance(output, Tensor):
         return None, output if output.dim() == 0 else None
     if isinstance(output, Mapping):
         return "loss", output.get("loss")
+    if not isinstance(output, (tuple, list)):
+        return "loss", getattr(output, "loss", None)
+    if "loss" in getattr(output, "_fields", ()):
+        return output._fields.index("loss"), output.loss  # type: ignore[union-attr]
     if labelled and isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].dim() == 0:
         return 0, output[0]
     return None, None

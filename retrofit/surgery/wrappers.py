@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,6 +60,10 @@ def with_item(output: Any, key: int | str | None, value: Tensor) -> Any:
     if isinstance(output, Mapping):
         name = list(output)[key] if isinstance(key, int) else key
         return type(output)(**{**output, name: value})
+    if not isinstance(output, (tuple, list)):
+        changed = copy.copy(output)
+        object.__setattr__(changed, str(key), value)  # of frozen dataclasses too
+        return changed
     items: Any = list(output)
     items[key] = value
     return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses, auxiliary_losses, batch_fraction, record_auxiliary_loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    y: Tensor
+    loss: Tensor
+
+
+class Named(NamedTuple):
+    y: Tensor
+    loss: Tensor
 
 
 class Model(nn.Module):
@@ -26,12 +38,15 @@ class Model(nn.Module):
         y = self.moe(x + self.moe(x, self.hidden), self.hidden)
         loss = y.square().mean()
         answers = {"number": loss, "dict": {"loss": loss, "y": y}, "tuple": (loss, y), "none": y, "empty": {"loss": None, "y": y}}
+        answers |= {"fields": Fields(y, loss), "named": Named(y, loss)}
         return answers[self.returns]
 
 
-@pytest.mark.parametrize("returns", ["number", "dict", "tuple"])
+@pytest.mark.parametrize("returns", ["number", "dict", "tuple", "fields", "named"])
 def test_the_loss_contains_the_recorded_losses_in_training(returns: str) -> None:
     def loss(output: Any) -> Tensor:
+        if returns in ("fields", "named"):
+            return output.loss
         return output if returns == "number" else output["loss"] if returns == "dict" else output[0]
 
     model, x = Model(returns), torch.randn(10, D)
