@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.sdk import Observed, OneOf, Problems, SiteCall
+from retrofit.sdk import Observed, OneOf, Problems, SiteCall, Wrapper
 
 
 def strided_layer(call: SiteCall) -> Tensor:
@@ -183,17 +183,36 @@ def token(
 
 
 def wiring(observed: Observed) -> Problems:
-    """Of the layers of a list all but the first and the last are strided, where the option says so."""
+    """Of the layers of a stack all but the first and the last are strided, where the option says so."""
     if observed.options.layers != "inner":
         return
+    kinds = {type(unwrapped(site.module)) for site in observed.sites}
     for site in observed.sites:
-        place, _, name = site.path.rpartition(".")
-        layers = observed.model.get_submodule(place)
-        if isinstance(layers, nn.ModuleList) and int(name) in (0, len(layers) - 1):
+        layers = layers_beside(site.path, observed.model, kinds)
+        if layers and site.path in (layers[0], layers[-1]):
             yield (
                 site.path,
-                f"it is layer {name} of {len(layers)} and strided, and the method leaves the first and the last as they are",
+                f"it is layer {layers.index(site.path)} of {len(layers)} and strided, "
+                "and the method leaves the first and the last as they are",
             )
+
+
+def layers_beside(path: str, model: nn.Module, kinds: set[type[nn.Module]]) -> list[str]:
+    """The layers of all lists that the owner of this one's list holds, the two halves of a U say, in order; none without a list."""
+    steps = path.split(".")
+    if not isinstance(model.get_submodule(".".join(steps[:-1])), nn.ModuleList):
+        return []
+    outer = next(n for n in range(len(steps)) if isinstance(model.get_submodule(".".join(steps[:n])), nn.ModuleList))
+    owner = ".".join(steps[: max(outer - 1, 0)])
+    lists = [one for one in model.get_submodule(owner).named_modules(prefix=owner) if isinstance(one[1], nn.ModuleList)]
+    return [f"{name}.{index}" for name, held in lists for index, one in enumerate(held) if type(unwrapped(one)) in kinds]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside all that wrap it."""
+    while isinstance(module, Wrapper):
+        module = module.layer
+    return module
 
 
 def start(observed: Observed) -> Problems:

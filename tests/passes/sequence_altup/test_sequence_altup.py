@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch import Tensor
 import retrofit
 from retrofit.errors import DoesNotFitError, RetrofitError
 from retrofit.passes import SequenceAltUp
+from retrofit.passes.sequence_altup.reference import wiring
+from retrofit.rewriting import apply_reported
 
 K = 3
 CAUSAL = ("causal/llama", "causal/gpt2", "causal/gemma2", "causal/jamba")
@@ -364,3 +367,33 @@ def test_arguments_as_long_as_values_say_are_refused_by_name() -> None:
     model = zoo.build(entry).eval()
     plan = retrofit.plan_of(model, SequenceAltUp(layers="all"), example_inputs=zoo.inputs(entry, model))
     assert "how long its argument cross_attention_states is depends on the values of tensors" in str(plan)
+
+
+class Shaped(Own):
+    """The shape of a U: layers in two lists, the results of those of the first added before those of the second."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+        self.d, self.b = self.b[2:], self.b[:2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, kept = self.a(x), []
+        for block in self.b:
+            y = block(y)
+            kept.append(y)
+        for block in self.d:
+            y = block(y + kept.pop())
+        return self.c(y)
+
+
+def test_the_inner_layers_of_a_stack_in_two_lists_are_strided() -> None:
+    torch.manual_seed(0)
+    applied = apply_reported(Shaped().eval(), "sequence-altup(k=2)", count_flops=False)
+    assert applied.report is not None and applied.report.ok
+    assert [site.name for site in applied.rewrites[0].sites] == ["b.1", "d.0"]
+    observed = SimpleNamespace(model=applied.model, options=SequenceAltUp(), sites=[])
+    for path in ("b.1", "d.0"):
+        observed.sites.append(SimpleNamespace(path=path, module=applied.model.get_submodule(path)))
+    assert not list(wiring(observed))  # type: ignore[arg-type]
+    observed.sites[1] = SimpleNamespace(path="d.1", module=applied.model.get_submodule("d.1"))
+    assert [path for path, _ in wiring(observed)] == ["d.1"]  # type: ignore[arg-type]
