@@ -53,7 +53,14 @@ def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_
             f"{type(model).__name__} cannot be exported", why=first_line(error), remedy="save it as a .pt file"
         ) from error
     with whole_file(path, force=force) as file, unbroken(file) as sink:
-        torch.export.save(exported, sink, extra_files={RECIPE: json.dumps(list(recipe_storage.stored_recipe(model)))})
+        try:
+            torch.export.save(exported, sink, extra_files={RECIPE: json.dumps(list(recipe_storage.stored_recipe(model)))})
+        except NotImplementedError as error:  # a class of the model's own among what it takes or returns
+            raise CheckpointError(
+                f"{path} cannot be written",
+                why=first_line(error),
+                remedy="wrap the model in a module that takes and returns tensors, tuples and dicts, before it is rewritten",
+            ) from error
     return path
 
 

@@ -409,3 +409,20 @@ def test_what_it_returns_nests_as_what_the_model_returns() -> None:
     )
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+class Plainly(Answering):
+    """Returns the same as tensors, without a class of its own."""
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"logits": super().forward(ids).step.logits}
+
+
+def test_a_class_that_a_file_cannot_hold_is_refused_with_a_way_out_that_works(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="No registered serialization name") as refusal:
+        retrofit.save(graph_module(Answering().eval(), ids()), tmp_path / "model.pt2")
+    assert "wrap the model" in refusal.value.remedy
+    assert not list(tmp_path.iterdir())
+    graph = graph_module(Plainly().eval(), ids())
+    retrofit.save(graph, tmp_path / "model.pt2")
+    torch.testing.assert_close(retrofit.load(tmp_path / "model.pt2")(ids())["logits"], graph(ids())["logits"])
