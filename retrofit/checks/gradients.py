@@ -17,7 +17,7 @@ from retrofit.checks.sliced_gradients import SlicedGradients
 from retrofit.checks.subject import Subject
 from retrofit.pipeline.replaying import recipe
 from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.probes import TOLERANCE, Inputs, accepts, named_outputs, resized_like
+from retrofit.runtime.probes import TOLERANCE, Inputs, accepts, extent_of, named_outputs, resized_like
 from retrofit.runtime.state_preservation import forget_history, without_history
 
 IGNORED = -100  # a label that does not count, for every loss of transformers
@@ -212,9 +212,10 @@ def collect_gradients(
     for training, seed, times in batches:
         forget_history(plain)  # of the batch before, whose graph is gone
         model.train(training)
-        size = torch.Size((times * shape[0] or 1, *shape[1:]))
+        rows = times * (shape[0] if shape else extent_of(inputs)[0]) or 1
+        size = torch.Size((rows, *shape[1:])) if shape else shape
         with watched(trainable, received):
-            value, own, error = loss_of(model, resized_like(model, inputs, size[0], seed), size, seed)
+            value, own, error = loss_of(model, resized_like(model, inputs, rows, seed), size, seed)
             if value.requires_grad:
                 value.backward()
         if not trainable.keys() - received.keys() - set(expected):
@@ -271,7 +272,7 @@ def loss_of(model: nn.Module, inputs: Inputs, shape: torch.Size, seed: int) -> t
     """The model's own loss on random labels, else the cross-entropy of its outputs; whether it was its own, and why not."""
     generator = torch.Generator().manual_seed(seed)
     error = "it takes no labels"
-    if accepts(model, "labels") and shape[-1] > 1:
+    if accepts(model, "labels") and len(shape) > 1 and shape[-1] > 1:
         labels = torch.randint(shape[-1], shape[:-1], generator=generator).to(device_of(model))
         try:
             loss = own_loss(model, inputs, labels)
@@ -285,8 +286,10 @@ def loss_of(model: nn.Module, inputs: Inputs, shape: torch.Size, seed: int) -> t
             error = "it returned none"
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as problem:
             error = f"{type(problem).__name__}: {problem}"
-    outputs = [value for value in named_outputs(model(**inputs)).values() if value.dim() >= 2]
-    losses = [cross_entropy(value.flatten(0, -2).float(), generator) for value in outputs]
+    outputs = list(named_outputs(model(**inputs)).values())
+    wide = [value.flatten(0, -2) for value in outputs if value.dim() >= 2]
+    rows = wide or [value.reshape(-1, 1) for value in outputs]  # of a model that returns a number for each row, or its loss
+    losses = [cross_entropy(value.float(), generator) for value in rows]
     return torch.stack(losses).sum(), False, error
 
 

@@ -13,7 +13,7 @@ from retrofit.checks.finding import Finding, Raised, attempt, failed, first_few,
 from retrofit.checks.graph_hashes import GraphHashes, changed_modules, hash_modules
 from retrofit.checks.subject import Layout, Subject
 from retrofit.program.program import Program
-from retrofit.runtime.probes import Inputs, describe, is_per_token
+from retrofit.runtime.probes import Inputs, describe, extent_of, is_per_token
 
 Layouts = dict[str, Layout]
 
@@ -51,7 +51,7 @@ def judge(now: GraphMeasurement, before: GraphMeasurement | None, context: Conte
     if now.branches and before is not None and not before.branches:
         return failed(nodes, "it branches on the values of tensors, and the dense model does not")
     shapes = context.subject.shapes
-    expected = before.layouts if before is not None else [layouts_for(now.layouts[0], shapes[0], shape) for shape in shapes]
+    expected = before.layouts if before is not None else [layouts_for(now, shapes[0], shape, at) for at, shape in enumerate(shapes)]
     for inputs, layouts, right in zip(shapes, now.layouts, expected, strict=True):
         if isinstance(layouts, Raised):
             return failed(nodes, f"it does not run on {describe(inputs)}: {layouts.error}")
@@ -71,18 +71,28 @@ def judge(now: GraphMeasurement, before: GraphMeasurement | None, context: Conte
     return passed(f"{nodes}, {len(shapes)} shapes of inputs")
 
 
-def layouts_for(first: Layouts | Raised, first_inputs: Inputs, inputs: Inputs) -> Layouts | Raised:
-    """The layouts, (batch, length or not, …), that follow for `inputs` from those for the first inputs."""
+def layouts_for(now: GraphMeasurement, first_inputs: Inputs, inputs: Inputs, at: int) -> Layouts | Raised:
+    """The layouts, (batch, length or not, …), that follow for `inputs`, the shape number `at`, from those for the first inputs.
+
+    An extent that was the batch may be it again, as in similarities of all rows with all: which it is shows what came.
+    """
+    first, came = now.layouts[0], now.layouts[at]
     if isinstance(first, Raised):
         return first
     pairs = [(value, inputs[name]) for name, value in first_inputs.items() if is_per_token(value)]
     lengths = {value.shape[1]: other.shape[1] for value, other in pairs}
-    rows = next(value.shape[0] for value in inputs.values() if hasattr(value, "shape"))
-    return {
-        name: ((rows, *(lengths.get(extent, extent) for extent in shape[1:2]), *shape[2:]), dtype)
-        for name, (shape, dtype) in first.items()
-        if shape
-    }
+    before, rows = extent_of(first_inputs)[0], extent_of(inputs)[0]
+
+    def follows(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        found, _ = ((), None) if isinstance(came, Raised) else came.get(name, ((), None))
+        leading = rows if shape[0] == before else shape[0]
+        expected = (leading, *(lengths.get(extent, extent) for extent in shape[1:2]), *shape[2:])
+        if len(found) != len(expected):
+            return expected
+        is_batch = (extent == before and other == rows for extent, other in zip(shape, found, strict=True))
+        return tuple(rows if batch else extent for batch, extent in zip(is_batch, expected, strict=True))
+
+    return {name: (follows(name, shape), dtype) for name, (shape, dtype) in first.items() if shape}
 
 
 def format_or_missing(layout: Layout | None) -> str:

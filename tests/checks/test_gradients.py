@@ -78,6 +78,28 @@ def test_a_loss_over_alignments_is_of_labels_that_have_one() -> None:
     assert found.own_loss and not found.broken and not found.zero
 
 
+class Narrow(Own):
+    """Returns a number for each sequence, or one for all: a loss of its own."""
+
+    def __init__(self, dims: int) -> None:
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        rows = super().forward(x).mean((1, 2))
+        return rows if self.dims else rows.square().mean()
+
+
+@pytest.mark.parametrize("dims", [0, 1])
+def test_a_model_that_returns_a_number_for_each_row_or_its_loss_is_seen_to_learn(dims: int) -> None:
+    model = Narrow(dims).eval()
+    found = {check.name: check for check in retrofit.verify(model).checks}["gradients"]
+    assert found.status == "passed", found.why
+    model.unused = nn.Parameter(torch.zeros(3))
+    inputs = named_inputs(model)
+    assert collect_gradients(model, inputs, model(**inputs).shape).zero == {"unused"}
+
+
 def test_an_exact_rewrite_has_the_loss_of_the_dense_model() -> None:
     model = gpt2()
     reference = Reference.of(model)

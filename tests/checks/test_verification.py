@@ -259,6 +259,26 @@ def test_a_graph_of_one_batch_size_needs_no_dense_model_to_pass() -> None:
 # ── The report ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+class Pairs(Own):
+    """Compares all rows with all, and takes its ids in a dictionary where it is told so."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        self.nested = nested
+
+    def forward(self, x: Any) -> torch.Tensor:
+        rows = super().forward(x["ids"] if self.nested else x).mean(1)
+        return rows @ rows.T
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_outputs_that_compare_all_rows_with_all_grow_with_the_batch(nested: bool) -> None:
+    ids = torch.arange(22).reshape(2, 11)
+    report = retrofit.verify(Pairs(nested).eval(), example_inputs={"x": {"ids": ids} if nested else ids})
+    found = {check.name: check for check in report.checks}["graph"]
+    assert found.status == "passed", found.why
+
+
 class Broken(nn.Module):
     """Runs on nothing."""
 
