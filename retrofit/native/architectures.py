@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -72,10 +73,10 @@ class Architecture:
         assert self.kind.config_class is not None
         return self.kind.config_class
 
-    def skeleton(self, **changes: Any) -> PreTrainedModel:
+    def skeleton(self, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
         """The model with these entries changed, without weights; raises what the architecture's code raises."""
         with quiet():
-            return skeleton_of(self.kind, self.config_kind(**{**self.fields, **changes}))
+            return skeleton_of(self.kind, self.config_kind(**{**self.fields, **changes}), dtype)
 
     def with_fields(self, **changes: Any) -> Architecture:
         return dataclasses.replace(self, fields={**self.fields, **changes})

@@ -126,7 +126,7 @@ def native_form(model: Any, architecture: str | None = None, progress: Progress 
             say(f"comparing with {match.architecture.name}")
             whole = with_whole_depth(match, part)
             try:
-                places = places_of(ours, whole, match)
+                places = places_of(ours, whole, match, part.dtype)
                 say(f"filling {match.architecture.name}")
                 native, zeros = filled(part, whole, match, places, mixtures)
             except (LookupError, CaptureError) as error:
@@ -320,9 +320,12 @@ class Places:
     mixtures: tuple[str, ...]  # paths, in the order of the model's
 
 
-def places_of(ours: Surroundings, whole: Architecture, match: Match) -> Places:
-    """Where each parameter of the architecture is in the model; raises `LookupError` with the first difference of the graphs."""
-    skeleton = whole.skeleton()
+def places_of(ours: Surroundings, whole: Architecture, match: Match, dtype: torch.dtype) -> Places:
+    """Where each parameter of the architecture is in the model; raises `LookupError` with the first difference of the graphs.
+
+    `dtype` is the model's: the casts of half precision are in its graph.
+    """
+    skeleton = whole.skeleton(dtype)
     paths = mixture_paths(skeleton, match.wanted)
     theirs = Surroundings.of(capture(skeleton, named_inputs(skeleton)), paths)
     different = first_difference(ours, theirs)

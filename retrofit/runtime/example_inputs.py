@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from retrofit.errors import CaptureError
-from retrofit.runtime.skeletons import without_weights
+from retrofit.runtime.skeletons import HollowGroupedProducts, without_weights
 
 BATCH, LENGTH, TARGET_LENGTH = 2, 11, 7  # primes, so that no extent is mistaken for another
 WIDTHS = 6  # of operations that may be the first, whose inputs are tried
@@ -108,7 +108,7 @@ def accepts(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
     """Whether the model's code runs on inputs like these: a copy without weights is run, and nothing is computed."""
     try:
         skeleton = model if device_of(model).type == "meta" else without_weights(model).eval()
-        with torch.no_grad():
+        with torch.no_grad(), HollowGroupedProducts():
             skeleton(**{name: value.to("meta") for name, value in inputs.items()})
     except Exception:  # whatever the model's own code raises
         return False

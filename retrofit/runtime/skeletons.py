@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrofit.runtime.offloading import hooks_to_leave_out, without_hooks
 
@@ -22,3 +23,16 @@ def without_weights(model: nn.Module) -> nn.Module:
         memo.setdefault(id(tensor), torch.empty_like(tensor, device="meta", requires_grad=False))
     skeleton = copy.deepcopy(model, memo)
     return without_hooks(skeleton) if hooks else skeleton
+
+
+class HollowGroupedProducts(TorchDispatchMode):
+    """Within this context grouped products of hollow matrices are of any dtype, as those of real ones are.
+
+    torch 2.13 has a shape for them in bfloat16 alone.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._grouped_mm.default and args[0].is_meta and args[1].dim() == 3 and args[0].dim() == 2:
+            rows, weight = args[:2]  # (rows, in), (E, in, out)
+            return rows.new_empty(len(rows), weight.shape[-1])
+        return function(*args, **(kwargs or {}))

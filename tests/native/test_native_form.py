@@ -54,6 +54,17 @@ def test_a_llama_becomes_a_mixtral(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in set(file.keys())
 
 
+def test_a_model_in_half_precision_has_a_native_form(tmp_path: Path) -> None:
+    dense = tiny_models.llama(hidden_size=32, intermediate_size=48)
+    dense.save_pretrained(tmp_path)
+    half = type(dense).from_pretrained(tmp_path, dtype=torch.bfloat16)  # its rotary frequencies are in float32
+    model = upcycled(half, ", renormalize=true")
+    native = retrofit.to_native(model, "mixtral")
+    assert native.dtype is torch.bfloat16 and type(native) is transformers.MixtralForCausalLM
+    with torch.no_grad():  # the same numbers: only what is rounded when differs
+        torch.testing.assert_close(native.float()(IDS).logits, model.float()(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.long
 def test_gates_that_are_not_renormalized_need_another_architecture() -> None:
     model = upcycled(tiny_models.llama(hidden_size=32, intermediate_size=48), ", renormalize=false")

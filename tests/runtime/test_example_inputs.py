@@ -120,6 +120,9 @@ def test_a_decoder_that_hears_gets_its_token_ids() -> None:
         "decoder_input_ids": (2, 7),
     }
     assert [stack.kind for stack in retrofit.inspect(model).stacks] == ["encoder", "decoder"]
+    mixed = retrofit.apply(model, "shared-moe(groups=0, experts=2, k=1)", verify=False)  # torch has no shapes of its products
+    again = example_inputs(mixed)
+    assert {name: value.shape for name, value in again.items()} == {name: value.shape for name, value in inputs.items()}
 
 
 class Looking(nn.Module):
