@@ -108,6 +108,7 @@ class AltUp(Pass[AltUpPlan]):
         if not stacks:
             return AltUpPlan((), tuple(near_misses))
         check_layers(stacks, anatomy)
+        require_own_layers(stacks)
         look_ups = {stack.entry: token_look_ups(stack, anatomy) if self.embedding == "wide" else [] for stack in stacks}
         wide_ends = {stack.entry: stays_wide(stack, look_ups[stack.entry], anatomy) for stack in stacks}
         homes = {stack.entry: self.homes(stack) for stack in stacks}
@@ -204,7 +205,7 @@ class AltUp(Pass[AltUpPlan]):
         trained = selected_depths(self.layers, len(stack.layers), self.name, deepest)
         if shared and not (starts_wide and ends_wide):
             raise DoesNotFitError(
-                f"altup: the layers of {stack.name} share their weights across depth",
+                f"altup: the layers of {stack.name or 'the model'} share their weights across depth",
                 why="one module runs at every depth, so the stream has to be wide before the first and after the last",
                 remedy="use embedding=wide on a model with a per-token head",
             )
@@ -363,6 +364,19 @@ def check_layers(stacks: list[Stack], anatomy: Anatomy) -> None:
                     why=error.why if attends else f"{error.why}; no layer attends, so this may be no transformer at all",
                     remedy=error.remedy,
                 ) from None
+
+
+def require_own_layers(stacks: list[Stack]) -> None:
+    """Raises `DoesNotFitError` where a module is a layer of several stacks: its wrapper would be another one in each."""
+    names = [name for stack in stacks for name in dict.fromkeys(layer.name for layer in stack.layers)]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise DoesNotFitError(
+            f"altup: the layer {twice} runs in several stacks",
+            why="the model calls the module that holds it on several inputs, and what widens one stream would widen them all",
+            remedy="rewrite that module by itself, with example_inputs= of its own: it stays where it is in the model",
+            in_any_form=True,
+        )
 
 
 def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFitError:

@@ -158,6 +158,29 @@ def test_a_model_nobody_has_heard_of() -> None:
 
 
 @pytest.mark.long
+class Towers(torch.nn.Module):
+    """One tower for two texts, and how well they fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Own()
+
+    def forward(self, query: torch.Tensor, passage: torch.Tensor) -> torch.Tensor:
+        return self.tower(query)[:, -1] @ self.tower(passage)[:, -1].T
+
+
+def test_a_tower_that_reads_two_texts_is_rewritten_by_itself() -> None:
+    torch.manual_seed(0)
+    model = Towers().eval()
+    given = {"query": torch.randint(50, (2, 11)), "passage": torch.randint(50, (3, 7))}
+    before = model(**given)
+    with pytest.raises(DoesNotFitError, match=r"tower\.b\.0 runs in several stacks.*\n.*\n.*rewrite that module by itself"):
+        retrofit.apply(model, AltUp(k=2), example_inputs=given)
+    tower = retrofit.apply(model.tower, AltUp(k=2))
+    assert tower is model.tower and isinstance(tower.b[0], AltUpLayer)
+    torch.testing.assert_close(model(**given), before)
+
+
 def test_one_stack_of_two() -> None:
     model, inputs, others = build("seq2seq/bart")
     expected = logits(model, others)
