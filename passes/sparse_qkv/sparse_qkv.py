@@ -197,14 +197,15 @@ class SparseQKV(Pass[SparseQKVPlan]):
             raise self.unfit(site, f"its {columns} columns are no multiple of modules={modules}", self.divisions(site, columns))
         if columns % count or modules % (columns // count):
             size = columns // modules
-            why = f"no stride over {modules} modules of {size} columns gives the {count} columns of {letter}"
+            read = "that are read for something else than attention" if letter == REST else f"of {letter}"
+            why = f"no stride over {modules} modules of {size} columns gives the {count} columns {read}"
             raise self.unfit(site, why, self.divisions(site, columns))
         return columns // count
 
     def divisions(self, site: AttentionSite, columns: int) -> str:
-        """The numbers of modules nearest to the one asked for that the columns of every letter allow, as the option is written."""
+        """The numbers of modules nearest to the one asked for that all its columns allow, as the option is written."""
         wanted = self.modules or site.heads
-        counts = [count for letter, count in site.widths.items() if letter != REST]
+        counts = list(site.widths.values())
         allowed = [
             modules
             for modules in range(1, columns + 1)

@@ -531,3 +531,24 @@ def test_values_projected_from_zeros_stay_as_they_are() -> None:
     assert [(one.name, one.why) for one in rewrite.skipped] == [
         ("b.0.o", "b.0.o.v reads zeros there, so nothing of its weight can be learnt")
     ]
+
+
+class Merged(nn.Module):
+    """A layer whose one projection makes queries, keys, values and the hidden units of its feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.into, self.out = nn.LayerNorm(16), nn.Linear(16, 112), nn.Linear(80, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        *heads, hidden = self.into(self.norm(x)).split([16, 16, 16, 64], -1)
+        q, k, v = (one.unflatten(-1, (2, -1)).transpose(1, 2) for one in heads)
+        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.out(torch.cat([y, hidden.relu()], -1))
+
+
+def test_no_number_of_modules_is_proposed_where_none_fits() -> None:
+    model = nn.Sequential(nn.Embedding(31, 16), Merged(), Merged(), nn.Linear(16, 31)).eval()
+    with pytest.raises(DoesNotFitError, match="64 columns that are read for something else than attention") as refused:
+        retrofit.apply(model, "sparse-qkv", example_inputs={"input": torch.arange(22).reshape(2, 11)})
+    assert "use modules=" not in refused.value.remedy
