@@ -138,7 +138,8 @@ def apply_reported(
             return how(model, emit="graph", note=f"{BECOMES_GRAPH}: {refusal.why or refusal.what}")
         except CaptureError as error:
             why = f"{refusal.why or refusal.what}; and the model has no graph to rewrite: {error.why}"
-            raise DoesNotFitError(refusal.what, why=why, remedy=error.remedy) from None
+            remedy = remedy_without("emit='module'", error.remedy) or remedy_without_graph(refusal.remedy)
+            raise DoesNotFitError(refusal.what, why=why, remedy=remedy) from None
         except RetrofitError:  # the graph cannot hold it either
             raise without_graph_way_out(refusal) from None
 
@@ -151,7 +152,12 @@ def without_graph_way_out(refusal: DoesNotFitError) -> DoesNotFitError:
 
 def remedy_without_graph(remedy: str) -> str:
     """The ways out that do not make a graph of the model."""
-    return "; ".join(way for way in remedy.split("; ") if "emit='graph'" not in way)
+    return remedy_without("emit='graph'", remedy)
+
+
+def remedy_without(words: str, remedy: str) -> str:
+    """The ways out in which the words are not."""
+    return "; ".join(way for way in remedy.split("; ") if words not in way)
 
 
 def rewrite_once(

@@ -225,6 +225,25 @@ def test_a_decoder_that_detects_its_causal_mask_is_rewritten_on_its_graph() -> N
     assert isinstance(refused.value, CaptureError)
 
 
+class OfDictionary(nn.Module):
+    """torch's encoder again, its arguments in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = masked(layers=3)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        logits: Tensor = self.inside(batch["input_ids"])
+        return logits
+
+
+def test_where_modules_and_graph_do_not_fit_the_way_out_is_neither() -> None:
+    given = {"batch": {"input_ids": padded()["input_ids"]}}
+    with pytest.raises(DoesNotFitError, match="its argument batch is no tensor, but a dict") as refused:
+        retrofit.apply(OfDictionary().eval(), "sequence-altup(k=1)", example_inputs=given)
+    assert refused.value.remedy == "wrap it in a module that takes tensors"
+
+
 # ── The rule ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -33,7 +33,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
         raise CaptureError(
             f"{type(model).__name__} cannot be made a graph module",
             why=f"its argument {nested} is no tensor, but a {type(inputs[nested]).__name__}",
-            remedy="rewrite its modules (emit='module'), or wrap it in a module that takes tensors",
+            remedy="wrap it in a module that takes tensors; rewrite its modules (emit='module')",
         )
     program = capture_dynamic(model, inputs)
     holder = next((user for node in program.graph.nodes if node.op == "get_attr" for user in node.users), None)
