@@ -181,7 +181,7 @@ def plan_pass(one: AnyPass, anatomy: Anatomy, skeleton: nn.Module) -> Plan:
             one.carry_out(plan, edit)
         elif not near_misses:
             raise one.nothing_fits(plan)
-        return plan
+        return dataclasses.replace(plan, notes=(*one.idle_notes(), *plan.notes))
     except DoesNotFitError as error:
         edit.undo()
         why = f"{error.what}: {error.why}" if error.why else error.what

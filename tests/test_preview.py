@@ -249,3 +249,18 @@ def test_the_stages_are_reported() -> None:
     stages: list[str] = []
     retrofit.plan_of(llama(), "sum", FFN, progress=stages.append)
     assert stages == ["capturing the dense model", "planning sum", "planning sparse-ffn", "counting the cost of the result"]
+
+
+@pytest.mark.parametrize(
+    ("build", "spec", "said"),
+    [
+        (llama, "memory(buckets=8)", "buckets=8 has no effect with lookup=token-id"),
+        (llama, "shared-moe(groups=0, share_attention=true)", "share_attention=true has no effect: no group has several layers"),
+        (llama, "shared-moe(experts=2, reinit=0.5)", "reinit=0.5 has no effect: no expert is a copy of another"),
+        (vit, "altup(extra=8)", "extra=8 has no effect: no token table is widened"),
+    ],
+)
+def test_an_option_without_effect_is_noted_by_plan_and_by_apply(build: Callable[[], nn.Module], spec: str, said: str) -> None:
+    model = build()
+    assert said in retrofit.plan_of(model, spec).passes[0].plan.notes
+    assert said in apply_reported(model, spec, verify=False).rewrites[0].notes

@@ -132,6 +132,7 @@ class AltUp(Pass[AltUpPlan]):
         return dataclasses.replace(
             plan,
             sites=tuple(self.sites(plan)),
+            notes=(f"extra={self.extra} has no effect: no token table is widened",) if self.extra and not plan.tables else (),
             new_parameters=sum(count for _, count in terms),
             formula=" + ".join(f"{label} = {count:,}" for label, count in terms),
         )

@@ -110,6 +110,10 @@ class Memory(Pass[MemoryPlan]):
     def exact(self) -> bool:
         return True
 
+    def idle_options(self) -> dict[str, tuple[str, ...]]:
+        idle = {"token-id": ("buckets", "jitter"), "softmax": ("sparse",), "lsh": ("jitter", "sparse")}
+        return {f"lookup={self.lookup}": idle[self.lookup]}
+
     def plan(self, anatomy: Anatomy) -> MemoryPlan:
         near_misses: list[NearMiss] = []
         recorded = dict(getattr(getattr(anatomy.model, "config", None), ROWS, None) or {})

@@ -101,6 +101,9 @@ class Reversible(Pass[ReversiblePlan]):
     def exact(self) -> bool:
         return self.scheme == "exact"
 
+    def idle_options(self) -> dict[str, tuple[str, ...]]:
+        return {} if self.exact else {f"scheme={self.scheme}": ("bits",)}
+
     # What would be rewritten.
 
     def plan(self, anatomy: Anatomy) -> ReversiblePlan:

@@ -13,7 +13,7 @@ partial re-initialisation of Drop-Upcycling (ICLR 2025).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -153,7 +153,10 @@ class SharedMoE(Pass[SharedMoEPlan]):
             new_parameters=sum(count for _, count in terms),
             formula=" + ".join(f"{label} = {count:,}" for label, count in terms),
             exact=self.sums_to_one and not attentions and all(self.is_exact_for(group) for group in groups),
-            notes=tuple(f"{site.path}: {site.dropout_note}" for group in groups for site in group.sites if site.dropout),
+            notes=(
+                *self.unused_options(groups),
+                *(f"{site.path}: {site.dropout_note}" for group in groups for site in group.sites if site.dropout),
+            ),
             groups=tuple(groups),
             attentions=tuple(attentions),
         )
@@ -173,6 +176,13 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 why = f"the group {group.name} has {len(group.sites)} layers"
                 raise DoesNotFitError(f"shared-moe: sources names layer {max(chosen[group.name])}", why=why, remedy=SOURCES_REMEDY)
         return tuple(dataclasses.replace(group, chosen=chosen.get(group.name, ())) for group in groups)
+
+    def unused_options(self, groups: Sequence[Group]) -> Iterator[str]:
+        """What is said of options that have no effect on these groups."""
+        if self.share_attention and all(len(group.sites) == 1 for group in groups):
+            yield "share_attention=true has no effect: no group has several layers"
+        if self.reinit and not any(group.copies(self.experts) for group in groups):
+            yield f"reinit={self.reinit:g} has no effect: no expert is a copy of another"
 
     def is_exact_for(self, group: Group) -> bool:
         """Whether every expert of the group's mixture computes what each of its layers computed, the gates summing to one."""

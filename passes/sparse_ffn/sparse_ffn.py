@@ -120,6 +120,13 @@ class SparseFFN(Pass[SparseFFNPlan]):
     def exact(self) -> bool:
         return self.active == self.sparsity
 
+    def idle_options(self) -> dict[str, tuple[str, ...]]:
+        choice = ("rank", "hard", "noise")
+        if self.exact:
+            given = ("controller", "multiply_by_controller", "scale", "temperature", "fit_output")
+            return {f"active={self.active}, all units of a block": (*choice, *given)}
+        return {"controller=gate": choice} if self.controller == "gate" else {}
+
     @property
     def predicts(self) -> bool:
         """Whether there is a controller of its own parameters."""

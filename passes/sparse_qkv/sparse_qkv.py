@@ -101,6 +101,10 @@ class SparseQKV(Pass[SparseQKVPlan]):
     def exact(self) -> bool:
         return False
 
+    def idle_options(self) -> dict[str, tuple[str, ...]]:
+        convolves = "conv" in self.variant or "conv" in self.output
+        return {} if convolves else {f"variant={self.variant}, output={self.output}": ("kernel",)}
+
     def plan(self, anatomy: Anatomy) -> SparseQKVPlan:
         sites, found = find_attention_sites(anatomy, self.selected(anatomy))
         near_misses = [sparse_already(one) if has_columns(anatomy.model, one.name) else one for one in found]

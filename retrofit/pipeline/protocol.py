@@ -112,6 +112,21 @@ class Pass(abc.ABC, Generic[SomePlan]):
     def exact(self) -> bool:
         """Whether the rewritten model computes the dense model's function at step 0."""
 
+    def idle_options(self) -> dict[str, tuple[str, ...]]:
+        """By what makes them so, as in "lookup=lsh": the options that have no effect beside the others as they are."""
+        return {}
+
+    def idle_notes(self) -> tuple[str, ...]:
+        """What is said of an option that was given and has no effect."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return tuple(
+            f"{name}={format_value(given[name])} has no effect with {cause}"
+            for cause, names in self.idle_options().items()
+            for name in names
+            if given[name] != defaults[name]
+        )
+
     @abc.abstractmethod
     def plan(self, anatomy: Anatomy) -> SomePlan:
         """What would be rewritten and what left alone; changes nothing.
@@ -161,7 +176,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
             new_parameters=plan.new_parameters,
             formula=plan.formula,
             second_step=edit.late_parameters(),
-            notes=(*plan.notes, *edit.notes),
+            notes=(*self.idle_notes(), *plan.notes, *edit.notes),
         )
 
     def nothing_fits(self, plan: SomePlan) -> DoesNotFitError:

@@ -127,6 +127,26 @@ def test_a_wrong_option_is_refused_by_name(wrong: dict[str, object], words: str)
 
 
 @pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("memory(buckets=8)", ("buckets=8 has no effect with lookup=token-id",)),
+        ("memory(lookup=lsh, jitter=0.5, buckets=8)", ("jitter=0.5 has no effect with lookup=lsh",)),
+        ("memory(lookup=softmax, jitter=0.5, buckets=8)", ()),
+        ("memory(lookup=softmax, sparse=true)", ("sparse=true has no effect with lookup=softmax",)),
+        ("reversible(scheme=terraformer, bits=7)", ("bits=7 has no effect with scheme=terraformer",)),
+        ("reversible(bits=7)", ()),
+        ("sparse-qkv(variant=mult, kernel=2)", ("kernel=2 has no effect with variant=mult, output=none",)),
+        ("sparse-qkv(variant=mult, output=conv, kernel=2)", ()),
+        ("sparse-ffn(controller=gate, rank=3)", ("rank=3 has no effect with controller=gate",)),
+        ("sparse-ffn(rank=3, hard=0.5)", ()),
+        ("sparse-ffn(sparsity=4, active=4, scale=true)", ("scale=true has no effect with active=4, all units of a block",)),
+    ],
+)
+def test_an_option_without_effect_is_named(spec: str, said: tuple[str, ...]) -> None:
+    assert registry.parse_spec(spec).idle_notes() == said
+
+
+@pytest.mark.parametrize(
     ("name", "name_of_option", "range_of_it", "beyond"),
     [
         ("reversible", "bits", "a whole number from 1 to 16", "17"),
