@@ -37,6 +37,7 @@ from retrofit.sdk import (
 FUSED = "scaled_dot_product_attention"
 NOT_INTERCEPTED = "multi_head_attention_forward"
 CALLS_FUSED = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
+WRITES_OWN = f"emit='graph' makes each attention a module; one that has nn.Linear projections and calls {FUSED} can be merged"
 LEFT_OUT = "layers= leaves depths out"
 FOLLOWED = (
     CAST | DROPOUT | {"view", "reshape", "_unsafe_view", "expand", "contiguous", "clone", "getitem"}
@@ -142,7 +143,7 @@ class SiteFinder:
         module = self.anatomy.model.get_submodule(call.path)
         if any(NOT_INTERCEPTED in names_in_code(one) for one in module.modules()):
             why = f"its code calls torch's {NOT_INTERCEPTED}, and no call inside that can be replaced"
-            raise unfit(call.path, why, "emit='graph' makes each attention a module")
+            raise unfit(call.path, why, WRITES_OWN)
         if sum(call.encloses(self.flow.call_of(one.result)) for one in self.cores) != 1:
             raise unfit(call.path, "its module computes more than one attention")
         site = next((one for one in self.attentions if one.name == call.path), None)

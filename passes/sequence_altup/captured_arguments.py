@@ -126,8 +126,7 @@ class ArgumentCaptures:
         if node is None or any(table is None or table.is_meta for table in self.tables_of(node)):
             return True
         if (node, dims) not in self.mask_answers:
-            with torch.device("cpu"):
-                value = mask_value(node, self.larger.flow)
+            value = mask_value(node, self.larger.flow)
             if value is None or value.dim() != dims.rank:
                 self.mask_answers[node, dims] = True
             else:

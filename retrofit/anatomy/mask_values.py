@@ -123,38 +123,39 @@ def mask_value(
     Parameters count as zeros. None where it depends on a large tensor. What lies above a product with a parameter is not run, so
     that the value is the same for a model without values.
     """
-    program = flow.program
-    values: dict[fx.Node, Any] = dict(given)
-    for node in nodes_above(mask, flow, lambda one, flow: one in given or is_zero_without_weights(one, flow)):
-        if node in given:
-            continue
-        example = node.meta.get("val")
-        if is_zero_without_weights(node, flow) and isinstance(example, torch.Tensor):
-            values[node] = torch.zeros(shape(node) or (), dtype=example.dtype)
-            continue
-        if node.op == "placeholder":
-            if not isinstance(example, torch.Tensor):
-                values[node] = example
+    with torch.device("cpu"):  # also where the default device is another, as while a model is being loaded
+        program = flow.program
+        values: dict[fx.Node, Any] = dict(given)
+        for node in nodes_above(mask, flow, lambda one, flow: one in given or is_zero_without_weights(one, flow)):
+            if node in given:
                 continue
-            size = shape(node) or ()
-            if math.prod(size) > LARGEST_MASK_INPUT:
+            example = node.meta.get("val")
+            if is_zero_without_weights(node, flow) and isinstance(example, torch.Tensor):
+                values[node] = torch.zeros(shape(node) or (), dtype=example.dtype)
+                continue
+            if node.op == "placeholder":
+                if not isinstance(example, torch.Tensor):
+                    values[node] = example
+                    continue
+                size = shape(node) or ()
+                if math.prod(size) > LARGEST_MASK_INPUT:
+                    return None
+                stored = program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
+                if node in program.inputs:
+                    values[node] = torch.full(size, inputs, dtype=example.dtype)
+                elif stored is not None and not stored.is_meta:
+                    values[node] = stored.detach().cpu()
+                else:
+                    values[node] = torch.zeros(size, dtype=example.dtype)
+                continue
+            if node.op != "call_function":
                 return None
-            stored = program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
-            if node in program.inputs:
-                values[node] = torch.full(size, inputs, dtype=example.dtype)
-            elif stored is not None and not stored.is_meta:
-                values[node] = stored.detach().cpu()
-            else:
-                values[node] = torch.zeros(size, dtype=example.dtype)
-            continue
-        if node.op != "call_function":
-            return None
-        try:
-            values[node] = computed(node, values)
-        except Exception:  # operations that do not run outside the graph
-            return None
-    result = values.get(mask)
-    return result if isinstance(result, torch.Tensor) else None
+            try:
+                values[node] = computed(node, values)
+            except Exception:  # operations that do not run outside the graph
+                return None
+        result = values.get(mask)
+        return result if isinstance(result, torch.Tensor) else None
 
 
 def computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

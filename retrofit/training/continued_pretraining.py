@@ -120,8 +120,8 @@ def continue_pretraining(
     stages = Stages.of(settings, model, guide)
     new = [] if settings.lr_new is None else new_parameters(model, settings.lr_new)
     facts = {
+        "recipe": "; ".join(stored_recipe(rewritten_part(model))),  # before the model, which differs where it does
         "model": hash_architecture(model),
-        "recipe": "; ".join(stored_recipe(rewritten_part(model))),
         "dtype": ", ".join(dtypes_of(model)),
         "text": hash_windows(windows),
         "teacher": identity,

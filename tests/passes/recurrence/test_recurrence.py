@@ -407,3 +407,14 @@ def test_a_layer_that_only_decides_something_is_a_near_miss_as_nothing_in_it_lea
     plan = planned(Mixed((True, True), sorts=True))
     assert [site.name for site in plan.sites] == ["blocks.0.mlp", "blocks.1.mlp"]
     assert "no gradient reaches it" in plan.near_misses[0].why and plan.near_misses[0].name == "block"
+
+
+def test_positions_made_in_the_code_are_no_mask_while_the_model_is_loaded(tmp_path: Path) -> None:
+    """Where transformers loads a model the default device has no values; its layers are found by the values of such tensors."""
+    entry = zoo.entry("masked/funnel")
+    model = zoo.build(entry).eval()
+    inputs = zoo.inputs(entry, model)
+    rewritten = retrofit.apply(model, "recurrence", example_inputs=inputs, verify=False)
+    rewritten.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert torch.equal(zoo.logits(loaded(**inputs)), zoo.logits(rewritten(**inputs)))
