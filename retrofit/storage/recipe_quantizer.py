@@ -87,6 +87,7 @@ class RecipeReplay(HfQuantizer):
         """The skeleton is the rewritten model's; `model` is on the meta device."""
         recipe, architecture = self.quantization_config.recipe, self.quantization_config.architecture
         self.dense = set(model.modules())
+        unfreeze(model)
         transformers_bookkeeping.keep_own_names(model)
         if recipe and architecture in (None, type(model).__name__):
             self.dense = rewrite_skeleton(model, recipe)
@@ -106,7 +107,7 @@ class RecipeReplay(HfQuantizer):
         self.finish(model)
 
     def finish(self, model: Any) -> None:
-        """Every new parameter and buffer has its value, and what was frozen is."""
+        """Every new parameter and buffer has its value, and what a pass froze is frozen."""
         transformers_bookkeeping.align_weights(model)
         require_filled(model, self.dense, self.shapes)
         for name in self.frozen:
@@ -140,6 +141,12 @@ def merge_configs(own: Callable[..., Any], stored: Any, given: Any) -> Any:
     return config
 
 
+def unfreeze(model: nn.Module) -> None:
+    """Every parameter is trained, those too that the class freezes: transformers makes them so when it reads their weights."""
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+
+
 def rewrite_skeleton(model: Any, recipe: list[str]) -> set[nn.Module]:
     """The skeleton has the structure that the recipe gives it; returns the modules it had before."""
     from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
@@ -169,6 +176,7 @@ def rewrite_as_part(model: Any, recipe: list[str], architecture: str) -> set[nn.
             remedy="import the package that defines it first",
         )
     whole = kind(model.config)
+    unfreeze(whole)
     dense = rewrite_skeleton(whole, recipe)
     if type(whole.base_model) is type(model):
         vars(model).update(vars(whole.base_model), retrofit_recipe=tuple(recipe))
