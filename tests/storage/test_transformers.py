@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.quantizers import auto
 
-import retrofit
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.replaying import input_from_description
@@ -237,24 +236,6 @@ def test_a_frozen_parameter_stays_frozen_and_the_others_do_not(loaded):
     model, _ = loaded
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {f"model.layers.{i}.plane" for i in range(3)}
-
-
-def test_what_the_class_freezes_is_trained_once_loaded_as_of_the_dense_model(tmp_path):
-    """transformers trains every weight that it reads, Whisper's table of positions too."""
-    config = transformers.WhisperConfig(
-        vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=16, max_source_positions=30, max_target_positions=32, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
-    )  # fmt: skip
-    model = transformers.WhisperForConditionalGeneration(config)
-    assert not model.model.encoder.embed_positions.weight.requires_grad
-    model.save_pretrained(tmp_path / "dense")
-    dense = type(model).from_pretrained(tmp_path / "dense")
-    retrofit.apply(copy.deepcopy(dense), "sum", verify=False).save_pretrained(tmp_path / "rewritten")
-    rewritten = type(model).from_pretrained(tmp_path / "rewritten")
-    assert dense.model.encoder.embed_positions.weight.requires_grad
-    assert all(parameter.requires_grad for parameter in rewritten.parameters())
-    assert retrofit.verify(rewritten, dense).ok
 
 
 def test_trainer_trains_saves_and_resumes(loaded, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import transformers
 from support import retrofitted
 
+import retrofit
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
 from retrofit.storage import transformers_hook
@@ -77,3 +79,22 @@ def test_a_class_for_which_the_recipe_means_something_else_is_refused():
     _, path, _, _, _ = saved("t5")
     with pytest.raises(CheckpointError, match="T5Model than of T5ForConditionalGeneration"):
         transformers.AutoModel.from_pretrained(path / "whole")
+
+
+def test_what_the_class_freezes_is_trained_once_loaded_as_of_the_dense_model(tmp_path):
+    """transformers trains every weight that it reads, Whisper's table of positions too."""
+    config = transformers.WhisperConfig(
+        vocab_size=99, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, num_mel_bins=16, max_source_positions=30, max_target_positions=32, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=3,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config)
+    assert not model.model.encoder.embed_positions.weight.requires_grad
+    model.save_pretrained(tmp_path / "dense")
+    dense = type(model).from_pretrained(tmp_path / "dense")
+    retrofit.apply(copy.deepcopy(dense), "sum", verify=False).save_pretrained(tmp_path / "rewritten")
+    rewritten = type(model).from_pretrained(tmp_path / "rewritten")
+    assert dense.model.encoder.embed_positions.weight.requires_grad
+    assert all(parameter.requires_grad for parameter in rewritten.parameters())
+    verification = retrofit.verify(rewritten, dense)
+    assert verification.ok, verification
