@@ -135,7 +135,13 @@ def sized(architecture: Architecture, wanted: Wanted) -> Sized:
     except Exception as error:  # whatever the architecture's code raises for the sizes of another
         return Sized(architecture, f"it cannot be built of that size: {first_line(error)}")
     stacks = has_stacks(model)
-    absent = [shape for shape in wanted.around - shapes_of(model) if len(shape) > 1]
+    absent = absent_weights(model, wanted)
+    if absent and len(wanted.depths) < wanted.layers:  # they may be those of layers without a mixture
+        for key, value in all_trials(architecture, model, wanted):
+            mixed = built(architecture.with_fields(**{key: value}))
+            if mixed is not None and depths_with_stacks(mixed) == wanted.depths and not absent_weights(mixed, wanted):
+                architecture, model, absent, stacks = architecture.with_fields(**{key: value}), mixed, [], True
+                break
     if absent:
         return Sized(architecture, f"it has no weight {described(absent[0])} outside its mixtures", stacks)
     config = {**model.config.to_dict(), **architecture.fields}
@@ -168,6 +174,23 @@ def sized(architecture: Architecture, wanted: Wanted) -> Sized:
         if least == 0 or in_vain >= len(architecture.own):
             break
     return Sized(dataclasses.replace(architecture, inert=tuple(key for key in inert if key not in architecture.fields)), "", stacks)
+
+
+def absent_weights(model: nn.Module, wanted: Wanted) -> list[Sequence[int]]:
+    """The shapes of weights outside the mixtures that are wanted, and that no parameter of the model has."""
+    return [shape for shape in wanted.around - shapes_of(model) if len(shape) > 1]
+
+
+def all_trials(architecture: Architecture, model: PreTrainedModel, wanted: Wanted) -> Iterator[tuple[str, Any]]:
+    """Each entry of its own with each value that is tried for it."""
+    for key in architecture.own:
+        yield from ((key, value) for value in trials(model.config.to_dict().get(key), wanted))
+
+
+def depths_with_stacks(model: nn.Module) -> tuple[int, ...]:
+    """The depths of the layers with weights of experts, each the first number in their names."""
+    stacked = (name for name, parameter in model.named_parameters() if parameter.dim() == 3 and min(parameter.shape) > 1)
+    return tuple(sorted({int(part) for name in stacked if (part := next(filter(str.isdigit, name.split(".")), None))}))
 
 
 def has_stacks(model: nn.Module) -> bool:

@@ -65,6 +65,24 @@ def test_a_model_in_half_precision_has_a_native_form(tmp_path: Path) -> None:
         torch.testing.assert_close(native.float()(IDS).logits, model.float()(IDS).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_mixtures_in_some_layers_are_in_the_same_layers_of_the_native_form() -> None:
+    config = transformers.Qwen3Config(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    torch.manual_seed(0)
+    model = upcycled(transformers.Qwen3ForCausalLM(config).eval(), ", renormalize=true, layers=1-2")
+    native = retrofit.to_native(model, "qwen3_moe")
+    assert native.config.mlp_only_layers == [0, 3]
+    with torch.no_grad():
+        torch.testing.assert_close(native(IDS).logits, model(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.long
 def test_gates_that_are_not_renormalized_need_another_architecture() -> None:
     model = upcycled(tiny_models.llama(hidden_size=32, intermediate_size=48), ", renormalize=false")
