@@ -29,7 +29,13 @@ from retrofit.storage.file_names import EXPORTED, FILES, ONNX, OTHER_FORMATS, re
 from retrofit.storage.gguf_file import load_gguf
 from retrofit.storage.load_failures import name_file_in_errors
 from retrofit.storage.model_card import write_card
-from retrofit.storage.pt_file import architecture_in_file, checkpoint_contents, read_checkpoint, rebuild_model
+from retrofit.storage.pt_file import (
+    architecture_in_file,
+    checkpoint_contents,
+    read_checkpoint,
+    rebuild_model,
+    require_no_description,
+)
 
 
 @one_at_a_time
@@ -102,19 +108,19 @@ def load(
             f"{path} does not exist", remedy="give a .pt checkpoint, a Hugging Face directory, a .gguf, .pt2 or .onnx file"
         )
     if path.is_dir():
-        if config is not None or build is not None:
-            raise CheckpointError(f"{path} is a directory and says itself how it is built", remedy="leave out config and build")
+        require_no_description(path, "a directory", config, build)
         with name_file_in_errors(path):
             return load_directory(path, dtype)
     if path.suffix == gguf_header.SUFFIX:
-        if config is not None or build is not None:
-            raise CheckpointError(f"{path} is a GGUF file and says itself how it is built", remedy="leave out config and build")
+        require_no_description(path, "a GGUF file", config, build)
         with name_file_in_errors(path):
             return load_gguf(path, dtype)
     if path.suffix == EXPORTED:
+        require_no_description(path, "an exported program", config, build)
         loaded = load_exported(path, allow_pickle=allow_pickle)
         return loaded if dtype is None else loaded.to(dtype)
     if path.suffix == ONNX:
+        require_no_description(path, "an ONNX file", config, build)
         imported = from_onnx(path)
         return imported if dtype is None else imported.to(dtype)
     if path.suffix in (*OTHER_FORMATS, ".json"):
