@@ -158,6 +158,7 @@ def continue_pretraining(
             kind = ShardedTrainer if settings.fsdp else PretrainingTrainer
             trainer = setup.trainer(kind, watch, folder=folder, settings=settings, fresh=not checkpoint)
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    idle = set(map(id, watch.idle or ()))
     history = trainer.state.log_history
     run = TrainingRun(
         settings=settings,
@@ -170,6 +171,7 @@ def continue_pretraining(
         eval_losses=logged_values(history, "eval_loss"),
         rates=logged_values(history, "learning_rate"),
         seconds_per_step=watch.seconds_per_step,
+        untrained=[name for name, parameter in trained.named_parameters() if id(parameter) in idle],
         output=target,
         folder=None if target is None else folder,
         **findings,

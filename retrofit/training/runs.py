@@ -50,6 +50,7 @@ class TrainingRun:
     alignment: Points = ()  # (step of that stage, mean squared error of the sites on held-out windows)
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)  # steps of each stage
     dials: Sequence[str] = ()  # sites that were turned by the dials of their passes, and not as mixtures
+    untrained: Sequence[str] = ()  # parameters that no gradient reached in any step
     output: Path | None = None
     folder: Path | None = None
 
@@ -65,6 +66,7 @@ class TrainingRun:
             values[name] = tuple((step, value) for step, value in record.get(name) or ())
         values["stages"] = record.get("stages") or {}
         values["dials"] = tuple(record.get("dials") or ())
+        values["untrained"] = tuple(record.get("untrained") or ())
         return TrainingRun(**{**values, "settings": Settings(**record["settings"]), "output": Path(output), "folder": folder})
 
     @property
@@ -96,6 +98,9 @@ class TrainingRun:
             ("steps", f"{settings.steps:,}, each of {plural(settings.batch_size, 'window')}"),
             ("parameters", f"{self.parameters:,}"),
         ]
+        if self.untrained:
+            some = ", ".join(self.untrained[:3]) + (f" and {len(self.untrained) - 3} more" if len(self.untrained) > 3 else "")
+            rows.append(("not trained", f"{some}: no gradient reached {'it' if len(self.untrained) == 1 else 'them'}"))
         if self.losses:
             rows.append(("training loss", f"{self.losses[0][1]:.4f} → {self.losses[-1][1]:.4f}"))
         if self.eval_losses:

@@ -1,4 +1,4 @@
-"""Times the steps of a run, reports them, and stops one that diverges."""
+"""Times the steps of a run, reports them, knows which parameters no step trained, and stops a run that diverges."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from retrofit.errors import TrainingError
@@ -22,12 +23,19 @@ class StepMonitor(TrainerCallback):
         self.seconds: list[float] = []
         self.began = 0.0
         self.loss = self.held_out = ""
+        self.idle: list[nn.Parameter] | None = None  # those that no gradient has reached so far; None before the first step
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
         state.compute_steps(args, state.max_steps)  # a checkpoint brings back how often its run evaluated, saved and logged
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
         self.began = time.perf_counter()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: Any, control: Any, model: nn.Module | None = None, **rest: Any
+    ) -> None:
+        known = ([] if model is None else list(model.parameters())) if self.idle is None else self.idle
+        self.idle = [parameter for parameter in known if parameter.requires_grad and parameter.grad is None]
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
         if args.device.type == "cuda":

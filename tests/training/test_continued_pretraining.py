@@ -50,6 +50,20 @@ def test_every_kind_of_model_learns(name: str) -> None:
     assert run.eval_losses[0][1] == pytest.approx(math.log(300), abs=1.0)  # nothing is known at first
 
 
+def test_parameters_that_no_gradient_reached_are_named(tmp_path: Path) -> None:
+    """A controller learns in training only, and an exported program holds what is computed in evaluation mode."""
+    retrofit.save(llama(), tmp_path / "dense.pt2")
+    rewritten = retrofit.apply(retrofit.load(tmp_path / "dense.pt2"), "sparse-ffn(sparsity=4)", verify=False)
+    controllers = [name for name, _ in rewritten.named_parameters() if name.rpartition(".")[2] in ("c1", "c2")]
+    retrofit.save(rewritten, tmp_path / "rewritten.pt2")
+    run = continue_pretraining(rewritten, TEXTS, changed(steps=2))
+    assert controllers and run.untrained == [] and "not trained" not in str(run)
+    run = continue_pretraining(retrofit.load(tmp_path / "rewritten.pt2"), TEXTS, changed(steps=2), output=tmp_path / "trained.pt2")
+    assert {*controllers} <= {*run.untrained} and not any("embed" in name for name in run.untrained)
+    assert f"not trained    {run.untrained[0]}, " in str(run)
+    assert TrainingRun.read(tmp_path / "trained.pt2").untrained == tuple(run.untrained)
+
+
 def test_the_held_out_loss_is_that_of_the_held_out_windows() -> None:
     """A loop over the held-out windows, before and after, gives the losses at the first and the last step."""
     model = llama()
