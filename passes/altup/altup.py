@@ -369,7 +369,7 @@ def check_layers(stacks: list[Stack], anatomy: Anatomy) -> None:
 
 def require_own_layers(stacks: list[Stack]) -> None:
     """Raises `DoesNotFitError` where a module is a layer of several stacks: its wrapper would be another one in each."""
-    names = [name for stack in stacks for name in dict.fromkeys(layer.name for layer in stack.layers)]
+    names = [name for stack in stacks for name in dict.fromkeys(layer.name for layer in stack.layers) if name]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DoesNotFitError(
