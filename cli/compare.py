@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
-from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
+from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
 
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         models = {}
         for path in paths:
             progress(f"reading {path}")
-            models[str(path)] = load(path, config=arguments.config, allow_pickle=arguments.allow_pickle)
+            models[str(path)] = load(path, config=config_for(path, arguments), allow_pickle=arguments.allow_pickle)
         figures = compare_models(
             models, texts, tokenizer=tokenizer, length=arguments.length, most=arguments.windows, progress=progress
         )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from retrofit.cli.parser import MODEL, Subparsers, add_model_arguments, require_path
+from retrofit.cli.parser import MODEL, Subparsers, add_model_arguments, config_for, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         models = []
         for path in paths:
             progress(f"reading {path}")
-            models.append(load(path, config=arguments.config if path.is_file() else None, allow_pickle=arguments.allow_pickle))
+            models.append(load(path, config=config_for(path, arguments), allow_pickle=arguments.allow_pickle))
         progress("comparing")
         found = diff(models[0], models[1])
     if arguments.json:

@@ -98,6 +98,13 @@ def config_place(text: str) -> Path:
     return path.parent if path.name == "config.json" else path
 
 
+def config_for(path: Path, arguments: argparse.Namespace) -> Path | None:
+    """--config, where a command reads several models, for those that may be bare weights: others say themselves what they are."""
+    from retrofit.storage.file_names import DESCRIBED
+
+    return arguments.config if path.is_file() and path.suffix not in DESCRIBED else None
+
+
 def seed(text: str) -> int:
     """A seed of torch's generators."""
     try:

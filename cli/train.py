@@ -11,7 +11,7 @@ from typing import Any
 
 from retrofit.cli.failures import exit_code
 from retrofit.cli.outputs import check_model_output, default_output, name_in_errors
-from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
+from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path
 from retrofit.cli.printable import printable
 from retrofit.cli.processes import is_first
 from retrofit.cli.progress import working
@@ -111,7 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
             if is_pipeline(arguments.model):
                 model = load_pipeline(arguments.model)
             else:
-                model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+                config = arguments.config if arguments.teacher is None else config_for(arguments.model, arguments)
+                model = load(arguments.model, config=config, allow_pickle=arguments.allow_pickle)
             teacher = read_teacher(arguments, tokenizer)
             if arguments.float32:
                 for one in (model, teacher):
@@ -170,7 +171,7 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
         )
     if is_pipeline(arguments.teacher):
         return load_pipeline(arguments.teacher)
-    return load(arguments.teacher, config=arguments.config, allow_pickle=arguments.allow_pickle)
+    return load(arguments.teacher, config=config_for(arguments.teacher, arguments), allow_pickle=arguments.allow_pickle)
 
 
 def hold_in_float32(model: Any) -> None:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
-from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
+from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from retrofit.checks.report import CheckResult, Report
 
 
@@ -66,18 +68,21 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.checks.verify import verify, verify_onnx
     from retrofit.storage.checkpoint import load
 
-    loading = {"config": arguments.config, "allow_pickle": arguments.allow_pickle}
+    def read(path: Path) -> nn.Module:
+        config = arguments.config if arguments.against is None else config_for(path, arguments)
+        return load(path, config=config, allow_pickle=arguments.allow_pickle)
+
     with working(arguments.debug) as progress:
         reference = None
         if arguments.against is not None:
             progress(f"reading {arguments.against}")
-            reference = load(arguments.against, **loading)
+            reference = read(arguments.against)
         if reference is not None and is_onnx:
             progress("verifying")
             report = verify_onnx(arguments.model, reference)
         else:
             progress(f"reading {arguments.model}")
-            model = load(arguments.model, **loading)
+            model = read(arguments.model)
             progress("verifying")
             report = verify(model, reference, checks=(*CHECKS, *(["onnx"] if arguments.onnx else [])))
     return show(report)

@@ -29,13 +29,7 @@ from retrofit.storage.file_names import EXPORTED, FILES, ONNX, OTHER_FORMATS, re
 from retrofit.storage.gguf_file import load_gguf
 from retrofit.storage.load_failures import name_file_in_errors
 from retrofit.storage.model_card import write_card
-from retrofit.storage.pt_file import (
-    architecture_in_file,
-    checkpoint_contents,
-    read_checkpoint,
-    rebuild_model,
-    require_no_description,
-)
+from retrofit.storage.pt_file import architecture_in_file, checkpoint_contents, read_checkpoint, rebuild_model
 
 
 @one_at_a_time
@@ -132,6 +126,13 @@ def load(
     content = read_checkpoint(path, allow_pickle=allow_pickle)
     with name_file_in_errors(path):
         return rebuild_model(content, path, config=config, build=build, dtype=dtype, imports=allow_pickle)
+
+
+def require_no_description(path: Path, kind: str, config: object, build: object = None) -> None:
+    """Raises `CheckpointError` where a file or directory that describes its model comes with another description of it."""
+    given = [name for name, value in (("config", config), ("build", build)) if value is not None]
+    if given:
+        raise CheckpointError(f"{path} is {kind} and says itself how it is built", remedy=f"leave out {' and '.join(given)}")
 
 
 def as_dtype(given: torch.dtype | str | None) -> torch.dtype | None:

@@ -10,6 +10,7 @@ from retrofit.runtime import gguf_header
 FILES = (".pt", ".pth")
 EXPORTED = ".pt2"
 ONNX = ".onnx"
+DESCRIBED = (EXPORTED, ONNX, gguf_header.SUFFIX)  # files that say themselves how their model is built
 OTHER_FORMATS = (".safetensors", ".ckpt", ".bin", ".npz", ".h5")
 NOT_WRITTEN = (*OTHER_FORMATS, gguf_header.SUFFIX, ".npy", ".pkl", ".pickle", ".msgpack", ".json", ".zip")
 SUFFIXES = (*FILES, EXPORTED, ONNX, *NOT_WRITTEN)

@@ -162,10 +162,8 @@ def rebuild_model(
 ) -> nn.Module:
     """The model that a file's content describes."""
     if isinstance(content, nn.Module):
-        require_no_description(path, "a pickled module", config, build)
         return content.to(dtype).eval() if dtype is not None else content.eval()
     if is_checkpoint(content):
-        require_no_description(path, "a checkpoint with its config", config)
         state, recipe, inputs = content["state_dict"], content["recipe"], content.get("inputs", {})
         if build is not None:
             return fill_model(build(), recipe, state, dtype, inputs)
@@ -188,13 +186,6 @@ def rebuild_model(
             remedy="name the directory of its config.json: config=DIR (--config DIR), or load(path, build=…)",
         )
     return fill_unwrapped(lambda state: fill_from_config(Path(config), state, dtype, path), content)
-
-
-def require_no_description(path: Path, kind: str, config: object, build: object = None) -> None:
-    """Raises `CheckpointError` where a file or directory that describes its model comes with another description of it."""
-    given = [name for name, value in (("config", config), ("build", build)) if value is not None]
-    if given:
-        raise CheckpointError(f"{path} is {kind} and says itself how it is built", remedy=f"leave out {' and '.join(given)}")
 
 
 def fill_unwrapped(

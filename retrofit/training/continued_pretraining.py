@@ -171,7 +171,7 @@ def continue_pretraining(
         eval_losses=logged_values(history, "eval_loss"),
         rates=logged_values(history, "learning_rate"),
         seconds_per_step=watch.seconds_per_step,
-        untrained=[name for name, parameter in trained.named_parameters() if id(parameter) in idle],
+        untrained=tuple(name for name, parameter in trained.named_parameters() if id(parameter) in idle),
         output=target,
         folder=None if target is None else folder,
         **findings,

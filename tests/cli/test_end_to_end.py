@@ -348,6 +348,14 @@ def test_text_for_a_bare_state_dict_goes_through_the_tokenizer_beside_its_config
     assert read[0].get_vocab() == {"[UNK]": 0, "fox": 1}
 
 
+def test_a_config_is_for_the_bare_weights_among_several_models(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory beside them says itself how it is built, and is not refused for it."""
+    assert main(["apply", "--pass", "sum", "gpt2", "-o", "rewritten", "--no-verify"]) == 0
+    for command in (["verify", "rewritten", "--against", "bare.pt"], ["diff", "bare.pt", "rewritten"]):
+        assert main([*command, "--config", "gpt2"]) in (0, 1), capsys.readouterr().err
+    assert main(["verify", "rewritten", "--config", "gpt2"]) == 2 and "leave out config" in capsys.readouterr().err
+
+
 def test_calibration_text_reaches_the_passes_as_ids(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[torch.Tensor] = []
 
