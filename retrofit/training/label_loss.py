@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 from retrofit.errors import TrainingError
 from retrofit.runtime.example_inputs import forward_parameters
 from retrofit.runtime.probes import named_outputs
+from retrofit.surgery.auxiliary_losses import auxiliary_losses
+from retrofit.training.outputs import find_logits
 
 DERIVABLE = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 REMEDY = "train a Hugging Face model with a language-modelling head, or one that takes input_ids and returns logits"
@@ -41,7 +44,10 @@ def add_loss(model: nn.Module) -> nn.Module:
 
 
 class WithLabelLoss(nn.Module):
-    """A model from ids to logits and, given labels, its loss: the mean cross-entropy of the logits at p and the label at p."""
+    """A model from ids to logits and, given labels, its loss: the mean cross-entropy of the logits at p and the label at p.
+
+    The losses that its modules record, such as those that balance experts, are added to it.
+    """
 
     def __init__(self, model: nn.Module, ids: str) -> None:
         super().__init__()
@@ -50,12 +56,17 @@ class WithLabelLoss(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
         """(batch, seq) ids, and labels that are -100 where nothing is learned, to the loss, if there are labels, and the logits."""
-        logits = next((one for one in named_outputs(self.model(**self.inputs(input_ids))).values() if one.dim() == 3), None)
+        recording: AbstractContextManager[list[Tensor]] = nullcontext([]) if labels is None else auxiliary_losses()
+        with recording as others:
+            logits = find_logits(named_outputs(self.model(**self.inputs(input_ids))))
         if logits is None:
             raise TrainingError(
                 f"{type(self.model).__name__} gives no logits", why="none of its outputs is (batch, seq, vocabulary)", remedy=REMEDY
             )
-        return (logits,) if labels is None else (F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten()), logits)
+        if labels is None:
+            return (logits,)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        return (loss + sum(one.to(loss) for one in others), logits)
 
     def inputs(self, ids: Tensor) -> dict[str, Any]:
         """The ids of windows without padding, and the other inputs the model takes with them."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.own_models import Own
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
+import retrofit
 from retrofit.errors import TrainingError
+from retrofit.graphs.graph_module import graph_module
+from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training.label_loss import add_loss
 
 SMALL = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
@@ -41,6 +45,20 @@ def test_the_loss_is_the_one_of_a_model_that_has_its_own() -> None:
 def test_a_model_that_takes_labels_is_left_as_it_is() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, **SMALL))
     assert add_loss(model) is model
+
+
+def test_losses_that_balance_experts_are_added_in_training_of_a_graph_too() -> None:
+    graph = graph_module(Own(width=16, tokens=61), {"x": IDS})
+    model = retrofit.apply(graph, "shared-moe(groups=0, experts=2, k=1, balance=0.5)", verify=False).train()
+    torch.manual_seed(0)  # routers choose with noise
+    with auxiliary_losses() as recorded:
+        logits = model(IDS)
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), IDS.flatten()) + sum(recorded)
+    assert len(recorded) == 3 and all(float(one.detach()) > 0.1 for one in recorded)
+    torch.manual_seed(0)
+    torch.testing.assert_close(add_loss(model)(IDS, labels=IDS)[0], expected)
+    evaluated = nn.functional.cross_entropy(model.eval()(IDS).flatten(0, 1), IDS.flatten())
+    torch.testing.assert_close(add_loss(model)(IDS, labels=IDS)[0], evaluated)
 
 
 class TwoInputs(nn.Module):
