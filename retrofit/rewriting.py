@@ -15,6 +15,7 @@ from retrofit.checks.reference import Reference
 from retrofit.checks.report import Report
 from retrofit.checks.verify import check_rewrite
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, SpecError, VerificationError, join_remedies
+from retrofit.graphs.dense_graph import DenseGraph
 from retrofit.graphs.fits_as_graph import fits_as_graph
 from retrofit.graphs.graph_module import graph_module
 from retrofit.graphs.shape_prop import propagate_shapes
@@ -196,6 +197,8 @@ def rewrite_once(
     modules, earlier = dict(model.named_modules(remove_duplicate=False)), recipe_storage.stored_recipe(model)
     if example_inputs is not None:
         edit.set_attribute(model, "retrofit_inputs", recipe_storage.describe_inputs(inputs))
+    if isinstance(model, fx.GraphModule) and not earlier:
+        edit.set_attribute(model, "retrofit_dense", DenseGraph.of(model))
     try:
         recipe_storage.make_room(model, edit)
         accounts, dense_flops = run_passes(model, passes, inputs, edit, say, dense)

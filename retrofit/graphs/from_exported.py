@@ -43,6 +43,8 @@ class ExportedState(nn.Module):
 def read_alias(held: Tensor, read: dict[str, Tensor]) -> Tensor:
     """The parameter that the program reads and to which `held`, which it does not read, is tied; else `held`.
 
-    An exported program reads a tied parameter under one of its names, and on disk the tie is lost.
+    An exported program reads a tied parameter under one of its names, and on disk the tie is lost: equal values say that there was
+    one, unless they are zeros.
     """
-    return next((one for one in read.values() if one.shape == held.shape and torch.equal(one, held)), held)
+    equal = (one for one in read.values() if one.shape == held.shape and torch.equal(one, held))
+    return held if any(one is held for one in read.values()) or not held.any() else next(equal, held)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.registry import subclasses
+from retrofit.runtime.skeletons import zeros_for
 
 REFERENCE = re.compile(r"(?P<model>[\w.]+:[\w.]+)(?:\((?P<config>[\w.]+:[\w.]+)\))?")
 BUILD = "save it with torch.save(model) and load it with allow_pickle, or load(path, build=…) with a function that builds it"
@@ -161,11 +162,14 @@ def resolve(name: str, *, imports: bool) -> Any:
 
 
 def empty_model(kind: type[nn.Module], config_kind: type | None, config: dict[str, Any]) -> nn.Module:
-    """The model on the CPU, its parameters not initialised, its buffers as its constructor makes them."""
+    """The model on the CPU, its parameters zeros, its buffers as its constructor makes them."""
     built = config_kind(**config) if config_kind is not None else config
     by_name = config_kind is None and config.keys() == inspect.signature(kind).parameters.keys()  # a dict of arguments
     with skip_initialisation():
-        return kind(**config) if by_name or not takes_one_argument(kind) else kind(built)
+        model = kind(**config) if by_name or not takes_one_argument(kind) else kind(built)
+    for parameter in model.parameters():
+        parameter.data = zeros_for(parameter)
+    return model
 
 
 @contextlib.contextmanager

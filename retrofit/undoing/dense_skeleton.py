@@ -1,4 +1,4 @@
-"""The dense model that a rewritten one was made from, without weights: its class and its config are still there."""
+"""The dense model that a rewritten one was made from, without weights: its class and its config, or its graph, are still there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import fx, nn
 from transformers import PreTrainedModel, initialization
 
 from retrofit.errors import CheckpointError
+from retrofit.graphs.dense_graph import dense_graph
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.quiet import quiet
 from retrofit.runtime.skeletons import without_weights
@@ -20,14 +21,17 @@ RECIPE = "quantization_config"  # the entry of a config that holds it
 
 
 def dense_skeleton(model: nn.Module) -> nn.Module:
-    """A model of the class and config of `model` that no pass has rewritten, on the meta device.
+    """The model that `model` was rewritten from, without its weights: of its class and config, or the dense graph it keeps.
 
-    Raises `CheckpointError` for a graph, which has neither, and for a class that is not built from a config.
+    Raises `CheckpointError` for a graph that keeps none, and for a class that is not built from a config.
     """
+    kept = dense_graph(model)
+    if kept is not None:
+        return kept.empty()
     if isinstance(model, fx.GraphModule):
         raise CheckpointError(
             "a graph does not say which dense model it was made from",
-            why="it has neither a class nor a config that could build that again",
+            why="it has neither a class nor a config that could build that again, and was not rewritten as a graph",
             remedy="take the file that the passes were applied to",
         )
     architecture, config = describe_architecture(model)

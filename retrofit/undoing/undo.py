@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from retrofit.checks.activations import Activations, record_activations
 from retrofit.checks.divergence import first_divergence
 from retrofit.errors import CheckpointError, VerificationError
+from retrofit.graphs.dense_graph import dense_graph
 from retrofit.pipeline import recipe_storage, replaying
 from retrofit.pipeline.replaying import recipe, rewrites, rewritten_part
 from retrofit.runtime.agreement import Arithmetic, Comparison
@@ -63,17 +64,25 @@ def filled(part: nn.Module, form: DenseForm) -> nn.Module:
     """The dense model with the values that were found."""
     wanted = form.skeleton.state_dict()
     state = {name: value_of(form, name) for name in wanted}
-    architecture, config = describe_architecture(part)
-    kind, config_kind = find_class(architecture, imports=True)
-    if issubclass(kind, PreTrainedModel):
-        dense: Any = fill_transformers(kind, without_recipe(config), (), state, None, Path(part.config.name_or_path))  # type: ignore[union-attr,arg-type]
-        if hasattr(dense.config, RECIPE) and recipe_storage.is_recipe(getattr(dense.config, RECIPE)):
-            recipe_storage.remove_from_config(dense)
-    else:
-        dense = fill_model(empty_model(kind, config_kind, config), (), state, None)
+    dense = dense_model(part, state)
     trained = {name: one.requires_grad for name, one in part.named_parameters(remove_duplicate=False)}
     for name, parameter in dense.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trained.get(form.tensors[name].place, True))
+    return dense
+
+
+def dense_model(part: nn.Module, state: dict[str, Tensor]) -> nn.Module:
+    """The model that `part` was rewritten from, with these weights."""
+    graph = dense_graph(part)
+    if graph is not None:
+        return fill_model(graph.empty(), (), state, None)
+    architecture, config = describe_architecture(part)
+    kind, config_kind = find_class(architecture, imports=True)
+    if not issubclass(kind, PreTrainedModel):
+        return fill_model(empty_model(kind, config_kind, config), (), state, None)
+    dense: Any = fill_transformers(kind, without_recipe(config), (), state, None, Path(part.config.name_or_path))  # type: ignore[union-attr,arg-type]
+    if hasattr(dense.config, RECIPE) and recipe_storage.is_recipe(getattr(dense.config, RECIPE)):
+        recipe_storage.remove_from_config(dense)
     return dense
 
 
