@@ -134,6 +134,7 @@ from retrofit.runtime.recorded_calls import record_calls as record_calls
 from retrofit.runtime.weighted_errors import token_weights as token_weights
 from retrofit.runtime.weighted_errors import weighted_error as weighted_error
 from retrofit.runtime.conditional import cond as cond
+from retrofit.runtime.conditional import holds_one_way as holds_one_way
 from retrofit.runtime.example_inputs import forward_parameters as forward_parameters
 from retrofit.runtime.exporting import is_exporting as is_exporting
 from retrofit.runtime.modes import evaluation_mode as evaluation_mode

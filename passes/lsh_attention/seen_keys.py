@@ -217,7 +217,7 @@ def bias_of(order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles, queries: 
 
 def seen_before(other: KeyOrder, queries: Tensor, keys: Tensor) -> Tensor:
     """Whether a query of a tile sees a key in another round: (rows, tiles, C, keys)."""
-    ranks = other.ranks.expand(len(keys), -1).gather(-1, keys.flatten(1)).view_as(keys)
+    ranks = other.ranks.expand(keys.shape[0], -1).gather(-1, keys.flatten(1)).view_as(keys)
     return in_stretch(other, queries, ranks)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retrofit.sdk import DoesNotFitError
+from retrofit.sdk import DoesNotFitError, holds_one_way
 
 GOLDEN_RATIO = 0.6180339887498949  # whose multiples are spread evenly over the unit interval
 Indices = slice | Tensor  # along one dimension: a slice for all rows, or (rows, n), a list of indices for each row
@@ -109,16 +109,23 @@ class EvenAnchors:
 
     def spread(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
         """For each token the value of its anchor; `earlier` (batch, 1, d) is that of the last anchor before these tokens."""
-        k = self.k
-        spread = values.unsqueeze(2).expand(-1, -1, k, -1).flatten(1, 2)  # (batch, anchors · k, d)
+        spread = values.unsqueeze(2).expand(-1, -1, self.k, -1).flatten(1, 2)  # (batch, anchors · k, d)
         if earlier is None:
-            return spread.narrow(1, 0, self.length)
+            return first_tokens(spread, self.length)
         head = min(self.first, self.length)
-        return torch.cat([earlier.expand(-1, head, -1), spread.narrow(1, 0, self.length - head)], 1)
+        return torch.cat([earlier.expand(-1, head, -1), first_tokens(spread, self.length - head)], 1)
 
     def is_anchor(self, x: Tensor) -> Tensor:
         """Which tokens of `x` are anchors: (1, T, 1)."""
         return ((torch.arange(self.length, device=x.device) - self.first) % self.k == 0)[None, :, None]
+
+
+def first_tokens(x: Tensor, length: int) -> Tensor:
+    """The first tokens of `x`: (batch, T, d) gives (batch, length, d).
+
+    While a program is exported, as a copy: a tracer asks of a view whether it is the whole, which binds the parity of T.
+    """
+    return x.index_select(1, torch.arange(length, device=x.device)) if holds_one_way() else x.narrow(1, 0, length)
 
 
 class CountedAnchors:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.passes.multiplicative import Multiplicative
+from retrofit.sdk import holds_one_way
 
 FEW = 8  # up to so many tokens in a row, the F·F neighbours of each are concatenated; for more that takes too much memory
 
@@ -47,8 +48,7 @@ class ModularConvolution(nn.Module):
         `inputs` is the result of `convolution_inputs`, where several convolutions share it.
         """
         inputs = convolution_inputs(m, gates, self.kernel, self.stride) if inputs is None else inputs
-        tokens = m.shape[1] - self.kernel + 1
-        y = self.in_one_product(inputs) if tokens <= FEW else self.tap_by_tap(inputs, gates)
+        y = self.in_one_product(inputs) if is_few(m.shape[1] - self.kernel + 1) else self.tap_by_tap(inputs, gates)
         return y + self.bias.to(y.dtype)
 
     def in_one_product(self, inputs: Tensor) -> Tensor:
@@ -79,11 +79,15 @@ def convolution_inputs(m: Tensor, gates: Tensor | None, kernel: int, stride: int
     For few tokens all F·F inputs of a module, by o, then τ: (batch, tokens, S/r, F·F·M). For many the F inputs of one token, those
     before the first included: (batch, F−1+tokens, S/r, F·M).
     """
-    tokens = m.shape[1] - kernel + 1
-    if tokens > FEW:
+    if not is_few(m.shape[1] - kernel + 1):
         return neighbours(m, kernel, stride)
     taps = [gated(delayed(m, tau, kernel), gates, tau) for tau in range(kernel)]
     return neighbours(torch.cat(taps, -1), kernel, stride)
+
+
+def is_few(tokens: int) -> bool:
+    """Whether the F·F inputs of a module are concatenated for so many tokens."""
+    return not holds_one_way() and tokens <= FEW
 
 
 def delayed(values: Tensor, tau: int, kernel: int) -> Tensor:

@@ -39,6 +39,11 @@ def cond(
     return flat.view(size)  # type: ignore[no-any-return]
 
 
+def holds_one_way() -> bool:
+    """Whether a program is exported that holds one way for every size: code that chose by its sizes would bind them."""
+    return is_exporting() and KEPT.get() is None
+
+
 def flattened(branch: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The branch, which returns its numbers in a row: the tracer cannot compare strides that several dynamic sizes make."""
     return lambda *operands: branch(*operands).flatten()
