@@ -83,3 +83,11 @@ def first_line(error: BaseException) -> str:
         return type(error).__name__
     said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {said}"
+
+
+def kind_of(value: Any) -> str:
+    """What something is, in words: `an int`, `a list`, `None`, `a class`."""
+    if value is None:
+        return "None"
+    name = "class" if isinstance(value, type) else type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"

@@ -28,7 +28,7 @@ from retrofit.runtime.probes import run
 from retrofit.runtime.released_memory import release_freed_memory
 from retrofit.runtime.sides_apart import sides_apart
 from retrofit.runtime.state_preservation import preserve_state
-from retrofit.runtime.usable_models import require_module, require_trainable, require_values
+from retrofit.runtime.usable_models import require_module, require_torch_module, require_trainable, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery.edit import Fate
 
@@ -55,7 +55,8 @@ def verify(
     require_values(model, "verified", LOAD_FIRST)
     require_known(checks)
     dense = None
-    if isinstance(reference, nn.Module):
+    if reference is not None and not isinstance(reference, Reference):
+        require_torch_module(reference, "reference")
         reference = transformer_inside(reference, example_inputs)
         require_values(reference, "verified", LOAD_FIRST)
         dense, reference = reference, Reference.of(reference, named_inputs(model, example_inputs))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from retrofit.errors import CaptureError
+from retrofit.errors import CaptureError, kind_of
 from retrofit.graphs.default_masks import agrees_without_masks
 from retrofit.graphs.emission import emit_graph_module
 from retrofit.graphs.stop_gradient import custom_backwards, have_same_gradients
@@ -32,7 +32,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
     if nested is not None:
         raise CaptureError(
             f"{type(model).__name__} cannot be made a graph module",
-            why=f"its argument {nested} is no tensor, but a {type(inputs[nested]).__name__}",
+            why=f"its argument {nested} is no tensor, but {kind_of(inputs[nested])}",
             remedy="wrap it in a module that takes tensors; rewrite its modules (emit='module')",
         )
     program = capture_dynamic(model, inputs)

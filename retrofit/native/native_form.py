@@ -43,7 +43,7 @@ from retrofit.runtime.modes import preserve_modes
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import extent_of, logits_of, resized, run
 from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
-from retrofit.runtime.usable_models import require_in_memory, require_uncompiled, require_values
+from retrofit.runtime.usable_models import require_in_memory, require_module, require_uncompiled, require_values
 from retrofit.storage.filling import fill_transformers
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 from retrofit.undoing.dense_skeleton import RECIPE, skeleton_of, without_recipe
@@ -144,6 +144,7 @@ def native_form(model: Any, architecture: str | None = None, progress: Progress 
 
 def require_mixtures(model: Any) -> PreTrainedModel:
     """The transformers model with mixtures that a pass made, else `CheckpointError`."""
+    require_module(model)
     require_uncompiled(model)
     require_in_memory(model, "written as an architecture of transformers")
     require_values(model, "written as an architecture of transformers", "load its weights first")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.errors import SpecError
+from retrofit.errors import SpecError, kind_of
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import example_inputs, trainable, vocabulary_of
 from retrofit.runtime.probes import accepts, ids_name
@@ -58,9 +58,9 @@ def as_batches(model: nn.Module, given: Any) -> Iterator[dict[str, Any]]:
             elif isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
                 yield named_batch(model, batch[0])
             else:
-                raise SpecError(f"calibration= holds a {type(batch).__name__}", remedy=REMEDY)
+                raise SpecError(f"calibration= holds {kind_of(batch)}", remedy=REMEDY)
     else:
-        raise SpecError(f"calibration= is a {type(given).__name__}", remedy=REMEDY)
+        raise SpecError(f"calibration= is {kind_of(given)}", remedy=REMEDY)
 
 
 def named_batch(model: nn.Module, value: Tensor) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from retrofit.errors import SpecError
@@ -26,6 +26,20 @@ def format_value(value: Any) -> str:
     if isinstance(value, tuple):
         return "+".join(str(item) for item in value)
     return "none" if value is None else str(value)
+
+
+def require_options(owner: type[Any], given: Sequence[Any], named: Mapping[str, Any]) -> None:
+    """Every option that is given, some by their places, is one of the pass and given once, else `SpecError`."""
+    known = [field.name for field in dataclasses.fields(owner)]
+    remedy = f"its options are {', '.join(known)} (see: retrofit passes {owner.name})" if known else "leave it out: it has none"
+    if len(given) > len(known):
+        raise SpecError(f"{owner.name}: there is no option {len(known) + 1}, given as {given[len(known)]!r}", remedy=remedy)
+    unknown = next((name for name in named if name not in known), None)
+    if unknown is not None:
+        raise SpecError(f"{owner.name}: unknown option {unknown!r}", remedy=remedy)
+    twice = next((name for name in known[: len(given)] if name in named), None)
+    if twice is not None:
+        raise SpecError(f"{owner.name}: option {twice} is given twice", remedy="give it once")
 
 
 def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) -> Any:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from retrofit.anatomy.sites import NearMiss, Site
 from retrofit.errors import DoesNotFitError
-from retrofit.pipeline.options import check_option, format_value
+from retrofit.pipeline.options import check_option, format_value, require_options
 from retrofit.runtime.memory_limit import in_gigabytes, memory_limit
 
 if TYPE_CHECKING:
@@ -101,6 +101,10 @@ class Pass(abc.ABC, Generic[SomePlan]):
     remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits and no near miss has one
     # Where the rewritten model does not run:
     way_around: ClassVar[str] = "its own code may reach into what is rewritten: leave that out, or use another pass"
+
+    def __new__(cls, *given: Any, **named: Any) -> Self:
+        require_options(cls, given, named)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

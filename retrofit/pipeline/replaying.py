@@ -17,6 +17,7 @@ from retrofit.pipeline.running import run_passes
 from retrofit.runtime.example_inputs import device_of, named_inputs
 from retrofit.runtime.memory_limit import require_memory
 from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.usable_models import require_torch_module
 from retrofit.runtime.wrapped_models import transformers_models
 from retrofit.surgery.edit import Edit, Fate
 
@@ -79,6 +80,7 @@ def added(edit: Edit) -> frozenset[str]:
 
 def recipe(model: nn.Module) -> Recipe | None:
     """The passes applied to `model` so far, in order; None for a dense model."""
+    require_torch_module(model)
     specs = recipe_storage.stored_recipe(rewritten_part(model))
     return parse_recipe(specs) if specs else None
 

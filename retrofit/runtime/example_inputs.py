@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from retrofit.errors import CaptureError
+from retrofit.errors import CaptureError, kind_of
 from retrofit.runtime.skeletons import HollowGroupedProducts, without_weights
 
 BATCH, LENGTH, TARGET_LENGTH = 2, 11, 7  # primes, so that no extent is mistaken for another
@@ -220,6 +220,12 @@ def named_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:
     elif isinstance(given, Mapping):
         inputs = dict(given)
     else:
+        if not isinstance(given, (torch.Tensor, Iterable)):
+            raise CaptureError(
+                f"example_inputs={str(given)[:80]} are no inputs",
+                why=f"it is {kind_of(given)}",
+                remedy="give a tensor, or {'argument': tensor, …}",
+            )
         values = [given] if isinstance(given, torch.Tensor) else list(given)
         inputs = by_name(model, parameters, values)
     device = device_of(model)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, kind_of
 
 DTYPES = {
     "F64": torch.float64,
@@ -96,7 +96,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int, int]:
             raise ValueError(f"its header is longer than {LONGEST:,} bytes")
         header = json.loads(opened.read(length), object_pairs_hook=without_repetition)
     if not isinstance(header, dict):
-        raise ValueError(f"its header is a {type(header).__name__} and no table of tensors")
+        raise ValueError(f"its header is {kind_of(header)} and no table of tensors")
     return header, 8 + length, whole
 
 

@@ -8,19 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.errors import RetrofitError
+from retrofit.errors import RetrofitError, kind_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.offloading import offloaded_module
 
 
 def require_module(model: Any) -> None:
     """`model` is a module whose code is Python, else `RetrofitError`."""
-    if not isinstance(model, nn.Module):
-        raise RetrofitError(
-            f"{str(model)[:80]!r} is no model",
-            why=f"it is {'a class' if isinstance(model, type) else f'a {type(model).__name__}'} and not a torch.nn.Module",
-            remedy="give the model itself; one on disk is read with retrofit.load(path)",
-        )
+    require_torch_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise RetrofitError(
             f"{type(model).__name__} is compiled by TorchScript",
@@ -42,6 +37,16 @@ def require_module(model: Any) -> None:
             why="it has no training and evaluation modes, between which a model is rewritten, checked and trained",
             remedy='write the program with torch.export.save(program, "model.pt2"), and give retrofit.load("model.pt2")',
         ) from None
+
+
+def require_torch_module(model: Any, name: str = "") -> None:
+    """`model`, given as the argument `name`, is a module of whatever kind, else `RetrofitError`."""
+    if not isinstance(model, nn.Module):
+        raise RetrofitError(
+            f"{f'{name}=' if name else ''}{str(model)[:80]!r} is no model",
+            why=f"it is {kind_of(model)} and not a torch.nn.Module",
+            remedy="give the model itself; one on disk is read with retrofit.load(path)",
+        )
 
 
 def require_uncompiled(model: nn.Module) -> None:

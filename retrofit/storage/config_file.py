@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from retrofit.errors import CheckpointError, first_line
+from retrofit.errors import CheckpointError, first_line, kind_of
 
 ATTENTION = "attn_implementation"  # how the keys end by which a config chooses the code of attentions
 
@@ -17,7 +17,7 @@ def read_config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError(f"it holds a {type(config).__name__} and no table")
+            raise ValueError(f"it holds {kind_of(config)} and no table")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a config", why=first_line(error), remedy="fetch it again") from error
     refuse_foreign_code(config, str(file))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, kind_of
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.archives import require_unpacked_fits
 from retrofit.runtime.memory_limit import require_memory
@@ -59,7 +59,7 @@ def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
-                f"{name} is a {type(tensor).__name__} and not a tensor",
+                f"{name} is {kind_of(tensor)} and not a tensor",
                 why="a file that may hold any object could run code",
                 remedy="keep it out of the model's state_dict",
             )
@@ -234,4 +234,4 @@ def describe_content(content: Any) -> str:
     """What something is, in a few words."""
     if isinstance(content, Mapping):
         return f"a mapping with {', '.join(map(str, list(content)[:5])) or 'nothing'}"
-    return f"a {type(content).__name__}"
+    return kind_of(content)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError, first_line
 from retrofit.runtime.packed_rows import is_packed_tensor, unpacked
+from retrofit.runtime.usable_models import require_torch_module
 from retrofit.surgery.transformers_bookkeeping import forget_packed_reading
 from retrofit.surgery.transformers_quantization import (
     came_through_quantizer,
@@ -30,6 +31,7 @@ def dequantize(model: Any) -> Any:
 
     Raises `CheckpointError` where a quantizer cannot unpack what it packed, or unpacks other weights than it has computed with.
     """
+    require_torch_module(model)
     packed = {name: one for name, one in model.named_parameters(remove_duplicate=False) if is_packed(one)}
     if not packed and (not came_through_quantizer(model) or has_plain_weights(model)):
         return model

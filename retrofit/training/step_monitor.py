@@ -41,6 +41,8 @@ class StepMonitor(TrainerCallback):
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.began)
+        if state.global_step % state.save_steps == 0:
+            control.should_log = True  # the trainer forgets in a checkpoint what it has not logged
         if self.progress is not None:
             left = round(self.seconds_per_step * (state.max_steps - state.global_step))
             step = f"{self.stage}step {state.global_step}/{state.max_steps}"

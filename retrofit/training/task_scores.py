@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from retrofit.errors import TrainingError, first_line
+from retrofit.errors import TrainingError, first_line, kind_of
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.surgery.transformers_bookkeeping import is_transformers
@@ -35,7 +35,7 @@ def task_scores(
     require_package()
     for name, model in models.items():
         if not is_transformers(model):
-            why = f"{name} is a {type(model).__name__}, and the harness runs models of transformers"
+            why = f"{name} is {kind_of(model)}, and the harness runs models of transformers"
             raise TrainingError("no task can be tried", why=why, remedy="leave --lm-eval out")
     if tokenizer is None:
         raise TrainingError(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.utils import WEIGHTS_NAME
 
-from retrofit.errors import TrainingError, first_line
+from retrofit.errors import TrainingError, first_line, kind_of
 
 OPTIMIZER, SCHEDULER, RANDOM, STATE = "optimizer.pt", "scheduler.pt", "rng_state*.pth", "trainer_state.json"
 
@@ -63,7 +63,7 @@ def read_entry(file: Path) -> Mapping[str, Any]:
     except Exception as error:
         raise not_whole(file.parent, f"{file.name} cannot be read ({first_line(error)})") from error
     if not isinstance(content, Mapping):
-        raise not_whole(file.parent, f"{file.name} holds a {type(content).__name__}")
+        raise not_whole(file.parent, f"{file.name} holds {kind_of(content)}")
     return content
 
 

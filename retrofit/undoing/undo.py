@@ -22,7 +22,7 @@ from retrofit.runtime.modes import preserve_modes
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import Inputs, extent_of, logits_of, resized, run, same_bits
 from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
-from retrofit.runtime.usable_models import require_in_memory, require_uncompiled, require_values
+from retrofit.runtime.usable_models import require_in_memory, require_module, require_uncompiled, require_values
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.filling import fill_model, fill_transformers
 from retrofit.undoing.dense_parameters import DenseForm, dense_form
@@ -39,6 +39,7 @@ def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     Parameters that the passes kept have the values that they have now. Raises `VerificationError` where no dense model of that
     class computes the same, and names the place: a dense parameter that is gone, an output, a trained parameter that takes part.
     """
+    require_module(model)
     require_uncompiled(model)
     require_in_memory(model, "undone")
     require_values(model, "undone", "load its weights first")

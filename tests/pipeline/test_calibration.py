@@ -176,8 +176,8 @@ def mlp_of(model: nn.Module) -> str:
         (IDS.flatten(), "have the shape (windows, length)"),
         (IDS[:, :0], "none is empty"),
         (IDS.float(), "integers: ids.long()"),
-        (3, "is a int"),
-        ([3], "holds a int"),
+        (3, "is an int"),
+        ([3], "holds an int"),
         ("too short", "does not fill one window"),
     ],
 )

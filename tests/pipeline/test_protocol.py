@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -121,9 +121,23 @@ def test_a_spec_writes_every_option_out() -> None:
         ({"limit": True}, "limit=True is not a whole number"),
     ],
 )
-def test_a_wrong_option_is_refused_by_name(wrong: dict[str, object], words: str) -> None:
+def test_a_wrong_option_is_refused_by_name(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         Gate(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "words"),
+    [
+        ((), {"Limit": 3}, "gate: unknown option 'Limit'"),
+        ((3, 0.5, "plain", ("a",), 1, True, "one more"), {}, "gate: there is no option 7, given as 'one more'"),
+        ((3,), {"limit": 4}, "gate: option limit is given twice"),
+    ],
+)
+def test_an_option_that_there_is_not_is_refused_by_name(given: tuple[Any, ...], named: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words) as error:
+        Gate(*given, **named)
+    assert "limit, rate, kind, layers, seed, quick" in error.value.remedy or "once" in error.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,35 @@ ASKED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("model", ["model/", None, Own, [Own()]], ids=["text", "none", "class", "list"])
-def test_what_is_no_module(asked: str, model: Any) -> None:
+ASKED_OF_ANYTHING: dict[str, Callable[[Any], Any]] = {
+    **ASKED,
+    "recipe": retrofit.recipe,
+    "undo": retrofit.undo,
+    "native": retrofit.to_native,
+    "dequantize": retrofit.dequantize,
+}
+
+
+@pytest.mark.parametrize("asked", ASKED_OF_ANYTHING)
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [("model/", "a str"), (None, "None"), (Own, "a class"), ([Own()], "a list"), (3, "an int")],
+    ids=["text", "none", "class", "list", "number"],
+)
+def test_what_is_no_module(asked: str, model: Any, kind: str) -> None:
     with pytest.raises(RetrofitError, match=r"is no model") as error:
-        ASKED[asked](model)
+        ASKED_OF_ANYTHING[asked](model)
+    assert error.value.why == f"it is {kind} and not a torch.nn.Module"
     assert "retrofit.load" in error.value.remedy
+
+
+def test_a_reference_and_inputs_that_are_none() -> None:
+    with pytest.raises(RetrofitError, match="reference='dense/' is no model") as error:
+        retrofit.verify(Own(), reference="dense/")  # type: ignore[arg-type]
+    assert "retrofit.load" in error.value.remedy
+    with pytest.raises(RetrofitError, match="example_inputs=3 are no inputs") as error:
+        retrofit.inspect(Own(), example_inputs=3)
+    assert error.value.why == "it is an int"
 
 
 @pytest.mark.parametrize("asked", ASKED)

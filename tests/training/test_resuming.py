@@ -40,6 +40,19 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, name
     assert same_weights(retrofit.load(tmp_path / "part.pt"), whole)
 
 
+def test_a_loss_is_the_mean_over_the_same_steps_where_a_run_goes_on_between_two_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrofit.training.trainer_setup.POINTS", 2)  # every fourth step, and where a checkpoint is written
+    settings = changed(save_every=3)
+    expected = continue_pretraining(llama(), TEXTS, settings)
+    with pytest.raises(Unplugged):
+        continue_pretraining(llama(), TEXTS, settings, output=tmp_path / "part.pt", progress=unplug_at(5))
+    resumed = continue_pretraining(llama(), TEXTS, settings, output=tmp_path / "part.pt", resume=True)
+    assert [step for step, _ in resumed.losses] == [3, 4, 6, 8]
+    assert resumed.losses == expected.losses
+
+
 @pytest.mark.parametrize("last", ["draw_run", "save", "finish_folder"])
 def test_a_run_that_is_killed_while_its_model_is_written_can_be_finished(
     last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
