@@ -55,6 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
             why="a drawing shows a model as it is, a plan what it would become",
             remedy="leave out the passes to draw the model, or apply them and draw the result",
         )
+    if arguments.force and arguments.svg is None:
+        raise UsageError("--force has no effect without --svg", why="nothing is written", remedy="leave it out, or name a drawing")
     require_path(arguments.model)
     return print_plan(arguments, passes) if passes else print_anatomy(arguments)
 

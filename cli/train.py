@@ -89,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     if arguments.teacher is None:
         refuse_what_needs_a_teacher(given)
+    refuse_what_has_no_effect(given)
     output = arguments.output or default_output(arguments.model, ["trained"])
     if is_first():
         from retrofit.training.runs import refuse_to_overwrite
@@ -144,6 +145,15 @@ def refuse_what_needs_a_teacher(given: Mapping[str, Any]) -> None:
                 why="without one the model learns from its own loss alone",
                 remedy="name the dense model with --teacher, or leave the option out",
             )
+
+
+def refuse_what_has_no_effect(given: Mapping[str, Any]) -> None:
+    """Raises `TrainingError` where an option is given, and another one, of which it says how, is zero."""
+    for name, other in (("eval_every", "eval_fraction"), ("temperature", "distil"), ("align_lr", "align"), ("dial", "anneal")):
+        if name in given and given.get(other) == 0:
+            value = given[name] if isinstance(given[name], str) else f"{given[name]:g}"
+            zero = f"--{other.replace('_', '-')} 0"
+            raise TrainingError(f"--{name.replace('_', '-')} {value} has no effect with {zero}", remedy="leave one of them out")
 
 
 def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:

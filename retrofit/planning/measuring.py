@@ -137,7 +137,8 @@ class Measurements:
                 raise PlanningError(refused)
             measure(number)
         except (CaptureError, DoesNotFitError, PlanningError) as error:
-            reason = f"{error.what}: {error.why}" if error.why else error.what
+            what = error.what.removeprefix(f"{self.candidates[number].name}: ")  # as passes begin; the name is said anyway
+            reason = f"{what}: {error.why}" if error.why else what
             self.left_out[name] = self.kept.measure(f"{name} refused", functools.partial(str, reason))
             return False
         return True

@@ -561,6 +561,13 @@ def test_a_plan_is_not_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--svg with --pass" in said and "way out: leave out the passes" in said
 
 
+@pytest.mark.parametrize("more", [[], ["--pass", "sum"]], ids=["anatomy", "plan"])
+def test_inspect_replaces_nothing_but_a_drawing(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", *more, "--force", "model.pt"]) == 2
+    said = capsys.readouterr().err
+    assert "--force has no effect without --svg" in said and "name a drawing" in said
+
+
 # Names that are more than names
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9bm\r\u202e\u2028\udc80"

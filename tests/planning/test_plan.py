@@ -375,6 +375,12 @@ def test_what_gives_no_numbers_together_is_no_plan(
     assert [(str(target), "no numbers" in error.why) for target, error in made.unreached.items()] == [(TARGETS[1], True)]
 
 
+def test_a_candidate_that_does_not_fit_is_named_once() -> None:
+    with pytest.raises(PlanningError, match="no candidate fits") as refused:
+        planned(llama(vocab_size=256), TARGETS, passes=["merge-cross-attention"], measure=False)
+    assert refused.value.why.startswith("merge-cross-attention: no ") and refused.value.why.count("merge-cross-attention:") == 1
+
+
 def test_a_candidate_that_gives_no_numbers_is_left_out_with_the_reason(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     quality = measuring.Measurements.quality
 

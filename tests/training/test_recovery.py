@@ -388,6 +388,24 @@ def test_on_the_command_line_what_needs_a_teacher_is_not_ignored_without_one(
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["model.pt", "text.txt"]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--eval-fraction 0 --eval-every 1", "--eval-every 1 has no effect with --eval-fraction 0"),
+        ("--teacher model.pt --distil 0 --temperature 2", "--temperature 2 has no effect with --distil 0"),
+        ("--teacher model.pt --align 0 --align-lr 0.1", "--align-lr 0.1 has no effect with --align 0"),
+        ("--teacher model.pt --anneal 0 --dial own", "--dial own has no effect with --anneal 0"),
+    ],
+)
+def test_on_the_command_line_what_has_no_effect_is_refused(
+    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model.pt").touch()
+    assert main(["train", "model.pt", "--data", "text.txt", "--steps", "4", *options.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_the_command_line_names_the_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, dense = pair("sparse-ffn(sparsity=8)")
     retrofit.save(model, tmp_path / "model.pt")
