@@ -97,6 +97,7 @@ from retrofit.program.state_inputs import refuse_state_inputs as refuse_state_in
 
 # Modules that replace others: wrappers, keywords past a model's own code, memory in its cache, losses added to its own.
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses as ForwardWithAuxiliaryLosses
+from retrofit.surgery.auxiliary_losses import number_is_loss as number_is_loss
 from retrofit.surgery.auxiliary_losses import auxiliary_losses as auxiliary_losses
 from retrofit.surgery.auxiliary_losses import record_auxiliary_loss as record_auxiliary_loss
 from retrofit.surgery.cache_memory import SLACK as SLACK

@@ -43,6 +43,7 @@ from retrofit.sdk import (
     SpecError,
     feed_forwards,
     install_feed_forward,
+    number_is_loss,
     option,
     sample_calibration,
     selected_depths,
@@ -61,6 +62,7 @@ class SharedMoEPlan(Plan):
     groups: tuple[Group, ...] = ()
     attentions: tuple[SharedAttention, ...] = ()
     starts: Mapping[str, MixtureStart] = dataclasses.field(default_factory=dict)  # fitted on calibration data, by group
+    number_is_loss: bool = False  # whether a single number that the model returns in a tuple is its loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +161,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
             ),
             groups=tuple(groups),
             attentions=tuple(attentions),
+            number_is_loss=number_is_loss(anatomy.program, anatomy.model),
         )
 
     def with_sources(self, groups: Sequence[Group]) -> tuple[Group, ...]:
@@ -237,7 +240,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
         for attention in plan.attentions:
             share(attention, edit)
         if self.balance and not isinstance(vars(edit.model).get("forward"), ForwardWithAuxiliaryLosses):
-            edit.set_attribute(edit.model, "forward", ForwardWithAuxiliaryLosses(edit.model))
+            edit.set_attribute(edit.model, "forward", ForwardWithAuxiliaryLosses(edit.model, plan.number_is_loss))
         for group in plan.groups:
             if (start := plan.starts.get(group.name)) is not None:
                 for site, before, after in zip(group.sites, start.before, start.after, strict=True):

@@ -51,7 +51,7 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
     try:
         with preserve_modes(model):
             model.train(training)
-            exported, calls, branches = export_with_fallbacks(model, dict(example_inputs), dynamic)
+            exported, calls, branches = export_with_fallbacks(model, each_its_own(example_inputs), dynamic)
     except Exception as error:  # whatever the model's own code raises
         raise CaptureError(
             f"{type(model).__name__} could not be captured as a graph",
@@ -59,6 +59,15 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
             remedy="pass example_inputs= that its forward accepts; code that branches on the values of tensors cannot be captured",
         ) from error
     return dataclasses.replace(read_program(exported, calls), branches=branches, examples=dict(example_inputs))
+
+
+def each_its_own(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs, none of them the tensor that another is: a trace tells arguments apart by their tensors."""
+    found: dict[str, Any] = {}
+    for name, value in inputs.items():
+        again = isinstance(value, torch.Tensor) and any(value is one for one in found.values())
+        found[name] = value.clone() if again else value
+    return found
 
 
 def export_with_fallbacks(

@@ -23,6 +23,9 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from retrofit.program.dataflow import backward_slice
+from retrofit.program.program import MUTATION, Program
+from retrofit.runtime.example_inputs import forward_parameters
 from retrofit.surgery.keyword_injection import ForwardReplacement
 from retrofit.surgery.wrappers import with_item
 
@@ -127,9 +130,10 @@ def discard_pending_gradients() -> None:
 class ForwardWithAuxiliaryLosses(ForwardReplacement):
     """Replaces a model's `forward`: in training, the loss that it returns contains the losses recorded during the call."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, number_is_loss: bool = False) -> None:
         super().__init__(module)
         self.inner = vars(module).get("forward")
+        self.number_is_loss = number_is_loss  # whether a single number in a tuple of outputs is the loss
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -144,7 +148,7 @@ class ForwardWithAuxiliaryLosses(ForwardReplacement):
             output = self.run(*args, **kwargs)
         finally:
             RECORDING.losses, RECORDING.needs_gradients = outer, needs_gradients
-        key, loss = loss_in(output, labelled=kwargs.get("labels") is not None)
+        key, loss = loss_in(output, labelled=kwargs.get("labels") is not None, number_is_loss=self.number_is_loss)
         if loss is not None:
             weight = batch_fraction(self.module, kwargs)
             return with_item(output, key, loss + sum(weight * one.to(loss) for one in recorded))
@@ -171,10 +175,25 @@ def batch_fraction(module: nn.Module, arguments: Mapping[str, Any]) -> Tensor | 
     return counted.ne(-100).sum() / total  # type: ignore[no-any-return]
 
 
-def loss_in(output: Any, *, labelled: bool) -> tuple[int | str | None, Tensor | None]:
+def number_is_loss(program: Program, model: nn.Module) -> bool:
+    """Whether a single number that `model` returns in a tuple is its loss, wherever it is and whatever the targets are called.
+
+    It is where a call without targets returns none. Where the program was captured with targets, a loss is what alone depends on
+    one of the inputs. A model that takes `labels` returns its loss as transformers' models do.
+    """
+    if "labels" in forward_parameters(model):
+        return False
+    returned = [node for name, node in program.outputs.items() if not name.startswith(MUTATION)]
+    numbers = [node for node in returned if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].dim() == 0]
+    for_others = backward_slice(node for node in returned if node not in numbers)
+    return all(not (backward_slice([one]) - for_others).isdisjoint(program.inputs) for one in numbers)
+
+
+def loss_in(output: Any, *, labelled: bool, number_is_loss: bool = False) -> tuple[int | str | None, Tensor | None]:
     """The loss that a model returns and its key in the output, None for both where there is none.
 
-    That is the item or the field called `loss`, a scalar returned by itself, or the first of a tuple of a model given labels.
+    That is the item or the field called `loss`, a scalar returned by itself, the first of a tuple of a model given labels, or the
+    only number with a gradient in a tuple of a model of which `number_is_loss` says so.
     """
     if isinstance(output, Tensor):
         return None, output if output.dim() == 0 else None
@@ -186,4 +205,5 @@ def loss_in(output: Any, *, labelled: bool) -> tuple[int | str | None, Tensor | 
         return output._fields.index("loss"), output.loss  # type: ignore[union-attr]
     if labelled and isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].dim() == 0:
         return 0, output[0]
-    return None, None
+    numbers = [(index, one) for index, one in enumerate(output) if isinstance(one, Tensor) and one.dim() == 0 and one.requires_grad]
+    return numbers[0] if number_is_loss and len(numbers) == 1 else (None, None)

@@ -59,6 +59,18 @@ def test_every_call_is_recorded_in_order_and_nested() -> None:
     assert first.encloses(first_linear) and first.encloses(first) and not first.encloses(second_linear)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_one_tensor_given_as_two_arguments_is_two_inputs(dynamic: bool) -> None:
+    class Difference(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x.sin() - y.cos()
+
+    given = torch.randn(5, 7)
+    program = capture(Difference(), {"x": given, "y": given}, dynamic=dynamic)
+    read = {op(node): program.inputs[node.all_input_nodes[0]] for node in program.graph.nodes if op(node) in ("sin", "cos")}
+    assert read == {"sin": "x", "cos": "y"}
+
+
 def test_inputs_and_outputs_of_calls_are_the_nodes_between_them() -> None:
     program = capture(Outer(), inputs())
     placeholders = {name: node for node, name in program.inputs.items()}

@@ -12,9 +12,11 @@ import pytest
 import torch
 import transformers
 from support.mixtures import build, make, mixtures
+from support.own_models import Masked
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import retrofit
 from retrofit.passes import SharedMoE
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 
@@ -69,6 +71,43 @@ def test_the_gradient_is_that_of_both_losses_and_scales_with_them(identity: str)
     vars(model).pop("forward")
     without = own(model, inputs, labels)
     assert not torch.allclose(without[router], expected[router], rtol=1e-2), "the balance loss must matter to the router"
+
+
+class OwnWithLoss(Masked):
+    """A model that returns its logits and, given targets under a name of its own, its loss; with a scale that is none."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__("shows")
+        self.scale = nn.Parameter(torch.ones(())) if scaled else None
+
+    def forward(self, x: Tensor, wanted: Tensor | None = None) -> Any:  # type: ignore[override]
+        logits = super().forward(x, torch.zeros_like(x, dtype=torch.bool))
+        loss = None if wanted is None else nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        return (logits, loss) if self.scale is None else (logits, loss, 1.0 * self.scale)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["captured without targets", "captured with targets"])
+def test_a_loss_that_a_model_returns_for_targets_of_any_name_contains_the_balance_losses(given: bool) -> None:
+    ids = torch.randint(50, (2, 11))
+    model = retrofit.apply(OwnWithLoss(False), STILL, example_inputs={"x": ids, "wanted": ids} if given else None, verify=False)
+    with auxiliary_losses() as losses:
+        plain = type(model).forward(model.train(), ids, ids)[1]
+    assert len(losses) == len(mixtures(model)) and sum(losses) > 0
+    torch.testing.assert_close(model(ids, ids)[1], plain + sum(losses))
+    torch.testing.assert_close(model(ids, wanted=ids)[1], plain + sum(losses))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids, ids)[1], plain)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["captured without targets", "captured with targets"])
+def test_a_number_that_is_no_loss_stays_as_it_is(given: bool) -> None:
+    ids = torch.randint(50, (2, 11))
+    model = retrofit.apply(
+        OwnWithLoss(True), STILL, example_inputs={"x": ids, "wanted": ids} if given else None, verify=False
+    ).train()
+    with auxiliary_losses() as losses:
+        _, _, scale = model.train()(ids)
+    assert float(scale) == 1.0 and len(losses) == len(mixtures(model))
 
 
 @pytest.mark.first(2)
