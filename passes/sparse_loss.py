@@ -182,6 +182,7 @@ class SparseLoss(Pass[SparseLossPlan]):
         if self.modules > head.vocabulary:
             raise DoesNotFitError(
                 f"sparse-loss: modules={self.modules} is more than the head's {head.vocabulary} outputs",
+                why="the outputs are divided among the modules, and some would have none",
                 remedy=f"choose modules near the square root of the vocabulary, {round(head.vocabulary**0.5)}",
                 in_any_form=True,
             )

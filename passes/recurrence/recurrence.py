@@ -195,7 +195,7 @@ class SiteFinder:
         if size[:-1] not in (call.size[:-1], (call.size[0] * call.size[1],)):
             raise unfit(place.path, f"it reads {size} where its layer gets {call.size}: not every token once, in order")
         causal = stack.causal or call.causal
-        if causal and call.times > 1:
+        if causal and call.times > 1 and call.takes_more:
             raise unfit(place.path, f"{call.path} is called at several depths, and the cache keeps one state for each module")
         both = bidirectional and not causal
         site = RecurrentSite(place, call, name, size[-1], len(size) == 2, causal, both)

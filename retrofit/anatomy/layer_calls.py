@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from torch import fx
+from torch import fx, nn
 
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import Attention, find_attentions
@@ -25,6 +25,7 @@ from retrofit.program.aten_ops import SCAN, is_float, op, shape
 from retrofit.program.capture import capture, missing_masks
 from retrofit.program.dataflow import Dataflow, backward_slice
 from retrofit.program.program import Call, Key
+from retrofit.runtime.example_inputs import forward_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class LayerCall:
     tokens_first: bool  # whether the stream is (length, batch, width)
     times: int  # calls of this module in one forward
     causal: bool  # whether its own attentions, of which it has some, hide later tokens from earlier ones
+    takes_more: bool  # whether its forward has a place for more than it was given, such as a cache
 
 
 class LayerCalls:
@@ -71,7 +73,8 @@ class LayerCalls:
         times = sum(one.path == call.path for one in self.flow.program.calls)
         causal = bool(own) and all(is_causal(core, stream, self.masked) for core in own)
         mask = self.mask(layer, masked, key, own, tokens_first)
-        return LayerCall(call.path, key, size, mask, tokens_first, times, causal)
+        takes_more = has_room(self.anatomy.model.get_submodule(call.path), len(call.inputs))
+        return LayerCall(call.path, key, size, mask, tokens_first, times, causal, takes_more)
 
     def innermost(self, layer: Layer) -> Call:
         """The innermost call of a module in which all branches of the layer are computed, one that mixes tokens among them."""
@@ -136,6 +139,12 @@ def is_tokens_first(size: tuple[int, ...], cores: list[Attention]) -> bool:
         return columns == {size[0]}
     queries = [shape(core.query) or () for core in cores]
     return bool(queries) and not is_batch_first(size, queries[0]) and is_batch_first((size[1], size[0], size[2]), queries[0])
+
+
+def has_room(module: nn.Module, given: int) -> bool:
+    """Whether a module's forward takes more arguments than so many."""
+    parameters = forward_parameters(module).values()
+    return len(parameters) > given or any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
 
 
 def unfit(layer: Layer, why: str) -> DoesNotFitError:

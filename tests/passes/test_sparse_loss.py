@@ -185,8 +185,9 @@ def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(SpecError, match="modules"):
         SparseLoss(modules=0)
     model = zoo.build(zoo.entry("causal/llama"))
-    with pytest.raises(DoesNotFitError, match="square root"):
+    with pytest.raises(DoesNotFitError, match="square root") as refused:
         retrofit.apply(model, SparseLoss(modules=100_000))
+    assert "some would have none" in refused.value.why
 
 
 @pytest.mark.parametrize("fitted", [True, False])

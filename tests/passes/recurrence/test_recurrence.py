@@ -22,6 +22,7 @@ from retrofit.passes import Recurrence
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward, RecurrentLayer
 from retrofit.passes.recurrence.simple_recurrent_unit import SimpleRecurrentUnit
 from retrofit.rewriting import apply_reported
+from retrofit.surgery.edit import Edit
 
 RANK = 4
 BUILD = {
@@ -380,9 +381,28 @@ class WrittenOut(Block):
         return (q @ k.mT).masked_fill(places[None] > places[:, None], -3e4).softmax(-1) @ v
 
 
+class Remembering(Block):
+    """It could be given a cache."""
+
+    def forward(self, x: Tensor, past: Any = None) -> Tensor:
+        return super().forward(x)
+
+
 def test_a_causal_layer_at_several_depths_is_refused_as_the_cache_has_one_state_for_it() -> None:
+    model = Repeated()
+    model.block = Remembering()
     with pytest.raises(DoesNotFitError, match="called at several depths"):
-        retrofit.apply(Repeated(), "recurrence", example_inputs={"input_ids": ids()}, verify=False)
+        Recurrence().rewrite(retrofit.inspect(model, {"input_ids": ids()}), Edit(model))
+
+
+def test_a_causal_layer_at_several_depths_that_takes_no_cache_is_rewritten() -> None:
+    model = Repeated().eval()
+    dense = model(ids())
+    rewritten = retrofit.apply(model, "recurrence(rank=4)", example_inputs={"input_ids": ids()})
+    assert torch.equal(rewritten(ids()), dense)
+    moved(rewritten)
+    assert not torch.allclose(rewritten(ids()), dense, atol=1e-3)
+    assert retrofit.verify(rewritten, checks=["causality", "gradients"]).ok
 
 
 def planned(model: nn.Module) -> Any:
