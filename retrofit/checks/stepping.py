@@ -66,7 +66,7 @@ class StepBatch:
     @property
     def decoded(self) -> dict[str, Any]:
         """The inputs of the rows that are decoded."""
-        count = next(len(value) for value in self.whole.values() if isinstance(value, torch.Tensor) and value.dim())
+        count = next((len(value) for value in self.whole.values() if isinstance(value, torch.Tensor) and value.dim()), 0)
         return {key: self.rows_of(value) if has_rows(value, count) else value for key, value in self.whole.items()}
 
     def rows_of(self, value: torch.Tensor) -> torch.Tensor:
