@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from retrofit.anatomy.wording import plural
 from retrofit.errors import first_line
 from retrofit.runtime.quiet import quiet
 from retrofit.undoing.dense_skeleton import skeleton_of
@@ -256,15 +257,15 @@ def mixture_paths(model: nn.Module, wanted: Wanted) -> list[str]:
 
 
 def extra_parameter(model: nn.Module, mixtures: Sequence[str], wanted: Wanted) -> str:
-    """A parameter outside the mixtures that is too many, or a shape that is missing there; "" where there is neither."""
+    """A shape of which there are too few parameters outside the mixtures, or too many; "" where there is neither."""
     inside = {id(one) for path in mixtures for one in model.get_submodule(path).parameters()}
     outside = Shapes(tuple(one.shape) for one in model.parameters() if id(one) not in inside)
-    for shape in wanted.around - outside:
-        return f"it has no parameter {described(shape)} outside its mixtures"
-    more = outside - wanted.around
-    for name, one in model.named_parameters():
-        if id(one) not in inside and tuple(one.shape) in more:
-            return f"it has a parameter {name} {described(one.shape)} that the model does not have"
+    for shape in (*(wanted.around - outside), *(outside - wanted.around)):
+        named = [name for name, one in model.named_parameters() if id(one) not in inside and tuple(one.shape) == shape]
+        count = wanted.around[shape]
+        some = f": {', '.join(named[:3])}{', …' if len(named) > 3 else ''}" if len(named) > count else ""
+        place = f"outside the mixtures of {plural(wanted.layers, 'layer')}"
+        return f"it has {len(named) or 'no'} parameters {described(shape)} {place}, the model {count or 'none'}{some}"
     return ""
 
 

@@ -46,7 +46,7 @@ from retrofit.runtime.state_preservation import preserve_random_state, preserve_
 from retrofit.runtime.usable_models import require_in_memory, require_module, require_uncompiled, require_values
 from retrofit.storage.filling import fill_transformers
 from retrofit.surgery.transformers_bookkeeping import is_transformers
-from retrofit.undoing.dense_skeleton import RECIPE, skeleton_of, without_recipe
+from retrofit.undoing.dense_skeleton import RECIPE, dense_skeleton, skeleton_of, without_recipe
 
 DENSE = -1  # how far an architecture comes that shows no mixtures
 SHORT = 2  # layers of the skeletons that are tried
@@ -170,6 +170,12 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
         named = f"architecture {architecture}" if architecture else "architecture"
         why = f"transformers has no {named} with mixtures for that task"
         return DoesNotFitError(f"{type(part).__name__} has no native form", why=why, remedy=WAY_OUT)
+    if rounded := rounded_buffer(part):
+        return DoesNotFitError(
+            f"{type(part).__name__} has no native form",
+            why=f"its buffer {rounded} was rounded to {str(part.dtype).removeprefix('torch.')}; a model that is loaded makes it in float32",
+            remedy="save the model in that dtype and load it again, or load it with dtype= instead of .to(dtype)",
+        )
     nearest = max(one.stage for one in refusals)
     said = [f"{one.architecture}: {one.why}" for one in refusals if one.stage == nearest]
     more = f"\nand {len(refusals) - len(said[:4])} more differ" if len(refusals) > 4 else ""
@@ -178,6 +184,14 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
         why="\n".join(["no architecture of the installed transformers computes this; the nearest:", *said[:4]]) + more,
         remedy=WAY_OUT,
     )
+
+
+def rounded_buffer(part: PreTrainedModel) -> str:
+    """A buffer that a model of that class, made in the same dtype, holds in float32, and that no file holds; "" for none."""
+    fresh = dict(dense_skeleton(part).named_buffers())
+    saved = part.state_dict()
+    named = ((name, one) for name, one in part.named_buffers() if name not in saved and name in fresh)
+    return next((name for name, one in named if one.dtype != fresh[name].dtype == torch.float32), "")
 
 
 # ── What is tried without weights ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, DoesNotFitError
-from retrofit.native.architectures import Architecture, Shapes, Wanted, architectures_like, sized
+from retrofit.native.architectures import Architecture, Shapes, Wanted, architectures_like, extra_parameter, sized
 from retrofit.native.native_form import Match, native_form
 from retrofit.native.weight_layouts import Layout, combinations, equal_layout, layouts_for
 
@@ -63,6 +63,24 @@ def test_a_model_in_half_precision_has_a_native_form(tmp_path: Path) -> None:
     assert native.dtype is torch.bfloat16 and type(native) is transformers.MixtralForCausalLM
     with torch.no_grad():  # the same numbers: only what is rounded when differs
         torch.testing.assert_close(native.float()(IDS).logits, model.float()(IDS).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_rotary_frequencies_that_were_rounded_in_memory_are_named() -> None:
+    model = upcycled(tiny_models.llama(hidden_size=32, intermediate_size=48), ", renormalize=true").to(torch.bfloat16)
+    with pytest.raises(DoesNotFitError, match="LlamaForCausalLM has no native form") as refused:
+        retrofit.to_native(model, "mixtral")
+    assert "model.rotary_emb.inv_freq was rounded to bfloat16" in refused.value.why and "dtype=" in refused.value.remedy
+
+
+def test_of_parameters_that_are_too_many_or_too_few_the_numbers_are_said() -> None:
+    model: Any = nn.ModuleList([nn.LayerNorm(8, bias=False), nn.LayerNorm(8, bias=False)])
+
+    def said(count: int) -> str:
+        return extra_parameter(model, [], Wanted(Shapes({(8,): count}), 4, 0, Shapes(), (), (0,), 1))
+
+    assert said(2) == ""
+    assert said(3) == "it has 2 parameters 8 outside the mixtures of 1 layer, the model 3"
+    assert said(1) == "it has 2 parameters 8 outside the mixtures of 1 layer, the model 1: 0.weight, 1.weight"
 
 
 def test_mixtures_in_some_layers_are_in_the_same_layers_of_the_native_form() -> None:
