@@ -173,7 +173,7 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
     if rounded := rounded_buffer(part):
         return DoesNotFitError(
             f"{type(part).__name__} has no native form",
-            why=f"{rounded} was rounded to {str(part.dtype).removeprefix('torch.')}, and a model that is loaded makes it in float32",
+            why=f"{rounded} was rounded to {str(part.dtype).removeprefix('torch.')}, and loading a model makes it in float32",
             remedy="save the model in that dtype and load it again, or load it with dtype= instead of .to(dtype)",
         )
     nearest = max(one.stage for one in refusals)

@@ -45,6 +45,7 @@ class DenseForm:
     tensors: Mapping[str, Recovered]  # its parameters and persistent buffers, by all their names
     added: frozenset[str]  # the parameters of the rewritten model that hold nothing of the dense one
     steps: tuple[Step, ...]
+    unsaved: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # the buffers that no file holds, where they are known
 
     def lost(self) -> dict[str, str]:
         """The dense parameters that are not there any more, and why."""
@@ -86,7 +87,8 @@ def dense_form(model: nn.Module) -> DenseForm:
     named = dict(part.named_parameters(remove_duplicate=False))
     held = {id(named[place]) for place in places if place in named}
     added = frozenset(name for name, one in part.named_parameters() if id(one) not in held)
-    return DenseForm(skeleton, found, added, tuple(steps))
+    unsaved = {name: one.value for name in wanted if name not in saved and (one := values.get(name)) and one.value is not None}
+    return DenseForm(skeleton, found, added, tuple(steps), unsaved)
 
 
 def names_of(model: nn.Module, name: str) -> list[str]:

@@ -67,6 +67,11 @@ def filled(part: nn.Module, form: DenseForm) -> nn.Module:
     state = {name: value_of(form, name) for name in wanted}
     dense = dense_model(part, state)
     trained = {name: one.requires_grad for name, one in part.named_parameters(remove_duplicate=False)}
+    for name, buffer in dict(dense.named_buffers(remove_duplicate=False)).items():
+        now = form.unsaved.get(name, buffer)
+        if now.shape == buffer.shape and not same_bits(now.cpu(), buffer.cpu()):  # rounded in memory, say
+            owner, _, leaf = name.rpartition(".")
+            dense.get_submodule(owner)._buffers[leaf] = now.to(buffer.device, copy=True)
     for name, parameter in dense.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trained.get(form.tensors[name].place, True))
     return dense

@@ -57,6 +57,15 @@ def test_parameters_that_were_trained_come_back_as_they_are_now(upcycled: Any) -
     assert float((undone(IDS).logits - upcycled(IDS).logits).abs().max()) > 0.1
 
 
+def test_a_model_that_was_rounded_in_memory_comes_back_with_its_rounded_frequencies() -> None:
+    """No file holds them: a model that is built makes them anew, in float32."""
+    model = retrofit.apply(tiny_models.llama(), "memory", verify=False).to(torch.bfloat16)
+    undone: Any = retrofit.undo(model)
+    assert undone.model.rotary_emb.inv_freq.dtype == undone.dtype == torch.bfloat16
+    assert equal(undone, tiny_models.llama().to(torch.bfloat16)) and torch.equal(undone(IDS).logits, model(IDS).logits)
+    assert undone.model.rotary_emb.inv_freq.data_ptr() != model.model.rotary_emb.inv_freq.data_ptr()
+
+
 def test_the_first_site_that_computes_something_else_is_named(upcycled: Any) -> None:
     model = copy.deepcopy(upcycled)
     with torch.no_grad():
