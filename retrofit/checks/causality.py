@@ -21,7 +21,17 @@ from retrofit.checks.stepping import keeps_cache
 from retrofit.checks.subject import Subject
 from retrofit.runtime.agreement import Comparison
 from retrofit.runtime.packed_rows import is_packed_tensor
-from retrofit.runtime.probes import is_token_ids, ordinary_ids, placeholders, resized_like, run, scale_of
+from retrofit.runtime.probes import (
+    is_floating,
+    is_numbering,
+    is_per_token,
+    is_token_ids,
+    ordinary_ids,
+    placeholders,
+    resized_like,
+    run,
+    scale_of,
+)
 
 NOISE = 0.1  # in place of what begins at zero
 BIDIRECTIONAL = 0.9  # of the earlier outputs, the share that moves when a model reads both ways
@@ -77,7 +87,7 @@ def judge(now: CausalityMeasurement | None, before: CausalityMeasurement | None,
     if now is None:
         return skipped("the dense model does not run on other tokens")
     if not now.leaks:
-        return skipped("its outputs do not belong to tokens one by one")
+        return skipped(why_none(context.subject))
     causal = [name for name, leak in now.leaks.items() if must_be_causal(name, leak, now, before)]
     measured = ", ".join(
         f"{name}: {now.leaks[name].share:.0%} of the earlier outputs moved, by at most {now.leaks[name].moves.measured}"
@@ -95,6 +105,17 @@ def judge(now: CausalityMeasurement | None, before: CausalityMeasurement | None,
         return skipped("the dense model is not causal" if before is not None else "it reads both ways, and keeps no cache")
     mixed = next((now.leaks[name].mixes for name in causal if now.leaks[name].mixes), "")
     return passed(measured, f"each row by itself; rows of a batch depend on each other: {mixed}" if mixed else "")
+
+
+def why_none(subject: Subject) -> str:
+    """Why no input was found whose tokens the outputs belong to."""
+    outputs = subject.run().logits
+    if outputs.dim() == 3 and not any(map(is_floating, subject.inputs.values())):
+        for name, value in subject.inputs.items():
+            if is_per_token(value) and value.shape[1] == outputs.shape[1] > 1 and value.dtype != torch.bool:
+                kind = "counts up" if is_numbering(value) else "holds no ids that differ"
+                return f"{name} {kind} in the example inputs, so no token could be changed"
+    return "its outputs do not belong to tokens one by one"
 
 
 def hidden_leak(now: CausalityMeasurement, before: CausalityMeasurement | None, causal: list[str]) -> str:

@@ -33,6 +33,7 @@ from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.usable_models import require_values
 from retrofit.storage.dense_program import leave_out_parameters, rewrite_again
 from retrofit.storage.exported_code import refuse_code
+from retrofit.storage.exported_examples import example_tensors
 
 Programs = dict[str, torch.export.ExportedProgram]  # of a file, by their names in it
 
@@ -120,14 +121,6 @@ def graph_of(programs: Programs, recipe: list[str], path: Path) -> fx.GraphModul
     if recipe:
         recipe_storage.store_recipe(model, recipe)
     return model
-
-
-def example_tensors(exported: torch.export.ExportedProgram) -> dict[str, Tensor]:
-    """The tensors among the program's example inputs, by name."""
-    args, kwargs = exported.example_inputs or ((), {})
-    names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
-    given = [*args, *kwargs.values()]
-    return {name: value for name, value in zip(names, given, strict=False) if isinstance(value, Tensor)}
 
 
 def read_data(path: Path) -> tuple[Programs, list[str]]:
