@@ -21,7 +21,10 @@ def match_parameters(dense: Mapping[str, Fingerprint], model: nn.Module) -> dict
     by_content: dict[tuple[int | None, tuple[int, ...]], str] = {}
     for name, parameter in now.items():
         by_content[checksum(parameter), tuple(parameter.shape)] = name
-    recorded: Mapping[str, Fate] = getattr(model, "retrofit_rearranged", {})
+    recorded = {  # by the names of the first dense model, whose modules may be wrapped in this one
+        name if name in dense else next(iter(longer_names(name, dense)), name): fate
+        for name, fate in getattr(model, "retrofit_rearranged", {}).items()
+    }
     fates: dict[str, Fate] = {}
     for name, one in dense.items():
         elsewhere = by_content.get((one.checksum, one.shape))

@@ -12,6 +12,7 @@ from retrofit.checks.finding import Raised, attempt
 from retrofit.checks.registry import CHECKS, watches
 from retrofit.checks.subject import Subject, other_shapes
 from retrofit.errors import RetrofitError
+from retrofit.pipeline.replaying import recipe
 from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.probes import describe
@@ -27,6 +28,7 @@ class Reference:
     shapes: tuple[dict[str, Any], ...]  # the inputs it was measured on, then those of other shapes that it runs on
     measurements: Mapping[str, Any]  # by check; None where the model cannot do what is measured
     is_large: bool | None = None
+    recipe: tuple[str, ...] = ()  # the passes that had rewritten it already
 
     @staticmethod
     def of(
@@ -44,7 +46,7 @@ class Reference:
             if subject.is_large:
                 release_freed_memory()
             measurements[name] = None if isinstance(found, Raised) else found  # the rewritten model need not do it either
-        return Reference(subject.shapes, measurements, subject.is_large)
+        return Reference(subject.shapes, measurements, subject.is_large, tuple(one.spec() for one in recipe(model) or ()))
 
     @property
     def inputs(self) -> dict[str, Any]:
