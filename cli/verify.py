@@ -36,9 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "verify", help="check a retrofitted model", description="Check a retrofitted model.", epilog=EXAMPLES
     )
     add_model_arguments(parser)
-    parser.add_argument(
-        "--against", metavar="DENSE", type=Path, help="the dense model it was rewritten from: compare the two functions"
-    )
+    parser.add_argument("--against", metavar="DENSE", type=Path, help="the model it was rewritten from: compare the two functions")
     parser.add_argument("--onnx", action="store_true", help="also export to ONNX and compare; takes longer than all other checks")
     parser.add_argument(
         "--stream", action="store_true", help="with a part of both models in memory at a time, by the checks that can"

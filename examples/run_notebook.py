@@ -43,6 +43,8 @@ def run_cells(notebook: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[d
 
 
 def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("give one notebook: python examples/run_notebook.py examples/retrofit.ipynb")
     file = Path(sys.argv[1])
     notebook = json.loads(file.read_text(encoding="utf-8"))
     for count, (cell, outputs) in enumerate(run_cells(notebook), 1):

@@ -21,6 +21,7 @@ from retrofit.runtime.atomic_writes import whole_file
 
 RECORD = "measured.json"
 FORMAT = "retrofit plan's measurements"
+NAMES = {"text": "text, or in how many of its tokens are used"}  # of facts, in messages
 Value = TypeVar("Value")
 
 
@@ -54,7 +55,7 @@ class KeptMeasurements:
             self.values = values
             return
         if not force:
-            apart = [name for name in self.facts if facts.get(name) != self.facts[name]] if known else ["format"]
+            apart = [NAMES.get(name, name) for name in self.facts if facts.get(name) != self.facts[name]] if known else ["format"]
             raise PlanningError(
                 f"{folder} holds the measurements of another plan",
                 why=f"it differs in {' and '.join(apart)}",

@@ -161,7 +161,10 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
             file.unlink()
         before = None
     if before is None:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.resolve().parent.is_dir():
+            why = f"there is no directory {folder.parent}"
+            raise TrainingError(f"{folder} cannot be written", why=why, remedy="create it first")
+        folder.mkdir(exist_ok=True)
         write_facts(folder, facts)
 
 

@@ -279,6 +279,12 @@ def test_measurements_of_another_arithmetic_are_not_taken(found: ModelPlan, mode
     assert refused.value.why == "it differs in settings"
 
 
+def test_measurements_on_more_of_the_text_are_not_taken(found: ModelPlan, model: Any, folder: Path) -> None:
+    with pytest.raises(PlanningError, match="another plan") as refused:
+        planned(model, "memory 0.9x", folder=folder, tokens=64)
+    assert refused.value.why == "it differs in text, or in how many of its tokens are used"
+
+
 # ── What cannot be planned ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -303,6 +309,9 @@ def test_what_saves_nothing_that_is_asked_for_is_not_fitted(model: Any, tmp_path
     with pytest.raises(PlanningError, match="saves what is asked for") as refused:
         planned(model, "memory 0.99x", passes=[larger], folder=tmp_path / "kept")
     assert f"{larger}: saves nothing here: memory takes 1." in refused.value.why
+    with pytest.raises(PlanningError) as refused:
+        planned(model, "memory 0.99x", passes=["merge-cross-attention"], folder=tmp_path / "other")
+    assert refused.value.why.startswith("merge-cross-attention: no stack of the model")  # its name once
     assert not list((tmp_path / "kept").glob("*.safetensors"))
 
 

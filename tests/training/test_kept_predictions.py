@@ -241,6 +241,9 @@ def test_other_predictions_are_not_overwritten_unasked(tmp_path: Path) -> None:
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(TrainingError, match="is in the way"):
         teach(llama(), TEXTS, tmp_path / "mine", length=32, force=True)
+    with pytest.raises(TrainingError, match="there is no directory"):
+        teach(llama(), TEXTS, tmp_path / "nowhere" / "logits", length=32)
+    assert not (tmp_path / "nowhere").exists()
     with pytest.raises(TrainingError, match="holds no predictions of a teacher"):
         continue_pretraining(llama(), TEXTS, SMALL, teacher=tmp_path / "mine")
 
