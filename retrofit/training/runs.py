@@ -226,7 +226,11 @@ def start_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> 
     refuse_held(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = aside_of(folder)
-    draft.mkdir()
+    try:
+        draft.mkdir()
+    except OSError as error:
+        error.filename = str(folder)  # and not a name that nobody gave
+        raise
     try:
         write_record(draft, {"format": FORMAT, "settings": dataclasses.asdict(settings), "facts": dict(facts)})
         with deferred_signals():

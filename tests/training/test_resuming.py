@@ -17,6 +17,7 @@ from support.training_runs import MODELS, SMALL, TEXTS, Unplugged, bert, changed
 import retrofit
 from retrofit.errors import CheckpointError, TrainingError
 from retrofit.storage.checkpoint import save
+from retrofit.training import runs
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
 
@@ -258,3 +259,10 @@ def test_a_run_does_not_go_on_from_half_a_checkpoint(unplugged: Path, tmp_path: 
     assert not (checkpoint / "sprung").exists()
     assert checkpoint.is_dir()
     assert same_weights(model, llama())
+
+
+def test_a_folder_that_cannot_be_made_is_named_as_the_user_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "aside_of", lambda folder: tmp_path / "gone" / ".retrofit-0.replaced")
+    with pytest.raises(OSError) as caught:
+        runs.start_folder(tmp_path / "model.pt", {}, SMALL)
+    assert caught.value.filename == str(tmp_path / "model.run") and not any(tmp_path.iterdir())
