@@ -26,6 +26,7 @@ from retrofit.errors import CheckpointError, first_line
 NAME = re.compile(r"[\w.:+-]*")  # what stays one word in the source of a graph
 SIZE = re.compile(r"[\w ()=,.'+\-*/%<>!&|~]*")  # the characters of an expression of sizes
 OPERATOR = re.compile(r"torch\.ops\.(aten|prims|quantized_decomposed|torchvision|retrofit)\.(\w+)\.(\w+)")
+MIXTURES = "torch.ops.transformers.grouped_mm_fallback.default"  # the products of all experts, of transformers' own
 ON_FILES = ("from_file", "save")  # operators that read and write them
 PYTHON_OPERATORS = frozenset(
     f"_operator.{name}"
@@ -160,7 +161,7 @@ def as_json(text: str) -> Any:
 
 def is_operator(target: str) -> bool:
     """Whether a node's target computes on tensors and numbers and does nothing else."""
-    if target in PYTHON_OPERATORS or target in WITH_GRAPHS:
+    if target in PYTHON_OPERATORS or target in WITH_GRAPHS or target == MIXTURES:
         return True
     match = OPERATOR.fullmatch(target)
     if match is None or match[2] in ON_FILES:

@@ -13,7 +13,7 @@ from torch import nn
 
 from retrofit.errors import CheckpointError, DoesNotFitError
 from retrofit.storage.checkpoint import load, save
-from retrofit.storage.exported_code import is_operator, is_size
+from retrofit.storage.exported_code import MIXTURES, is_operator, is_size
 
 MODEL, INPUTS = "models/model.json", "data/sample_inputs/model.pt"
 WEIGHTS, CONSTANTS = "data/weights/model_weights_config.json", "data/constants/model_constants_config.json"
@@ -242,7 +242,8 @@ def test_what_is_no_size(text):
 
 
 def test_operators():
-    assert all(map(is_operator, ["torch.ops.aten.add.Tensor", "_operator.add", "torch.sym_max"]))
+    assert all(map(is_operator, ["torch.ops.aten.add.Tensor", "_operator.add", "torch.sym_max", MIXTURES]))
+    assert not is_operator(MIXTURES.replace("fallback", "fallback_backward"))
     assert not any(map(is_operator, ["torch.ops.load_library", "torch.load", "_operator.call", "torch.ops.aten.nothing.default"]))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import zoo
 from support.feed_forward_models import Model, Plain
 from support.functional_models import Functional
 from support.own_models import Own
@@ -142,6 +143,17 @@ def test_own_models_of_functions_and_their_buffers(tmp_path: Path) -> None:
     loaded = retrofit.load(retrofit.save(model, tmp_path / "model.pt2"))
     assert torch.equal(loaded.get_buffer("scale"), model.get_buffer("scale"))
     assert same(step(loaded, IDS % 50), step(model, IDS % 50))
+
+
+def test_mixtures_of_experts(tmp_path: Path) -> None:
+    """Transformers multiplies by all experts with an operator of its own, which is read without running code."""
+    entry = zoo.entry("causal/mixtral")
+    dense = zoo.build(entry)
+    model = retrofit.apply(dense, "altup(k=2)", emit="graph", verify=False)
+    loaded = retrofit.load(retrofit.save(model.eval(), tmp_path / "model.pt2"))
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=IDS)["logits"], model(input_ids=IDS)["logits"])
+        torch.testing.assert_close(loaded(input_ids=IDS)["logits"], dense.eval()(input_ids=IDS).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_parts_of_the_dense_program_that_are_code_are_refused(dense: Path, tmp_path: Path) -> None:
