@@ -26,7 +26,10 @@ from retrofit.pipeline.registry import subclasses
 from retrofit.runtime.skeletons import zeros_for
 
 REFERENCE = re.compile(r"(?P<model>[\w.]+:[\w.]+)(?:\((?P<config>[\w.]+:[\w.]+)\))?")
-BUILD = "save it with torch.save(model) and load it with allow_pickle, or load(path, build=…) with a function that builds it"
+BUILD = (
+    "name a .pt2 file, which holds its graph; or save it with torch.save(model) and load it with allow_pickle, "
+    "or load(path, build=…) with a function that builds it"
+)
 
 
 def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:

@@ -24,7 +24,7 @@ from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.storage.checkpoint import require_savable, save
 from retrofit.storage.file_names import is_file_name, require_writable_kind
 from retrofit.training import processes
-from retrofit.training.fingerprints import hash_architecture, hash_weights, hash_windows
+from retrofit.training.fingerprints import hash_architecture, hash_trained, hash_weights, hash_windows
 from retrofit.training.kept_predictions import KeptPredictions
 from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.label_loss import add_loss
@@ -113,7 +113,8 @@ def continue_pretraining(
         needed = facts_of(model, codec, tokenizer, objective, windows, seed=seed, temperature=settings.temperature)
         guide = KeptTeacher.of(teacher, model, needed)
         numbering = Numbering((~apart).nonzero().flatten(), apart.nonzero().flatten(), seed)
-        identity = f"{guide.kept.facts.weights}, the {guide.kept.facts.top} most probable tokens"
+        known = guide.kept.facts
+        identity = f"{known.weights}, the {known.top} most probable tokens, --seed {known.seed}{', --bf16' if known.bf16 else ''}"
     else:
         guide = None if teacher is None else Teacher.of(teacher, model)
         identity = hash_weights(teacher)
@@ -123,6 +124,7 @@ def continue_pretraining(
         "recipe": "; ".join(stored_recipe(rewritten_part(model))),  # before the model, which differs where it does
         "model": hash_architecture(model),
         "dtype": ", ".join(dtypes_of(model)),
+        "choice of trained parameters": hash_trained(model),
         "text": hash_windows(windows),
         "teacher": identity,
     }

@@ -49,6 +49,12 @@ def hash_architecture(model: nn.Module) -> str:
     return f"{type(model).__name__} {short_hash(chr(10).join(shapes).encode())}"
 
 
+def hash_trained(model: nn.Module) -> str:
+    """How many parameters require a gradient, and a hash of their names."""
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return f"{len(names)} {short_hash(chr(10).join(names).encode())}"
+
+
 def hash_settings(model: nn.Module) -> str:
     """Of what a model computes with besides its weights: their dtypes, its config, the kernel of its attention."""
     config = getattr(model, "config", None)

@@ -89,7 +89,6 @@ def teach(
         held(folder),
         evaluation_mode(dense),
         torch.no_grad(),
-        torch.autocast(target.type, torch.bfloat16, enabled=bf16),
         placed_on(target, dense),
     ):
         for done, number in enumerate(missing):
@@ -170,7 +169,8 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
 
 def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: Facts) -> dict[str, Tensor]:
     """What is kept of a teacher's predictions for a batch of windows."""
-    outputs = learner(**without_labels(learner, batch), labels=batch["labels"])
+    with torch.autocast(batch["labels"].device.type, torch.bfloat16, enabled=facts.bf16):
+        outputs = learner(**without_labels(learner, batch), labels=batch["labels"])
     loss, logits = float(list_of(outputs)[0]), token_logits(outputs)
     if logits.shape[-1] != facts.vocabulary:
         raise TrainingError(

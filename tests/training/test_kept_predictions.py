@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.training_runs import MODELS, SMALL, TEXTS, Unplugged, bert, changed, llama, same_weights
+from support.training_runs import MODELS, SMALL, TEXTS, Unplugged, bert, changed, llama, same_weights, unplug_at
 from torch import nn
 from torch.nn import functional as F
 
@@ -122,6 +122,21 @@ def test_with_all_tokens_kept_a_run_learns_what_the_teacher_itself_says(tmp_path
     assert run.stages == {"align": 0, "anneal": 0}
     if name == "next token":
         assert run.dense_loss == pytest.approx(continue_pretraining(dense, TEXTS, chosen).eval_losses[0][1], rel=1e-5)
+
+
+def test_in_bfloat16_the_same_is_kept_nearly_and_another_run(tmp_path: Path) -> None:
+    """What is computed in bfloat16, or hides other tokens, is another teacher to a run that is resumed."""
+    plain, half = (teach(bert(), TEXTS, tmp_path / str(bf16), length=32, top=5, bf16=bf16) for bf16 in (False, True))
+    windows = range(plain.facts.windows)
+    assert 0 < abs(plain.loss(windows) - half.loss(windows)) < 0.02
+    output = tmp_path / "model.pt"
+    with pytest.raises(Unplugged):
+        continue_pretraining(bert(), TEXTS, SMALL, teacher=plain.folder, output=output, progress=unplug_at(6))
+    teach(bert(), TEXTS, tmp_path / "seed", length=32, top=5, seed=1)
+    for other, said in ((half.folder, "--bf16 now"), (tmp_path / "seed", "--seed 1 now")):
+        with pytest.raises(TrainingError, match="the teacher is not that of the run to resume") as refused:
+            continue_pretraining(bert(), TEXTS, SMALL, teacher=other, output=output, resume=True)
+        assert said in refused.value.why
 
 
 def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,11 @@ def test_a_checkpoint_that_was_being_written_when_the_run_was_killed_is_removed(
     assert not list(folder.rglob("weights-*"))
 
 
+def with_frozen_layer(model: Any) -> Any:
+    model.model.layers[0].requires_grad_(False)
+    return model
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -172,9 +177,10 @@ def test_a_checkpoint_that_was_being_written_when_the_run_was_killed_is_removed(
         ({"model": bert}, "the model is not that"),
         ({"model": lambda: llama(hidden_size=32)}, "the model is not that"),
         ({"model": lambda: llama().bfloat16()}, "the dtype is not that"),
+        ({"model": lambda: with_frozen_layer(llama())}, "the choice of trained parameters is not that"),
         ({"model": lambda: retrofit.apply(llama(), "reversible", verify=False)}, "the recipe is not that"),
     ],
-    ids=["rate", "batch", "text", "class", "shape", "dtype", "recipe"],
+    ids=["rate", "batch", "text", "class", "shape", "dtype", "frozen", "recipe"],
 )
 def test_another_run_is_not_resumed(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(Unplugged):
