@@ -7,6 +7,7 @@ import json
 import random
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -389,7 +390,7 @@ def test_an_approximate_rewrite_is_measured_and_not_failed() -> None:
 
 
 @pytest.mark.parametrize("passes", [("sparse-ffn(sparsity=8)", "altup(k=2)"), ("altup(k=2)", "sparse-ffn(sparsity=8)")], ids=str)
-def test_a_model_rewritten_again_is_held_against_what_it_was_between(passes: tuple[str, str]) -> None:
+def test_a_model_rewritten_again_is_held_against_what_it_was_between(passes: tuple[str, str], tmp_path: Path) -> None:
     """Neither is a pass that the reference has already claimed again, nor is the reference's own approximation excused."""
     checks = ("parameters", "function", "cost")
     model = retrofit.apply(llama(), passes[0], verify=False)
@@ -397,6 +398,9 @@ def test_a_model_rewritten_again_is_held_against_what_it_was_between(passes: tup
     assert retrofit.verify(model, between, checks=checks).ok
     retrofit.apply(model, passes[1], verify=False)
     report = retrofit.verify(model, between, checks=checks)
+    assert report.ok, str(report)
+    retrofit.save(model, tmp_path / "model.pt")  # loaded, it says where the first dense model's parameters are
+    report = retrofit.verify(retrofit.load(tmp_path / "model.pt"), between, checks=checks)
     assert report.ok, str(report)
     exact = passes[1] == "altup(k=2)"
     assert report["function"].measured.startswith("max |Δ|" if exact else "KL")
