@@ -111,6 +111,10 @@ class LSHAttention(Pass[LSHAttentionPlan]):
     def exact(self) -> bool:
         return False  # of sequences longer than a chunk; the plan says so of its example
 
+    @property
+    def exact_up_to(self) -> int:
+        return self.chunk
+
     # What would be rewritten.
 
     def plan(self, anatomy: Anatomy) -> LSHAttentionPlan:

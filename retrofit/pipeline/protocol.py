@@ -116,6 +116,11 @@ class Pass(abc.ABC, Generic[SomePlan]):
     def exact(self) -> bool:
         """Whether the rewritten model computes the dense model's function at step 0."""
 
+    @property
+    def exact_up_to(self) -> int | None:
+        """Up to how many tokens it computes the dense function, and for more of them another; None where no length decides."""
+        return None
+
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         """By what makes them so, as in "lookup=lsh": the options that have no effect beside the others as they are."""
         return {}

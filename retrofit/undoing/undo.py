@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,7 @@ def value_of(form: DenseForm, name: str) -> Tensor:
 
 def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs) -> None:
     """Both compute the same, whatever the parameters hold that the passes added; else `VerificationError`."""
-    batch, length = extent_of(inputs)
-    shapes = [dict(inputs)] + ([resized(part, inputs, batch + 1, 2 * length + 1, seed=1)] if length else [])
+    shapes = list(shapes_to_compare(part, dense, inputs))
     for given in shapes:
         found = compared(part, dense, given)
         if not found.agrees:
@@ -119,6 +119,27 @@ def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: In
             why="on the inputs that were tried both compute the same, and with other values in it the model would not",
             remedy=KEEP,
         )
+
+
+def shapes_to_compare(part: nn.Module, dense: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
+    """Inputs of several lengths; where a pass is exact up to one, a longer one too, if the dense model takes that."""
+    batch, length = extent_of(inputs)
+    yield dict(inputs)
+    if length:
+        yield resized(part, inputs, batch + 1, 2 * length + 1, seed=1)
+        for limit in sorted({one.exact_up_to for one in recipe(part) or () if one.exact_up_to is not None}):
+            longer = resized(part, inputs, 1, 2 * limit + 1, seed=2)
+            if runs(dense, longer):
+                yield longer
+
+
+def runs(model: nn.Module, inputs: Inputs) -> bool:
+    """Whether the model takes the inputs: its tables may end before."""
+    try:
+        run(model, inputs)
+    except Exception:  # whatever the model's own code raises
+        return False
+    return True
 
 
 def moved_parameters(part: nn.Module, dense: nn.Module, form: DenseForm) -> dict[str, Tensor]:

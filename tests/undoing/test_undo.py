@@ -87,6 +87,14 @@ def test_a_row_that_no_input_of_the_check_reads_counts() -> None:
         retrofit.undo(model)
 
 
+def test_a_pass_that_is_exact_up_to_a_length_is_tried_beyond_it() -> None:
+    """No more tokens than a chunk attend as in the dense model; where the model takes no more it is undone."""
+    with pytest.raises(VerificationError, match="without its passes it computes something else"):
+        retrofit.undo(retrofit.apply(tiny_models.llama(), "lsh-attention(chunk=32)", verify=False))
+    short = tiny_models.gpt2()  # of 32 positions
+    assert equal(retrofit.undo(retrofit.apply(copy.deepcopy(short), "lsh-attention(chunk=32)", verify=False)), short)
+
+
 def test_what_has_no_dense_form_is_refused(upcycled: Any) -> None:
     with pytest.raises(CheckpointError, match="is a dense model"):
         retrofit.undo(tiny_models.llama())
