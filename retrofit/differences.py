@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from retrofit.graphs.dense_graph import as_dense_graph_of, dense_graph
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.replaying import rewrites, rewritten_part
+from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import same_bits
 from retrofit.runtime.usable_models import require_in_memory, require_module, require_values
@@ -105,7 +107,12 @@ def diff(one: nn.Module, other: nn.Module) -> Differences:
         require_values(model, "compared", "load its weights first")
     one, other = rewritten_part(one), rewritten_part(other)
     recipes = recipe_storage.stored_recipe(one), recipe_storage.stored_recipe(other)
-    forms = () if recipes[0] == recipes[1] or type(one) is not type(other) else (dense_form(one), dense_form(other))
+    if dense_graph(one) is not None and not recipes[1]:
+        other = as_dense_graph_of(one, other, named_inputs(one))
+    elif dense_graph(other) is not None and not recipes[0]:
+        one = as_dense_graph_of(other, one, named_inputs(other))
+    comparable = type(one) is type(other) or (says_its_dense_graph(one) and says_its_dense_graph(other))
+    forms = () if recipes[0] == recipes[1] or not comparable else (dense_form(one), dense_form(other))
     if forms:
         tensors, equal = compare_forms(one, other, *forms)
     else:
@@ -119,6 +126,11 @@ def diff(one: nn.Module, other: nn.Module) -> Differences:
         equal,
         "by their names in the dense model" if forms else "by name",
     )
+
+
+def says_its_dense_graph(model: nn.Module) -> bool:
+    """Whether it is a graph of which is known what it was before it was rewritten."""
+    return isinstance(model, fx.GraphModule) and (dense_graph(model) is not None or not recipe_storage.stored_recipe(model))
 
 
 def compare_forms(one: nn.Module, other: nn.Module, ours: DenseForm, theirs: DenseForm) -> tuple[list[TensorDifference], int]:

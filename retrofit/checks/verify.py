@@ -18,6 +18,7 @@ from retrofit.checks.registry import CHECKS, ON_REQUEST, watches
 from retrofit.checks.report import CheckResult, Report
 from retrofit.checks.subject import Subject, other_shapes
 from retrofit.errors import DoesNotFitError, RetrofitError
+from retrofit.graphs.dense_graph import as_dense_graph_of
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.pipeline.replaying import recipe, rewrites
 from retrofit.program.program import Program
@@ -59,7 +60,9 @@ def verify(
         require_torch_module(reference, "reference")
         reference = transformer_inside(reference, example_inputs)
         require_values(reference, "verified", LOAD_FIRST)
-        dense, reference = reference, Reference.of(reference, named_inputs(model, example_inputs))
+        inputs = named_inputs(model, example_inputs)
+        dense = reference if recipe(reference) else as_dense_graph_of(model, reference, inputs)
+        reference = Reference.of(dense, inputs)
     accounts, passes = rewrites(model), recipe(model) or ()
     if reference is not None and tuple(one.spec() for one in passes[: len(reference.recipe)]) == reference.recipe:
         passes = passes[len(reference.recipe) :]  # only what was done since is held against it

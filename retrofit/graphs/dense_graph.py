@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import Any
 
 from torch import fx, nn
 
+from retrofit.errors import CaptureError
+from retrofit.graphs.graph_module import graph_module
 from retrofit.runtime.skeletons import without_weights, zeros_for
 
 
@@ -35,3 +38,23 @@ class DenseGraph:
 def dense_graph(model: nn.Module) -> DenseGraph | None:
     """The dense graph that a rewritten graph was made from; None where that is not known, or there is none."""
     return getattr(model, "retrofit_dense", None)
+
+
+def as_dense_graph_of(rewritten: nn.Module, model: nn.Module, inputs: dict[str, Any]) -> nn.Module:
+    """`model` as the graph that `rewritten` was made from, on the same parameters; itself where it is that, or cannot be.
+
+    What is imported or exported again, or was a model of modules, has its parameters under other names than the graph.
+    """
+    kept = dense_graph(rewritten)
+    if kept is None or names_in(kept.skeleton) == names_in(model):
+        return model
+    try:
+        graph = graph_module(model, inputs)
+    except CaptureError:
+        return model
+    return graph if names_in(graph) == names_in(kept.skeleton) else model
+
+
+def names_in(model: nn.Module) -> set[str]:
+    """All names of the parameters."""
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}

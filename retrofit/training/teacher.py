@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import TrainingError
+from retrofit.graphs.dense_graph import as_dense_graph_of, dense_graph
 from retrofit.pipeline.corresponding_sites import Correspondence, correspondence
 from retrofit.pipeline.replaying import rewritten_part
 from retrofit.pipeline.tokenization import vocabulary_size
-from retrofit.runtime.example_inputs import vocabulary_of
+from retrofit.runtime.example_inputs import named_inputs, vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.offloading import offloaded_module
 from retrofit.runtime.wrapped_models import transformer_inside
@@ -82,6 +83,8 @@ class Teacher:
                 why="one makes a vector of a text, the other predicts tokens",
                 remedy="name the dense model that was rewritten, as a whole",
             )
+        if dense_graph(student) is not None:
+            dense = as_dense_graph_of(student, dense, named_inputs(student))
         part = transformer_inside(dense) if embeds_sentences(dense) else dense
         rewritten = rewritten_part(student) if embeds_sentences(student) else student
         theirs, ours = (vocabulary_of(one) or vocabulary_size(one) for one in (part, rewritten))

@@ -29,6 +29,8 @@ def dense_skeleton(model: nn.Module) -> nn.Module:
     if kept is not None:
         return kept.empty()
     if isinstance(model, fx.GraphModule):
+        if not recipe_storage.stored_recipe(model):
+            return without_weights(model)
         raise CheckpointError(
             "a graph does not say which dense model it was made from",
             why="it has neither a class nor a config that could build that again, and was not rewritten as a graph",

@@ -145,7 +145,10 @@ def test_the_result_is_a_module_like_any_other() -> None:
 
 
 @pytest.mark.long  # as the example does, by the command line
-def test_from_torch_to_onnx_to_a_rewrite_to_training_to_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("spec", [("altup", "--k", "2"), ("sparse-ffn", "--sparsity", "8")])
+def test_from_torch_to_onnx_to_a_rewrite_to_training_to_onnx(
+    spec: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32,
@@ -156,15 +159,19 @@ def test_from_torch_to_onnx_to_a_rewrite_to_training_to_onnx(tmp_path: Path, cap
         bos_token_id=298,
         eos_token_id=299,
     )
-    dense, rewritten, trained, out = (tmp_path / name for name in ("m.onnx", "m.altup.pt2", "m.altup.trained.pt2", "out.onnx"))
+    names = ("m.onnx", f"m.{spec[0]}.pt2", f"m.{spec[0]}.trained.pt2", "out.onnx")
+    dense, rewritten, trained, out = (tmp_path / name for name in names)
     retrofit.export_onnx(transformers.LlamaForCausalLM(config).eval(), dense)
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 60)
-    assert main(["apply", "--pass", "altup", "--k", "2", str(dense)]) == 0
+    assert main(["apply", "--pass", *spec, str(dense)]) == 0
     assert rewritten.exists()
     assert main(["verify", str(rewritten), "--against", str(dense)]) == 0
     assert main(["train", str(rewritten), "--data", str(text), "--steps", "8", "--length", "16", "--lr", "0.01"]) == 0
+    assert "not trained" not in capsys.readouterr().out  # the controllers too, which learn in training only
     assert main(["export", str(trained), "-o", str(out)]) == 0
+    conditions = [node for node in onnx.load(out, load_external_data=False).graph.node if node.op_type == "If"]
+    assert len(conditions) == (2 if spec[0] == "sparse-ffn" else 0)  # few tokens gather their rows, many are masked
     assert main(["verify", str(out), "--against", str(trained)]) == 0
     capsys.readouterr()
     inputs = other_inputs(from_onnx(dense), 1)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import CheckpointError
+from retrofit.training.teacher import Teacher
 
 IDS = torch.randint(3, 30, (3, 12), generator=torch.Generator().manual_seed(0))
 SPECS = (
@@ -220,3 +221,20 @@ class Configured(Model):
     def __init__(self, config: dict[str, int]) -> None:
         super().__init__(config["width"], *(Plain(config["width"], 64, "gelu", True) for _ in range(2)))
         self.config = config
+
+
+def test_the_dense_model_is_known_again_whatever_its_parameters_are_called(tmp_path: Path) -> None:
+    """In a graph they are named after the regions that read them, and in the model after its own modules."""
+    dense = Functional().eval()
+    model = retrofit.apply(copy.deepcopy(dense), "sparse-ffn(sparsity=4)", example_inputs=IDS)
+    loaded = retrofit.load(retrofit.save(model, tmp_path / "model.pt2"))
+    assert {name for name, _ in loaded.named_parameters()}.isdisjoint(name for name, _ in dense.named_parameters())
+    checks = {check.name: check for check in retrofit.verify(loaded, dense, IDS).checks}
+    assert checks["parameters"].status == "passed" and "dropped" not in checks["parameters"].measured
+    found = retrofit.diff(dense, loaded)
+    assert found.equal == len(list(dense.parameters()))
+    assert {one.name.rpartition(".")[2] for one in found.tensors} == {"c1", "c2", "bias"}
+    teacher = Teacher.of(dense, loaded)
+    assert [site.method for site in teacher.parts.sites] == ["sparse-ffn"] * 3
+    given = {id(one) for one in dense.parameters()}
+    assert {id(one) for one in teacher.model.parameters()} == given
