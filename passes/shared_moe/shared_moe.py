@@ -101,6 +101,10 @@ class SharedMoE(Pass[SharedMoEPlan]):
             raise SpecError(
                 f"shared-moe: k={self.k} experts for each token of experts={self.experts}", remedy="choose k up to experts"
             )
+        if self.experts == 1:
+            raise SpecError(
+                "shared-moe: with experts=1 the router learns nothing", why="it has one expert to choose", remedy="give 2 or more"
+            )
         if self.k == 1 and self.renormalize and not self.balance:
             raise SpecError(
                 "shared-moe: with k=1, gates that sum to one and no balance loss the router learns nothing",

@@ -41,7 +41,7 @@ def test_a_mixture_a_layer_computes_the_dense_function(identity: str) -> None:
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("experts", [1, 2])
+@pytest.mark.parametrize("experts", [2, 3])
 def test_gates_of_all_experts_sum_to_one_by_themselves(experts: int) -> None:
     dense, inputs = build("causal/llama")
     expected, spec = logits(dense, inputs), SharedMoE(groups=0, experts=experts, k=experts, renormalize=False)
@@ -196,6 +196,7 @@ def test_a_feed_forward_of_another_form_is_left_alone_with_a_reason() -> None:
     [
         {"experts": 2, "k": 3},
         {"experts": 0},
+        {"experts": 1, "k": 1},
         {"capacity": 0},
         {"reinit": 1.5},
         {"groups": -1},
