@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from retrofit.anatomy.findings import Findings
@@ -63,12 +63,10 @@ def part_piece(anatomy: Findings, parts: Sequence[Part], counted: set[int | str]
     owner = lookup(anatomy.model, homes[0], "get_submodule") if len(homes) == 1 else None
     weight = lookup(anatomy.model, part.parameter, "get_parameter")
     own = list(owner.parameters(recurse=False)) if owner is not None else []
-    if weight is None:
-        first = next((group[0] for group in anatomy.tied if part.parameter in group), part.parameter)
-        size = 0 if first in counted else math.prod(part.shape)
-        counted.add(first)
+    if any(one is weight for one in own):
+        size = count(own, counted)
     else:
-        size = count(own if any(one is weight for one in own) else [weight], counted)
+        size = count_named(anatomy, {part.parameter: math.prod(part.shape)}, counted)
     return Piece(homes, type(owner).__name__ if owner is not None else "", part, size, tuple(one.node for one in parts))
 
 
@@ -80,12 +78,16 @@ def module_piece(anatomy: Findings, name: str, counted: set[int | str]) -> Piece
 
 
 def stack_size(anatomy: Findings, stack: Stack, counted: set[int | str]) -> int:
-    """How many parameters the layers of a stack have, those of a module called several times counted once."""
-    layers = {layer.name or f"#{index}": layer for index, layer in enumerate(stack.layers)}
-    modules = [lookup(anatomy.model, name, "get_submodule") for name in layers]
-    if any(module is None for module in modules):
-        return sum(layer.parameters for layer in layers.values())
-    return sum(count(module.parameters(), counted) for module in modules)
+    """How many parameters the layers of a stack have, those that several of them use counted once."""
+    total = 0
+    for layer in stack.layers:
+        module = lookup(anatomy.model, layer.name, "get_submodule")
+        if module is not None:
+            total += count(module.parameters(), counted)
+        else:
+            region = anatomy.flow.between(anatomy.node(layer.entry), anatomy.node(layer.exit))
+            total += count_named(anatomy, anatomy.flow.parameters_of(region), counted)
+    return total
 
 
 def lookup(model: Any, name: str, getter: str) -> Any:
@@ -103,6 +105,18 @@ def count(parameters: Iterable[Any], counted: set[int | str]) -> int:
         if id(parameter) not in counted:
             counted.add(id(parameter))
             total += parameter.numel()
+    return total
+
+
+def count_named(anatomy: Findings, sizes: Mapping[str, int], counted: set[int | str]) -> int:
+    """The same for parameters by their names in the graph, which the model may not have."""
+    total = 0
+    for name, size in sizes.items():
+        parameter = lookup(anatomy.model, name, "get_parameter")
+        first = next((group[0] for group in anatomy.tied if name in group), name)
+        key = first if parameter is None else id(parameter)
+        total += 0 if key in counted else size
+        counted.add(key)
     return total
 
 

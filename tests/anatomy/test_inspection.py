@@ -17,6 +17,8 @@ from torch import nn
 import retrofit
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.parts import NO_STREAM
+from retrofit.anatomy.surroundings import surroundings
+from retrofit.anatomy.text import rows
 from retrofit.errors import CaptureError, DoesNotFitError, NoTransformerError
 
 
@@ -523,3 +525,26 @@ def test_a_sum_with_the_channels_second_before_the_tokens_is_no_stack() -> None:
     found = retrofit.inspect(Hearing(), {"wave": torch.randn(2, 1, 44)})
     assert [(stack.kind, stack.width, len(stack.layers)) for stack in found.stacks] == [("encoder", 24, 3)]
     assert "positions" in found.stem and "channels on the second axis" in found.notes[0]
+
+
+class OneNorm(WrittenOut):
+    """Its layers, whose additions are in code, share a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.b:
+            block.n = block.m
+        self.b[1].m = self.b[1].n = self.b[0].m
+
+
+def with_a_shared_weight() -> nn.Module:
+    model = Own()
+    model.b[1].q.weight = model.b[0].q.weight
+    return model
+
+
+@pytest.mark.parametrize("build", (Own, WrittenOut, OneNorm, with_a_shared_weight))
+def test_the_rows_that_are_not_indented_add_up_to_the_model(build: Callable[[], nn.Module]) -> None:
+    found = retrofit.inspect(build())
+    top = [row for row in rows(found, surroundings(found)) if row.depth == 0]
+    assert sum(row.parameters or 0 for row in top) == found.parameters == sum(one.numel() for one in found.model.parameters())
