@@ -94,6 +94,27 @@ def test_an_adapter_that_the_model_goes_around_is_not_merged() -> None:
         retrofit.merge_adapters(Bypass())
 
 
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("sparse-ffn(sparsity=4)", {"target_modules": ["gate", "down"]}),
+        ("shared-moe(groups=0, experts=2)", {"target_modules": ["router"], "target_parameters": ["moe.up.weight"]}),
+    ],
+)
+def test_what_has_adapters_of_its_own_is_verified_and_undone_when_they_are_merged(spec: str, names: dict[str, Any]) -> None:
+    model = retrofit.apply(tiny_models.llama(), spec, verify=False)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **names)).eval()
+    report = retrofit.verify(adapted)
+    assert report.ok, report
+    assert "merge_adapters" in next(check for check in report.checks if check.name == "method").why
+    with pytest.raises(CheckpointError, match="has adapters") as caught:
+        retrofit.undo(adapted)
+    assert "retrofit merge" in caught.value.remedy
+    again = next(check for check in retrofit.verify(retrofit.merge_adapters(adapted)).checks if check.name == "method")
+    assert again.status == "passed" and "merge_adapters" not in again.why
+
+
 def test_adapters_that_cannot_be_read_are_refused(
     places: tuple[Path, Path, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

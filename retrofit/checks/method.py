@@ -28,6 +28,7 @@ from retrofit.errors import first_line
 from retrofit.pipeline.method_reference import MethodReference, ModuleReference, Observed, ObservedSite, RecordedCall, SiteCall
 from retrofit.pipeline.registry import parse_spec
 from retrofit.pipeline.replaying import recipe, rewrites
+from retrofit.runtime.wrapped_models import is_adapted
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.surgery.wrappers import Wrapper
 
@@ -35,6 +36,7 @@ ELEMENTS = 40_000_000  # parameters of sites that are computed again; of larger 
 NAMED = 3  # problems that the report names
 PROBES = 8  # random rows that its projections are tried on
 ROWS = 2  # of what each dense module receives and returns
+ADAPTED = "it computes with adapters, which its formula has not; merge them (retrofit.merge_adapters), and verify the result"
 FEATURES, SMALL = 4, 64  # input features of which rows of a dense matrix are kept; all, of a matrix with so few
 
 
@@ -199,9 +201,16 @@ class Site:
     options: list[Any]
 
     @property
+    def own(self) -> list[nn.Module]:
+        return [part for _, part in own_modules(self.module, (*self.reference.given, *self.reference.functions))]
+
+    @property
     def elements(self) -> int:
-        inside = own_modules(self.module, (*self.reference.given, *self.reference.functions))
-        return sum(one.numel() for _, part in inside for one in part._parameters.values() if one is not None)
+        return sum(one.numel() for part in self.own for one in part._parameters.values() if one is not None)
+
+    @property
+    def is_adapted(self) -> bool:
+        return any(is_adapted(part) for part in self.own)
 
 
 class Comparison:
@@ -291,6 +300,9 @@ class Comparison:
 
     def compare(self, site: Site, groups: Sequence[tuple[Way, list[RecordedCall]]]) -> None:
         """The site's calls by the module and by its reference; the first difference is a problem."""
+        if site.is_adapted:
+            self.missing.append((f"{site.path} was not compared", ADAPTED))
+            return
         if not groups and not any(site.path.startswith(f"{one.path}.") for one in self.sites):  # else it is part of that one
             self.missing.append((f"{site.path} was not compared", "the model does not call it"))
         parameters = MovedParameters.of(site.module, site.reference, [call for _, calls in groups for call in calls])

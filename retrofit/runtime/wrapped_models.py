@@ -42,8 +42,15 @@ def transformers_models(model: nn.Module) -> list[nn.Module]:
 
 def holds_adapters(model: nn.Module) -> bool:
     """Whether PEFT has put adapters into `model`, which `save_pretrained` then leaves out of the model or saves alone."""
+    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        return True
+    return any(is_adapted(module) for module in model.modules())
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether the module is one that PEFT put around another, which it adapts."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
-    return peft is not None and any(isinstance(module, peft.BaseTunerLayer) for module in model.modules())
+    return peft is not None and isinstance(module, peft.BaseTunerLayer)
 
 
 def takes(model: nn.Module, example_inputs: Any) -> bool:

@@ -18,6 +18,7 @@ from retrofit.errors import CheckpointError, kind_of
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.archives import require_unpacked_fits
 from retrofit.runtime.memory_limit import require_memory
+from retrofit.runtime.wrapped_models import holds_adapters
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.bounded_construction import no_larger_than
 from retrofit.storage.directories import fill_from_config
@@ -45,7 +46,7 @@ def checkpoint_contents(model: nn.Module) -> dict[str, Any]:
 
 def architecture_in_file(model: nn.Module) -> tuple[str, dict[str, Any]]:
     """What a `.pt` file says of how to build the model; raises `CheckpointError` where that would be another one."""
-    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+    if holds_adapters(model):
         raise CheckpointError(
             f"{type(model).__name__} has adapters, which a .pt file does not hold",
             why="the model would be built again without them",

@@ -24,6 +24,7 @@ from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import Inputs, extent_of, logits_of, resized, run, same_bits
 from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
 from retrofit.runtime.usable_models import require_in_memory, require_module, require_uncompiled, require_values
+from retrofit.runtime.wrapped_models import holds_adapters
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.filling import fill_model, fill_transformers
 from retrofit.undoing.dense_parameters import DenseForm, dense_form
@@ -44,6 +45,12 @@ def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     require_uncompiled(model)
     require_in_memory(model, "undone")
     require_values(model, "undone", "load its weights first")
+    if holds_adapters(model):
+        raise CheckpointError(
+            f"{type(model).__name__} has adapters, which are no part of the dense model",
+            why="it computes what both do together",
+            remedy="merge them into the model first: retrofit.merge_adapters, or retrofit merge",
+        )
     part = rewritten_part(model)
     if not recipe_storage.stored_recipe(part):
         raise CheckpointError(f"{type(part).__name__} is a dense model", why="it holds no recipe", remedy="take it as it is")
