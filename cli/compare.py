@@ -115,9 +115,9 @@ def rows_of(figures: list[Figures], runs: list[TrainingRun | None]) -> Iterator[
         yield ["bits a byte", *(f"{one.bits_per_byte:.4f}" for one in figures)]
     yield ["KL from the first, nats a token", "", *(f"{one.divergence:.4f}" for one in figures[1:])]
     yield ["same first choice", "", *(f"{one.agreement:.1%}" for one in figures[1:])]
-    if any(run is not None and run.gap_closed is not None for run in runs):
-        closed = (None if run is None else run.gap_closed for run in runs)
-        yield ["gap closed in its run", *("" if one is None else f"{one:.0%}" for one in closed)]
+    closed = ["" if run is None else run.gap_closed_words for run in runs]
+    if any(closed):
+        yield ["gap closed in its run", *closed]
     if any(runs):
         yield ["tokens trained on", *("" if run is None else f"{run.tokens:,}" for run in runs)]
     for score in dense.scores:

@@ -27,6 +27,7 @@ FINDINGS = "findings.json"  # of the stages before the last
 ALIGNMENT = "align"  # the folder of that stage's checkpoints
 STATE = "trainer_state.json"  # of a checkpoint, written last
 REPLACED = "replaced"  # the folder of the run that this one replaces, until it is finished
+NO_GAP = 1e-3  # between two losses, in nats a token: a part of less says nothing
 FORMAT = "retrofit training run"
 MODEL_FILES = (*FILES, EXPORTED)
 
@@ -76,10 +77,19 @@ class TrainingRun:
 
     @property
     def gap_closed(self) -> float | None:
-        """The part of the loss by which the rewritten model started above the dense one that is gone; None where it did not."""
-        if self.dense_loss is None or self.start_loss is None or not self.eval_losses or self.start_loss <= self.dense_loss:
+        """The part of the loss by which the rewritten model begins above the dense one that is gone; None without such a gap."""
+        if self.dense_loss is None or self.start_loss is None or not self.eval_losses or self.start_loss - self.dense_loss < NO_GAP:
             return None
         return (self.start_loss - self.eval_losses[-1][1]) / (self.start_loss - self.dense_loss)
+
+    @property
+    def gap_closed_words(self) -> str:
+        """The same in words; "" where the run compared with no dense model."""
+        if self.dense_loss is None or self.start_loss is None or not self.eval_losses:
+            return ""
+        if (closed := self.gap_closed) is None:
+            return "no gap"
+        return f"{closed:.0%}" if closed <= 1 else f"all, {self.dense_loss - self.eval_losses[-1][1]:.4f} below the dense model"
 
     def to_dict(self) -> dict[str, Any]:
         """The run as plain data, for `json`."""
@@ -107,8 +117,8 @@ class TrainingRun:
             rows.append(("held-out loss", f"{self.eval_losses[0][1]:.4f} → {self.eval_losses[-1][1]:.4f}"))
         if self.dense_loss is not None and self.start_loss is not None:
             rows.append(("rewritten", f"{self.start_loss:.4f} before any step, {self.dense_loss:.4f} the dense model"))
-            if (closed := self.gap_closed) is not None:
-                rows.append(("gap closed", f"{closed:.0%}"))
+        if self.gap_closed_words:
+            rows.append(("gap closed", self.gap_closed_words))
         if self.seconds_per_step:
             rows.append(("speed", f"{self.seconds_per_step:.3f} s a step, {tokens / self.seconds_per_step:,.0f} tokens a second"))
         if self.output is not None and self.folder is not None:

@@ -543,7 +543,7 @@ def with_a_shared_weight() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("build", (Own, WrittenOut, OneNorm, with_a_shared_weight))
+@pytest.mark.parametrize("build", [Own, WrittenOut, OneNorm, with_a_shared_weight])
 def test_the_rows_that_are_not_indented_add_up_to_the_model(build: Callable[[], nn.Module]) -> None:
     found = retrofit.inspect(build())
     top = [row for row in rows(found, surroundings(found)) if row.depth == 0]

@@ -171,6 +171,21 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, stag
 
 
 @pytest.mark.parametrize(
+    ("start", "end", "words"),
+    [
+        (4.0, 3.5, "50%"),
+        (4.0, 4.1, "-10%"),
+        (4.0, 2.75, "all, 0.2500 below the dense model"),
+        (3.0001, 2.0, "no gap"),
+        (2.9, 2.0, "no gap"),
+    ],
+)
+def test_the_gap_is_told_as_a_part_of_what_there_was(start: float, end: float, words: str) -> None:
+    run = TrainingRun(changed(), "", "", 1, 1, 1, (), ((0, start), (9, end)), (), 0.0, dense_loss=3.0, start_loss=start)
+    assert [line.split(None, 2)[2] for line in str(run).splitlines() if line.startswith("gap")] == [words]
+
+
+@pytest.mark.parametrize(
     ("specs", "dial"),
     [(("sparse-qkv",), "mixture"), (("sparse-ffn(sparsity=8)",), "own"), (("reversible(scheme=terraformer)",), "own")],
 )
