@@ -17,6 +17,11 @@ EXAMPLES = """\
   retrofit bundle model.altup/ -o shared/       where retrofit is not installed:
                                                 AutoModelForCausalLM.from_pretrained("shared", trust_remote_code=True)
 """
+WAYS = {
+    ".gguf": "rewrite it into a directory, and bundle that: retrofit apply … -o DIR",
+    ".pt2": "rewrite the directory of the model that it holds the graph of, and bundle that: retrofit apply … -o DIR",
+    ".onnx": "rewrite the directory of the model that it was exported from, and bundle that: retrofit apply … -o DIR",
+}
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -38,8 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not model.is_dir():
         raise UsageError(
             f"{model} is no directory",
-            why="a bundle is made of a Hugging Face directory",
-            remedy="from Python: retrofit.bundle(retrofit.load(path), directory)",
+            why="a bundle is made of the Hugging Face directory of a retrofitted transformers model",
+            remedy=WAYS.get(model.suffix, "from Python: retrofit.bundle(retrofit.load(path), directory)"),
         )
     output = check_model_output(arguments.output or default_output(model, ["bundle"]), arguments.force)
 

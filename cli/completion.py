@@ -61,8 +61,17 @@ end
 complete -c retrofit -a '(__retrofit_words)'
 """
 
-SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 WORDS = "words"  # what the scripts ask for
+
+
+class Shells(dict[str, str]):
+    """The scripts by the names of their shells; what they ask for is taken as well, and listed nowhere."""
+
+    def __contains__(self, name: object) -> bool:
+        return name == WORDS or super().__contains__(name)
+
+
+SCRIPTS = Shells(bash=BASH, zsh=ZSH, fish=FISH)
 
 
 def add_parser(subparsers: Subparsers, whole: Parser) -> None:
@@ -74,7 +83,7 @@ def add_parser(subparsers: Subparsers, whole: Parser) -> None:
         epilog=EXAMPLES,
     )
     parser.gather = lambda given, own: take_line(given)
-    parser.add_argument("shell", metavar="SHELL", choices=(*SCRIPTS, WORDS), help=", ".join(SCRIPTS))
+    parser.add_argument("shell", metavar="SHELL", choices=SCRIPTS, help=", ".join(SCRIPTS))
     parser.set_defaults(run=lambda arguments: run(arguments, whole))
 
 
@@ -153,6 +162,6 @@ def positionals(parser: argparse.ArgumentParser) -> Candidates:
     """The words that an argument without an option may be: shells of `completion`, names of `passes`."""
     for action in parser._actions:
         if not action.option_strings:
-            yield from ((str(choice), "") for choice in action.choices or () if choice != WORDS)
+            yield from ((str(choice), "") for choice in action.choices or ())
             if action.dest == "name":
                 yield from summaries()

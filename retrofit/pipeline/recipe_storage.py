@@ -188,7 +188,7 @@ def refuse_bundle(config: Mapping[str, Any], what: str) -> None:
     """Raises `CheckpointError` where a config is that of a bundle, whose modules no recipe makes."""
     if BUNDLE in config:
         raise CheckpointError(
-            f"{what} is a bundle, which is retrofitted no further",
+            f"{what} is a bundle, which is retrofitted no further nor read back",
             why="it has modelling code of its own, made for where retrofit is not installed",
             remedy="take the directory that it was bundled from",
         )

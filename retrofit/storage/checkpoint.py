@@ -130,7 +130,7 @@ def load(
 
 def require_no_description(path: Path, kind: str, config: object, build: object = None) -> None:
     """Raises `CheckpointError` where a file or directory that describes its model comes with another description of it."""
-    given = [name for name, value in (("config", config), ("build", build)) if value is not None]
+    given = [name for name, value in (("config= (--config)", config), ("build=", build)) if value is not None]
     if given:
         raise CheckpointError(f"{path} is {kind} and says itself how it is built", remedy=f"leave out {' and '.join(given)}")
 

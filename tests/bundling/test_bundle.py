@@ -288,6 +288,8 @@ def test_the_command_writes_a_bundle_and_apply_refuses_it(first: Path, tmp_path:
     assert "take the directory that it was bundled from" in said
     assert main(["bundle", str(tmp_path / "out"), "-o", str(tmp_path / "twice")]) == 2
     assert "is a bundle already" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "out")]) == 2
+    assert "nor read back" in capsys.readouterr().err
     assert main(["bundle", str(first / "original1"), "-o", str(tmp_path / "bundle.pt")]) == 2
     said = capsys.readouterr().err
     assert "bundle.pt cannot be a bundle" in said and "call it bundle" in said

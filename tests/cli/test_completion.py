@@ -99,6 +99,11 @@ def test_choices_of_a_command() -> None:
     assert completed("retrofit completion ") == ["bash", "zsh", "fish"]
 
 
+def test_a_shell_without_a_script_is_told_of_those_that_have_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "tcsh"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("choose one of bash, zsh, fish")
+
+
 def test_completing_imports_nothing_heavy() -> None:
     code = """
         import sys

@@ -449,6 +449,7 @@ def test_an_option_out_of_range_is_named(arguments: list[str], says: list[str], 
     ("arguments", "says"),
     [
         (["bundle", "model.pt"], ["model.pt is no directory", "retrofit.bundle(retrofit.load(path), directory)"]),
+        (["bundle", "model.onnx"], ["model.onnx is no directory", "the directory of the model that it was exported from"]),
         (["inspect", "gpt2/config.json"], ["gpt2/config.json", "give the Hugging Face directory, gpt2"]),
         (["inspect", "gpt2/model.safetensors"], ["gpt2/model.safetensors", "give the Hugging Face directory, gpt2"]),
         (["compare", "model.pt", "other.pt", "--data", "bare.pt", "--lm-eval-limit", "3"], ["without --lm-eval", "TASK"]),

@@ -209,7 +209,7 @@ def test_a_file_that_describes_its_model_takes_no_other_description(name, kind, 
     (tmp_path / name).touch()  # it is not even opened
     with pytest.raises(CheckpointError, match=f"{name} is {kind} and says itself how it is built") as refused:
         load(tmp_path / name, config=tmp_path)
-    assert refused.value.remedy == "leave out config"
+    assert refused.value.remedy == "leave out config= (--config)"
 
 
 def test_the_reason_of_a_config_that_contradicts_itself_is_told(tmp_path):
