@@ -449,7 +449,6 @@ def test_an_option_out_of_range_is_named(arguments: list[str], says: list[str], 
     ("arguments", "says"),
     [
         (["bundle", "model.pt"], ["model.pt is no directory", "retrofit.bundle(retrofit.load(path), directory)"]),
-        (["bundle", "model.onnx"], ["model.onnx is no directory", "the directory of the model that it was exported from"]),
         (["inspect", "gpt2/config.json"], ["gpt2/config.json", "give the Hugging Face directory, gpt2"]),
         (["inspect", "gpt2/model.safetensors"], ["gpt2/model.safetensors", "give the Hugging Face directory, gpt2"]),
         (["compare", "model.pt", "other.pt", "--data", "bare.pt", "--lm-eval-limit", "3"], ["without --lm-eval", "TASK"]),
@@ -460,6 +459,17 @@ def test_an_option_out_of_range_is_named(arguments: list[str], says: list[str], 
 def test_the_way_out_is_one_that_the_command_has(arguments: list[str], says: list[str], refused: Callable[..., str]) -> None:
     said = refused(*arguments)
     assert all(part in said for part in says)
+
+
+@pytest.mark.parametrize(("suffix", "way"), [("onnx", "exported from"), ("pt2", "the graph of"), ("gguf", "into a directory")])
+def test_a_file_that_cannot_be_bundled_says_what_can(
+    suffix: str, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / f"model.{suffix}"
+    file.touch()  # it is not even opened
+    assert main(["bundle", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert f"model.{suffix} is no directory" in said and way in said and "retrofit.load" not in said
 
 
 def test_a_native_form_of_a_file_goes_into_a_directory(refused: Callable[..., str]) -> None:
