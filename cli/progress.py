@@ -59,3 +59,9 @@ def working(debug: bool) -> Iterator[Progress]:
     shown = Progress()
     with shown if is_first() else contextlib.nullcontext(shown) as progress, contextlib.nullcontext() if debug else quiet():
         yield progress
+
+
+def note(text: str) -> None:
+    """What is to be known before the work goes on is on stderr; nothing where there is nothing to say."""
+    if text:
+        print(printable(f"retrofit: note: {text}"), file=sys.stderr)

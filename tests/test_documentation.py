@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import re
@@ -12,7 +13,9 @@ from types import ModuleType
 
 import pytest
 
-from retrofit.pipeline.registry import pass_names
+from retrofit.cli import build_parser
+from retrofit.pipeline.options import options_of
+from retrofit.pipeline.registry import load_pass, pass_names
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -61,6 +64,22 @@ def site_module(name: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def test_every_option_is_named_on_a_page() -> None:
+    """Those of commands anywhere, those of a pass on its own page; where there are short ones, either will do."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    parsers = next(one for one in build_parser()._actions if isinstance(one, argparse._SubParsersAction)).choices
+    missing = [
+        f"{name} {action.option_strings[-1]}"
+        for name, parser in parsers.items()
+        for action in parser._actions
+        if action.option_strings and not any(re.search(rf"(?<![\w-]){one}(?![\w-])", text) for one in action.option_strings)
+    ]
+    for name in pass_names():
+        page = (ROOT / "docs" / f"{name.replace('-', '_')}.md").read_text(encoding="utf-8")
+        missing += [f"{name} {one}" for one, *_ in options_of(load_pass(name)) if not re.search(rf"(?<!\w){one}(?!\w)", page)]
+    assert missing == []
 
 
 def test_a_tutorial_is_run_block_by_block(tmp_path: Path) -> None:

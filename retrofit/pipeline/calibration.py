@@ -121,10 +121,9 @@ def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
 
 def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> Tensor:
     """Texts as windows of token ids, by `tokenizer`, or as bytes where that is None: (windows, length)."""
-    from retrofit.pipeline.tokenization import codec_for, windows_of
+    from retrofit.pipeline.tokenization import codec_for, positions_named, windows_of
 
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    length = min(LENGTH, positions) if isinstance(positions, int) and positions > 0 else LENGTH
+    length = min(LENGTH, positions_named(model) or LENGTH)
     found = windows_of(texts, codec_for(model, tokenizer), length)
     if not len(found):
         raise SpecError(f"the calibration text does not fill one window of {length} tokens", remedy="give more text")

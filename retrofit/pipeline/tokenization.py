@@ -195,6 +195,12 @@ def vocabulary_size(model: nn.Module) -> int:
     )
 
 
+def positions_named(model: nn.Module) -> int | None:
+    """How many positions a transformers config says that the model is made for; None where it says nothing."""
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
 def windows_of(texts: Iterable[str], codec: Codec, length: int) -> torch.Tensor:
     """All texts, one after the other, cut into windows: (windows, length). What does not fill a window is left out.
 

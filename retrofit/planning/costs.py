@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import RetrofitError
+from retrofit.pipeline.tokenization import positions_named
 from retrofit.runtime.modes import evaluation_mode, preserve_modes
 from retrofit.runtime.probes import can_generate, ids_name, logits_of
 from retrofit.runtime.state_preservation import preserve_random_state
@@ -56,8 +57,7 @@ def decoded_tokens(model: nn.Module) -> int:
 
 
 def positions_of(model: nn.Module) -> int:
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else PROMPT + TOKENS + 2
+    return positions_named(model) or PROMPT + TOKENS + 2
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from retrofit.training.teacher import Teacher
 from retrofit.training.teaching import facts_of
 from retrofit.training.trainer_setup import Numbering, TrainerSetup, trains_on_cpu
 from retrofit.training.trainers import PretrainingTrainer
-from retrofit.training.windows import is_held_out
+from retrofit.training.windows import beyond_positions, is_held_out
 
 MISSING = object()
 SET_BY_ACCELERATE = ("forward", "_original_forward", "_is_accelerate_prepared")  # attributes
@@ -91,6 +92,8 @@ def continue_pretraining(
     codec = codec_for(part, tokenizer)
     windows = windows_of(texts, codec, settings.length)
     apart = is_held_out(windows, settings.eval_fraction)
+    if beyond := beyond_positions(part, settings.length):
+        warnings.warn(beyond, stacklevel=2)
     train, held_out = windows[~apart], windows[apart]
     learner: nn.Module = WithContrastiveLoss(model) if pipeline else add_loss(model)
     objective: Objective = same_text(tokenizer, settings) if pipeline else objective_for(learner, codec, train[0].long())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from retrofit.training.sentence_embeddings import embeds_sentences
 from retrofit.training.settings import check_values
 from retrofit.training.teacher import placed_on
 from retrofit.training.trainer_setup import trains_on_cpu
-from retrofit.training.windows import numbered_windows, require_windows, window_seed
+from retrofit.training.windows import beyond_positions, numbered_windows, require_windows, window_seed
 
 SHARD_BYTES = 1 << 22  # of a file, about
 SMALL_IDS = 1 << 16  # vocabulary whose ids fit into 16 bits
@@ -71,6 +72,8 @@ def teach(
     codec = codec_for(dense, tokenizer)
     windows = windows_of(texts, codec, length)
     require_windows(windows)
+    if beyond := beyond_positions(dense, length):
+        warnings.warn(beyond, stacklevel=2)
     learner = add_loss(dense)
     objective = objective_for(learner, codec, windows[0].long())
     facts = facts_of(dense, codec, tokenizer, objective, windows, seed=seed, temperature=temperature)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
 from retrofit.errors import TrainingError
+from retrofit.pipeline.tokenization import positions_named
 
 MOST_HELD_OUT = 512  # windows
 WINDOW = "window"  # the name of its number in an example
@@ -38,6 +40,17 @@ def require_windows(windows: torch.Tensor) -> None:
         raise TrainingError(
             f"the text fills no window of {windows.shape[1]} tokens", remedy="give more text, or shorter windows with --length"
         )
+
+
+def beyond_positions(model: nn.Module, length: int) -> str:
+    """What is to be known of windows longer than what the model is made for; "" of others."""
+    positions = positions_named(model)
+    if positions is None or length <= positions:
+        return ""
+    return (
+        f"a window has {length:,} tokens, and the config of {type(model).__name__} names {positions:,} positions: "
+        f"it was not made for more; --length {positions} stays within"
+    )
 
 
 class ShuffledRounds:

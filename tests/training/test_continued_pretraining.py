@@ -35,6 +35,7 @@ from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.training.continued_pretraining import continue_pretraining, require_trainable
 from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
 from retrofit.training.settings import Settings
+from retrofit.training.teaching import teach
 from retrofit.training.windows import hold_out
 
 
@@ -444,3 +445,24 @@ def test_the_command_names_what_is_wrong(on_disk: Path, capsys: pytest.CaptureFi
     assert command(on_disk, *more) == 2
     assert message in capsys.readouterr().err
     assert sorted(on_disk.iterdir()) == before
+
+
+def test_windows_longer_than_the_positions_of_the_config_are_told_of_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With rotary embeddings the model runs there."""
+    model = llama(max_position_embeddings=16)
+    with pytest.warns(UserWarning, match=r"has 24 tokens.*names 16 positions.*--length 16"):
+        continue_pretraining(model, TEXTS, changed(steps=1, length=24))
+    with pytest.warns(UserWarning, match="names 16 positions"):
+        teach(model, TEXTS, tmp_path / "taught", length=24)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*positions")
+        continue_pretraining(model, TEXTS, changed(steps=1, length=16))
+    retrofit.save(model, tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXTS[0], encoding="utf-8")
+    for command in (["train", "--steps", "1", "--eval-fraction", "0"], ["teach"]):
+        for length, said in (("24", True), ("16", False)):
+            output = ["-o", str(tmp_path / f"{command[0]}{length}")]
+            assert not main([*command, str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--length", length, *output])
+            assert ("names 16 positions" in capsys.readouterr().err) is said
