@@ -21,6 +21,7 @@ from retrofit.runtime.probes import logits_of, run
 from retrofit.runtime.quiet import quiet
 from retrofit.runtime.safetensors_header import extents_in
 from retrofit.runtime.state_preservation import preserve_random_state
+from retrofit.runtime.usable_models import require_no_prompt
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 IMPORTS = "megatron_config"  # the entry by which an adapter has PEFT import a module that it names
@@ -35,6 +36,7 @@ def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module
     The model is changed in place and returned without any module of PEFT. Raises `CheckpointError` for a model without adapters,
     and `VerificationError` where the merged model would compute something else; the adapters are then still there.
     """
+    require_no_prompt(model)
     merge = getattr(model, "merge_and_unload", None)
     inside: Any = getattr(model, "base_model", None)
     if merge is None or inside is None:

@@ -21,7 +21,7 @@ from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.skeletons import without_weights
 from retrofit.runtime.state_preservation import preserve_random_state
-from retrofit.runtime.usable_models import require_module, require_trainable, require_uncompiled
+from retrofit.runtime.usable_models import require_module, require_no_prompt, require_trainable, require_uncompiled
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
@@ -128,6 +128,7 @@ def plan_of(
     report = progress or (lambda stage: None)
     parsed = parse_passes(passes)
     require_module(model)
+    require_no_prompt(model)
     require_uncompiled(model)
     require_trainable(model)
     plan, planned_as = plan_once(model, parsed, example_inputs, emit, report)

@@ -34,7 +34,14 @@ from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import run
 from retrofit.runtime.sides_apart import sides_apart
 from retrofit.runtime.state_preservation import preserve_state
-from retrofit.runtime.usable_models import require_in_memory, require_module, require_trainable, require_uncompiled, require_values
+from retrofit.runtime.usable_models import (
+    require_in_memory,
+    require_module,
+    require_no_prompt,
+    require_trainable,
+    require_uncompiled,
+    require_values,
+)
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit, Fate, Keep
@@ -107,6 +114,7 @@ def apply_reported(
     say = progress or (lambda stage: None)
     chosen = parse_passes(passes)
     require_module(model)
+    require_no_prompt(model)
     require_uncompiled(model)
     require_trainable(model)
     require_in_memory(model, "rewritten")

@@ -14,7 +14,7 @@ from torch import nn
 
 import retrofit
 from retrofit.cli import main
-from retrofit.errors import CheckpointError, VerificationError
+from retrofit.errors import CheckpointError, RetrofitError, VerificationError
 
 IDS = torch.arange(3, 20)[None]
 
@@ -138,6 +138,25 @@ def test_a_prompt_is_no_adapter_that_can_be_merged(tmp_path: Path, capsys: pytes
     prompt.save_pretrained(tmp_path / "prompt")
     assert main(["merge", str(tmp_path / "prompt"), "--base", str(tmp_path / "dense")]) == 2
     assert "cannot be merged" in (said := capsys.readouterr().err) and "PROMPT_TUNING" in said
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        retrofit.merge_adapters,
+        retrofit.undo,
+        retrofit.verify,
+        lambda model: retrofit.apply(model, "sum"),
+        lambda model: retrofit.plan_of(model, "sum"),
+    ],
+    ids=["merge", "undo", "verify", "apply", "plan_of"],
+)
+@pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
+def test_a_model_behind_a_prompt_is_told_of_the_model_inside(does: Any, kind: Any) -> None:
+    prompt = peft.get_peft_model(tiny_models.llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(RetrofitError, match="behind a prompt") as caught:
+        does(prompt)
+    assert "get_base_model" in caught.value.remedy
 
 
 def test_an_adapter_of_another_model_is_refused_and_not_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

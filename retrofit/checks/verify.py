@@ -29,7 +29,13 @@ from retrofit.runtime.probes import run
 from retrofit.runtime.released_memory import release_freed_memory
 from retrofit.runtime.sides_apart import sides_apart
 from retrofit.runtime.state_preservation import preserve_state
-from retrofit.runtime.usable_models import require_module, require_torch_module, require_trainable, require_values
+from retrofit.runtime.usable_models import (
+    require_module,
+    require_no_prompt,
+    require_torch_module,
+    require_trainable,
+    require_values,
+)
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery.edit import Fate
 
@@ -51,6 +57,7 @@ def verify(
     does not exist. The check `onnx` runs only where `checks` names it.
     """
     require_module(model)
+    require_no_prompt(model)
     require_trainable(model)
     model = transformer_inside(model, example_inputs)
     require_values(model, "verified", LOAD_FIRST)

@@ -60,6 +60,16 @@ def require_uncompiled(model: nn.Module) -> None:
             )
 
 
+def require_no_prompt(model: Any) -> None:
+    """PEFT puts no tokens or states of its own before the model's, else `RetrofitError`."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise RetrofitError(
+            f"{type(model).__name__} is a model behind a prompt",
+            why=f"{model.peft_type.value} puts tokens of its own before the model's, and changes no weight",
+            remedy="take the model inside, .get_base_model(), and put PeftModel.from_pretrained(model, DIR) around the result",
+        )
+
+
 def require_trainable(model: nn.Module) -> None:
     """No parameter or buffer was made under `torch.inference_mode`, else `RetrofitError`."""
     name = untrainable_tensor(model)

@@ -23,7 +23,7 @@ from retrofit.runtime.modes import preserve_modes
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.probes import Inputs, extent_of, logits_of, resized, run, same_bits
 from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
-from retrofit.runtime.usable_models import require_in_memory, require_module, require_uncompiled, require_values
+from retrofit.runtime.usable_models import require_in_memory, require_module, require_no_prompt, require_uncompiled, require_values
 from retrofit.runtime.wrapped_models import holds_adapters
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.filling import fill_model, fill_transformers
@@ -42,6 +42,7 @@ def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     class computes the same, and names the place: a dense parameter that is gone, an output, a trained parameter that takes part.
     """
     require_module(model)
+    require_no_prompt(model)
     require_uncompiled(model)
     require_in_memory(model, "undone")
     require_values(model, "undone", "load its weights first")
