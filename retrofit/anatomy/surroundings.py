@@ -84,6 +84,9 @@ def stack_size(anatomy: Findings, stack: Stack, counted: set[int | str]) -> int:
         module = lookup(anatomy.model, layer.name, "get_submodule")
         if module is not None:
             total += count(module.parameters(), counted)
+        elif layer.name:
+            total += 0 if layer.name in counted else layer.parameters
+            counted.add(layer.name)
         else:
             region = anatomy.flow.between(anatomy.node(layer.entry), anatomy.node(layer.exit))
             total += count_named(anatomy, anatomy.flow.parameters_of(region), counted)

@@ -57,12 +57,13 @@ def feed_forward(width: int, hidden: int, gated: bool = False, name: str = "mlp"
 
 
 def flow_of(graph: networkx.DiGraph) -> Any:
-    """A data flow of which no more is known than its graph; its nodes are their names."""
+    """A data flow of which no more is known than its graph; its nodes are their names, and read no parameters."""
 
     def call_of(name: str) -> SimpleNamespace:
         return SimpleNamespace(path=graph.nodes.get(name, {}).get("module", ""))
 
-    return SimpleNamespace(graph=lambda: graph, program=None, node=lambda name: name, call_of=call_of)
+    reads = {"between": lambda first, last: [], "parameters_of": lambda nodes: {}}
+    return SimpleNamespace(graph=lambda: graph, program=None, node=lambda name: name, call_of=call_of, **reads)
 
 
 class Sketch:
