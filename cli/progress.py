@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterator
 from types import TracebackType
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from retrofit.cli.printable import printable
 from retrofit.cli.processes import is_first
 from retrofit.cli.terminal import console_for
+from retrofit.errors import RetrofitWarning
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -57,11 +59,23 @@ def working(debug: bool) -> Iterator[Progress]:
     from retrofit.runtime.quiet import quiet
 
     shown = Progress()
-    with shown if is_first() else contextlib.nullcontext(shown) as progress, contextlib.nullcontext() if debug else quiet():
+    silence = contextlib.nullcontext() if debug else quiet()
+    with shown if is_first() else contextlib.nullcontext(shown) as progress, silence, warnings_as_notes():
         yield progress
 
 
-def note(text: str) -> None:
-    """What is to be known before the work goes on is on stderr; nothing where there is nothing to say."""
-    if text:
-        print(printable(f"retrofit: note: {text}"), file=sys.stderr)
+@contextlib.contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Within this context what retrofit itself warns of is on stderr as a note, of several processes by the first one."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **other: Any) -> None:
+        if not issubclass(category, RetrofitWarning):
+            before(message, category, *place, **other)
+        elif is_first():
+            print(printable(f"retrofit: note: {message}"), file=sys.stderr)
+
+    with warnings.catch_warnings():
+        before = warnings.showwarning
+        warnings.simplefilter("always", RetrofitWarning)
+        warnings.showwarning = show
+        yield

@@ -10,7 +10,7 @@ from retrofit.cli.failures import exit_code
 from retrofit.cli.outputs import beside
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.printable import printable
-from retrofit.cli.progress import note, working
+from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
 
 EXAMPLES = """\
@@ -54,7 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.storage.companions import tokenizer_place
     from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
     from retrofit.training.teaching import teach
-    from retrofit.training.windows import beyond_positions
 
     texts = read_texts(arguments.data)
     try:
@@ -66,7 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
                 model = load_pipeline(arguments.model)
             else:
                 model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
-            note(beyond_positions(model, arguments.length))
             kept = teach(
                 model,
                 texts,

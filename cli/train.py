@@ -14,7 +14,7 @@ from retrofit.cli.outputs import check_model_output, default_output, name_in_err
 from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path
 from retrofit.cli.printable import printable
 from retrofit.cli.processes import is_first
-from retrofit.cli.progress import note, working
+from retrofit.cli.progress import working
 from retrofit.errors import TrainingError
 from retrofit.training.settings import Settings, flag
 
@@ -102,7 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.storage.companions import tokenizer_place
     from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
     from retrofit.training.continued_pretraining import continue_pretraining
-    from retrofit.training.windows import beyond_positions
 
     texts = read_texts(arguments.data)
     try:
@@ -115,8 +114,6 @@ def run(arguments: argparse.Namespace) -> int:
             else:
                 config = arguments.config if arguments.teacher is None else config_for(arguments.model, arguments)
                 model = load(arguments.model, config=config, allow_pickle=arguments.allow_pickle)
-            if is_first():
-                note(beyond_positions(model, settings.length))
             teacher = read_teacher(arguments, tokenizer)
             if arguments.float32:
                 for one in (model, teacher):

@@ -7,6 +7,10 @@ from typing import Any
 NO_WAY_OUT = "none that retrofit offers"
 
 
+class RetrofitWarning(UserWarning):
+    """What is to be known of a result that was not asked for; the command line says it as a note."""
+
+
 class RetrofitError(Exception):
     """A failure with what it concerns, the reason and the remedy; its text says so where there is none."""
 

@@ -101,10 +101,6 @@ class SharedMoE(Pass[SharedMoEPlan]):
             raise SpecError(
                 f"shared-moe: k={self.k} experts for each token of experts={self.experts}", remedy="choose k up to experts"
             )
-        if self.experts == 1:
-            raise SpecError(
-                "shared-moe: with experts=1 the router learns nothing", why="it has one expert to choose", remedy="give 2 or more"
-            )
         if self.k == 1 and self.renormalize and not self.balance:
             raise SpecError(
                 "shared-moe: with k=1, gates that sum to one and no balance loss the router learns nothing",
@@ -274,7 +270,9 @@ class SharedMoE(Pass[SharedMoEPlan]):
             place_expert(sources[e], e, moe, placed, edit)
         for e in copies:
             self.reinitialize(moe, e)
-        if len(copies) == self.experts - 1:  # equal experts: while gates sum to one, their values do not matter until these differ
+        if self.experts == 1:
+            edit.expect_no_gradient(moe.router.get_parameter("weight"))  # one feed-forward for all layers: there is no choice
+        elif len(copies) == self.experts - 1:  # while gates sum to one, those of equal experts do not matter until these differ
             edit.expect_late_gradient(moe.router.get_parameter("weight"))
         for site in group.sites:
             for parameter in parameters_of(site, edit.model):

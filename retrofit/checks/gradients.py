@@ -59,7 +59,7 @@ def measure(
         return dataclasses.replace(found, names=names, frozen=frozen, evaluated=evaluated_loss(subject))
     if context.has_reference and before is None:
         return None
-    idle, late = may_be_zero(before, context), late_parameters(context)
+    idle, late = may_be_zero(before, context) | unreached_parameters(context), late_parameters(context)
     found = collect_gradients(subject.model, subject.inputs, shape, idle | late, first + BATCHES + MORE)
     never: frozenset[str] = frozenset()
     waiting = found.zero & late - idle
@@ -77,7 +77,8 @@ def judge(now: GradientsMeasurement | None, before: GradientsMeasurement | None,
     """Those that the dense model did not train are excused; those that wait for others to move must follow when these have."""
     if now is None:
         return skipped("the dense model cannot be trained on such inputs")
-    idle, late = may_be_zero(before, context), late_parameters(context)
+    unreached, late = unreached_parameters(context), late_parameters(context)
+    idle = may_be_zero(before, context) | unreached
     loss = "the model's own loss" if now.own_loss else "the outputs' cross-entropy"
     measured = f"{now.trainable - len(now.zero)} of {now.trainable} parameters receive one from {loss}"
     if frozen := newly_frozen(now, before, context):
@@ -96,7 +97,9 @@ def judge(now: GradientsMeasurement | None, before: GradientsMeasurement | None,
         return failed(measured, f"zero even when the others have moved: {first_few(map(context.place, sorted(now.never)))}")
     if waiting := now.zero & late:
         measured += f", {len(waiting)} from the second step on"
-    excused = now.zero & idle
+    if now.zero & unreached:
+        measured += f", {len(now.zero & unreached)} with nothing to decide"
+    excused = now.zero & idle - unreached
     return passed(measured, f"unused in the dense model too: {first_few(sorted(excused))}" if excused else "")
 
 
@@ -133,9 +136,18 @@ def late_parameters(context: Context) -> frozenset[str]:
     """
     if account_is_lost(context):
         return frozenset(name for name, _ in context.subject.model.named_parameters())
-    announced = [name for rewrite in context.rewrites or () for name in rewrite.second_step]
+    return announced(context, [name for rewrite in context.rewrites or () for name in rewrite.second_step])
+
+
+def unreached_parameters(context: Context) -> frozenset[str]:
+    """The new parameters that decide nothing with the options given, and so have a gradient of zero always."""
+    return announced(context, [name for rewrite in context.rewrites or () for name in rewrite.unreached])
+
+
+def announced(context: Context, ends: Collection[str]) -> frozenset[str]:
+    """The parameters whose names are among `ends`, or end with one."""
     names = [name for name, _ in context.subject.model.named_parameters()]
-    return frozenset(name for name in names if any(f".{name}".endswith(f".{end}") for end in announced))
+    return frozenset(name for name in names if any(f".{name}".endswith(f".{end}") for end in ends))
 
 
 def account_is_lost(context: Context) -> bool:

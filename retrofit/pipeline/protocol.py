@@ -57,6 +57,7 @@ class Rewrite:
     superseded: int = 0  # elements that earlier passes added and this one removed
     formula: str = ""  # that formula with its numbers filled in
     second_step: tuple[str, ...] = ()  # parameters whose gradient is zero until others have moved
+    unreached: tuple[str, ...] = ()  # parameters whose gradient is always zero
     notes: tuple[str, ...] = ()
 
 
@@ -185,6 +186,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
             new_parameters=plan.new_parameters,
             formula=plan.formula,
             second_step=edit.late_parameters(),
+            unreached=edit.unreached_parameters(),
             notes=(*self.idle_notes(), *plan.notes, *edit.notes),
         )
 

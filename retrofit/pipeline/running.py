@@ -64,6 +64,7 @@ def with_current_names(
         dataclasses.replace(
             one,
             second_step=tuple(map(parameter_name, one.second_step)),
+            unreached=tuple(map(parameter_name, one.unreached)),
             sites=tuple(dataclasses.replace(site, name=site_name(site.name)) for site in one.sites),
         )
         for one in rewrites

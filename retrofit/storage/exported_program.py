@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.pt2_archive._package import load_pt2, package_pt2
 
-from retrofit.errors import CaptureError, CheckpointError, first_line
+from retrofit.errors import CaptureError, CheckpointError, RetrofitWarning, first_line
 from retrofit.graphs.dense_graph import dense_graph
 from retrofit.graphs.from_exported import from_exported
 from retrofit.pipeline import recipe_storage
@@ -115,7 +115,8 @@ def graph_of(programs: Programs, recipe: list[str], path: Path) -> fx.GraphModul
             return rewrite_again(programs[DENSE], program, recipe, examples)
         except Exception as error:  # torch's too
             lost = "what its passes do in training is not in the model"
-            warnings.warn(f"{path}: {lost}, whose recipe cannot be replayed: {first_line(error)}", stacklevel=2)
+            said = f"{path}: {lost}, whose recipe cannot be replayed: {first_line(error)}"
+            warnings.warn(said, RetrofitWarning, stacklevel=2)
     model = from_exported(program)
     model.__dict__["retrofit_examples"] = examples
     if recipe:

@@ -106,10 +106,11 @@ class Edit:
         self.journal: list[Callable[[], None]] = []
         self.notes: list[Note] = []  # of the pass under way
         self.late: list[nn.Parameter] = []  # of the pass under way: parameters whose gradient is zero until others have moved
+        self.unreached: list[nn.Parameter] = []  # of the pass under way: parameters whose gradient is always zero
 
     def begin_pass(self) -> None:
         """Notes and late gradients from now on belong to another pass."""
-        self.notes, self.late = [], []
+        self.notes, self.late, self.unreached = [], [], []
 
     def note(
         self, text: str, site: str = "", values: Mapping[str, float] | None = None, *, form: str = ".3g", worst: Worst = "lowest"
@@ -126,10 +127,22 @@ class Edit:
         """The gradient of the new `parameter` may be zero until others have moved."""
         self.late.append(parameter)
 
+    def expect_no_gradient(self, parameter: nn.Parameter) -> None:
+        """The gradient of the new `parameter` is always zero: with these options it decides nothing."""
+        self.unreached.append(parameter)
+
     def late_parameters(self) -> tuple[str, ...]:
         """The names of the parameters of the pass under way whose gradient may be zero until others have moved."""
-        late = {id(parameter) for parameter in self.late}
-        return tuple(name for name, parameter in self.model.named_parameters() if id(parameter) in late)
+        return self.names_of(self.late)
+
+    def unreached_parameters(self) -> tuple[str, ...]:
+        """The names of the parameters of the pass under way whose gradient is always zero."""
+        return self.names_of(self.unreached)
+
+    def names_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
+        """Their names in the model, in its order."""
+        wanted = {id(parameter) for parameter in parameters}
+        return tuple(name for name, parameter in self.model.named_parameters() if id(parameter) in wanted)
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
         """`owner.name` is `value`; modules, parameters and buffers go into the registries of torch."""

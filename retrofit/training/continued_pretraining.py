@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from retrofit.errors import CheckpointError, TrainingError
+from retrofit.errors import CheckpointError, RetrofitWarning, TrainingError
 from retrofit.pipeline.recipe_storage import as_ordinary_model, is_quantized, stored_recipe
 from retrofit.pipeline.replaying import added_parameters, rewritten_part
 from retrofit.pipeline.tokenization import codec_for, windows_of
@@ -93,7 +93,7 @@ def continue_pretraining(
     windows = windows_of(texts, codec, settings.length)
     apart = is_held_out(windows, settings.eval_fraction)
     if beyond := beyond_positions(part, settings.length):
-        warnings.warn(beyond, stacklevel=2)
+        warnings.warn(beyond, RetrofitWarning, stacklevel=2)
     train, held_out = windows[~apart], windows[apart]
     learner: nn.Module = WithContrastiveLoss(model) if pipeline else add_loss(model)
     objective: Objective = same_text(tokenizer, settings) if pipeline else objective_for(learner, codec, train[0].long())

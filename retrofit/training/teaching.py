@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.errors import TrainingError
+from retrofit.errors import RetrofitWarning, TrainingError
 from retrofit.pipeline.tokenization import Codec, codec_for, windows_of
 from retrofit.runtime.drafts import held, is_held
 from retrofit.runtime.example_inputs import vocabulary_of
@@ -73,7 +73,7 @@ def teach(
     windows = windows_of(texts, codec, length)
     require_windows(windows)
     if beyond := beyond_positions(dense, length):
-        warnings.warn(beyond, stacklevel=2)
+        warnings.warn(beyond, RetrofitWarning, stacklevel=2)
     learner = add_loss(dense)
     objective = objective_for(learner, codec, windows[0].long())
     facts = facts_of(dense, codec, tokenizer, objective, windows, seed=seed, temperature=temperature)

@@ -19,7 +19,8 @@ from support.tiny_models import llama
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.errors import CheckpointError
+from retrofit.cli import main
+from retrofit.errors import CheckpointError, RetrofitWarning
 from retrofit.training.teacher import Teacher
 
 IDS = torch.randint(3, 30, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -167,15 +168,19 @@ def test_parts_of_the_dense_program_that_are_code_are_refused(dense: Path, tmp_p
         retrofit.load(path)
 
 
-def test_a_recipe_that_leads_elsewhere_gives_the_evaluation_graph_and_a_warning(dense: Path, tmp_path: Path) -> None:
+def test_a_recipe_that_leads_elsewhere_gives_the_evaluation_graph_and_a_warning(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = rewritten(dense, "sparse-ffn(sparsity=4)")
     path = retrofit.save(model, tmp_path / "model.pt2")
     path = changed(path, tmp_path / "other.pt2", lambda recipe: [recipe[0].replace("rank=none", "rank=3")], "extra/retrofit.json")
-    with pytest.warns(UserWarning, match=r"other\.pt2: what its passes do in training is not in the model, whose recipe"):
+    with pytest.warns(RetrofitWarning, match=r"other\.pt2: what its passes do in training is not in the model, whose recipe"):
         loaded = retrofit.load(path)
     with torch.no_grad():
         assert torch.equal(loaded(IDS), model.eval()(IDS))
     assert [one.rank for one in retrofit.recipe(loaded) or ()] == [3]
+    assert main(["inspect", str(path)]) == 0
+    assert f"retrofit: note: {path}: what its passes do in training" in capsys.readouterr().err
 
 
 def changed(path: Path, other: Path, change: Callable[[Any], Any], record: str = "models/dense.json") -> Path:

@@ -98,7 +98,7 @@ def test_a_pass_that_is_exact_up_to_a_length_is_tried_beyond_it() -> None:
 def test_what_has_no_dense_form_is_refused(upcycled: Any) -> None:
     with pytest.raises(CheckpointError, match="is a dense model"):
         retrofit.undo(tiny_models.llama())
-    shared = retrofit.apply(tiny_models.llama(), "shared-moe(experts=2, sources=0+0)", verify=False)
+    shared = retrofit.apply(tiny_models.llama(), "shared-moe(experts=1, k=1)", verify=False)
     with pytest.raises(VerificationError, match=r"the dense parameter model.layers.\d.mlp.\w+.weight is gone"):
         retrofit.undo(shared)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.feed_forward_models import IDS, Model, Plain
 from support.mixtures import blocks, build, logits, mixtures
+from support.tiny_models import llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,7 +42,7 @@ def test_a_mixture_a_layer_computes_the_dense_function(identity: str) -> None:
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("experts", [2, 3])
+@pytest.mark.parametrize("experts", [1, 2])
 def test_gates_of_all_experts_sum_to_one_by_themselves(experts: int) -> None:
     dense, inputs = build("causal/llama")
     expected, spec = logits(dense, inputs), SharedMoE(groups=0, experts=experts, k=experts, renormalize=False)
@@ -82,6 +83,14 @@ def test_one_mixture_for_all_layers_and_norms_of_their_own() -> None:
     assert len({id(layer.self_attn.q_proj.weight) for layer in layers}) == 1
     assert len({id(layer.input_layernorm.weight) for layer in layers}) == len(layers)
     assert [layer.self_attn.layer_idx for layer in layers] == list(range(len(layers)))
+
+
+def test_one_expert_is_one_feed_forward_for_all_layers() -> None:
+    applied = apply_reported(llama(), SharedMoE(experts=1, k=1))  # every check passes
+    assert applied.model.model.layers[0].mlp.moe is applied.model.model.layers[1].mlp.moe
+    assert applied.rewrites[0].unreached == ("model.layers.0.mlp.moe.router.weight",)
+    gradients = next(check for check in applied.report.checks if check.name == "gradients")
+    assert gradients.measured.endswith("1 with nothing to decide")
 
 
 def test_encoder_and_decoder_are_grouped_by_themselves() -> None:
@@ -196,7 +205,6 @@ def test_a_feed_forward_of_another_form_is_left_alone_with_a_reason() -> None:
     [
         {"experts": 2, "k": 3},
         {"experts": 0},
-        {"experts": 1, "k": 1},
         {"capacity": 0},
         {"reinit": 1.5},
         {"groups": -1},
