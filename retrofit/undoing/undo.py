@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,9 @@ def shapes_to_compare(part: nn.Module, dense: nn.Module, inputs: Inputs) -> Iter
     batch, length = extent_of(inputs)
     yield dict(inputs)
     if length:
-        yield resized(part, inputs, batch + 1, 2 * length + 1, seed=1)
+        sizes = itertools.product((batch + 1, batch), (2 * length + 1, length))  # the model may have a fixed one, or a largest
+        others = (resized(part, inputs, *size, seed=1) for size in sizes)
+        yield next((other for other in others if runs(dense, other)), dict(inputs))
         for limit in sorted({one.exact_up_to for one in recipe(part) or () if one.exact_up_to is not None}):
             longer = resized(part, inputs, 1, 2 * limit + 1, seed=2)
             if runs(dense, longer):
