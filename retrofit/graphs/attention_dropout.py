@@ -17,11 +17,13 @@ from retrofit.runtime.example_inputs import named_inputs
 def attention_dropouts(model: nn.Module, program: Program) -> dict[fx.Node, float]:
     """The dropout of each fused attention in training, which a program captured in evaluation mode does not show.
 
-    It is read off a second capture in training mode, where that has the same attentions; otherwise there is none.
+    It is read off a second capture in training mode, where that has the same attentions; otherwise the program's own counts, which
+    may have been exported in training mode.
     """
     fused = [node for node in program.graph.nodes if op(node) == "scaled_dot_product_attention"]
-    if not fused:
-        return {}
+    shown = {node: p for node in fused if (p := dropout_probability(node))}
+    if not fused or shown:
+        return shown
     inputs = {name: node.meta["val"] for node, name in program.inputs.items()}
     plain = {name: torch.empty([extent(size) for size in value.shape], dtype=value.dtype) for name, value in inputs.items()}
     try:

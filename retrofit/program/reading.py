@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.export.graph_signature import ConstantArgument, InputKind
 
 from retrofit.program.call_markers import remove_markers
 from retrofit.program.program import MUTATION, Call, Program
@@ -17,7 +18,9 @@ def read_program(exported: torch.export.ExportedProgram, calls: list[Call]) -> P
     parameters = {by_name[key]: name for key, name in signature.inputs_to_parameters.items() if key in by_name}
     buffers = {by_name[key]: name for key, name in signature.inputs_to_buffers.items() if key in by_name}
     constants = {by_name[key]: name for key, name in signature.inputs_to_lifted_tensor_constants.items() if key in by_name}
-    inputs = {by_name[name]: name for name in signature.user_inputs if isinstance(name, str) and name in by_name}
+    given = (one.arg for one in signature.input_specs if one.kind is InputKind.USER_INPUT)
+    named_values = (one.name for one in given if not isinstance(one, ConstantArgument))  # a constant is not read
+    inputs = {by_name[name]: name for name in named_values if name in by_name}
     owner = remove_markers(graph, calls)
     (result,) = (node for node in graph.nodes if node.op == "output")
     outputs = dict(zip(output_names(exported), result.args[0], strict=False))

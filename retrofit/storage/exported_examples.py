@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from retrofit.runtime.probes import is_numbering, is_per_token, is_token_ids
 
@@ -17,10 +18,8 @@ def example_tensors(exported: torch.export.ExportedProgram) -> dict[str, Tensor]
 
     Programs are often exported on zeros, ones or counted ids. Nothing can be measured on these, so ids are drawn for them.
     """
-    args, kwargs = exported.example_inputs or ((), {})
-    names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
-    given = [*args, *kwargs.values()]
-    held = {name: value for name, value in zip(names, given, strict=False) if isinstance(value, Tensor)}
+    names, given = exported.graph_signature.user_inputs, tree_leaves(exported.example_inputs or ())
+    held = {name: value for name, value in zip(names, given, strict=False) if isinstance(name, str) and isinstance(value, Tensor)}
     return held if any(map(is_token_ids, held.values())) else held | drawn_ids(exported, held)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,3 +65,20 @@ def test_positions_and_kinds_of_tokens_are_no_ids(tmp_path: Path) -> None:
 def test_given_ids_that_say_nothing_are_the_reason_that_is_given(ids: Tensor, why: str) -> None:
     checks = {check.name: check for check in retrofit.verify(Functional().eval(), example_inputs=ids).checks}
     assert checks["causality"].why == f"ids {why} in the example inputs, so no token could be changed"
+
+
+def test_the_example_tensors_among_constants_and_inside_of_containers_are_found(tmp_path: Path) -> None:
+    class Nesting(Functional):
+        def forward(self, kind: str, flag: bool, nothing: None, batch: dict[str, tuple[Tensor, Tensor]]) -> Tensor:  # type: ignore[override]
+            ids, scale = batch["texts"]
+            return super().forward(ids) * scale
+
+    ids, scale = torch.randint(VOCABULARY, SIZE, generator=torch.Generator().manual_seed(3)), torch.tensor(2.0)
+    model = Nesting().eval()
+    given: Any = ("kind", True, None, {"texts": (ids, scale)})
+    program = torch.export.export(model, given, dynamic_shapes=(None, None, None, {"texts": (FREE, {})}), strict=False)
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = retrofit.load(tmp_path / "model.pt2")
+    examples = loaded.__dict__["retrofit_examples"]
+    assert list(examples) == ["batch_texts_0", "batch_texts_1"] and torch.equal(examples["batch_texts_0"], ids)
+    torch.testing.assert_close(loaded(**examples), model(*given))

@@ -207,6 +207,23 @@ def test_undoing_a_graph_and_its_file(tied: Path, tmp_path: Path) -> None:
         assert torch.equal(undone(IDS)["logits"], wanted(IDS)["logits"])
 
 
+def test_a_program_exported_in_training_mode_follows_the_mode(tmp_path: Path) -> None:
+    model, sizes = Functional(p=0.3), ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
+    program = torch.export.export(model.train(), (IDS,), dynamic_shapes=sizes, strict=False)
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = retrofit.load(tmp_path / "model.pt2")
+    torch.testing.assert_close(loaded(IDS), model.eval()(IDS))
+    assert torch.equal(step(loaded)[0], step(model)[0])
+    assert retrofit.verify(retrofit.apply(loaded.eval(), "sum", verify=False)).ok
+
+
+def test_undoing_a_graph_of_fixed_sizes(tmp_path: Path) -> None:
+    torch.export.save(torch.export.export(Functional().eval(), (IDS[:, :7],), strict=False), tmp_path / "model.pt2")
+    wanted = retrofit.load(tmp_path / "model.pt2")
+    undone = retrofit.undo(retrofit.apply(copy.deepcopy(wanted), "altup(k=2)", verify=False))
+    assert torch.equal(undone(IDS[:, :7]), wanted(IDS[:, :7]))
+
+
 def test_weights_that_are_not_loaded_yet_are_zeros(tmp_path: Path) -> None:
     """Memory that nobody initialised may hold NaN, to which no start can be fitted; here all of it does."""
     model = retrofit.apply(Configured({"width": 32}).eval(), "altup(k=2)", "sparse-ffn(sparsity=4)", verify=False)
