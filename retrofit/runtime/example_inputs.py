@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +16,10 @@ from retrofit.errors import CaptureError, kind_of
 from retrofit.runtime.skeletons import HollowGroupedProducts, without_weights
 
 BATCH, LENGTH, TARGET_LENGTH = 2, 11, 7  # primes, so that no extent is mistaken for another
+GIVE_INPUTS = (
+    "pass example_inputs={'argument': tensor, …}; on the command line give the model as a .pt2 file that torch.export.save wrote,"
+    " which holds its example inputs"
+)
 WIDTHS = 6  # of operations that may be the first, whose inputs are tried
 
 
@@ -62,7 +68,7 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
         raise CaptureError(
             f"{type(model).__name__}: the number of token ids it takes is unknown",
             why="it has neither config.vocab_size nor an nn.Embedding",
-            remedy="pass example_inputs={'argument': tensor, …}",
+            remedy=GIVE_INPUTS,
         )
     special = special_ids(model)
     ordinary = torch.tensor([token for token in range(min(size, 4096)) if token not in special] or [0], device="cpu")
@@ -70,15 +76,32 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
     return ordinary[chosen]
 
 
-def pixel_values(model: nn.Module, batch: int, seed: int = 0) -> torch.Tensor:
+def said_of(config: Any, *names: str) -> Any:
+    """The first of these values that the config gives; None where it gives none."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)
+
+
+def pixel_values(model: nn.Module, batch: int, seed: int = 0, *, film: bool = False) -> torch.Tensor:
     """A batch of images, or of films, of the size that the config names: (batch, [frames,] channels, height, width)."""
     config = getattr(model, "config", None)
-    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
-    extent = getattr(vision, "image_size", None) or 224
+    parts = (said_of(config, "vision_config"), said_of(config, "encoder"), config, said_of(config, "backbone_config"))
+    sizes = ("image_size", "crop_size")
+    vision = next((part for part in parts if said_of(part, *sizes)), config)
+    extent = said_of(vision, *sizes) or 224
     height, width = extent if isinstance(extent, (list, tuple)) else (extent, extent)
-    frames = [getattr(vision, "num_frames", 1)] if "video" in modalities(model) and "image" not in modalities(model) else []
-    channels = getattr(vision, "num_channels", 3)
+    frames = [said_of(vision, "num_frames", "frames_per_clip") or 1] if film else []
+    channels = said_of(vision, "num_channels", "in_chans") or 3
     return torch.randn(batch, *frames, channels, height, width, generator=torch.Generator().manual_seed(seed), device="cpu")
+
+
+def is_film(model: nn.Module, batch: int) -> bool:
+    """Whether what a model sees has frames: it says so, or has a number of frames and takes no image."""
+    if "video" in modalities(model) and "image" not in modalities(model):
+        return True
+    if said_of(getattr(model, "config", None), "num_frames") is None:
+        return False
+    image, film = ({"pixel_values": pixel_values(model, batch, film=one)} for one in (False, True))
+    return not accepts(model, image) and accepts(model, film)
 
 
 def modalities(model: nn.Module) -> tuple[str, ...]:
@@ -90,7 +113,8 @@ def modalities(model: nn.Module) -> tuple[str, ...]:
 def sounds(model: nn.Module, batch: int, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
     """What a model that hears may take: waves (batch, samples), or features of them by time, or time by features.
 
-    There are as many features as an operation of the model reads. Convolutions leave a few frames, or as many as a table has rows.
+    There are as many features as an operation of the model reads. Convolutions leave a few frames, or as many as a table has rows;
+    otherwise both are as many as the config says.
     """
     convolutions = [module for module in model.modules() if isinstance(module, (nn.Conv1d, nn.Conv2d))]
     linear = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
@@ -102,13 +126,62 @@ def sounds(model: nn.Module, batch: int, seed: int = 0) -> Iterator[dict[str, to
         for size in ((length,), *((count, length) for count in features), *((length, count) for count in features)):
             for name in names:
                 yield {name: torch.randn(batch, *size, generator=generator, device="cpu")}
+    config = getattr(model, "config", None)
+    count, length = said_of(config, "num_mel_bins"), said_of(config, "max_length")
+    if count and length:
+        for name, size in itertools.product(names, ((length, count), (count, length))):
+            yield {name: torch.randn(batch, *size, generator=generator, device="cpu")}
+
+
+def series(model: nn.Module, batch: int, seed: int = 0) -> dict[str, torch.Tensor] | None:
+    """What a model of time series accepts, of the sizes that its config names; None of another model.
+
+    Its values are (batch, time, channels) or (batch, time); a decoder continues them.
+    """
+    config, parameters = getattr(model, "config", None), forward_parameters(model)
+    length = said_of(config, "context_length")
+    if "past_values" not in parameters or not length:
+        return None
+    generator = torch.Generator().manual_seed(seed)
+    length += max(said_of(config, "lags_sequence") or [0])
+    features = (said_of(config, "num_time_features") or 0) + (said_of(config, "num_dynamic_real_features") or 0)
+    reals, kinds = (said_of(config, f"num_static_{one}_features") for one in ("real", "categorical"))
+    channels = said_of(config, "num_input_channels", "input_size") or 1
+
+    def noise(*size: int) -> torch.Tensor:
+        return torch.randn(batch, *size, generator=generator, device="cpu")
+
+    for size in ((channels,), ()) if channels > 1 else ((), (1,)):
+        made = {"past_values": noise(length, *size)}
+        if is_required(parameters.get("past_observed_mask")):
+            made["past_observed_mask"] = torch.ones_like(made["past_values"])
+        made |= {"past_time_features": noise(length, features)} if features else {}
+        if said_of(config, "is_encoder_decoder"):
+            made |= {"future_values": noise(said_of(config, "prediction_length"), *size)}
+            made |= {"future_time_features": noise(said_of(config, "prediction_length"), features)} if features else {}
+        made |= {"static_real_features": noise(reals)} if reals else {}
+        made |= {"static_categorical_features": torch.zeros(batch, kinds, dtype=torch.long, device="cpu")} if kinds else {}
+        made = {name: value for name, value in made.items() if name in parameters}
+        if accepts(model, made):
+            return made
+    return None
 
 
 def accepts(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
     """Whether the model's code runs on inputs like these: a copy without weights is run, and nothing is computed."""
     try:
-        skeleton = model if device_of(model).type == "meta" else without_weights(model).eval()
-        with torch.no_grad(), HollowGroupedProducts():
+        hollow = all(one.is_meta for one in (*model.parameters(), *model.buffers()))
+        skeleton = model if hollow else without_weights(model).eval()
+    except Exception:  # whatever the model's own code raises
+        return False
+    contexts = (torch.device("cpu"), torch.device("meta"))  # where the code makes tensors of numbers
+    return any(runs_without_values(skeleton, inputs, context) for context in contexts)
+
+
+def runs_without_values(skeleton: nn.Module, inputs: Mapping[str, torch.Tensor], context: AbstractContextManager[Any]) -> bool:
+    """Whether the code of a model without weights runs on inputs like these."""
+    try:
+        with torch.no_grad(), HollowGroupedProducts(), context:
             skeleton(**{name: value.to("meta") for name, value in inputs.items()})
     except Exception:  # whatever the model's own code raises
         return False
@@ -129,12 +202,13 @@ def example_inputs(
     config = getattr(model, "config", None)
     inputs: dict[str, Any] = {}
     main = getattr(model, "main_input_name", None)
-    required = [name for name, one in parameters.items() if one.default is one.empty and is_named(one)]
-    sees, reads = "pixel_values" in parameters, "input_ids" in parameters
+    required = [name for name, one in parameters.items() if is_required(one)]
+    seen = "pixel_values" if "pixel_values" in parameters else "pixel_values_videos"
+    sees, reads = seen in parameters, "input_ids" in parameters
     if sees or reads:
-        first = "pixel_values" if sees and (main == "pixel_values" or not reads) else "input_ids"
+        first = seen if sees and (main == seen or not reads) else "input_ids"
         makers = {
-            "pixel_values": lambda: pixel_values(model, batch, seed),
+            seen: lambda: pixel_values(model, batch, seed, film=seen != "pixel_values" or is_film(model, batch)),
             "input_ids": lambda: token_ids(model, batch, length, seed),
             "decoder_input_ids": lambda: token_ids(model, batch, min(TARGET_LENGTH, length), seed + 1),
         }
@@ -145,19 +219,19 @@ def example_inputs(
         target = ["decoder_input_ids"] if getattr(config, "is_encoder_decoder", False) else []
         inputs = made(first, *target, *(name for name in required if name in makers))
         if sees and reads and not accepts(model, inputs):
-            both = ("input_ids", "pixel_values")
+            both = ("input_ids", seen)
             inputs = next((more for more in (made(*both), made(*both, "decoder_input_ids")) if accepts(model, more)), inputs)
         dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
-        if "pixel_values" in inputs and dtype != torch.float32 and not accepts(model, inputs):  # code that casts no images
-            inputs = {**inputs, "pixel_values": inputs["pixel_values"].to(dtype)}
-    elif heard := heard_by(model, batch, length, seed):
-        inputs = heard
+        if seen in inputs and dtype != torch.float32 and not accepts(model, inputs):  # code that casts no images
+            inputs = {**inputs, seen: inputs[seen].to(dtype)}
+    elif found := heard_by(model, batch, length, seed) or series(model, batch, seed):
+        inputs = found
     else:
         if len(required) != 1 or {"audio", "time"} & set(modalities(model)):
             raise CaptureError(
                 f"{type(model).__name__}: cannot derive inputs for forward({', '.join(map(as_written, parameters.values()))})",
                 why=why_underivable(parameters, required, main),
-                remedy="pass example_inputs={'argument': tensor, …}",
+                remedy=GIVE_INPUTS,
             )
         inputs[required[0]] = token_ids(model, batch, length, seed)
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
@@ -180,6 +254,10 @@ def as_written(parameter: inspect.Parameter) -> str:
     return stars.get(parameter.kind, "") + parameter.name
 
 
+def is_required(parameter: inspect.Parameter | None) -> bool:
+    return parameter is not None and parameter.default is parameter.empty and is_named(parameter)
+
+
 def is_named(parameter: inspect.Parameter) -> bool:
     return parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
 
@@ -187,11 +265,12 @@ def is_named(parameter: inspect.Parameter) -> bool:
 def why_underivable(parameters: Mapping[str, inspect.Parameter], required: list[str], main: str | None) -> str:
     """Why no inputs can be derived, from the parameters of the forward, the required ones and the model's main input."""
     if len(required) > 1:
-        return f"it needs {len(required)} arguments whose meaning is unknown"
+        return f"it needs {', '.join(required[:-1])} and {required[-1]}, and what they hold is unknown"
     if not any(map(is_named, parameters.values())):
         return "it takes any arguments and names none"
     if main or required:
-        return f"only token ids, pictures and sound by trying sizes are derived, and it takes {main or required[0]}"
+        tried = "only token ids, pictures, time series, and sound by trying sizes are derived"
+        return f"{tried}, and it takes {main or required[0]}, to which they do not lead"
     return "it can do without each of its arguments, and none is called input_ids or pixel_values"
 
 

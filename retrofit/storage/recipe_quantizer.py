@@ -152,6 +152,10 @@ def rewrite_skeleton(model: Any, recipe: list[str]) -> set[nn.Module]:
     from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
 
     dense = set(model.modules())
+    for module in dense:
+        for name, one in module._parameters.items():
+            if one is not None and not one.is_meta:  # `torch.Tensor(size)` is on the CPU whatever the default is
+                module._parameters[name] = nn.Parameter(one.to("meta"), one.requires_grad)
     transformers_bookkeeping.tie(model)
     replaying.replay(model, recipe)
     recipe_storage.store_recipe(model, recipe)

@@ -148,6 +148,81 @@ def test_token_ids_and_pictures_are_derived_together_only_where_neither_is_enoug
     assert set(example_inputs(Looking(*everything, main=main))) == set(everything)
 
 
+SIZES: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+SERIES = {"context_length": 12, "prediction_length": 6, "d_model": 16}
+DERIVED: list[tuple[Callable[[], nn.Module], dict[str, tuple[int, ...]]]] = [
+    (  # spectrograms of one length, by time
+        lambda: transformers.ASTModel(transformers.ASTConfig(max_length=64, num_mel_bins=32, **SIZES)),
+        {"input_values": (2, 64, 32)},
+    ),
+    (
+        lambda: transformers.PatchTSTModel(
+            transformers.PatchTSTConfig(num_input_channels=3, num_hidden_layers=1, num_attention_heads=2, patch_length=4, **SERIES)
+        ),
+        {"past_values": (2, 12, 3)},
+    ),
+    (  # a decoder that goes on from earlier values, and what is known of every time
+        lambda: transformers.TimeSeriesTransformerModel(
+            transformers.TimeSeriesTransformerConfig(
+                lags_sequence=[1, 3], num_time_features=2, num_static_categorical_features=1, cardinality=[5], **SERIES
+            )
+        ),
+        {
+            "past_values": (2, 15),
+            "past_observed_mask": (2, 15),
+            "past_time_features": (2, 15, 2),
+            "future_values": (2, 6),
+            "future_time_features": (2, 6, 2),
+            "static_categorical_features": (2, 1),
+        },
+    ),
+    (  # makes tensors of numbers as it runs
+        lambda: transformers.SEWDModel(
+            transformers.SEWDConfig(
+                conv_dim=(8, 8), conv_stride=(2, 2), conv_kernel=(3, 3), squeeze_factor=2, num_conv_pos_embedding_groups=2, **SIZES
+            )
+        ),
+        {"input_values": (2, 104)},
+    ),
+    (  # says that it reads images
+        lambda: transformers.TimesformerModel(transformers.TimesformerConfig(image_size=32, patch_size=8, num_frames=3, **SIZES)),
+        {"pixel_values": (2, 3, 3, 32, 32)},
+    ),
+    (
+        lambda: transformers.VideoPrismVisionModel(
+            transformers.VideoPrismVisionConfig(image_size=36, num_frames=4, num_spatial_layers=1, num_temporal_layers=1, **SIZES)
+        ),
+        {"pixel_values_videos": (2, 4, 3, 36, 36)},
+    ),
+]
+
+
+@pytest.mark.parametrize(("build", "expected"), DERIVED)
+def test_what_is_no_text_has_the_sizes_that_the_config_says(
+    build: Callable[[], nn.Module], expected: dict[str, tuple[int, ...]]
+) -> None:
+    model = build().eval()
+    inputs = example_inputs(model)
+    assert {name: tuple(value.shape) for name, value in inputs.items()} == expected
+    with torch.no_grad():
+        model(**inputs)
+
+
+@pytest.mark.parametrize(("build", "_"), DERIVED[2:4])
+def test_models_of_time_series_and_sound_are_rewritten_and_read_again(build: Callable[[], nn.Module], _: Any) -> None:
+    retrofit.apply(build().eval(), "sparse-ffn(sparsity=4)")  # saves and loads it as a check
+
+
+def test_a_refusal_names_the_arguments_and_a_way_out_for_the_command_line() -> None:
+    class Asking(nn.Module):
+        def forward(self, states: Tensor, grid: Tensor) -> Tensor:
+            return states
+
+    with pytest.raises(CaptureError, match="Asking") as caught:
+        example_inputs(Asking())
+    assert "states and grid" in caught.value.why and ".pt2" in caught.value.remedy
+
+
 class Demanding(nn.Module):
     config = SimpleNamespace(vocab_size=9, image_size=8)
 
