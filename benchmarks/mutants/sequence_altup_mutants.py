@@ -140,21 +140,21 @@ MUTANTS = [
     ),
     anchors(
         "each token gets the correction of the anchor after it",
-        "return spread.narrow(1, 0, self.length)\n",
-        "return spread.roll(-k, 1).narrow(1, 0, self.length)\n",
+        "return first_tokens(spread, self.length)\n",
+        "return first_tokens(spread.roll(-self.k, 1), self.length)\n",
         trials=DEFAULT,
     ),
     anchors(
         "each token gets the correction of the anchor before its own",
-        "        spread = values.unsqueeze(2).expand(-1, -1, k, -1).flatten(1, 2)",
+        "        spread = values.unsqueeze(2).expand(-1, -1, self.k, -1).flatten(1, 2)",
         "        values = torch.cat([values[:, :1], values[:, :-1]], 1)\n"
-        "        spread = values.unsqueeze(2).expand(-1, -1, k, -1).flatten(1, 2)",
+        "        spread = values.unsqueeze(2).expand(-1, -1, self.k, -1).flatten(1, 2)",
         trials=DEFAULT,
     ),
     anchors(
         "the first token's correction reaches every token",
-        "spread = values.unsqueeze(2).expand(-1, -1, k, -1).flatten(1, 2)",
-        "spread = values[:, :1].expand_as(values).unsqueeze(2).expand(-1, -1, k, -1).flatten(1, 2)",
+        "spread = values.unsqueeze(2).expand(-1, -1, self.k, -1).flatten(1, 2)",
+        "spread = values[:, :1].expand_as(values).unsqueeze(2).expand(-1, -1, self.k, -1).flatten(1, 2)",
         trials=DEFAULT,
     ),
     anchors(

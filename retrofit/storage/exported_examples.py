@@ -18,8 +18,9 @@ def example_tensors(exported: torch.export.ExportedProgram) -> dict[str, Tensor]
 
     Programs are often exported on zeros, ones or counted ids. Nothing can be measured on these, so ids are drawn for them.
     """
-    names, given = exported.graph_signature.user_inputs, tree_leaves(exported.example_inputs or ())
-    held = {name: value for name, value in zip(names, given, strict=False) if isinstance(name, str) and isinstance(value, Tensor)}
+    args, kwargs = exported.example_inputs or ((), {})
+    named = zip(exported.graph_signature.user_inputs, tree_leaves((args, kwargs)), strict=False)
+    held = {name: value for name, value in named if isinstance(name, str) and isinstance(value, Tensor)}
     return held if any(map(is_token_ids, held.values())) else held | drawn_ids(exported, held)
 
 

@@ -85,7 +85,7 @@ def equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_rewritten_graph_trains_from_its_file_as_in_memory(dense: Path, spec: str, tmp_path: Path) -> None:
     model = rewritten(dense, spec)
@@ -147,6 +147,7 @@ def test_own_models_of_functions_and_their_buffers(tmp_path: Path) -> None:
     assert same(step(loaded, IDS % 50), step(model, IDS % 50))
 
 
+@pytest.mark.long
 def test_mixtures_of_experts(tmp_path: Path) -> None:
     """Transformers multiplies by all experts with an operator of its own, which is read without running code."""
     entry = zoo.entry("causal/mixtral")
@@ -194,6 +195,7 @@ def changed(path: Path, other: Path, change: Callable[[Any], Any], record: str =
     return other
 
 
+@pytest.mark.long
 def test_undoing_a_graph_and_its_file(tied: Path, tmp_path: Path) -> None:
     wanted = retrofit.load(tied)
     model = retrofit.apply(copy.deepcopy(wanted), "altup(k=2)", verify=False)
