@@ -183,6 +183,7 @@ def test_a_decoders_file_computes_on_its_cache(name: str, on_cache: int, rotatio
     assert distance(torch.cat(logits, 1)[mask > 0], expected[mask > 0]) < 1e-5
 
 
+@pytest.mark.long
 def test_what_an_encoder_decoder_reads_of_its_encoder_is_taken_as_it_lies(tmp_path: Path) -> None:
     made = retrofit.export_onnx(zoo.build(zoo.entry("seq2seq/bart")), tmp_path / "model.onnx")
     graph = onnx.load(made.files[-1].path).graph

@@ -144,6 +144,7 @@ def strided(tmp_path_factory):
     return model, made.files[0], plain.files[0]
 
 
+@pytest.mark.long
 def test_a_step_without_an_anchor_does_not_compute_strided_layers(strided) -> None:
     _, file, plain = strided
     assert "branches" in [step.name for step in file.steps if step.kept] and not plain.steps
@@ -199,6 +200,7 @@ def test_another_If_by_values_is_still_refused(strided, tmp_path: Path) -> None:
         from_onnx(tmp_path / "foreign.onnx", cache="past")
 
 
+@pytest.mark.long
 def test_a_file_whose_branches_compute_something_else_keeps_none(strided, tmp_path: Path, monkeypatch) -> None:
     model, _, _ = strided
     sound = branches.make_branches

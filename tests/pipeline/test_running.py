@@ -20,7 +20,7 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("later", ["recurrence(rank=2)", "memory", "altup(k=2)"])
 @pytest.mark.parametrize("together", [True, False], ids=["in one call", "one after the other"])
 def test_sites_are_named_as_they_are_once_later_passes_have_wrapped_them(later: str, together: bool) -> None:

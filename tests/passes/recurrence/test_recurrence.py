@@ -297,6 +297,7 @@ def test_a_mask_that_layers_get_as_the_model_got_it_shows_them_their_padding() -
     assert len(layers) == model.config.num_hidden_layers and all(layer.mask is not None for layer in layers)
 
 
+@pytest.mark.long
 def test_a_mask_over_two_stacks_does_not_show_a_layer_its_own_padding() -> None:
     entry = zoo.entry("seq2seq/t5gemma2")
     model = zoo.build(entry)
@@ -305,6 +306,7 @@ def test_a_mask_over_two_stacks_does_not_show_a_layer_its_own_padding() -> None:
     assert sites and all(name.startswith("model.encoder.") for name in sites)
 
 
+@pytest.mark.long
 def test_tokens_that_a_model_fills_its_window_with_do_not_turn_its_mask_round() -> None:
     entry = zoo.entry("masked/longformer")
     model = zoo.build(entry, num_hidden_layers=2, attention_window=[8, 8])
@@ -429,6 +431,7 @@ def test_a_layer_that_only_decides_something_is_a_near_miss_as_nothing_in_it_lea
     assert "no gradient reaches it" in plan.near_misses[0].why and plan.near_misses[0].name == "block"
 
 
+@pytest.mark.long
 def test_positions_made_in_the_code_are_no_mask_while_the_model_is_loaded(tmp_path: Path) -> None:
     """Where transformers loads a model the default device has no values; its layers are found by the values of such tensors."""
     entry = zoo.entry("masked/funnel")
