@@ -134,19 +134,17 @@ def test_what_would_save_nothing_stays(lines) -> None:
 
 @pytest.fixture(scope="module")
 def strided(tmp_path_factory):
-    """A decoder of four layers, two of which are strided, with branches and without."""
+    """A decoder of four layers, two of which are strided, and its file with branches."""
     torch.manual_seed(0)
     model = tiny_models.llama(num_hidden_layers=4, hidden_size=32, intermediate_size=64)
     retrofit.apply(model, SequenceAltUp(k=2, layers="1-2"), verify=False)
-    folder = tmp_path_factory.mktemp("strided")
-    made = retrofit.export_onnx(model.eval(), folder / "model.onnx")
-    plain = retrofit.export_onnx(model, folder / "plain.onnx", fuse=False)
-    return model, made.files[0], plain.files[0]
+    return model, retrofit.export_onnx(model.eval(), tmp_path_factory.mktemp("strided") / "model.onnx").files[0]
 
 
 @pytest.mark.long
-def test_a_step_without_an_anchor_does_not_compute_strided_layers(strided) -> None:
-    _, file, plain = strided
+def test_a_step_without_an_anchor_does_not_compute_strided_layers(strided, tmp_path: Path) -> None:
+    model, file = strided
+    plain = retrofit.export_onnx(model, tmp_path / "plain.onnx", fuse=False).files[0]
     assert "branches" in [step.name for step in file.steps if step.kept] and not plain.steps
     graph = onnx.load(file.path).graph
     found = [node for node in graph.node if node.op_type == "If"]
@@ -158,7 +156,7 @@ def test_a_step_without_an_anchor_does_not_compute_strided_layers(strided) -> No
 
 def test_decoding_with_branches_gives_the_tokens_of_generate(strided) -> None:
     """Two rows are padded, so that rows reach their anchors at different steps."""
-    model, file, _ = strided
+    model, file = strided
     how = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     model.generation_config.eos_token_id = None
     for pads in ((0, 0), (3, 0, 2)):
@@ -171,7 +169,7 @@ def test_decoding_with_branches_gives_the_tokens_of_generate(strided) -> None:
 
 
 def test_an_import_reads_a_branch_as_a_choice(strided) -> None:
-    _, file, _ = strided
+    _, file = strided
     running, model = OnnxSession(file.path), from_onnx(file.path, cache="past")
     states, tokens = running.empty_states(2), torch.randint(1, 11, (2, 7))
     for start, end in itertools.pairwise((0, 3, 4, 5, 7)):
@@ -191,7 +189,7 @@ def test_an_import_reads_a_branch_as_a_choice(strided) -> None:
 
 
 def test_another_If_by_values_is_still_refused(strided, tmp_path: Path) -> None:
-    _, file, _ = strided
+    _, file = strided
     foreign = onnx.load(file.path)
     for node in foreign.graph.node:
         del node.metadata_props[:]
@@ -202,7 +200,7 @@ def test_another_If_by_values_is_still_refused(strided, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_file_whose_branches_compute_something_else_keeps_none(strided, tmp_path: Path, monkeypatch) -> None:
-    model, _, _ = strided
+    model, _ = strided
     sound = branches.make_branches
 
     def unsound(graph: onnx_ir.Model) -> int:
@@ -223,7 +221,7 @@ def test_a_file_whose_branches_compute_something_else_keeps_none(strided, tmp_pa
 
 @pytest.mark.long
 def test_weights_in_a_file_of_their_own_stay_there(strided, tmp_path: Path, monkeypatch) -> None:
-    model, inline, _ = strided
+    model, inline = strided
     monkeypatch.setattr(export_onnx, "MOST_INLINE_BYTES", 0)
     file = retrofit.export_onnx(model, tmp_path / "model.onnx").files[0]
     assert file.steps[-1].kept and {one.name for one in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}
