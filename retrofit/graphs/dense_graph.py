@@ -25,8 +25,8 @@ class DenseGraph:
         return cls(without_weights(graph, keep_buffers=True))
 
     def empty(self) -> nn.Module:
-        """The graph on the CPU, its parameters zeros, tied where the graph's are."""
-        graph = copy.deepcopy(self.skeleton, {id(buffer): buffer.cpu() for buffer in self.skeleton.buffers()})
+        """A graph of its own on the CPU, its parameters zeros, tied where the graph's are."""
+        graph = copy.deepcopy(self.skeleton, {id(buffer): buffer.to("cpu", copy=True) for buffer in self.skeleton.buffers()})
         made: dict[int, nn.Parameter] = {}
         for module in graph.modules():
             for name, one in module._parameters.items():

@@ -134,9 +134,9 @@ def read_data(path: Path) -> tuple[Programs, list[str]]:
 def read_archive(path: Path) -> tuple[Programs, list[str]]:
     """The programs and the recipe in a file of the format that torch writes today."""
     content = load_pt2(str(path))
-    programs = {
-        name: content.exported_programs[name] for name in (MODEL, DENSE) if name == MODEL or name in content.exported_programs
-    }
+    programs = {MODEL: content.exported_programs[MODEL]}  # a KeyError where torch would not load it either
+    if DENSE in content.exported_programs:
+        programs[DENSE] = content.exported_programs[DENSE]
     for one in programs.values():
         one._guards_code = []  # source code that checks the inputs
     return programs, parse_recipe(content.extra_files.get(RECIPE, ""))

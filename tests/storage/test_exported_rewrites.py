@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, RetrofitWarning
+from retrofit.graphs.dense_graph import dense_graph
 from retrofit.training.teacher import Teacher
 
 IDS = torch.randint(3, 30, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -144,6 +145,10 @@ def test_own_models_of_functions_and_their_buffers(tmp_path: Path) -> None:
         model.get_buffer("scale").mul_(2)
     loaded = retrofit.load(retrofit.save(model, tmp_path / "model.pt2"))
     assert torch.equal(loaded.get_buffer("scale"), model.get_buffer("scale"))
+    ours, others = (
+        {one.data_ptr() for one in made.buffers()} for made in (dense_graph(model).empty(), dense_graph(model).skeleton)
+    )
+    assert ours and ours.isdisjoint(others)  # what is made of the dense graph is its own
     assert same(step(loaded, IDS % 50), step(model, IDS % 50))
 
 
