@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
 FOLDERS = (BENCHMARKS, BENCHMARKS / "learning", ROOT / "tests")  # whose files are imported by name
-WORKERS = 6  # processes, each with up to some gigabytes on the device
+WORKERS = 8  # processes, each with up to some gigabytes on the device
 
 
 def main() -> int:
@@ -84,6 +84,7 @@ def all_parts(device: str, rehearsal: bool, folder: Path) -> list[Part]:
         ("machine", lambda one: one.parts(*given)),
         ("rows", lambda one: one.parts(*given)),
         ("decoding", lambda one: one.parts(*given)),
+        ("recovery_run", lambda one: one.parts(*given, folder)),  # in the background of what follows
         ("mixtures", lambda one: one.parts(*given)),
         ("steps", lambda one: one.parts(*given)),
         ("whole_rewrites", lambda one: one.checked_parts("float32", device)),
@@ -91,7 +92,6 @@ def all_parts(device: str, rehearsal: bool, folder: Path) -> list[Part]:
         ("long_sequences", lambda one: one.parts(*given)),
         ("steps", lambda one: one.depth_parts(*given)),
         ("whole_rewrites", lambda one: one.large_parts("7B", *given)),
-        ("recovery_run", lambda one: one.parts(*given, folder)),
         ("decoding", lambda one: one.later_parts(*given)),
         ("whole_rewrites", lambda one: one.checked_parts("bfloat16", device)),
     ]

@@ -108,6 +108,7 @@ class Crew:
         self.wanting: deque[Worker] = deque()  # to be alone
         self.alone: Worker | None = None
         self.since = 0.0  # when the others were stopped
+        self.quiet = 0.0  # seconds in which they were
         self.useless: int | None = None  # what one exited with that could not begin
         self.able = False  # whether another one could
 
@@ -119,6 +120,7 @@ class Crew:
             return 0 if self.useless is None or self.able else self.useless
         finally:
             self.end()
+            print(f"one process was alone for {self.quiet:.0f} s", flush=True)
 
     def end(self) -> None:
         """No process is left."""
@@ -215,8 +217,10 @@ class Crew:
 
     def together(self) -> None:
         """Everyone goes on, and has as much time left as before."""
+        stopped = time.time() - self.since
+        self.quiet += stopped
         for other in self.workers:
             if other is not self.alone:
-                other.limit += time.time() - self.since
+                other.limit += stopped
                 other.signal(signal.SIGCONT)
         self.alone = None

@@ -15,11 +15,12 @@ import torch
 from experiment import DenseModel, SmolLM2, rewritten, run_settings, trained_on
 from support.model_packages import package_folder
 
+from on_cuda import timing
 from on_cuda.parts import Part
 
 SPEC = "sparse-ffn(sparsity=8, active=4)"
 WAYS: dict[str, dict[str, float]] = {"plain": {}, "anneal, distil": {"anneal": 0.4, "distil": 0.5}}
-STEPS, RATE = 200, {"SmolLM2": 1e-4, "trained from scratch": 1e-3}
+STEPS, TIMED, RATE = 200, 15, {"SmolLM2": 1e-4, "trained from scratch": 1e-3}
 SCRATCH, TINY = DenseModel(width=384, units=1024, layers=8, steps=800), DenseModel(width=16, units=32, layers=2, steps=2)
 
 
@@ -29,7 +30,7 @@ def parts(device: str, rehearsal: bool, folder: Path) -> list[Part]:
     start: Any = SmolLM2() if name == "SmolLM2" else TINY if rehearsal else SCRATCH
     given = (name, start, device, rehearsal, folder)
     ways = {f"recovery: {way}": functools.partial(recovered, way, *given) for way in WAYS}
-    runs = [Part(key, 45, run, group="recovery", alone=True) for key, run in ways.items()]
+    runs = [Part(key, 45, run, group="recovery") for key, run in ways.items()]
     return [Part("recovery: model", 30, functools.partial(prepared, name, start, device, folder), group="recovery"), *runs]
 
 
@@ -56,18 +57,23 @@ def both_models(start: Any, device: str, folder: Path) -> tuple[Any, Any]:
 
 
 def recovered(way: str, name: str, start: Any, device: str, rehearsal: bool, folder: Path) -> dict[str, Any]:
-    """The losses on held-out text, dense, at the start and on the way; seconds a step. Products of float32 are TF32 in training."""
+    """The losses on held-out text, dense, at the start and on the way; seconds a step, of a few with nothing beside them."""
     dense, first = both_models(start, device, folder)
-    model = copy.deepcopy(first)
-    steps = 2 if rehearsal else STEPS
-    stages = WAYS[way]
-    more = {"align": 0, "anneal": round(stages["anneal"] * steps), "distil": stages["distil"]} if stages else {}
-    settings = run_settings(steps, RATE[name], 1, device=device, **more)
+
+    def run(steps: int) -> dict[str, Any]:
+        stages = WAYS[way]
+        more = {"align": 0, "anneal": round(stages["anneal"] * steps), "distil": stages["distil"]} if stages else {}
+        settings = run_settings(steps, RATE[name], 1, device=device, **more)
+        return trained_on(copy.deepcopy(first), settings, dense if stages else None, start.tokenizer).to_dict()
+
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high")  # products of float32 are TF32
     try:
-        run = trained_on(model, settings, dense if WAYS[way] else None, start.tokenizer).to_dict()
+        with timing.alone():
+            step = run(2 if rehearsal else TIMED)["seconds_per_step"]
+        steps = 2 if rehearsal else STEPS
+        whole = run(steps)
     finally:
         torch.set_float32_matmul_precision(before)
-    known = ("dense_loss", "start_loss", "eval_losses", "seconds_per_step")
-    return {"model": name, "steps": steps, **{one: run[one] for one in known if one in run}}
+    known = ("dense_loss", "start_loss", "eval_losses")
+    return {"model": name, "steps": steps, "seconds_per_step": step, **{one: whole[one] for one in known if one in whole}}
