@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
+from on_cuda import timing
+from on_cuda.page import DENSE_CALLED
 from on_cuda.parts import FAILED, Part, attempt
 from on_cuda.random_models import REAL, TINY, rewritten
 from on_cuda.timing import WARM, captured, milliseconds
@@ -89,17 +91,26 @@ def model_of(name: str, device: str, rehearsal: bool, dtype: torch.dtype | None 
 def plainly(name: str, device: str, rehearsal: bool) -> dict[str, Any]:
     """Milliseconds a token of plain calls and of their graph, by batch; after a graph that failed no other is tried."""
     model = model_of(name, device, rehearsal)
+    dense = None if name == DENSE else model_of(DENSE, device, rehearsal)
     batches = BATCHES[:2] if rehearsal else BATCHES
     found: dict[str, Any] = {"parameters": sum(one.numel() for one in model.parameters())}
     for batch in batches:
-        decode = Decoding(model, batch, device)
-        found[f"batch {batch}"] = attempt(lambda decode=decode: {"called": milliseconds(decode, device) / GROUP})
+        found[f"batch {batch}"] = attempt(lambda batch=batch: called(model, dense, batch, device))
     for batch in batches:
         row = attempt(lambda batch=batch: graph(Decoding(model, batch, device), model, batch, device))
         found[f"batch {batch}"] |= {"graph": row[FAILED]} if FAILED in row else row
         if FAILED in row:
             break
     return found
+
+
+def called(model: Any, dense: Any, batch: int, device: str) -> dict[str, Any]:
+    """Milliseconds a token of plain calls, and of those of the dense model in the same process, at the same time."""
+    decoding = {"called": Decoding(model, batch, device)}
+    if dense is not None:
+        decoding[DENSE_CALLED] = Decoding(dense, batch, device)
+    with timing.alone():
+        return {way: milliseconds(decode, device) / GROUP for way, decode in decoding.items()}
 
 
 @torch.no_grad()
