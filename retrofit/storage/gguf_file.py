@@ -21,7 +21,8 @@ from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
 from retrofit.storage.bounded_construction import no_larger_than
 from retrofit.storage.filling import ONLY_DATA, require_all_used, require_match
-from retrofit.storage.gguf_rotary import DIVISORS, stretch_positions
+from retrofit.storage.gguf_rotary import DIVISORS, require_rotated, stretch_positions
+from retrofit.storage.gguf_settings import take_settings
 from retrofit.surgery.transformers_quantization import forget_quantization
 
 DIRECTORY = "give the Hugging Face directory that the file was made from"
@@ -104,17 +105,25 @@ def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrain
         config = AutoConfig.from_pretrained(path.parent, **place)
     except Exception as error:  # whatever the reader's code raises
         raise unreadable(path, header, error) from error
+    take_settings(config, path, header)
     stretch_positions(config, path, header)
     missing: CheckpointError | None = None
     for kind in candidate_classes(config):
         try:
             with no_larger_than(len(header.tensors)):
                 model, found = kind.from_pretrained(
-                    path.parent, config=config, dtype=dtype, output_loading_info=True, **unpacked(), **place
+                    path.parent,
+                    config=config,
+                    dtype=dtype,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # refused below, by name
+                    **unpacked(),
+                    **place,
                 )
             require_match(found["missing_keys"], (), found["mismatched_keys"])
             require_all_used(model, found["unexpected_keys"])
             require_all_read(model, header)
+            require_rotated(model, path, header)
             return model
         except RetrofitError as error:
             missing = missing or CheckpointError(f"{path}: {error.what}", why=error.why, remedy=f"{DIRECTORY}, or {AGAIN}")

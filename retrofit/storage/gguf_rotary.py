@@ -1,4 +1,4 @@
-"""How a GGUF file stretches rotary positions, written into the config: transformers' reader takes their base and no more."""
+"""How a GGUF file rotates and stretches positions, written into the config: transformers' reader takes their base at most."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from retrofit.errors import CheckpointError
 from retrofit.runtime.gguf_header import Header
+from retrofit.storage.gguf_settings import settings_of
 
 DIVISORS = "rope_freqs.weight"  # the tensor with a number for each frequency, by which it is divided
 LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -26,6 +28,13 @@ def stretch_positions(config: Any, path: Path, header: Header) -> None:
     """The config stretches rotary positions as the file does, else `CheckpointError`."""
     every = getattr(config, "rope_parameters", None) or {}
     rope = every.get("full_attention", every)  # where layers have a sliding window, the others are stretched
+    said = settings_of(header)
+    if rope and said.get("rope.freq_base"):
+        rope["rope_theta"] = said["rope.freq_base"]
+    if rope is every and (rotated := said.get("rope.dimension_count")):
+        width = head_width(config)
+        if rotated != int(width * (rope.get("partial_rotary_factor") or 1.0)):
+            rope["partial_rotary_factor"] = rotated / width
     if rope and rope.get("rope_type", "default") == "default":
         rope.update(said_scaling(path, header))
     if rope and any(tensor.name == DIVISORS for tensor in header.tensors):
@@ -33,6 +42,18 @@ def stretch_positions(config: Any, path: Path, header: Header) -> None:
         if rope.get("rope_type", "default") == "default" and bool((divisors != 1).any()):
             rope.update(LLAMA_3, factor=float(divisors.max()))
         require_divided(config, {} if rope is every else {"layer_type": "full_attention"}, rope, divisors, path)
+
+
+def head_width(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def require_rotated(model: PreTrainedModel, path: Path, header: Header) -> None:
+    """The model rotates as many numbers of a head as the file says, else `CheckpointError`."""
+    rotated = settings_of(header).get("rope.dimension_count")
+    frequencies = [len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    if rotated and frequencies and rotated // 2 not in frequencies:
+        raise unknown(path, f"its metadata say {header.architecture}.rope.dimension_count = {rotated}")
 
 
 def said_scaling(path: Path, header: Header) -> dict[str, Any]:

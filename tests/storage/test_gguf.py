@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.gguf_files import BYTES, tiny_llama, tokens, write_llama
+from support.gguf_files import BYTES, tiny_llama, tokens, write_llama, write_settings
 from torch import nn
 
 import retrofit
@@ -141,6 +141,53 @@ def test_what_the_reader_would_leave_out_is_refused(dense: Any, tmp_path: Path) 
     assert "rope.scaling.type = longrope" in said({"llama.rope.scaling.type": "longrope"}, {})
     assert "rope.scaling.attn_factor = 2.0" in said({"llama.rope.scaling.attn_factor": 2.0}, {})
     assert "otherwise than Llama 3" in said({}, {"rope_freqs.weight": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]})
+
+
+SIZES = {
+    "vocab_size": BYTES, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+ROTATED: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+BASE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "settings"),
+    [
+        ("starcoder2", BASE, {"rope.freq_base": 1e6, "attention.layer_norm_epsilon": 1e-5}),
+        ("phi3", ROTATED, {"rope.dimension_count": 4, "attention.layer_norm_rms_epsilon": 1e-5}),
+        ("phi3", {"sliding_window": 4}, {"attention.sliding_window": 4, "attention.layer_norm_rms_epsilon": 1e-5}),
+        ("stablelm", ROTATED, {"rope.dimension_count": 4, "attention.layer_norm_epsilon": 1e-5}),
+        ("nemotron", {**ROTATED, "norm_eps": 0.1}, {"rope.dimension_count": 4, "attention.layer_norm_epsilon": 0.1}),
+        ("gemma2", {"attn_logit_softcapping": 1.0}, {"attention.key_length": 256, "attn_logit_softcapping": 1.0}),
+        ("gemma2", {"final_logit_softcapping": 2.0}, {"attention.key_length": 256, "final_logit_softcapping": 2.0}),
+        ("qwen3", {"head_dim": 16}, {"attention.key_length": 16, "attention.layer_norm_rms_epsilon": 1e-6}),
+    ],
+)
+def test_numbers_that_the_reader_leaves_out_are_in_the_config(
+    kind: str, options: dict[str, Any], settings: dict[str, int | float], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **SIZES, **options)).eval()
+    path = write_settings(tmp_path / "model.gguf", kind, model, settings, norms_from_one=kind in ("nemotron", "gemma2"))
+    loaded: Any = retrofit.load(path)
+    torch.testing.assert_close(logits(loaded), logits(model), atol=1e-4, rtol=1e-4)
+    loaded.save_pretrained(tmp_path / "saved")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(loaded))
+
+
+def test_a_model_of_which_the_file_does_not_say_everything_is_refused(dense: Any, tmp_path: Path) -> None:
+    llama = write_llama(tmp_path / "llama.gguf", dense, vocabulary=False, more={"llama.attention.sliding_window": 8})
+    assert "llama.attention.sliding_window = 8, and LlamaConfig has no place for it" in refused(llama)
+    wide = write_llama(tmp_path / "wide.gguf", dense, vocabulary=False, more={"llama.attention.sliding_window": 64})
+    torch.testing.assert_close(logits(retrofit.load(wide)), logits(dense), atol=1e-5, rtol=1e-5)
+    torch.manual_seed(0)
+    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=12))
+    path = write_settings(tmp_path / "gemma.gguf", "gemma2", gemma, {"attention.key_length": 8}, norms_from_one=True)
+    assert "divided by: √256 in Gemma2Config, its heads are 8 wide" in refused(path)
+    half = write_llama(tmp_path / "half.gguf", dense, vocabulary=False, more={"llama.attention.key_length": 32})
+    assert "model.layers.0.self_attn.q_proj.weight is [64, 64], the model's [128, 64]" in refused(half)
 
 
 def test_a_rewritten_file_is_an_ordinary_directory(dense: Any, file: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny Llamas as GGUF files, written tensor by tensor as llama.cpp's own converter lays them out."""
+"""Tiny models as GGUF files, written tensor by tensor as llama.cpp's own converter lays them out."""
 
 from __future__ import annotations
 
@@ -76,6 +76,40 @@ def write_llama(
             writer.add_tensor(place, numpy.ascontiguousarray(values, dtype=type_.name.replace("F", "float")))
         else:
             writer.add_tensor(place, gguf.quantize(values, type_), raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_settings(
+    path: Path, architecture: str, model: Any, settings: dict[str, int | float], *, norms_from_one: bool = False
+) -> Path:
+    """A model whose matrices the converter takes as they are is the GGUF file `path`, its metadata `settings`."""
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_token_list([f"{number}" for number in range(config.vocab_size)])
+    writer.add_pad_token_id(0)
+    for key, value in settings.items():
+        add: Any = writer.add_uint32 if isinstance(value, int) else writer.add_float32
+        add(f"{architecture}.{key}", value)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names: Any = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            writer.add_tensor(place, tensor.numpy() + (1 if norms_from_one and place.endswith("norm.weight") else 0))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
