@@ -30,6 +30,7 @@ from retrofit.program.tracing_contexts import compile_on_call, disable_cache, di
 from retrofit.runtime.failing_module import failure_in
 from retrofit.runtime.modes import preserve_modes
 from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.packed_layers import refuse_packed_layers
 from retrofit.runtime.probes import extent_of, resized
 from retrofit.runtime.state_preservation import preserve_state
 
@@ -48,6 +49,7 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
     model's code does, and on any values: it holds a branch only where inputs of other values and sizes take the same one. Raises
     `CaptureError` where the model cannot be traced.
     """
+    refuse_packed_layers(model, CaptureError, "captured as a graph", "which torch.export does not trace")
     try:
         with preserve_modes(model):
             model.train(training)

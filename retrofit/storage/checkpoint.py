@@ -23,6 +23,7 @@ from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory, whole_file
 from retrofit.runtime.deferred_signals import unbroken
 from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.packed_layers import refuse_packed_layers
 from retrofit.storage.directories import load_directory
 from retrofit.storage.exported_program import load_exported, save_exported
 from retrofit.storage.file_names import EXPORTED, FILES, ONNX, OTHER_FORMATS, require_writable_kind
@@ -65,6 +66,7 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
 def require_savable(model: nn.Module, path: Path) -> None:
     """Raises `CheckpointError` where the name, or the model itself, says already that it cannot be saved there."""
     require_writable_kind(path)
+    refuse_packed_layers(uncompiled(model), CheckpointError, "saved", "which a file of tensors does not hold")
     if path.suffix in FILES:
         architecture_in_file(uncompiled(model))
     elif path.suffix not in (EXPORTED, ONNX) and not hasattr(model, "save_pretrained"):

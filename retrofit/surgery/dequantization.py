@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError, first_line
+from retrofit.runtime.packed_layers import packed_layers, unpacked_linear
 from retrofit.runtime.packed_rows import is_packed_tensor, unpacked
 from retrofit.runtime.usable_models import require_torch_module
 from retrofit.surgery.transformers_bookkeeping import forget_packed_reading
@@ -32,6 +33,7 @@ def dequantize(model: Any) -> Any:
     Raises `CheckpointError` where a quantizer cannot unpack what it packed, or unpacks other weights than it has computed with.
     """
     require_torch_module(model)
+    unpack_layers(model)
     packed = {name: one for name, one in model.named_parameters(remove_duplicate=False) if is_packed(one)}
     if not packed and (not came_through_quantizer(model) or has_plain_weights(model)):
         return model
@@ -63,6 +65,21 @@ def dequantize(model: Any) -> Any:
     return model
 
 
+def unpack_layers(model: nn.Module) -> None:
+    """Layers that torch's own quantization has packed are linear again; raises `CheckpointError` where one is none."""
+    linear: dict[int, nn.Linear] = {}
+    layers = packed_layers(model)
+    for path, layer in layers.items():
+        before = product(layer, torch.float32)
+        if before is None:
+            raise unpackable(model, f"{path} is no linear layer that takes floating-point numbers")
+        if id(layer) not in linear:
+            linear[id(layer)] = unpacked_linear(layer)
+            require_same_products(nn.ModuleDict({"layer": linear[id(layer)]}), {"layer": before}, torch.float32)
+    for path, layer in layers.items():
+        model.set_submodule(path, linear[id(layer)])
+
+
 def product(layer: Any, dtype: torch.dtype) -> Tensor | None:
     """What a linear layer makes of the same random numbers every time; None where it cannot be asked, as without its kernels here.
 
@@ -72,9 +89,10 @@ def product(layer: Any, dtype: torch.dtype) -> Tensor | None:
     if not isinstance(width, int):
         return None
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
+    device = next((one.device for one in layer.parameters()), x.device)
     try:
         with torch.no_grad():
-            return cast(Tensor, copy.deepcopy(layer)(x.to(next(layer.parameters()).device, dtype)).float())
+            return cast(Tensor, copy.deepcopy(layer)(x.to(device, dtype)).float())
     except Exception:  # whatever a kernel raises
         return None
 

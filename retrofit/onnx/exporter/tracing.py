@@ -22,6 +22,7 @@ from retrofit.onnx.exporter.dynamic_size_check import check_every_size
 from retrofit.onnx.exporter.export_part import PAST, ExportPart
 from retrofit.program.tracing_contexts import disable_stack_traces, silence_tracer
 from retrofit.runtime.conditional import both_kept
+from retrofit.runtime.packed_layers import refuse_packed_layers
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -35,6 +36,7 @@ def trace_part(part: ExportPart) -> onnx_ir.Model:
     """The part as an ONNX model with its names and dynamic sizes; raises `CaptureError` where torch cannot make one."""
     axes = part.axes()
     example = part.example(part.sizes)
+    refuse_packed_layers(part.model, CaptureError, "exported to ONNX", "which torch.export does not trace")
     try:
         with transformers_patches(), silence_tracer(), silence_loggers(), disable_stack_traces(), torch.no_grad():
             exported = export_program(part, example, axes)
