@@ -201,7 +201,7 @@ def rewrite_once(
         say("measuring the dense model")
         reference = Reference.of(model, inputs, dense)
     require_finite(model, reference)
-    edit = Edit(model, None if calibration is None else calibration_from(model, calibration), keep)
+    edit = Edit(model, None if calibration is None else calibration_from(model, calibration, inputs), keep)
     modules, earlier = dict(model.named_modules(remove_duplicate=False)), recipe_storage.stored_recipe(model)
     if example_inputs is not None:
         edit.set_attribute(model, "retrofit_inputs", recipe_storage.describe_inputs(inputs))

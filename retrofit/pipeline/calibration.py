@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from retrofit.errors import SpecError, kind_of
 from retrofit.runtime.calibration import Calibration
-from retrofit.runtime.example_inputs import example_inputs, trainable, vocabulary_of
+from retrofit.runtime.example_inputs import (
+    beside_ids,
+    example_inputs,
+    forward_parameters,
+    is_required,
+    kinds_beside_ids,
+    trainable,
+    vocabulary_of,
+)
 from retrofit.runtime.probes import accepts, ids_name
 from retrofit.surgery.transformers_quantization import quantization_of
 
@@ -19,58 +27,75 @@ LENGTH = 128  # tokens a window of text
 BATCH = 8  # windows a batch
 
 
-def calibration_from(model: nn.Module, given: Any) -> Calibration:
+def calibration_from(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = None) -> Calibration:
     """`given` as batches: texts, token ids (windows, length), or an iterable of batches as `model` takes them.
 
-    Raises `SpecError` where it holds nothing, or nothing the model takes.
+    A tensor is what the first of `inputs`, by argument name, stands for; they are derived from the model where not given. Raises
+    `SpecError` where there is nothing, nothing the model takes, or not all that it needs.
     """
     if isinstance(given, Calibration):
         return given
     batches = tuple(
         {name: trainable(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
-        for batch in as_batches(model, given)
+        for batch in as_batches(model, given, inputs)
     )
     if not batches:
         raise SpecError("calibration= holds nothing", why="no batch came out of it", remedy=REMEDY)
+    for batch in batches:
+        require_all_arguments(model, batch)
     return Calibration(batches)
+
+
+def require_all_arguments(model: nn.Module, batch: Mapping[str, Any]) -> None:
+    """The batch has every argument that the model's forward cannot do without, else `SpecError`."""
+    missing = [name for name, parameter in forward_parameters(model).items() if is_required(parameter) and name not in batch]
+    if missing:
+        raise SpecError(
+            f"a batch of calibration= has no {' and no '.join(missing)}",
+            why=f"forward of {type(model).__name__} needs it",
+            remedy=f"give batches by argument name: [{{'{next(iter(batch))}': …, '{missing[0]}': …}}, …]",
+        )
 
 
 REMEDY = "give texts, token ids of shape (windows, length), or a dataloader of what the model's forward takes"
 
 
-def as_batches(model: nn.Module, given: Any) -> Iterator[dict[str, Any]]:
+def as_batches(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
     """`given` as batches by argument name."""
     if isinstance(given, Mapping):
         yield accepted_arguments(model, given)
     elif isinstance(given, Tensor):
         for part in given.split(BATCH):
-            yield named_batch(model, part)
+            yield named_batch(model, part, inputs)
     elif isinstance(given, str) or (isinstance(given, Sequence) and given and all(isinstance(one, str) for one in given)):
-        yield from as_batches(model, tokenize_texts(model, [given] if isinstance(given, str) else given))
+        yield from as_batches(model, tokenize_texts(model, [given] if isinstance(given, str) else given), inputs)
     elif isinstance(given, Iterable):
         for batch in given:
             if isinstance(batch, str):
-                yield from as_batches(model, batch)
+                yield from as_batches(model, batch, inputs)
             elif isinstance(batch, Mapping):
                 yield accepted_arguments(model, batch)
             elif isinstance(batch, Tensor):
-                yield named_batch(model, batch.unsqueeze(0) if batch.dim() == 1 and not batch.is_floating_point() else batch)
+                row = batch.dim() == 1 and not batch.is_floating_point()
+                yield named_batch(model, batch.unsqueeze(0) if row else batch, inputs)
             elif isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
-                yield named_batch(model, batch[0])
+                yield named_batch(model, batch[0], inputs)
             else:
                 raise SpecError(f"calibration= holds {kind_of(batch)}", remedy=REMEDY)
     else:
         raise SpecError(f"calibration= is {kind_of(given)}", remedy=REMEDY)
 
 
-def named_batch(model: nn.Module, value: Tensor) -> dict[str, Any]:
-    """A batch of one tensor, by the name of the model's main input; the decoder of an encoder-decoder gets the same ids."""
+def named_batch(model: nn.Module, value: Tensor, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A batch of one tensor, by the name of the main one of `inputs`; the decoder of an encoder-decoder gets the same ids."""
     if not value.is_floating_point():
         value = value.long()
         require_token_ids(model, value)
-    inputs = example_inputs(model, device=torch.device("cpu"))  # their values matter, whatever the model is on
-    main = getattr(model, "main_input_name", None)
-    name = main if main in inputs else next(name for name, one in inputs.items() if isinstance(one, Tensor))
+    if inputs is None:
+        inputs = example_inputs(model, device=torch.device("cpu"))  # their values matter, whatever the model is on
+    first = next(name for name, one in inputs.items() if isinstance(one, Tensor))
+    ids = None if value.is_floating_point() else ids_name(inputs)
+    name = next(one for one in (getattr(model, "main_input_name", None), ids, first) if one in inputs)
     if value.is_floating_point() and not inputs[name].is_floating_point():
         raise SpecError(
             f"calibration= holds numbers of {value.dtype}".replace("torch.", ""),
@@ -78,10 +103,18 @@ def named_batch(model: nn.Module, value: Tensor) -> dict[str, Any]:
             remedy="give them as integers: ids.long()",
         )
     batch = {name: value}
+    if not value.is_floating_point():
+        batch |= required_beside(model, value)
     decoder = ids_name(inputs, decoder=True)
     if decoder is not None and decoder != name:
         batch[decoder] = value
     return batch
+
+
+def required_beside(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """What the model cannot do without beside token ids, as far as it follows from them."""
+    parameters = forward_parameters(model)
+    return beside_ids(ids, {name: kind for name, kind in kinds_beside_ids(model).items() if is_required(parameters[name])})
 
 
 def require_token_ids(model: nn.Module, ids: Tensor) -> None:

@@ -93,7 +93,7 @@ def plan(
         )
     with evaluation_mode(part):
         dense, inputs, program = prepare_model(part, example_inputs, "module", say)
-        data = planning_data(dense, calibration, tokenizer, tokens)
+        data = planning_data(dense, calibration, tokenizer, tokens, inputs)
         quantities = quantities_of(dense, data.window, wanted)
         facts = {
             "model": hash_weights(dense),

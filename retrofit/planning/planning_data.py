@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import PlanningError, RetrofitError, SpecError
-from retrofit.pipeline.calibration import calibration_from, calibration_windows, named_batch, require_token_ids, tokenize_texts
+from retrofit.pipeline.calibration import (
+    calibration_from,
+    calibration_windows,
+    named_batch,
+    require_token_ids,
+    tokenize_texts,
+)
 from retrofit.pipeline.tokenization import codec_for
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.calibration_split import batched, length_of, windows_of_batch
@@ -46,8 +53,11 @@ class PlanningData:
         return {name: value[:1] if isinstance(value, Tensor) else value for name, value in first.items() if name != "labels"}
 
 
-def planning_data(model: nn.Module, given: Any, tokenizer: Any = None, tokens: int | None = None) -> PlanningData:
-    """`given`, texts, token ids (windows, length) or batches, in three parts; `tokens` are fitted on.
+def planning_data(
+    model: nn.Module, given: Any, tokenizer: Any = None, tokens: int | None = None, inputs: Mapping[str, Any] | None = None
+) -> PlanningData:
+    """`given`, texts, token ids (windows, length) or batches, in three parts; `tokens` are fitted on. `inputs` by argument name are
+    examples, derived from the model where not given.
 
     Raises `PlanningError` where it is too short, `SpecError` where it is nothing the model takes.
     """
@@ -60,17 +70,17 @@ def planning_data(model: nn.Module, given: Any, tokenizer: Any = None, tokens: i
         require_token_ids(model, given)
         length = given.shape[1]
         rows = split(len(given), measured // length, HELD_OUT_TOKENS // length, tokens // length)
-        calibration = calibration_from(model, given[rows[0]])
-        example, shift, no_loss = examples_of(model, given, tokenizer)
+        calibration = calibration_from(model, given[rows[0]], inputs)
+        example, shift, no_loss = examples_of(model, given, tokenizer, inputs)
         parts = [[example(row) for row in some] for some in rows[1:]]
         fingerprint = short_hash(given.contiguous().numpy().tobytes() + str(rows).encode())
     else:
-        windows = [window for batch in calibration_from(model, given).batches for window in windows_of_batch(batch)]
+        windows = [window for batch in calibration_from(model, given, inputs).batches for window in windows_of_batch(batch)]
         length = max(1, max(length_of(window) for window in windows))
         rows = split(len(windows), measured // length, HELD_OUT_TOKENS // length, tokens // length)
         calibration = Calibration(tuple(batched(windows[row] for row in rows[0])))
         parts, shift, no_loss = [[windows[row] for row in some] for some in rows[1:]], None, "the text came as batches"
-        values = [value for window in windows for value in window.values() if isinstance(value, Tensor)]
+        values = [value for value in tree_leaves(windows) if isinstance(value, Tensor)]
         fingerprint = short_hash(b"".join(value.contiguous().cpu().numpy().tobytes() for value in values) + str(rows).encode())
     device = device_of(model)
     found = [tuple(moved(batch, device) for batch in batched(part)) for part in parts]
@@ -108,16 +118,23 @@ def evenly(numbers: Sequence[int], most: int) -> list[int]:
     return [numbers[(2 * index + 1) * len(numbers) // (2 * count)] for index in range(count)]
 
 
-def examples_of(model: nn.Module, windows: Tensor, tokenizer: Any) -> tuple[Callable[[int], dict[str, Any]], int | None, str]:
+def examples_of(
+    model: nn.Module, windows: Tensor, tokenizer: Any, inputs: Mapping[str, Any] | None
+) -> tuple[Callable[[int], dict[str, Any]], int | None, str]:
     """A window as the model takes it, by its number, with labels where it computes a loss; by how much outputs precede them, or
     why there is no loss."""
     try:
         objective = objective_for(add_loss(model), codec_for(model, tokenizer), windows[0].long())
     except RetrofitError as error:
         why = f"{error.what}: {error.why}" if error.why else error.what
-        return lambda row: named_batch(model, windows[row : row + 1]), None, why
+        return lambda row: named_batch(model, windows[row : row + 1], inputs), None, why
     data, collator = numbered_windows(windows, torch.arange(len(windows)), seed=0), Collator(objective)
-    return lambda row: {name: value for name, value in collator([data[row]]).items() if name != WINDOW}, objective.shift, ""
+
+    def example(row: int) -> dict[str, Any]:
+        batch: dict[str, Any] = {name: value for name, value in collator([data[row]]).items() if name != WINDOW}
+        return named_batch(model, batch.pop("input_ids"), inputs) | batch
+
+    return example, objective.shift, ""
 
 
 def moved(batch: Batch, device: torch.device) -> dict[str, Any]:

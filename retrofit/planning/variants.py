@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.anatomy.anatomy import Anatomy
+from retrofit.errors import DoesNotFitError
 from retrofit.pipeline.protocol import AnyPass
 from retrofit.planning.candidates import takes_layers
 from retrofit.planning.changed_modules import changed_modules, share_unchanged
@@ -24,7 +25,7 @@ from retrofit.runtime.calibration_split import windows_of_batch
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.peak_memory import own_bytes
-from retrofit.runtime.probes import distance, logits_of, run, tolerance_of
+from retrofit.runtime.probes import accepts, distance, logits_of, run, tolerance_of
 from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.surgery.edit import Edit
 
@@ -93,6 +94,7 @@ def build_variant(
     """
     rewritten, originals = rewritten_copy(dense, (candidate,), data if fit else None, seed, example_inputs)
     rewritten.eval()
+    require_same_arguments(dense, rewritten, data)
     changed = changed_modules(dense, rewritten)
     if "" in changed:
         return (Replacement((), {}, rewritten),)
@@ -103,6 +105,17 @@ def build_variant(
     if not comes_apart(dense, rewritten, replacements, data):
         return (Replacement((), {}, rewritten),)
     return replacements
+
+
+def require_same_arguments(dense: nn.Module, rewritten: nn.Module, data: Calibration) -> None:
+    """The rewritten model takes what the dense one does of each batch, else `DoesNotFitError`."""
+    gone = [name for name in data.batches[0] if accepts(dense, name) and not accepts(rewritten, name)]
+    if gone:
+        raise DoesNotFitError(
+            f"the rewritten model takes no {' and no '.join(gone)}, which the batches hold",
+            why="it is a graph, which holds what such arguments led to when it was captured",
+            remedy="leave them out of the batches, where they are what the model is captured with",
+        )
 
 
 def comes_apart(dense: nn.Module, rewritten: nn.Module, replacements: Sequence[Replacement], data: Calibration) -> bool:

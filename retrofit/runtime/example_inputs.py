@@ -76,6 +76,23 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
     return ordinary[chosen]
 
 
+def kinds_beside_ids(model: nn.Module) -> dict[str, torch.dtype]:
+    """What the model's forward takes beside token ids and follows from them where there is no padding, by name: its dtype."""
+    examples, named = model.__dict__.get("retrofit_examples", {}), forward_parameters(model)
+    names = (name for name in ("attention_mask", "position_ids", "token_type_ids") if name in named)
+    return {name: examples[name].dtype if name in examples else torch.long for name in names}
+
+
+def beside_ids(ids: torch.Tensor, kinds: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """These inputs for token ids (batch, length): a mask that hides nothing, the numbers of the positions, one segment."""
+    values = {
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
+        "token_type_ids": torch.zeros_like(ids),
+    }
+    return {name: values[name].to(dtype) for name, dtype in kinds.items()}
+
+
 def said_of(config: Any, *names: str) -> Any:
     """The first of these values that the config gives; None where it gives none."""
     return next((value for name in names if (value := getattr(config, name, None))), None)

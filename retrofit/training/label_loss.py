@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,12 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import TrainingError
-from retrofit.runtime.example_inputs import forward_parameters
+from retrofit.runtime.example_inputs import beside_ids, forward_parameters, kinds_beside_ids
 from retrofit.runtime.probes import named_outputs
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training.outputs import find_logits
 
-DERIVABLE = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 REMEDY = "train a Hugging Face model with a language-modelling head, or one that takes input_ids and returns logits"
 
 
@@ -33,14 +33,20 @@ def add_loss(model: nn.Module) -> nn.Module:
     parameters = forward_parameters(model)
     required = [name for name, one in parameters.items() if one.default is one.empty and one.kind is not one.VAR_POSITIONAL]
     ids = "input_ids" if "input_ids" in parameters else required[0] if len(required) == 1 else None
-    underivable = [name for name in required if name not in DERIVABLE and name != ids]
+    kinds = kinds_beside_ids(model)
+    underivable = [name for name in required if name not in kinds and name != ids]
     if ids is None or underivable:
         raise TrainingError(
             f"{type(model).__name__} cannot compute a language-modelling loss",
             why=f"its forward takes {', '.join(parameters) or 'nothing'}, and no labels",
             remedy=REMEDY,
         )
-    return WithLabelLoss(model, ids)
+    return WithLabelLoss(model, ids, kinds)
+
+
+def class_of(model: nn.Module) -> str:
+    """The class of a model as its user knows it, whether or not a loss was added."""
+    return type(model.model if isinstance(model, WithLabelLoss) else model).__name__
 
 
 class WithLabelLoss(nn.Module):
@@ -49,10 +55,9 @@ class WithLabelLoss(nn.Module):
     The losses that its modules record, such as those that balance experts, are added to it.
     """
 
-    def __init__(self, model: nn.Module, ids: str) -> None:
+    def __init__(self, model: nn.Module, ids: str, beside: Mapping[str, torch.dtype]) -> None:
         super().__init__()
-        self.model, self.ids = model, ids
-        self.takes = tuple(name for name in forward_parameters(model) if name in DERIVABLE)
+        self.model, self.ids, self.beside = model, ids, beside  # the last by name, of inputs that follow from the ids
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
         """(batch, seq) ids, and labels that are -100 where nothing is learned, to the loss, if there are labels, and the logits."""
@@ -70,10 +75,4 @@ class WithLabelLoss(nn.Module):
 
     def inputs(self, ids: Tensor) -> dict[str, Any]:
         """The ids of windows without padding, and the other inputs the model takes with them."""
-        available = {
-            self.ids: ids,
-            "attention_mask": torch.ones_like(ids),
-            "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
-            "token_type_ids": torch.zeros_like(ids),
-        }
-        return {name: value for name, value in available.items() if name == self.ids or name in self.takes}
+        return {self.ids: ids} | beside_ids(ids, self.beside)

@@ -16,6 +16,7 @@ from torch import nn
 from retrofit.errors import TrainingError, first_line
 from retrofit.pipeline.tokenization import Codec
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.training.label_loss import class_of
 from retrofit.training.outputs import find_logits, list_of
 from retrofit.training.windows import WINDOW
 
@@ -243,7 +244,7 @@ def compute_logits(model: nn.Module, example: Example) -> torch.Tensor:
     logits = find_logits(run(model, {key: value for key, value in example.items() if key != "labels"}))
     if logits is None or logits.shape[1] != length:
         raise TrainingError(
-            f"{type(model).__name__} gives no logits for each of its {length} tokens",
+            f"{class_of(model)} gives no logits for each of its {length} tokens",
             why="its outputs are of another shape",
             remedy="train a model with a language-modelling head",
         )
@@ -255,7 +256,7 @@ def compute_loss(model: nn.Module, example: Example) -> float:
     outputs = list_of(run(model, example))
     if not outputs or not isinstance(outputs[0], torch.Tensor) or outputs[0].numel() != 1:
         raise TrainingError(
-            f"{type(model).__name__} returned no loss although it received labels",
+            f"{class_of(model)} returned no loss although it received labels",
             why="its first output is not a single number",
             remedy="train a model with a language-modelling head",
         )
@@ -270,7 +271,7 @@ def run(model: nn.Module, inputs: Example) -> Any:
     except Exception as error:  # whatever the model's own code raises
         labelled = "labels" in inputs
         raise TrainingError(
-            f"{type(model).__name__} cannot {'compute a loss for' if labelled else 'read'} {inputs['input_ids'].shape[-1]} tokens",
+            f"{class_of(model)} cannot {'compute a loss for' if labelled else 'read'} {inputs['input_ids'].shape[-1]} tokens",
             why=first_line(error),
             remedy="train a model with a language-modelling head" if labelled else "give a shorter --length",
         ) from error

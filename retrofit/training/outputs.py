@@ -38,4 +38,6 @@ def token_logits(outputs: Any) -> Tensor:
 
 def list_of(outputs: Any) -> list[Any]:
     """What a model returned, in order."""
+    if isinstance(outputs, Tensor):
+        return [outputs]
     return list(outputs.values()) if isinstance(outputs, Mapping) else list(outputs)

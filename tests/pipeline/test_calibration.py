@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import zoo
+from support.own_models import Own
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -185,6 +186,46 @@ def test_what_cannot_be_used_is_refused_with_the_reason(given: Any, words: str) 
     with pytest.raises(SpecError, match="calibration") as caught:
         calibration_from(llama(vocab_size=300), given)
     assert words in str(caught.value)
+
+
+class Many(nn.Module):
+    """A model whose token ids are not its first argument, and that takes other things beside them."""
+
+    def forward(
+        self,
+        attention_mask: Tensor,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        position_ids: Tensor | None = None,
+        extra: Tensor | None = None,
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+def test_what_follows_from_ids_is_given_with_them_where_the_model_cannot_do_without() -> None:
+    model, ones = Many(), torch.ones(2, 4, dtype=torch.bool)
+    examples = {"attention_mask": ones, "input_ids": IDS[:2, :4], "token_type_ids": torch.zeros(2, 4, dtype=torch.int32)}
+    model.__dict__["retrofit_examples"] = examples
+    (batch,) = calibration_from(model, IDS).batches
+    assert batch.keys() == examples.keys() and torch.equal(batch["input_ids"], IDS)
+    assert [batch[name].dtype for name in examples] == [torch.bool, torch.long, torch.int32]
+    assert batch["attention_mask"].all() and batch["attention_mask"].shape == IDS.shape and not batch["token_type_ids"].any()
+
+
+def test_a_tensor_is_what_the_given_inputs_are() -> None:
+    model, numbers = Own(), torch.zeros(2, 4, 5)
+    with pytest.raises(SpecError, match="integers"):
+        calibration_from(model, numbers)  # a model with a table of embeddings is taken for one of token ids
+    (batch,) = calibration_from(model, numbers, {"x": numbers[:1]}).batches
+    assert torch.equal(batch["x"], numbers)
+
+
+def test_a_batch_that_lacks_an_argument_is_refused_by_its_name() -> None:
+    inputs = {"input1": torch.zeros(2, 3), "input2": torch.zeros(2, 3)}
+    for given in (torch.zeros(2, 3), [(torch.zeros(2, 3), 1)], {"input1": torch.zeros(2, 3)}):
+        with pytest.raises(SpecError, match=r"no input2(?s:.)*\{'input1': …, 'input2': …\}"):
+            calibration_from(nn.Bilinear(3, 3, 3), given, inputs)
+    assert len(calibration_from(nn.Bilinear(3, 3, 3), inputs).batches) == 1
 
 
 def test_a_pass_that_fits_nothing_to_data_refuses_it_and_says_which_do() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.own_models import Own
 from support.tiny_models import gpt2, llama, t5
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from retrofit.planning.candidates import candidates_of, depths_text, short_spec
 from retrofit.planning.changed_modules import changed_modules
 from retrofit.planning.planned_recipe import ModelPlan
 from retrofit.planning.planner import Planner
+from retrofit.planning.planning_data import planning_data
 from retrofit.planning.quality import MeasuredWindows
 from retrofit.planning.recalled_layers import RecalledLayers
 from retrofit.planning.variants import Replacement, added_bytes, build_variant, hybrid, layers_by_depth, rewritten_copy
@@ -439,6 +441,42 @@ def test_why_there_is_no_loss_is_told() -> None:
         with pytest.raises(PlanningError, match="has no loss here") as refused:
             retrofit.plan(llama(), given, "loss +0.1", passes=[QKV])
         assert why in refused.value.why
+
+
+def test_ids_are_given_by_the_name_that_a_model_of_ones_own_has_for_them() -> None:
+    model = Own(tokens=256).eval()
+    assert "x" in planning_data(model, windows()).window
+    found = planned(model, ["memory 0.999x", "train 0.001x"], passes=[HEAD])
+    (error,) = found.unreached.values()
+    assert found.planned[0].measured is not None and found.planned[0].measured.added_loss is not None
+    assert "train" in found.dense_seconds and "no candidate lowers" not in error.what
+
+
+class Branching(Own):
+    """A model whose caller says which way its code takes; a feed-forward of it fits as a graph only."""
+
+    def forward(self, x: Tensor, *, plain: bool = True) -> Tensor:
+        return super().forward(x) if plain else super().forward(x).relu()
+
+
+def test_a_graph_is_not_tried_on_arguments_that_it_does_not_have() -> None:
+    model, batches = Branching(tokens=256).eval(), [{"x": part, "plain": True} for part in windows().split(4)]
+    with pytest.raises(PlanningError, match="takes no plain") as refused:
+        retrofit.plan(model, batches, "memory 0.999x", passes=["sparse-ffn(sparsity=8)"], seconds=0.02)
+    assert "graph" in refused.value.why
+    data = Calibration(({"x": windows(2)},))
+    assert build_variant(model, parse_spec("sparse-ffn(sparsity=8)"), data, {}, 0, fit=False)[0].model is not None
+
+
+def test_another_text_inside_of_a_container_is_another_text() -> None:
+    class Inside(Own):
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return super().forward(batch["x"])
+
+    model, inputs = Inside(tokens=256), {"batch": {"x": windows(2)}}
+    one, other = ([{"batch": {"x": part}} for part in windows(seed=seed).split(4)] for seed in (0, 1))
+    prints = [planning_data(model, given, inputs=inputs).fingerprint for given in (one, other, one)]
+    assert prints[0] == prints[2] != prints[1]
 
 
 @pytest.mark.parametrize(("positions", "tokens"), [(16, 15), (4, 3)])

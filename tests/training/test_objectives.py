@@ -269,7 +269,7 @@ def test_a_causal_mask_that_leaks_is_not_causal() -> None:
         (lambda: bert(BertForPreTraining), "BertForPreTraining returned no loss"),
         (lambda: bert(BertForSequenceClassification), "gives no logits for each of its 64 tokens"),
         (lambda: bert(max_position_embeddings=32), r"(?s)cannot read 64 tokens.*shorter --length"),
-        (lambda: add_loss(nn.Embedding(VOCABULARY, 8)), "cannot compute a loss for 64 tokens"),
+        (lambda: add_loss(nn.Embedding(VOCABULARY, 8)), "Embedding cannot compute a loss for 64 tokens"),
         (lambda: add_loss(nn.Bilinear(2, 2, 2)), "cannot compute a language-modelling loss"),
     ],
     ids=["no head", "half a loss", "no logits a token", "too long", "no language model", "no token ids"],

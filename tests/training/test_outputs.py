@@ -18,6 +18,7 @@ VALUE, LOGITS = torch.zeros(2, 5, 1), torch.zeros(2, 5, 11)
         {"logits": LOGITS, "value": VALUE},
         (torch.tensor(1.0), LOGITS, VALUE),
         {"loss": torch.tensor(1.0), "scores": LOGITS},
+        LOGITS,
     ],
 )
 def test_logits_are_the_output_of_that_name_else_the_first_of_three_dimensions(outputs: object) -> None:
