@@ -95,7 +95,7 @@ def named_batch(model: nn.Module, value: Tensor, inputs: Mapping[str, Any] | Non
         inputs = example_inputs(model, device=torch.device("cpu"))  # their values matter, whatever the model is on
     first = next(name for name, one in inputs.items() if isinstance(one, Tensor))
     ids = None if value.is_floating_point() else ids_name(inputs)
-    name = next(one for one in (getattr(model, "main_input_name", None), ids, first) if one in inputs)
+    name: str = next(one for one in (getattr(model, "main_input_name", None), ids, first) if one in inputs)  # type: ignore[assignment]
     if value.is_floating_point() and not inputs[name].is_floating_point():
         raise SpecError(
             f"calibration= holds numbers of {value.dtype}".replace("torch.", ""),
