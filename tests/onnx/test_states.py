@@ -231,6 +231,13 @@ def test_a_model_that_takes_rows_in_groups_is_refused_before_it_is_traced(tmp_pa
         retrofit.export_onnx(Grouped(), tmp_path / "model.onnx")
 
 
+def test_a_graph_of_fixed_sizes_is_refused_with_how_to_get_one_of_dynamic_sizes(tmp_path):
+    program = torch.export.export(nn.Sequential(nn.Embedding(19, 8), nn.Linear(8, 6)).eval(), (torch.randint(19, (2, 7)),))
+    torch.export.save(program, tmp_path / "model.pt2")
+    with pytest.raises(CaptureError, match=r"(?s)takes 2 there.*capture the graph again.*dynamic_shapes="):
+        retrofit.export_onnx(retrofit.load(tmp_path / "model.pt2"), tmp_path / "model.onnx")
+
+
 def test_a_model_that_wants_some_tokens_goes_out_for_these_and_more(tmp_path):
     class Neighbours(Plain):
         def forward(self, tokens):

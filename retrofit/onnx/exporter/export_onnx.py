@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from retrofit.errors import CaptureError, RetrofitError, first_line
+from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, first_line
 from retrofit.onnx.exporter.branches import branch_file
 from retrofit.onnx.exporter.export_part import ExportPart
 from retrofit.onnx.exporter.export_plan import CacheMode, ExportPlan, plan_export
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     import onnx_ir
 
 SUFFIX = ".onnx"
+NOT_IN_GROUPS = "sizes are dynamic in a file: a model that takes rows in groups, or some lengths only, cannot be exported"
+CAPTURE_AGAIN = (
+    "sizes are dynamic in a file: capture the graph again with dynamic sizes (dynamic_shapes= of torch.export.export,"
+    " dynamic_axes= of torch.onnx.export)"
+)
 Weights: TypeAlias = Literal["int8", "int4"]
 BITS = {"int8": 8, "int4": 4}
 MOST_INLINE_BYTES = 2**30  # bytes of weights in one file: protobuf ends at 2 GiB, and holds several copies of them while it writes
@@ -236,8 +241,8 @@ def check_other_sizes_run(part: ExportPart) -> None:
         except Exception as error:  # whatever the model's own code raises
             raise CaptureError(
                 f"{type(part.model).__name__} does not run at {', '.join(f'{size} {extent}' for size, extent in sizes.items())}",
-                why=first_line(error),
-                remedy="sizes are dynamic in a file: a model that takes rows in groups, or some lengths only, cannot be exported",
+                why=f"{error.what}: {error.why}" if isinstance(error, DoesNotFitError) else first_line(error),
+                remedy=CAPTURE_AGAIN if isinstance(error, DoesNotFitError) else NOT_IN_GROUPS,
             ) from error
 
 
