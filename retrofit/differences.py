@@ -19,6 +19,7 @@ from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.replaying import rewrites, rewritten_part
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.packed_rows import unpacked
 from retrofit.runtime.probes import same_bits
 from retrofit.runtime.usable_models import require_in_memory, require_module, require_values
 from retrofit.undoing.dense_parameters import DenseForm, dense_form
@@ -184,13 +185,13 @@ def described(tensor: Tensor) -> str:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a file holds of a model, of tied tensors one."""
+    """What a file holds of a model, of tied tensors one, of packed ones the numbers that they stand for."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and id(tensor) not in seen:
             seen.add(id(tensor))
-            found[name] = tensor.detach()
+            found[name] = unpacked(tensor.detach())
     return found
 
 

@@ -47,6 +47,8 @@ def dequantize(model: Any) -> Any:
     elif quantizer is not None:
         paths, dtype = dict.fromkeys(name.rpartition(".")[0] for name in packed), model.dtype
         before = {path: product(model.get_submodule(path), dtype) for path in paths}
+        if isinstance(model.config.dtype, str):  # as transformers' own save_pretrained leaves it, and no quantizer takes it
+            model.config.dtype = getattr(torch, model.config.dtype)
         model.state_dict()  # layers that have arranged their weights for this processor arrange them back to save them
         try:
             model.dequantize()

@@ -36,6 +36,7 @@ def dense_skeleton(model: nn.Module) -> nn.Module:
             why="it has neither a class nor a config that could build that again, and was not rewritten as a graph",
             remedy="take the file that the passes were applied to",
         )
+    recipe_storage.refuse_packed(model, "traced back to its dense model")
     architecture, config = describe_architecture(model)
     kind, config_kind = find_class(architecture, imports=True)  # the class of a live model: nothing new is imported
     with preserve_random_state(), quiet():

@@ -156,10 +156,22 @@ def test_unpacking_a_rewritten_model_leaves_its_recipe(folders: dict[str, Path],
     torch.testing.assert_close(logits(again), logits(oracle), atol=1e-6, rtol=1e-6)
 
 
+def test_packed_weights_are_compared_by_the_numbers_that_they_stand_for(folders: dict[str, Path]) -> None:
+    plain, model = load(folders[RECIPES[0]]), load(folders[RECIPES[0]], quantization_config=RowConfig())
+    assert retrofit.diff(model, model).same
+    found = {one.name: one for one in retrofit.diff(plain, model).tensors}
+    name = "model.layers.1.self_attn.q_proj.weight"
+    one, other = plain.get_parameter(name).double(), model.get_parameter(name).dequantize().double()
+    assert found[name].what == "values" and found[name].relative == pytest.approx(float(((one - other).norm() / one.norm()).detach()))
+    assert "model.embed_tokens.weight" not in found
+
+
 def test_what_needs_numbers_refuses_packed_weights(folders: dict[str, Path], tmp_path: Path) -> None:
     model = load(folders[RECIPES[0]], quantization_config=RowConfig())
     with pytest.raises(CheckpointError, match="cannot be exported"):
         retrofit.export_onnx(model, tmp_path / "model.onnx")
+    with pytest.raises(CheckpointError, match=r"is quantized .* cannot be traced back to its dense model"):
+        retrofit.undo(model)
     with pytest.raises(TrainingError, match="is quantized"):
         continue_pretraining(model, [IDS], Settings(1, 1, 8))
     model.save_pretrained(tmp_path / "quantized")

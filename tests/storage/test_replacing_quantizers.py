@@ -88,6 +88,7 @@ def test_a_rewritten_model_is_quantized_saved_loaded_and_unpacked(kind: Any, spe
     torch.testing.assert_close(logits(again), logits(expected), atol=1e-5, rtol=1e-5)
     again.save_pretrained(tmp_path / "plain")
     assert torch.equal(logits(load(tmp_path / "plain")), logits(again))
+    assert torch.equal(logits(retrofit.dequantize(model)), logits(again)), "the model that was saved is unpacked too"
 
 
 @pytest.mark.parametrize("kind", [llama, gpt2])

@@ -116,7 +116,7 @@ class LayersQuantizer(HfQuantizer):
         for path, module in list(model.named_modules()):
             if isinstance(module, WholeNumbers):
                 layer = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-                layer.weight, layer.bias = nn.Parameter(module.numbers()), module.bias
+                layer.weight, layer.bias = nn.Parameter(module.numbers().to(dtype)), module.bias
                 model.set_submodule(path, layer)
         return model
 
