@@ -303,7 +303,7 @@ def train_a_few_steps(entry: zoo.Entry, model: PreTrainedModel, new: list[tuple[
             loss.backward()
             losses.append(loss.item())
             for name, parameter in new if len(losses) == 1 else ():
-                if parameter.grad is None or not parameter.grad.isfinite().all():
+                if parameter.requires_grad and (parameter.grad is None or not parameter.grad.isfinite().all()):
                     return f"{name} gets no finite gradient"
             optimizer.step()
     except Exception as error:

@@ -169,7 +169,7 @@ def legend() -> list[str]:
         "- AltUp exact: on another batch, length and image size than captured, also padded, no logit is off by more than 1e-5 of",
         f"  the largest. Recycled only: the pass is refused, and its way out, {RECYCLED}, is what was assessed.",
         "- generates: greedily, with and without a cache, the dense model's tokens.",
-        "- trains: every new parameter gets a finite gradient and three AdamW steps lower the loss.",
+        "- trains: every new parameter that is not frozen gets a finite gradient and three AdamW steps lower the loss.",
         "- saved and loaded: through `save_pretrained` and the stock auto class, the logits are the same bits.",
         "- —: does not apply, or was not reached; dense cannot: the unmodified model fails the same check.",
     ]

@@ -209,7 +209,7 @@ class WidthPropagation:
     def broadcasts(self, part: fx.Node, node: fx.Node, dim: int) -> bool:
         """Whether a narrow operand meets the wide dimension with extent one, or is no value that meets it."""
         size, out = shape(part), shape(node)
-        if size is None or out is None or op(node) in ("index", "index_select", "gather", "type_as", "expand_as", "view_as"):
+        if size is None or out is None or op(node) in ("index", "index_select", "gather", "type_as", "view_as"):
             return True
         if op(node) in JOIN:
             return False

@@ -96,6 +96,7 @@ ADDED = {
     "a module's output": (lambda m, y, ids: y + m.positions(number(ids)), {"replicated": ["positions"]}),
     "a scaled output": (lambda m, y, ids: y + 0.5 * m.positions(number(ids))[None], {"replicated": ["positions"]}),
     "a parameter": (lambda m, y, ids: y + m.offsets[: ids.shape[1]], {"parameters": ["offsets"]}),
+    "a parameter made as large as the stream": (lambda m, y, ids: y + m.offsets[0].expand_as(y), {"parameters": ["offsets"]}),
     "a buffer": (lambda m, y, ids: y + m.waves[: ids.shape[1]], {"buffers": ["waves"]}),
     "one number a token": (lambda m, y, ids: y * (ids > 0).unsqueeze(-1), {}),
     "the tokens in another order": (lambda m, y, ids: y.flip(1).roll(2, 1), {}),
@@ -103,7 +104,7 @@ ADDED = {
 }
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(5)
 @pytest.mark.parametrize("case", ADDED)
 def test_a_contribution_of_the_dense_width_is_replicated_where_it_comes_from(case: str) -> None:
     before, expected = ADDED[case]
