@@ -161,10 +161,8 @@ def test_packed_weights_are_compared_by_the_numbers_that_they_stand_for(folders:
     assert retrofit.diff(model, model).same
     found = {one.name: one for one in retrofit.diff(plain, model).tensors}
     name = "model.layers.1.self_attn.q_proj.weight"
-    one, other = plain.get_parameter(name).double(), model.get_parameter(name).dequantize().double()
-    assert found[name].what == "values" and found[name].relative == pytest.approx(
-        float(((one - other).norm() / one.norm()).detach())
-    )
+    one, other = (model.get_parameter(name).detach().double() for model in (plain, model))
+    assert found[name].what == "values" and found[name].relative == pytest.approx(float((one - other).norm() / one.norm()))
     assert "model.embed_tokens.weight" not in found
 
 
