@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.errors import SpecError, kind_of
+from retrofit.errors import CaptureError, SpecError, kind_of
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import (
     beside_ids,
@@ -17,10 +18,12 @@ from retrofit.runtime.example_inputs import (
     forward_parameters,
     is_required,
     kinds_beside_ids,
+    named_inputs,
     trainable,
     vocabulary_of,
 )
-from retrofit.runtime.probes import accepts, ids_name
+from retrofit.runtime.probes import accepts, extent_of, ids_name, run
+from retrofit.runtime.state_preservation import preserve_state
 from retrofit.surgery.transformers_quantization import quantization_of
 
 LENGTH = 128  # tokens a window of text
@@ -156,11 +159,28 @@ def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) 
     """Texts as windows of token ids, by `tokenizer`, or as bytes where that is None: (windows, length)."""
     from retrofit.pipeline.tokenization import codec_for, positions_named, windows_of
 
-    length = min(LENGTH, positions_named(model) or LENGTH)
+    length = min(LENGTH, positions_named(model) or length_taken(model))
     found = windows_of(texts, codec_for(model, tokenizer), length)
     if not len(found):
         raise SpecError(f"the calibration text does not fill one window of {length} tokens", remedy="give more text")
     return found
+
+
+def length_taken(model: nn.Module) -> int:
+    """Tokens of a window, at most `LENGTH`, on which a model runs whose config says nothing of them; those of its example inputs,
+    where it runs on no others."""
+    try:
+        inputs = example_inputs(model)
+    except CaptureError:
+        return LENGTH
+    own = extent_of(inputs)[1] or LENGTH
+    halves = [LENGTH >> times for times in range(4)]
+    for length in sorted({*halves, min(own, LENGTH)}, reverse=True):
+        ids = torch.zeros(1, length, dtype=torch.long)
+        with contextlib.suppress(Exception), preserve_state(model), torch.no_grad():
+            run(model, named_inputs(model, named_batch(model, ids, inputs)))
+            return length
+    return own
 
 
 def origin_of(model: nn.Module) -> Path | None:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.errors import PlanningError
+from retrofit.errors import PlanningError, TrainingError
+from retrofit.pipeline.tokenization import vocabulary_size
 from retrofit.planning.recalled_layers import RecalledLayers
 from retrofit.runtime.calibration import real_tokens
 from retrofit.runtime.example_inputs import vocabulary_of
@@ -31,6 +32,14 @@ from retrofit.training.outputs import without_labels
 
 SKETCH = 32  # projections of a token's u
 TINY = torch.finfo(torch.float32).tiny
+
+
+def vocabularies(model: nn.Module) -> set[int]:
+    """How many logits a token has, by what the model says and by the table that its graph looks ids up in."""
+    found = {vocabulary_of(model)} - {0}
+    with contextlib.suppress(TrainingError):
+        found.add(vocabulary_size(model))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,12 +75,12 @@ class MeasuredWindows:
     ) -> MeasuredWindows:
         """The windows of `batches`, whose labels an output precedes by `shift`; `layers` are recalled, none where empty."""
         found = []
-        are_logits = False
+        are_logits, sizes = False, vocabularies(model)
         with evaluation_mode(model), torch.no_grad():
             for batch in batches:
                 inputs = without_labels(model, batch)
                 outputs, mask = outputs_of(model, inputs)
-                are_logits = outputs.shape[-1] == vocabulary_of(model)
+                are_logits = outputs.shape[-1] in sizes
                 labels = None
                 if shift is not None and are_logits and "labels" in batch:
                     shifted = F.pad(batch["labels"][:, shift:], (0, shift), value=IGNORED).to(outputs.device)

@@ -86,6 +86,20 @@ def test_a_window_is_no_longer_than_the_positions_of_the_model() -> None:
     assert batch["input_ids"].shape == (4, LENGTH // 4)
 
 
+@pytest.mark.parametrize(("positions", "length"), [(200, LENGTH), (40, 32), (13, 11)])
+def test_a_window_is_no_longer_than_a_model_without_a_config_runs_on(positions: int, length: int) -> None:
+    class Counted(Own):
+        def __init__(self) -> None:
+            super().__init__(tokens=300)
+            self.places = nn.Embedding(positions, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.c(self.places(torch.arange(x.shape[1])))
+
+    (batch, *_) = calibration_from(Counted(), "some words that fill windows. " * 50).batches
+    assert batch["x"].shape[1] == length
+
+
 def test_windows_go_through_in_batches() -> None:
     batches = calibration_from(llama(), IDS[:1].repeat(2 * BATCH + 1, 1)).batches
     assert [len(batch["input_ids"]) for batch in batches] == [BATCH, BATCH, 1]

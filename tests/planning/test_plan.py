@@ -22,6 +22,7 @@ import retrofit
 from retrofit.anatomy.inspection import inspect
 from retrofit.cli import main
 from retrofit.errors import PlanningError, SpecError
+from retrofit.graphs.graph_module import graph_module
 from retrofit.pipeline.registry import parse_spec
 from retrofit.planning import costs, measuring, planner
 from retrofit.planning.candidates import candidates_of, depths_text, short_spec
@@ -450,6 +451,12 @@ def test_ids_are_given_by_the_name_that_a_model_of_ones_own_has_for_them() -> No
     (error,) = found.unreached.values()
     assert found.planned[0].measured is not None and found.planned[0].measured.added_loss is not None
     assert "train" in found.dense_seconds and "no candidate lowers" not in error.what
+
+
+def test_a_graph_has_the_logits_of_the_table_that_it_looks_ids_up_in() -> None:
+    graph = graph_module(Own(tokens=256).eval(), {"x": windows(2)})
+    measured = MeasuredWindows.of(graph, [{"x": windows(2), "labels": windows(2)}], (), 0)
+    assert measured.are_logits and measured.dense_loss is not None
 
 
 class Branching(Own):
