@@ -354,6 +354,27 @@ def test_two_outputs_of_one_name_are_refused(tmp_path: Path) -> None:
         from_onnx(written(tmp_path / "m.onnx", nodes, outputs=("y.0", "y_0")))
 
 
+def test_attention_that_is_causal_by_an_attribute_is_rewritten_at_every_length(tmp_path: Path) -> None:
+    class Causal(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.qkv, self.head = nn.Embedding(50, 16), nn.Linear(16, 48), nn.Linear(16, 50)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.table(ids)
+            q, k, v = self.qkv(x).view(*ids.shape, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return self.head(x + mixed.transpose(1, 2).flatten(2))
+
+    model, path, ids = Causal().eval(), tmp_path / "model.onnx", torch.randint(50, (2, 9))
+    sizes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)
+    torch.onnx.export(model, (ids,), path, dynamo=True, opset_version=23, dynamic_shapes=sizes, verbose=False)
+    assert any(node.op_type == "Attention" for node in onnx.load(path).graph.node)
+    rewritten = retrofit.apply(from_onnx(path), "sum", verify=False)
+    for other in (ids, torch.randint(50, (3, 5))):
+        torch.testing.assert_close(next(iter(rewritten(other).values())), model(other), atol=1e-5, rtol=1e-5)
+
+
 def test_a_file_in_half_precision_is_rewritten(tmp_path: Path) -> None:
     """What such a file computes from numbers is of its type: masks, and what fills them. Weights of two types are not one."""
     path, model = tmp_path / "m.onnx", tiny_models.bert().half()

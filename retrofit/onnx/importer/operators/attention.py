@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from retrofit.onnx.importer.operators.onnxruntime_fused import nonzero_attributes
@@ -117,7 +118,7 @@ def attend(
     """Attention of q over k and v (batch, heads, length, width); fewer heads of keys and values serve several queries each."""
     if k.shape[1] != q.shape[1]:
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
-    plain = causal and mask is None and softcap == 0 and window <= 0 and q.shape[2] == k.shape[2]
+    plain = causal and mask is None and softcap == 0 and window <= 0 and statically_known_true(q.shape[2] == k.shape[2])
     if causal and not plain:
         mask = sum_masks(mask, causal_mask(q.shape[2], k.shape[2], q, window))
     if softcap == 0:
