@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, kind_of
 
 OWN = (  # what transformers, sentence-transformers and tokenizers write
     *("config.json", "generation_config.json", "adapter_config.json", "training_args.bin"),
@@ -80,3 +81,12 @@ def read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def as_path(given: object) -> Path:
+    """A path that a user gave, as text or as a path; else `CheckpointError`."""
+    if isinstance(given, (str, os.PathLike)):
+        return Path(given)
+    raise CheckpointError(
+        f"{str(given)[:80]} is no path", why=f"it is {kind_of(given)}", remedy="give a path as text, or a pathlib.Path"
+    )

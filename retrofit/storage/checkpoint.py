@@ -22,6 +22,7 @@ from retrofit.pipeline.recipe_storage import as_ordinary_model
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory, whole_file
 from retrofit.runtime.deferred_signals import unbroken
+from retrofit.runtime.model_folders import as_path
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.packed_layers import refuse_packed_layers
 from retrofit.storage.directories import load_directory
@@ -42,7 +43,7 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
     Raises `CheckpointError` where something is there already (unless `force`), where nothing can be written, and for a model that
     could not be built again from what the file says.
     """
-    path = Path(path)
+    path = as_path(path)
     require_savable(model, path)
     model = uncompiled(model)
     if path.suffix == EXPORTED:
@@ -98,7 +99,7 @@ def load(
     `config` is the directory (or config.json) that describes a file of bare weights; `build` makes the dense model that a file's
     weights belong to; `allow_pickle` admits files that can run code when they are read. Raises `CheckpointError`, and says why.
     """
-    path, dtype = Path(path), as_dtype(dtype)
+    path, dtype = as_path(path), as_dtype(dtype)
     if not path.exists():
         raise CheckpointError(
             f"{path} does not exist", remedy="give a .pt checkpoint, a Hugging Face directory, a .gguf, .pt2 or .onnx file"

@@ -21,6 +21,7 @@ from typing import Any
 from retrofit.errors import RetrofitError, SpecError
 from retrofit.pipeline.protocol import AnyPass, Recipe
 from retrofit.pipeline.registry import make_pass, parse_spec
+from retrofit.runtime.model_folders import as_path
 from retrofit.storage.file_names import FILES
 from retrofit.storage.pipeline_directories import CONFIG, transformer_folder
 
@@ -41,7 +42,7 @@ def read_recipe(path: str | Path) -> Recipe:
     Raises `SpecError`, which names the file and the line or the number of the pass that cannot be read, and `CheckpointError`
     for a `.pt` file that cannot.
     """
-    file = Path(path)
+    file = as_path(path)
     passes = []
     for place, spec in specs_in(file):
         try:

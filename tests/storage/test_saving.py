@@ -14,6 +14,7 @@ from storage.test_checkpoint import remembered
 from support import standin
 from torch import nn
 
+import retrofit
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
 from retrofit.storage import transformers_hook
@@ -142,3 +143,18 @@ def test_a_compiled_model_is_saved_as_the_model(tmp_path):
     model, inputs = remembered("llama")
     loaded = load(save(torch.compile(model, backend="eager"), tmp_path / "model.pt"))
     assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        retrofit.load,
+        retrofit.from_onnx,
+        retrofit.read_recipe,
+        *(lambda path, to=to: to(nn.Linear(2, 2), path) for to in (retrofit.save, retrofit.export_onnx)),
+    ],
+)
+@pytest.mark.parametrize(("given", "kind"), [(3, "an int"), (None, "None")])
+def test_what_is_no_path_is_refused(use, given, kind):
+    with pytest.raises(CheckpointError, match=f"{given} is no path(?s:.)*it is {kind}"):
+        use(given)

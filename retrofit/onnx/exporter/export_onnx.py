@@ -36,6 +36,7 @@ from retrofit.onnx.exporter.weight_quantization import quantize_weights
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.atomic_writes import whole_files
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.model_folders import as_path
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.state_preservation import preserve_state
 from retrofit.runtime.usable_models import require_module, require_values
@@ -143,7 +144,7 @@ def export_onnx(
         raise RetrofitError(f"there is no cache={cache!r}", remedy="choose auto, past or none")
     if weights not in (None, *BITS):
         raise RetrofitError(f"there is no weights={weights!r}", remedy=f"choose {' or '.join(BITS)}, or None: as they are")
-    path = Path(path)
+    path = as_path(path)
     if path.suffix != SUFFIX:
         raise RetrofitError(f"{path} is no name of an ONNX file", remedy=f"call it {path.name}{SUFFIX}")
     require_module(model)

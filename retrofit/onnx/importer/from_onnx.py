@@ -10,6 +10,7 @@ from torch import fx
 from retrofit.errors import CheckpointError, RetrofitError, first_line
 from retrofit.onnx.importer.graph_builder import GraphBuilder
 from retrofit.onnx.importer.model_file import load_model, release_tensors
+from retrofit.runtime.model_folders import as_path
 
 States: TypeAlias = Literal["none", "past"]
 
@@ -24,7 +25,7 @@ def from_onnx(path: str | Path, cache: States = "none") -> fx.GraphModule:
     """
     if cache not in ("none", "past"):
         raise RetrofitError(f"there is no cache={cache!r}", remedy="choose none or past")
-    path = Path(path)
+    path = as_path(path)
     model = load_model(path)
     try:
         module = GraphBuilder(model, path, keep_states=cache == "past").graph_module()
