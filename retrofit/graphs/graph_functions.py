@@ -17,7 +17,7 @@ def check_sizes(value: Tensor, name: str, sizes: tuple[int | None, ...], largest
             raise DoesNotFitError(
                 f"{name} has {value.shape[dim]} as its dimension {dim}",
                 why=f"this graph takes {size} there: the model's code fixed it when it was captured",
-                remedy="give inputs of that size, or capture the model again, with dynamic sizes or with example_inputs= of the size needed",
+                remedy="give inputs of that size, or capture the model again: with dynamic sizes, or example_inputs= of that size",
             )
     for dim, size in enumerate(largest):
         if size is not None and value.shape[dim] > size:
