@@ -120,7 +120,7 @@ def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrain
                     **unpacked(),
                     **place,
                 )
-            require_match(found["missing_keys"], (), found["mismatched_keys"])
+            require_match(found["missing_keys"], (), [*found["mismatched_keys"], *of_other_sizes(model)])
             require_all_used(model, found["unexpected_keys"])
             require_all_read(model, header)
             require_rotated(model, path, header)
@@ -132,6 +132,13 @@ def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrain
     if missing is None:
         raise unreadable(path, header, None)
     raise missing
+
+
+def of_other_sizes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.Size]]:
+    """The parameters that have another shape than the config gives them, and both: older transformers take them as they are."""
+    with torch.device("meta"):
+        sizes = {name: one.shape for name, one in type(model)(model.config).named_parameters()}
+    return [(name, one.shape, sizes[name]) for name, one in model.named_parameters() if one.shape != sizes.get(name, one.shape)]
 
 
 def require_all_read(model: PreTrainedModel, header: Header) -> None:
