@@ -25,6 +25,31 @@ def rotary_order(weight: Any, heads: int) -> Any:
     return weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
+def writer_of(path: Path, architecture: str, config: Any) -> Any:
+    """A writer of the file `path` that says the sizes of a model with this config."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_vocab_size(config.vocab_size)
+    return writer
+
+
+def written(writer: Any, path: Path) -> Path:
+    """The file is there, whole; its path."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def write_llama(
     path: Path,
     model: Any,
@@ -38,17 +63,9 @@ def write_llama(
     import gguf
 
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer = writer_of(path, "llama", config)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_vocab_size(config.vocab_size)
     for key, value in (more or {}).items():
         add: Any = {int: writer.add_uint16, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(key, value)
@@ -76,11 +93,7 @@ def write_llama(
             writer.add_tensor(place, numpy.ascontiguousarray(values, dtype=type_.name.replace("F", "float")))
         else:
             writer.add_tensor(place, gguf.quantize(values, type_), raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 def write_settings(
@@ -90,15 +103,7 @@ def write_settings(
     import gguf
 
     config = model.config
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_vocab_size(config.vocab_size)
+    writer = writer_of(path, architecture, config)
     writer.add_token_list([f"{number}" for number in range(config.vocab_size)])
     writer.add_pad_token_id(0)
     for key, value in settings.items():
@@ -110,11 +115,7 @@ def write_settings(
         if name != "lm_head.weight" or not config.tie_word_embeddings:
             place = names.get_name(name, try_suffixes=(".weight", ".bias"))
             writer.add_tensor(place, tensor.numpy() + (1 if norms_from_one and place.endswith("norm.weight") else 0))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return written(writer, path)
 
 
 def tiny_llama(*, tied: bool = False) -> Any:
