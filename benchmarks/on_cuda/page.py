@@ -202,8 +202,8 @@ def decoding(results: Results) -> str:
     )
     if not any(DENSE_CALLED in row.get(batch, {}) for row in plain.values() for batch in batches):
         text += (
-            " The dense model was called in another process than each of the others, and calls from Python differ by half and more "
-            "between processes: only graphs and what is compiled are to be compared here."
+            " The dense model was called in another process than each of the others, and how long calls from Python take depends "
+            "on the process too: only graphs and what is compiled are to be compared here."
         )
     for name, one in of(results, "exact: ").items():
         text += f" `{name}` compiled in float32, batch 1: {number(one.get('differs', one.get(FAILED)), 2)}."

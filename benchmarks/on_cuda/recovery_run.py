@@ -61,20 +61,18 @@ def recovered(way: str, name: str, start: Any, device: str, rehearsal: bool, fol
     """The losses on held-out text, dense, at the start and on the way; seconds a step, of a few with nothing beside them."""
     dense, first = both_models(start, device, folder)
 
-    def run(steps: int) -> dict[str, Any]:
+    def run(steps: int, **changes: Any) -> dict[str, Any]:
         stages = WAYS[way]
         more = {"align": 0, "anneal": round(stages["anneal"] * steps), "distil": stages["distil"]} if stages else {}
-        settings = run_settings(steps, RATE[name], 1, device=device, **more)
-        if steps == TIMED:  # evaluations are not what is timed
-            settings = dataclasses.replace(settings, eval_every=TIMED)
+        settings = dataclasses.replace(run_settings(steps, RATE[name], 1, device=device, **more), **changes)
         return trained_on(copy.deepcopy(first), settings, dense if stages else None, start.tokenizer).to_dict()
 
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")  # products of float32 are TF32
+    steps, few = (2, 2) if rehearsal else (STEPS, TIMED)
     try:
         with timing.alone():
-            step = run(2 if rehearsal else TIMED)["seconds_per_step"]
-        steps = 2 if rehearsal else STEPS
+            step = run(few, eval_every=few)["seconds_per_step"]
         whole = run(steps)
     finally:
         torch.set_float32_matmul_precision(before)

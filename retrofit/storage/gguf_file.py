@@ -23,7 +23,7 @@ from retrofit.storage.bounded_construction import no_larger_than
 from retrofit.storage.filling import ONLY_DATA, require_all_used, require_match
 from retrofit.storage.gguf_rotary import DIVISORS, require_rotated, stretch_positions
 from retrofit.storage.gguf_settings import take_settings
-from retrofit.surgery.transformers_quantization import forget_quantization
+from retrofit.surgery.transformers_quantization import forget_quantization, skeleton_of
 
 DIRECTORY = "give the Hugging Face directory that the file was made from"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # ggml's types that are not packed, by name
@@ -136,8 +136,7 @@ def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrain
 
 def of_other_sizes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.Size]]:
     """The parameters that have another shape than the config gives them, and both: older transformers take them as they are."""
-    with torch.device("meta"):
-        sizes = {name: one.shape for name, one in type(model)(model.config).named_parameters()}
+    sizes = {name: one.shape for name, one in skeleton_of(model).named_parameters()}
     return [(name, one.shape, sizes[name]) for name, one in model.named_parameters() if one.shape != sizes.get(name, one.shape)]
 
 

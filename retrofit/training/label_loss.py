@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import TrainingError
-from retrofit.runtime.example_inputs import beside_ids, forward_parameters, kinds_beside_ids
+from retrofit.runtime.example_inputs import beside_ids, forward_parameters, is_required, kinds_beside_ids
 from retrofit.runtime.probes import named_outputs
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training.outputs import find_logits
@@ -31,7 +31,7 @@ def add_loss(model: nn.Module) -> nn.Module:
     if accepts_labels(model):
         return model
     parameters = forward_parameters(model)
-    required = [name for name, one in parameters.items() if one.default is one.empty and one.kind is not one.VAR_POSITIONAL]
+    required = [name for name, one in parameters.items() if is_required(one)]
     ids = "input_ids" if "input_ids" in parameters else required[0] if len(required) == 1 else None
     kinds = kinds_beside_ids(model)
     underivable = [name for name in required if name not in kinds and name != ids]
