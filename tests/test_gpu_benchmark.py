@@ -229,7 +229,7 @@ def test_without_a_device_it_says_so(gpu: Any, tmp_path: Path, capfd: pytest.Cap
 def test_what_is_missing_is_built_from_the_sources(gpu: Any, tmp_path: Path) -> None:
     site = gpu.built_package(tmp_path / "package")
     assert (site / "retrofit/passes/altup/altup.py").is_file() and (site / "retrofit/cli/apply.py").is_file()
-    (entries,) = site.glob("retrofit-*.dist-info/entry_points.txt")
+    (entries,) = site.glob("retrofit_transformers-*.dist-info/entry_points.txt")
     assert "sparse-ffn = retrofit.passes.sparse_ffn.sparse_ffn:SparseFFN" in entries.read_text()
     assert not (tmp_path / "package/source").exists()
 

@@ -42,7 +42,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_a_wheel_holds_every_source_and_nothing_beside_retrofit(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    assert {name.split("/")[0] for name in names} == {"retrofit", f"retrofit-{PROJECT['version']}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"retrofit", f"retrofit_transformers-{PROJECT['version']}.dist-info"}
     expected = {f"{package}/{file.relative_to(folder)}" for package, folder in INSTALLED.items() for file in folder.rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == expected
     assert {"retrofit/__init__.py", "retrofit/passes/altup/altup.py", "retrofit/cli/apply.py"} <= expected

@@ -116,7 +116,7 @@ Programs that never import retrofit, on directories that it wrote; all offline.
 | TRL 1.16.0, `SFTTrainer` | trains, from the loss that the model has, and saves | `tests/storage/test_trl_and_lm_eval.py` |
 | lm-evaluation-harness 0.4.13 | scores a task as a plain loop does | `tests/storage/test_trl_and_lm_eval.py` |
 
-The last two run where TRL and lm-eval are installed (`pip install trl 'retrofit[eval]'`), and are skipped elsewhere.
+The last two run where TRL and lm-eval are installed (`pip install trl 'retrofit-transformers[eval]'`), and are skipped elsewhere.
 
 ## What older versions lack
 

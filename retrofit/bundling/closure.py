@@ -189,5 +189,5 @@ def missing(module: str, package: str) -> CheckpointError:
     return CheckpointError(
         f"the layers of {module} cannot be bundled",
         why=f"they import {package}, and a bundle needs torch and transformers alone",
-        remedy="install retrofit and that package where the model is loaded",
+        remedy="install retrofit-transformers and that package where the model is loaded",
     )

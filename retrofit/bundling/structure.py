@@ -268,5 +268,5 @@ def refused(where: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"the model cannot be bundled: {where}",
         why=why,
-        remedy="give its attributes names and plain values; or install retrofit where the model is loaded",
+        remedy="give its attributes names and plain values; or install retrofit-transformers where the model is loaded",
     )

@@ -90,7 +90,7 @@ def dense_keeps_cache(context: Context) -> bool:
 def why_unsupported(model: nn.Module) -> str:
     """Why nothing can be compared here; "" where it can."""
     if missing := missing_packages("onnxscript", "onnxruntime"):
-        return f"{missing[0]} is not installed: pip install 'retrofit[onnx]'"
+        return f"{missing[0]} is not installed: pip install 'retrofit-transformers[onnx]'"
     dtype = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
     return "" if is_comparable(dtype) else f"ONNX Runtime does not compute in {str(dtype).removeprefix('torch.')} on the CPU"
 

@@ -50,7 +50,7 @@ def require_package(path: Path) -> None:
         raise CheckpointError(
             f"{path} cannot be read here",
             why="reading GGUF files takes the package gguf, which is not installed or too old",
-            remedy="pip install 'retrofit[gguf]'",
+            remedy="pip install 'retrofit-transformers[gguf]'",
         )
 
 

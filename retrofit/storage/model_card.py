@@ -77,10 +77,10 @@ def description(model: nn.Module) -> str | None:
             "| --- | --- | --- | --- |",
             *map(row, specs),
             "",
-            "`from_pretrained` loads it where retrofit is installed; nothing has to be imported. The recipe is in `config.json`,",
-            "as `quantization_config`, though nothing is quantized. Where retrofit is not installed transformers warns of an",
-            "unknown quantization type, and what it loads then is **not this model**: weights of modules that the dense class",
-            "does not have are left out.",
+            "`from_pretrained` loads it where retrofit is installed (`pip install retrofit-transformers`); nothing has to be",
+            "imported. The recipe is in `config.json`, as `quantization_config`, though nothing is quantized. Where retrofit is",
+            "not installed transformers warns of an unknown quantization type, and what it loads then is **not this model**:",
+            "weights of modules that the dense class does not have are left out.",
         ]
     )
 

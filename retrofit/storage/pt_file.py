@@ -212,7 +212,7 @@ def is_checkpoint(content: Any) -> bool:
     if not isinstance(content, dict) or not str(content.get("format", "")).startswith("retrofit/"):
         return False
     if content["format"] != FORMAT:
-        raise CheckpointError(f"the format {content['format']} is not known", remedy="install a later retrofit")
+        raise CheckpointError(f"the format {content['format']} is not known", remedy="install a later retrofit-transformers")
     kinds = {"architecture": str, "config": dict, "recipe": list, "state_dict": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
     wrong += ["inputs"] if not isinstance(content.get("inputs", {}), dict) else []

@@ -162,7 +162,7 @@ def recipe_in_json(file: Path, data: Any) -> Any:
         raise SpecError(
             f"{file} is a recipe of version {version}",
             why=f"this retrofit reads version {VERSION}",
-            remedy="install a later retrofit",
+            remedy="install a later retrofit-transformers",
         )
     for key in data:
         if key not in KEYS:

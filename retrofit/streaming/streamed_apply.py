@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrofit import __version__
 from retrofit.checks.finite_weights import require_finite_weight
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
@@ -243,7 +244,7 @@ def identity_of(folder: Path, layouts: Layouts, seed: int) -> dict[str, Any]:
         "calibration": None if layouts.data is None else digest_of(layouts.data),
         "seed": seed,
         "layout": layouts.result.digest,
-        "versions": {name: metadata.version(name) for name in ("retrofit", "torch", "transformers")},
+        "versions": {"retrofit": __version__, **{name: metadata.version(name) for name in ("torch", "transformers")}},
     }
 
 

@@ -74,7 +74,9 @@ def task_scores(
 def require_package() -> None:
     """Raises `TrainingError` where lm-eval is not installed."""
     if importlib.util.find_spec(PACKAGE) is None:
-        raise TrainingError("lm-eval is not installed", why="it holds the tasks", remedy="pip install 'retrofit[eval]'")
+        raise TrainingError(
+            "lm-eval is not installed", why="it holds the tasks", remedy="pip install 'retrofit-transformers[eval]'"
+        )
 
 
 def numbers(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float]]:

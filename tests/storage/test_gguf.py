@@ -331,7 +331,7 @@ def test_a_missing_tensor_is_named(dense: Any, tmp_path: Path) -> None:
 
 def test_without_the_package_the_extra_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrofit.storage.gguf_file.is_gguf_available", lambda: False)
-    assert "pip install 'retrofit[gguf]'" in refused(file)
+    assert "pip install 'retrofit-transformers[gguf]'" in refused(file)
 
 
 def test_nothing_is_saved_as_gguf(tmp_path: Path) -> None:

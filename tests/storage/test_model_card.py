@@ -39,6 +39,7 @@ def test_a_saved_directory_says_what_was_done_to_it(tmp_path: Path) -> None:
     assert altup.startswith("| `altup(k=2, ") and altup.endswith("| the same |")
     assert sparse_qkv.startswith("| `sparse-qkv(") and sparse_qkv.endswith("| another |")
     assert f"{sum(one.numel() for one in model.parameters()):,} parameters" in said and "# LlamaForCausalLM, retrofitted\n" in said
+    assert "`pip install retrofit-transformers`" in said
 
 
 def test_a_dense_model_gets_none(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from retrofit.training.settings import Settings
 IDS = torch.arange(40)[None] % 61
 RECIPES = ("sparse-ffn(sparsity=8)", "sparse-ffn(sparsity=8, controller=gate)", "altup(k=2)")
 UNITS, WIDTH = 96, 32
-WITHOUT_TORCHAO = "torchao is not installed: pip install 'retrofit[quantize]'"
+WITHOUT_TORCHAO = "torchao is not installed: pip install 'retrofit-transformers[quantize]'"
 row_quantizer.register()
 
 

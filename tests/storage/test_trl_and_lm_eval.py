@@ -1,6 +1,6 @@
 """TRL's trainer trains a retrofitted directory and lm-evaluation-harness scores one; neither program imports retrofit.
 
-Both run where they are installed: pip install trl 'retrofit[eval]'
+Both run where they are installed: pip install trl 'retrofit-transformers[eval]'
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def test_a_missing_package_is_named_before_any_work(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("retrofit.training.task_scores.PACKAGE", "no_such_package")
     with pytest.raises(TrainingError) as caught:
         require_package()
-    assert caught.value.remedy == "pip install 'retrofit[eval]'"
+    assert caught.value.remedy == "pip install 'retrofit-transformers[eval]'"
 
 
 def test_metrics_are_named_by_task_and_filter_and_errors_are_left_out() -> None:

@@ -139,7 +139,9 @@ def export_onnx(
     Runtime cannot run the result.
     """
     if missing := missing_packages("onnxscript"):
-        raise RetrofitError(f"{missing[0]} is not installed", why="it translates graphs", remedy="pip install 'retrofit[onnx]'")
+        raise RetrofitError(
+            f"{missing[0]} is not installed", why="it translates graphs", remedy="pip install 'retrofit-transformers[onnx]'"
+        )
     if cache not in ("auto", "past", "none"):
         raise RetrofitError(f"there is no cache={cache!r}", remedy="choose auto, past or none")
     if weights not in (None, *BITS):

@@ -38,7 +38,7 @@ def import_onnxruntime() -> Any:
     """ONNX Runtime, which reports to nobody; raises `RetrofitError` where it is not installed."""
     if missing_packages("onnxruntime"):
         raise RetrofitError(
-            "ONNX Runtime is not installed", why="it runs the exported model", remedy="pip install 'retrofit[onnx]'"
+            "ONNX Runtime is not installed", why="it runs the exported model", remedy="pip install 'retrofit-transformers[onnx]'"
         )
     import onnxruntime
 
