@@ -33,7 +33,8 @@ lint: $(READY)
 types: $(READY)
 	rm -rf build/types && mkdir -p build/types/retrofit
 	ln -s $(filter-out %__pycache__,$(wildcard $(CURDIR)/retrofit/*)) $(CURDIR)/passes $(CURDIR)/cli build/types/retrofit/
-	cd build/types && $(abspath $(BIN))/mypy --cache-dir $(CURDIR)/.mypy_cache --ignore-missing-imports --package retrofit
+	ln -s $(CURDIR)/retrofit_transformers.py build/types/
+	cd build/types && $(abspath $(BIN))/mypy --cache-dir $(CURDIR)/.mypy_cache --ignore-missing-imports --package retrofit --module retrofit_transformers
 
 # What is achieved on every architecture of the installed transformers; takes long, and goes on where it stopped.
 coverage: $(READY)

@@ -178,7 +178,7 @@ def built_package(folder: Path) -> Path:
     with scratch(folder) as source:
         for name in ("retrofit", "passes", "cli"):
             shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
+        for name in ("pyproject.toml", "README.md", "LICENSE", "retrofit_transformers.py"):
             shutil.copy(ROOT / name, source)
         build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
         subprocess.run([sys.executable, "-c", build], cwd=source, check=True, stdout=subprocess.DEVNULL)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from retrofit.cli.failures import Interruption, exit_code, hang_up, report
 from retrofit.cli.parser import Parser
 from retrofit.cli.processes import disconnect, quieten_wrappers, refuse_several, speaks_of
+from retrofit.errors import RetrofitError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def dispatch(given: list[str]) -> int:
     """The exit code of the command in `given`."""
+    require_package()
     parser = build_parser()
     if not given:
         parser.print_help(sys.stderr)
@@ -59,6 +61,17 @@ def dispatch(given: list[str]) -> int:
         refuse_several(next(one for one in given if not one.startswith("-")))
     code: int = arguments.run(arguments)
     return code
+
+
+def require_package() -> None:
+    """Raise `RetrofitError` where another distribution has replaced `retrofit/__init__.py`, or its uninstallation removed it."""
+    import retrofit
+
+    if not hasattr(retrofit, "HOMES"):
+        import retrofit_transformers
+
+        if found := retrofit_transformers.conflict():
+            raise RetrofitError(found.what, why=found.why, remedy=found.remedy)
 
 
 def build_parser() -> Parser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from retrofit.storage import transformers_hook
@@ -57,6 +58,22 @@ HOMES = {
 __all__ = sorted(HOMES)
 
 transformers_hook.install()  # stock from_pretrained loads what save_pretrained wrote, whenever transformers is imported
+
+
+def warn_of_others() -> None:
+    """Warn where a distribution called `retrofit`, another project's, lies beside this one: each replaces files of the other."""
+    folder = os.path.dirname(__path__[0])
+    try:
+        names = os.listdir(folder)
+    except OSError:  # an archive
+        return
+    if any(name.lower().startswith("retrofit-") and name.endswith("-info") for name in names):
+        import retrofit_transformers
+
+        retrofit_transformers.warn_of_others(folder)
+
+
+warn_of_others()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,8 +17,9 @@ import networkx
 import pytest
 import torch
 from packaging.requirements import Requirement
+from support.without_retrofit import packages_without_retrofit, run_without_retrofit
 
-from retrofit.storage import transformers_hook
+import retrofit_transformers
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -32,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     source = tmp_path_factory.mktemp("source")
     for folder in INSTALLED.values():
         shutil.copytree(folder, source / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "retrofit_transformers.py"):
         shutil.copy(ROOT / name, source)
     build = "from setuptools import build_meta; build_meta.build_wheel('dist')"
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=120)
@@ -42,8 +43,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def test_a_wheel_holds_every_source_and_nothing_beside_retrofit(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
-    assert {name.split("/")[0] for name in names} == {"retrofit", f"retrofit_transformers-{PROJECT['version']}.dist-info"}
+    beside = {"retrofit_transformers.py", f"retrofit_transformers-{PROJECT['version']}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"retrofit", *beside}
     expected = {f"{package}/{file.relative_to(folder)}" for package, folder in INSTALLED.items() for file in folder.rglob("*.py")}
+    expected.add("retrofit_transformers.py")
     assert {name for name in names if name.endswith(".py")} == expected
     assert {"retrofit/__init__.py", "retrofit/passes/altup/altup.py", "retrofit/cli/apply.py"} <= expected
 
@@ -82,6 +85,124 @@ def test_a_wheel_installed_into_an_empty_environment_runs(wheel: zipfile.ZipFile
     assert all(line.startswith(str(packages)) for line in done.stdout.splitlines()) and done.stdout.count("\n") == 2, done.stderr
 
 
+# Beside the distribution called retrofit, another project's
+
+OTHER = {
+    "retrofit/__init__.py": "print('its code ran')\n",
+    "retrofit/reporting.py": "",
+    "retrofit/templates/__init__.py": "",
+    "retrofit-0.3.3.dist-info/METADATA": "Metadata-Version: 2.1\nName: retrofit\nVersion: 0.3.3\n",
+}
+COMMAND = """
+from importlib.metadata import entry_points
+(command,) = entry_points(group="console_scripts", name="retrofit")
+raise SystemExit(command.load()())
+"""
+
+
+@pytest.fixture
+def site(wheel: zipfile.ZipFile, tmp_path: Path) -> Path:
+    """A folder with the wheel as installed, and everything else of this environment."""
+    packages = packages_without_retrofit(tmp_path)
+    wheel.extractall(packages)
+    return packages
+
+
+def lay(site: Path, files: dict[str, str] = OTHER) -> None:
+    """Install these files, as an installer does: what is there is replaced."""
+    for name, text in files.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text(text)
+
+
+def remove(site: Path, files: dict[str, str] = OTHER) -> None:
+    """Uninstall them: every file goes, whosever it has become."""
+    for name in files:
+        (site / name).unlink()
+    (site / "retrofit-0.3.3.dist-info").rmdir()
+
+
+def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_without_retrofit(site, *arguments, cwd=site.parent)
+
+
+def says(text: str, *facts: str) -> bool:
+    """Whether a message has a way out and names these."""
+    return text.count("way out: ") == 1 and all(fact in text for fact in facts)
+
+
+def test_alone_the_package_says_nothing_of_others(site: Path) -> None:
+    lay(site, {"retrofit_low_rank-0.1.0.dist-info/METADATA": "", "retrofit-notes/a.txt": "", "retrofit.egg-info/PKG-INFO": ""})
+    for arguments in (("-c", "import retrofit; retrofit.HOMES"), ("-m", "retrofit", "--version"), ("-c", COMMAND, "--version")):
+        done = run(site, *arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("filters", [(), ("-W", "error")])
+def test_import_retrofit_says_what_is_installed_beside_it(filters: tuple[str, ...], wheel: zipfile.ZipFile, site: Path) -> None:
+    """Installed before ours, whose files are whole; a warning even where warnings are errors, since `import torch` gives it too."""
+    lay(site)
+    wheel.extractall(site)
+    done = run(site, *filters, "-c", "import retrofit; print(retrofit.__version__); import retrofit")
+    assert (done.returncode, done.stdout) == (0, f"{PROJECT['version']}\n")
+    assert says(done.stderr, "retrofit 0.3.3", str(site), "pip uninstall retrofit", PROJECT["name"])
+    assert run(site, "-c", COMMAND, "--version").stdout == f"retrofit {PROJECT['version']}\n"
+
+
+@pytest.mark.parametrize("uninstalled", [False, True])
+def test_a_replaced_package_is_told_by_the_command(uninstalled: bool, site: Path) -> None:
+    """Installed after ours, whose first file is its own then, and gone when it is uninstalled."""
+    lay(site)
+    if uninstalled:
+        remove(site)
+    facts = [str(site / "retrofit" / "__init__.py"), PROJECT["name"]] + (
+        [] if uninstalled else ["retrofit 0.3.3", "pip uninstall retrofit"]
+    )
+    for arguments in (("-c", COMMAND, "passes"), ("-m", "retrofit", "passes"), ("-m", "retrofit.cli", "passes")):
+        done = run(site, *arguments)
+        assert done.returncode == 2 and done.stderr.startswith("retrofit: error: ") and says(done.stderr, *facts), done.stderr
+    assert "its code ran" not in run(site, "-c", COMMAND, "passes").stdout
+
+
+def test_a_package_installed_again_is_whole(wheel: zipfile.ZipFile, site: Path) -> None:
+    """What the messages advise."""
+    lay(site)
+    remove(site)
+    wheel.extractall(site)
+    done = run(site, "-c", COMMAND, "--version")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("state", ["replaced", "uninstalled", "elsewhere", "damaged"])
+def test_import_torch_never_fails_of_another_package(state: str, wheel: zipfile.ZipFile, site: Path) -> None:
+    """It gives a warning, and runs nobody else's code."""
+    where = site
+    if state == "elsewhere":
+        (where := site.parent / "earlier").mkdir()
+    lay(where)
+    if state == "uninstalled":
+        remove(where)
+    if state == "damaged":
+        remove(where)
+        wheel.extractall(site)
+        lay(site, {"retrofit/storage/__init__.py": "1 / 0\n"})
+    code = f"import sys; sys.path.insert(0, {str(where)!r}); import torch; print(torch.ones(2).sum().item())"
+    for filters in ((), ("-W", "error::UserWarning")):
+        done = run(site, *filters, "-c", code)
+        assert (done.returncode, done.stdout) == (0, "2.0\n"), done.stderr
+        assert says(done.stderr, "ZeroDivisionError" if state == "damaged" else str(where / "retrofit"), PROJECT["name"])
+
+
+def test_a_program_called_retrofit_runs_once(site: Path) -> None:
+    """It is what `import retrofit` gives, and is not imported by the hook in the `import torch` it does."""
+    program = site.parent / "retrofit.py"
+    program.write_text("import torch\n\nprint('it ran')\n")
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-S", str(program)], env=environment, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout) == (0, "it ran\n"), done.stderr
+    assert says(done.stderr, str(program), PROJECT["name"])
+
+
 def test_python_m_retrofit_is_the_command_line() -> None:
     done = subprocess.run([sys.executable, "-m", "retrofit", "--version"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, f"retrofit {PROJECT['version']}\n")
@@ -91,7 +212,7 @@ def test_entry_points_lead_somewhere() -> None:
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="retrofit")
     assert callable(script.load())
     (hook,) = importlib.metadata.entry_points(group="torch.backends", name="retrofit")
-    assert hook.load() is transformers_hook.install
+    assert hook.load() is retrofit_transformers.install
     for entry in importlib.metadata.entry_points(group="retrofit.passes"):
         assert entry.load().name == entry.name
 
