@@ -4,8 +4,8 @@ The recipe travels in the place that transformers keeps for "this skeleton must 
 `config.quantization_config`. `install` puts its reader, `retrofit.storage.recipe_quantizer`, into transformers' table of
 quantizers as soon as that table exists, without importing transformers. It is called by `import torch` (the entry point of the
 group `torch.backends` is in `retrofit_transformers`), so programs need not import retrofit, and by `import retrofit`. Nothing is
-quantized, and nothing says so on the live model: `hf_quantizer`, `is_quantized` and `quantization_method` are never left behind, so `Trainer`, PEFT, `.half()`
-and `generate` see an ordinary model.
+quantized, and nothing says so on the live model: `hf_quantizer`, `is_quantized` and `quantization_method` are never left behind,
+so `Trainer`, PEFT, `.half()` and `generate` see an ordinary model.
 
 What a pass's modules must do to survive the trip (the skeleton is built on the meta device and then filled from the file):
 
