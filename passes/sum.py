@@ -9,14 +9,19 @@ the paper on external memory before it, Table 1.
 from __future__ import annotations
 
 import dataclasses
+import sys
+from collections.abc import Sequence
+from types import FrameType
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.passes import sum_reference as once_more
 from retrofit.sdk import (
     Anatomy,
+    DoesNotFitError,
     Edit,
     MethodReference,
     ModuleReference,
@@ -46,15 +51,74 @@ class SummedEmbedding(Wrapper):
         return map_first(self.layer(*args, **kwargs), lambda y: y + self.look_up(ids).to(y.dtype))
 
     def look_up(self, ids: Tensor) -> Tensor:
-        rows = self.extra.num_embeddings
+        rows = len(self.extra.weight)
         if all(len(one) <= rows for one in self.layer.parameters()):
             return self.extra(ids)  # type: ignore[no-any-return]
         return F.embedding(ids.clamp(max=rows - 1), self.extra.weight) * (ids < rows).unsqueeze(-1)
 
 
+class SummedTable(SummedEmbedding, nn.Embedding):
+    """The same where `layer` is an `nn.Embedding`: so is this, and reading or setting its table, sizes or padding acts on `layer`.
+
+    Where `num_embeddings` is set, as `resize_token_embeddings` does, the extra embedding gets as many rows, new ones of zeros.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("weight", *nn.Embedding.__constants__):
+            setattr(self.layer, name, value)
+        else:
+            super().__setattr__(name, value)
+        if name == "num_embeddings":
+            resize(self.extra, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and not torch.compiler.is_compiling() and reads_past(sys._getframe(1)):
+            self.require_no_extra()
+        return super().__getattr__(name)
+
+    def require_no_extra(self) -> None:
+        """The extra embedding is zero, else `DoesNotFitError`: PEFT looks the tokens that it trains up in the table alone."""
+        extra = self.extra.weight
+        if not extra.is_meta and bool(extra.any()):
+            raise DoesNotFitError(
+                "PEFT cannot train single tokens (trainable_token_indices) of a table with an extra embedding that is not zero",
+                why="it looks them up in the table itself, without what the extra embedding adds",
+                remedy='adapt the whole table instead: target_modules=["embed_tokens"] or modules_to_save=["embed_tokens"]',
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+def reads_past(reader: FrameType) -> bool:
+    """Whether the table is read by the layer of PEFT that looks tokens up itself and never calls the embedding."""
+    peft = sys.modules.get("peft.tuners.trainable_tokens.layer")
+    return peft is not None and isinstance(reader.f_locals.get("self"), peft.TrainableTokensLayer)
+
+
+def resize(table: nn.Embedding, rows: int) -> None:
+    """`table` has so many rows: the last ones are dropped, new ones are zero."""
+    weight = table.weight.data
+    if len(weight) != rows:
+        table.weight.data = F.pad(weight[:rows], (0, 0, 0, max(0, rows - len(weight))))
+        table.num_embeddings = rows
+
+
+def summed(layer: nn.Module, extra: nn.Embedding) -> SummedEmbedding:
+    """Return the module that replaces the token embedding `layer`."""
+    return SummedTable(layer, extra) if isinstance(layer, nn.Embedding) else SummedEmbedding(layer, extra)
+
+
 def owns(module: nn.Module, weight: nn.Parameter) -> bool:
     """Whether the weight is the module's own parameter, or all the parameters it has, under whatever names."""
     return any(one is weight for one in module.parameters(recurse=False)) or {*map(id, module.parameters())} == {id(weight)}
+
+
+def other_holders(model: nn.Module, weight: nn.Parameter, sites: Sequence[Site]) -> list[str]:
+    """The paths of the embeddings that hold the token table outside of the sites: the one that a model sets in both its stacks."""
+    inside = tuple(f"{site.name}." for site in sites)
+    embeddings = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Embedding))
+    return [path for path, module in embeddings if module.weight is weight and not f"{path}.".startswith(inside)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,5 +173,5 @@ class SumEmbedding(Pass[SumPlan]):
         weight = edit.model.get_parameter(plan.table)
         extra = nn.Embedding(weight.shape[0], plan.width, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(extra.weight)
-        for site in plan.sites:
-            edit.replace_module(site.name, SummedEmbedding(edit.model.get_submodule(site.name), extra))
+        for path in (*(site.name for site in plan.sites), *other_holders(edit.model, weight, plan.sites)):
+            edit.replace_module(path, summed(edit.model.get_submodule(path), extra))

@@ -210,6 +210,7 @@ def rewrite_once(
     try:
         recipe_storage.make_room(model, edit)
         accounts, dense_flops = run_passes(model, passes, inputs, edit, say, dense)
+        transformers_bookkeeping.keep_on_one_device(model, modules.values(), edit)
         if note:
             accounts = (dataclasses.replace(accounts[0], notes=(note, *accounts[0].notes)), *accounts[1:])
         recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)))

@@ -107,6 +107,7 @@ from retrofit.surgery.cache_memory import histories_of as histories_of
 from retrofit.surgery.fused_attention import FUSED_ARGUMENTS as FUSED_ARGUMENTS
 from retrofit.surgery.fused_attention import AnsweredFusedAttention as AnsweredFusedAttention
 from retrofit.surgery.keyword_injection import InjectingForward as InjectingForward
+from retrofit.surgery.keyword_injection import own_forward as own_forward
 from retrofit.surgery.keyword_injection import call_with_keywords as call_with_keywords
 from retrofit.surgery.keyword_injection import child_modules as child_modules
 from retrofit.surgery.wrappers import ArgumentPlace as ArgumentPlace

@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     whole(
         "the model's forward never adds the balance loss",
-        'if self.balance and not isinstance(vars(edit.model).get("forward"), ForwardWithAuxiliaryLosses):',
+        "if self.balance and not isinstance(own_forward(edit.model), ForwardWithAuxiliaryLosses):",
         "if False:",
         trials=SHARED,
     ),

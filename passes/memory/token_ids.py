@@ -30,6 +30,7 @@ from retrofit.sdk import (
     capture,
     child_modules,
     is_token_id,
+    own_forward,
     shape,
 )
 
@@ -164,7 +165,7 @@ def present_injection(module: nn.Module, source: TokenIdSource) -> tuple[Forward
 
     Raises `DoesNotFitError` where something else has replaced it, so that no ids can be injected.
     """
-    held = vars(module).get("forward")
+    held = own_forward(module)
     outer = held if isinstance(held, ForwardWithAuxiliaryLosses) else None  # adds to the loss whatever runs inside it
     inner = held if outer is None else outer.inner
     injecting: list[InjectingForward] = []

@@ -45,6 +45,7 @@ from retrofit.sdk import (
     install_feed_forward,
     number_is_loss,
     option,
+    own_forward,
     sample_calibration,
     selected_depths,
     weight_and_bias,
@@ -239,7 +240,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
             self.replace(group, plan.starts.get(group.name), placed, edit)
         for attention in plan.attentions:
             share(attention, edit)
-        if self.balance and not isinstance(vars(edit.model).get("forward"), ForwardWithAuxiliaryLosses):
+        if self.balance and not isinstance(own_forward(edit.model), ForwardWithAuxiliaryLosses):
             edit.set_attribute(edit.model, "forward", ForwardWithAuxiliaryLosses(edit.model, plan.number_is_loss))
         for group in plan.groups:
             if (start := plan.starts.get(group.name)) is not None:

@@ -160,7 +160,7 @@ def rewrite_skeleton(model: Any, recipe: list[str]) -> set[nn.Module]:
     replaying.replay(model, recipe)
     recipe_storage.store_recipe(model, recipe)
     untie(model)
-    keep_on_one_device(model, dense)
+    transformers_bookkeeping.keep_on_one_device(model, dense)
     return dense
 
 
@@ -185,7 +185,7 @@ def rewrite_as_part(model: Any, recipe: list[str], architecture: str) -> set[nn.
     if type(whole.base_model) is type(model):
         vars(model).update(vars(whole.base_model), retrofit_recipe=tuple(recipe))
         transformers_bookkeeping.keep_own_names(model)
-        keep_on_one_device(model, dense)
+        transformers_bookkeeping.keep_on_one_device(model, dense)
         return dense | {model}
     dense = rewrite_skeleton(model, recipe)
     ours, theirs = shapes_of(model.base_model), shapes_of(whole.base_model)
@@ -209,14 +209,6 @@ def untie(model: Any) -> None:
         owner, _, leaf = target.rpartition(".")
         weight = model.get_parameter(target)
         setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty_like(weight), requires_grad=weight.requires_grad))
-
-
-def keep_on_one_device(model: Any, dense: set[nn.Module]) -> None:
-    """`device_map` does not part a new module from the unsplittable layer it wraps."""
-    whole = set(model._no_split_modules or ())
-    for module in set(model.modules()) - dense:
-        if sum(type(part).__name__ in whole for part in module.modules()) == 1:
-            model._no_split_modules = {*model._no_split_modules, type(module).__name__}
 
 
 def require_filled(model: Any, dense: set[nn.Module], shapes: dict[str, torch.Size]) -> None:

@@ -26,7 +26,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import MUTATION, Program
 from retrofit.runtime.example_inputs import forward_parameters
-from retrofit.surgery.keyword_injection import ForwardReplacement
+from retrofit.surgery.keyword_injection import ForwardReplacement, own_forward
 from retrofit.surgery.wrappers import with_item
 
 # ── Recording ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,32 +132,35 @@ class ForwardWithAuxiliaryLosses(ForwardReplacement):
 
     def __init__(self, module: nn.Module, number_is_loss: bool = False) -> None:
         super().__init__(module)
-        self.inner = vars(module).get("forward")
+        self.inner = own_forward(module)
         self.number_is_loss = number_is_loss  # whether a single number in a tuple of outputs is the loss
 
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.inner) if self.inner is not None else super().__signature__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.module.training and torch.is_grad_enabled()):
-            return self.run(*args, **kwargs)
+    def run(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        if not (module.training and torch.is_grad_enabled()):
+            return self.run_inner(module, args, kwargs)
         outer, needs_gradients, recorded = RECORDING.losses, RECORDING.needs_gradients, []  # type: ignore[var-annotated]
         RECORDING.losses, RECORDING.needs_gradients = recorded, True
         try:
-            output = self.run(*args, **kwargs)
+            output = self.run_inner(module, args, kwargs)
         finally:
             RECORDING.losses, RECORDING.needs_gradients = outer, needs_gradients
         key, loss = loss_in(output, labelled=kwargs.get("labels") is not None, number_is_loss=self.number_is_loss)
         if loss is not None:
-            weight = batch_fraction(self.module, kwargs)
+            weight = batch_fraction(module, kwargs)
             return with_item(output, key, loss + sum(weight * one.to(loss) for one in recorded))
         if outer is not None:
             outer.extend(recorded)
         return output
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
+    def run_inner(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what the forward that this one is around returns."""
+        if isinstance(self.inner, ForwardReplacement):
+            return self.inner.run(module, args, kwargs)
+        return type(module).forward(module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
 
 
 def batch_fraction(module: nn.Module, arguments: Mapping[str, Any]) -> Tensor | float:

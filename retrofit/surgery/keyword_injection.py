@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 from torch import nn
@@ -62,6 +62,9 @@ class InjectingCopy:
         }
         copy: nn.Module = object.__new__(type(module))
         copy.__dict__.update({**module.__dict__, "_modules": {**children, **changed}})
+        forward: Any = module.__dict__.get("forward")
+        if getattr(forward, "__self__", None) is module:  # what replaces the forward runs the copy's children
+            copy.__dict__["forward"] = MethodType(forward.__func__, copy)
         self.copies.append((module, copy))
         return copy
 
@@ -70,7 +73,7 @@ class InjectingCopy:
         for module, copy in self.copies:
             held = module.__dict__
             for name, value in copy.__dict__.items():
-                if name != "_modules" and (name not in held or held[name] is not value):
+                if name not in ("_modules", "forward") and (name not in held or held[name] is not value):
                     held[name] = value
 
 
@@ -106,10 +109,29 @@ def call_with_keywords(
 
 
 class ForwardReplacement:
-    """A callable that replaces the `forward` of one module instance, with the signature and the code location of its class's."""
+    """Replaces the `forward` of one module instance: a method bound to it, with the signature and code location of its class's.
+
+    Tools that wrap the function of a method and bind it again, as accelerate does for mixed precision, find both, `__func__` and
+    `__self__`. A subclass computes what the forward returns in `run`.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.module, args, kwargs)
+
+    def run(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what the forward returns on `module`, which is the forward's own or a copy of it."""
+        raise NotImplementedError
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self.module
+
+    @property
+    def __func__(self) -> UnboundForward:
+        return UnboundForward(self)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -119,6 +141,27 @@ class ForwardReplacement:
     @property
     def __code__(self) -> CodeType:  # torch.export reports where it is
         return inspect.unwrap(type(self.module).forward).__code__
+
+
+class UnboundForward:
+    """The function of a replaced forward: it is called with the module first."""
+
+    def __init__(self, replacement: ForwardReplacement) -> None:
+        self.replacement = replacement
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.replacement.run(module, args, kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.replacement.module).forward)
+
+
+def own_forward(module: nn.Module) -> Any:
+    """Return the `forward` that `module` has instead of its class's, or None; ours is found where a tool bound it anew."""
+    held = vars(module).get("forward")
+    function = getattr(held, "__func__", None)
+    return function.replacement if isinstance(function, UnboundForward) else held
 
 
 class InjectingForward(ForwardReplacement):
@@ -131,11 +174,7 @@ class InjectingForward(ForwardReplacement):
         super().__init__(module)
         self.paths, self.keywords_from, self.inner = tuple(paths), keywords_from, inner
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(self.module, args, kwargs)
-
     def run(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """What the forward returns on `module`, which is the forward's own or a copy of it."""
         injecting = InjectingCopy(module, self.paths, self.keywords_from(args, kwargs))
         if self.inner is None:
             output = type(self.module).forward(injecting.copy, *args, **kwargs)

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -104,6 +104,26 @@ def deny_ties(model: Any, edit: Edit) -> None:
         declared = part.get_expanded_tied_weights_keys(all_submodels=False)
         if declared and all(named.get(target) is not named.get(source) for target, source in declared.items()):
             edit.set_attribute(part.config, "tie_word_embeddings", False)
+
+
+def keep_on_one_device(model: Any, dense: Iterable[nn.Module], edit: Edit | None = None) -> None:
+    """`device_map` and FSDP do not part a new module, none of `dense`, from the unsplittable layer that it wraps."""
+    old = set(dense)
+    for _, part in transformers_parts(model):
+        whole = set(part._no_split_modules or ())
+        found = {type(module).__name__ for module in part.modules() if module not in old and len(outermost(module, whole)) == 1}
+        if found - whole and edit is not None:
+            edit.set_attribute(part, "_no_split_modules", whole | found)
+        elif found - whole:
+            part._no_split_modules = whole | found
+
+
+def outermost(module: nn.Module, kinds: set[str]) -> list[nn.Module]:
+    """The modules of these classes inside `module` that are in no other."""
+    found = []
+    for child in module.children():
+        found += [child] if type(child).__name__ in kinds else outermost(child, kinds)
+    return found
 
 
 def adjust_bias(module: Any, tied: Any) -> None:

@@ -85,7 +85,7 @@ class Wrapper(nn.Module):
     adds_branches = False
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # a subclass may be another kind of module too, whose parameters `layer` has
         self.layer = layer
 
     def __getattr__(self, name: str) -> Any:

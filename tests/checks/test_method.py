@@ -293,7 +293,7 @@ fault("the router's gates detached", "shared-moe", "moe.router.weight")(
     around(MixtureOfExperts, "combine", lambda old, self, x, gates, *more: old(self, x, gates.detach(), *more))
 )
 fault("the balance loss never added", "shared-moe", "to the model's own loss")(
-    around(ForwardWithAuxiliaryLosses, "__call__", lambda old, self, *args, **kwargs: self.run(*args, **kwargs))
+    around(ForwardWithAuxiliaryLosses, "run", lambda old, self, *call: self.run_inner(*call))
 )
 fault("the balance loss detached", "shared-moe", "moe.router.weight")(
     around(mixture_of_experts, "balance_loss", lambda old, *args: old(*args).detach())

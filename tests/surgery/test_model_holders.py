@@ -1,0 +1,126 @@
+"""What else holds a model and its parts: accelerate, by its forward and its device map; copies and pickles of replaced forwards."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from accelerate.state import AcceleratorState
+from support.tiny_models import VOCABULARY, built, gpt2, llama, t5
+from torch import Tensor
+
+import retrofit
+from retrofit.errors import DoesNotFitError
+from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
+from retrofit.surgery.keyword_injection import InjectingForward, own_forward
+from retrofit.surgery.transformers_bookkeeping import transformers_parts
+
+IDS = torch.arange(3, 19)[None]
+REPLACED = [
+    "shared-moe(groups=0)",
+    "memory(beside=ffns)",
+    "memory(beside=ffns), shared-moe(groups=0)",
+]  # they replace a forward
+SPLIT = [
+    "altup(k=2,embedding=recycled)",
+    "memory(lookup=softmax)",
+    "reversible",
+    "sequence-altup(k=2,layers=1)",
+]  # they wrap layers
+
+
+def rewritten(model: Any, recipe: str) -> Any:
+    """`model` with its new parameters moved away from where they began."""
+    model = retrofit.apply(model, *recipe.split(", "), verify=False)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def gptj() -> Any:
+    """A model whose code forwards no keywords to its layers, and which is itself what runs them."""
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4, "n_positions": 32}
+    return built(transformers.GPTJConfig(**sizes), transformers.GPTJModel)
+
+
+def outputs(model: Any) -> Tensor:
+    more = {"decoder_input_ids": IDS} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        found: Tensor = model(input_ids=IDS, **more)[0]
+    return found
+
+
+def test_the_recipes_below_replace_forwards() -> None:
+    kinds = [type(own_forward(rewritten(gptj(), recipe))) for recipe in REPLACED]
+    assert kinds == [ForwardWithAuxiliaryLosses, InjectingForward, ForwardWithAuxiliaryLosses]
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Any]:
+    yield accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("make", [gptj, t5])
+@pytest.mark.parametrize("recipe", REPLACED)
+def test_accelerate_unwraps_a_replaced_forward(recipe: str, make: Any, accelerator: Any) -> None:
+    """It binds the function of the method anew; copies of the model compute with weights of their own."""
+    model = rewritten(make(), recipe)
+    expected, signature = outputs(model), inspect.signature(model.forward)
+    prepared = accelerator.prepare_model(model)
+    outputs(prepared)
+    plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert plain is model and inspect.signature(model.forward) == signature
+    torch.testing.assert_close(outputs(model), expected)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    torch.testing.assert_close(outputs(twin), expected)
+
+
+@pytest.mark.parametrize("recipe", REPLACED)
+def test_a_replaced_forward_is_pickled(recipe: str) -> None:
+    model, file = rewritten(gptj(), recipe), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(outputs(torch.load(file, weights_only=False)), outputs(model))
+
+
+def test_a_copy_of_a_replaced_forward_injects_into_a_nested_one() -> None:
+    """The module whose forward is replaced runs inside another whose forward is, too."""
+    model = gpt2()
+    seen: list[tuple[str, ...]] = []
+    model.transformer.h[0].register_forward_pre_hook(lambda module, args, kwargs: seen.append(tuple(kwargs)), with_kwargs=True)
+    model.transformer.h[0].forward = lambda *args, a=None, b=None, **kwargs: type(model.transformer.h[0]).forward(
+        model.transformer.h[0], *args, **kwargs
+    )
+    inner = InjectingForward(model.transformer, ["h.0"], lambda args, kwargs: {"a": 1})
+    model.transformer.forward = inner
+    model.forward = InjectingForward(model, ["transformer.h.0"], lambda args, kwargs: {"b": 2})
+    outputs(model)
+    assert {"a", "b"} <= set(seen[-1]) and vars(model.transformer)["forward"] is inner
+
+
+@pytest.mark.parametrize("recipe", SPLIT)
+def test_new_parts_stay_on_the_device_of_their_layer(recipe: str) -> None:
+    """As in a model that was loaded; a failing rewrite leaves what was there."""
+    model = llama(num_hidden_layers=4)
+    kept = {path: part._no_split_modules for path, part in transformers_parts(model)}
+    with pytest.raises(DoesNotFitError):
+        retrofit.apply(model, recipe, "sequence-altup(k=2,layers=2)", "merge-cross-attention")
+    assert {path: part._no_split_modules for path, part in transformers_parts(model)} == kept
+    model = rewritten(model, recipe)
+    for size in range(6000, 30000, 2000):
+        memory = {0: size, 1: size, "cpu": 10**9}
+        where = accelerate.infer_auto_device_map(model, max_memory=memory, no_split_module_classes=list(model._no_split_modules))
+        assert not [path for path in where if path.startswith("model.layers.") and path.count(".") > 2]
