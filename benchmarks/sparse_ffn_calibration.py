@@ -25,7 +25,7 @@ from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.rewriting import apply_reported
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.settings import Settings
-from retrofit.training.windows import hold_out
+from retrofit.training.windows import is_held_out
 
 
 def main() -> None:
@@ -48,8 +48,9 @@ def main() -> None:
     dense = LlamaForCausalLM(byte_llama(options.width, options.layers)).eval()
     run = continue_pretraining(dense, texts, settings(options, options.dense_steps, 2e-3, 0))
     print(f"dense: {run.parameters:,} parameters, held-out loss {run.eval_losses[-1][1]:.4f} after {options.dense_steps} steps")
-    seen, held = hold_out(windows_of(texts, codec_for(dense), options.length), Settings(1).eval_fraction)
-    held = held[:64].long()
+    windows = windows_of(texts, codec_for(dense), options.length)
+    held_out = is_held_out(windows, Settings(1).eval_fraction)
+    seen, held = windows[~held_out], windows[held_out][:64].long()
     for n, start in itertools.product(options.sparsity, ("naive", "from the weights", "calibrated")):
         model = copy.deepcopy(dense)
         data = seen[:: max(1, len(seen) // 64)][:64] if start == "calibrated" else None

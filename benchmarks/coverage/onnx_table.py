@@ -129,8 +129,9 @@ def layers_found(model: Any, made: Any, inputs: dict[str, Any]) -> list[list[int
 def same_tokens(model: Any, made: Any) -> bool | str:
     """Whether ONNX Runtime decodes the tokens that `generate` does."""
     import torch
+    from support.onnx_files import decode_greedily, translate
 
-    from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode_greedily, translate
+    from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
     from retrofit.runtime.example_inputs import token_ids
 
     ids = token_ids(model, 2, 6, seed=3)

@@ -28,7 +28,7 @@ from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.runs import TrainingRun
 from retrofit.training.settings import Settings
-from retrofit.training.windows import hold_out
+from retrofit.training.windows import is_held_out
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.real_models import load_smollm2, smollm2_tokenizer
@@ -93,7 +93,8 @@ class SmolLM2:
 
 def calibration_windows(dense: nn.Module, tokenizer: Any = None, text: Text = DOCUMENTATION) -> Tensor:
     """Windows to fit a start on, of those that are trained on: (windows, tokens)."""
-    seen, _ = hold_out(windows_of(text.then(), codec_for(dense, tokenizer), LENGTH), text.held_out)
+    windows = windows_of(text.then(), codec_for(dense, tokenizer), LENGTH)
+    seen = windows[~is_held_out(windows, text.held_out)]
     return seen[:: max(1, len(seen) // CALIBRATED)][:CALIBRATED].long()
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.pipeline.tokenization import codec_for, windows_of
-from retrofit.training.windows import hold_out
+from retrofit.training.windows import is_held_out
 
 STRIDES = (2, 4)
 TRAINED = ("0-5", "1-4", "1-2", "4-5")  # choices of layers that --steps trains, k = 2
@@ -39,7 +39,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dense = DenseModel().trained(options.output.parent)
     kept = Kept(options.output)
-    _, held_out = (one.long() for one in hold_out(windows_of(TEXTS, codec_for(dense), LENGTH), HELD_OUT))
+    windows = windows_of(TEXTS, codec_for(dense), LENGTH)
+    held_out = windows[is_held_out(windows, HELD_OUT)].long()
     layers = len(list(retrofit.inspect(dense).layers))
     kept.measure("dense", lambda: loss(dense, held_out))
     for k in STRIDES:

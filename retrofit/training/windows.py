@@ -15,14 +15,8 @@ MOST_HELD_OUT = 512  # windows
 WINDOW = "window"  # the name of its number in an example
 
 
-def hold_out(windows: torch.Tensor, fraction: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows to train on and windows held out, the latter spread evenly over the text and not more than `MOST_HELD_OUT`."""
-    held_out = is_held_out(windows, fraction)
-    return windows[~held_out], windows[held_out]
-
-
 def is_held_out(windows: torch.Tensor, fraction: float) -> torch.Tensor:
-    """Which windows are held out: (windows)."""
+    """Which windows are held out, spread evenly over the text and not more than `MOST_HELD_OUT`: (windows)."""
     count = 0 if fraction == 0 else min(max(1, round(fraction * len(windows))), MOST_HELD_OUT)
     if len(windows) - count < 1:
         raise TrainingError(

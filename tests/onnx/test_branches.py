@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import tiny_models
+from support.onnx_files import decode_greedily
 
 import retrofit
 from retrofit.errors import CaptureError
 from retrofit.onnx.exporter import branches, export_onnx
 from retrofit.onnx.exporter.branches import make_branches
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode_greedily, next_step_states
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.operators.table import CHOICE
 from retrofit.passes import SequenceAltUp, SparseFFN

@@ -13,6 +13,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import retrofitted, tiny_models
+from support.onnx_files import decode_greedily, translate
 from torch import nn
 
 import retrofit
@@ -23,7 +24,7 @@ from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
 from retrofit.onnx.exporter import export_onnx, optimization
 from retrofit.onnx.exporter.export_part import WholeModel
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode_greedily, next_step_states, translate
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.passes import AltUp, SequenceAltUp, SparseFFN, SparseQKV
 from retrofit.runtime.probes import distance

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from support import retrofitted, tiny_models
+from support.onnx_files import decode_greedily, translate
 
 import retrofit
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode_greedily, translate
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.naming import argument_name
 from retrofit.pipeline.registry import parse_recipe

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from support import tiny_models
+from support.onnx_files import decode_greedily
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,7 +16,7 @@ from retrofit.onnx.exporter.cache_states import growth_axes, new_like
 from retrofit.onnx.exporter.decoder_part import Decoder
 from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES
 from retrofit.onnx.exporter.export_plan import plan_export
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, decode_greedily
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.runtime.probes import distance
 
 NEW = 4  # tokens decoded

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 from retrofit.errors import TrainingError
 from retrofit.pipeline.tokenization import byte_codec, codec_for, config_special_ids, read_texts, read_tokenizer, windows_of
-from retrofit.training.windows import MOST_HELD_OUT, hold_out, ordered_windows, shuffled_windows
+from retrofit.training.windows import MOST_HELD_OUT, is_held_out, ordered_windows, shuffled_windows
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 WORDS = ["[UNK]", "[PAD]", "</s>", "the", "cat", "sat", "<extra_id_1>", "<extra_id_0>", "on", "mats"]
@@ -132,8 +132,7 @@ def test_windows_hold_the_texts_in_order_each_closed() -> None:
 @settings(max_examples=60, deadline=None)
 def test_held_out_windows_are_spread_evenly(count: int, fraction: float) -> None:
     windows = torch.arange(count)[:, None]
-    train, held_out = (part[:, 0].tolist() for part in hold_out(windows, fraction))
-    assert sorted(train + held_out) == list(range(count))
+    held_out = is_held_out(windows, fraction).nonzero().flatten().tolist()
     assert len(held_out) == max(1, round(fraction * count))
     gaps = [after - before for before, after in zip([-1, *held_out], held_out, strict=False)]
     assert max(gaps) - min(gaps) <= 1
@@ -142,14 +141,14 @@ def test_held_out_windows_are_spread_evenly(count: int, fraction: float) -> None
 
 def test_few_windows_are_held_out_of_many_and_none_where_none_are_wanted() -> None:
     windows = torch.zeros(100_000, 1)
-    assert len(hold_out(windows, 0.5)[1]) == MOST_HELD_OUT
-    assert len(hold_out(windows, 0.0)[1]) == 0
+    assert is_held_out(windows, 0.5).sum() == MOST_HELD_OUT
+    assert not is_held_out(windows, 0.0).any()
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(0, 0.0), (0, 0.1), (1, 0.1)])
 def test_too_short_a_text_is_refused(count: int, fraction: float) -> None:
     with pytest.raises(TrainingError, match=f"fills {count} windows of 8 tokens"):
-        hold_out(torch.zeros(count, 8), fraction)
+        is_held_out(torch.zeros(count, 8), fraction)
 
 
 def test_the_order_is_a_function_of_the_seed_and_goes_through_all_windows_in_turn() -> None:

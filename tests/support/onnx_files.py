@@ -1,18 +1,22 @@
-"""ONNX files of the zoo's models, as torch's two exporters, ONNX Runtime's optimizer and this project's own exporter write them."""
+"""ONNX files of the zoo's models, as torch's two exporters, ONNX Runtime's optimizer and this project's own exporter write them.
+
+Of files with a cache also the loops that decode greedily.
+"""
 
 from __future__ import annotations
 
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import retrofit
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from support import zoo
 
 FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")
@@ -135,3 +139,38 @@ def file_of(source: str, name: str) -> Path:
     with torch.no_grad():
         SOURCES[source](name, path)
     return path
+
+
+def decode_greedily(model: OnnxSession, ids: Tensor, steps: int, mask: Tensor | None = None) -> Tensor:
+    """The prompt (batch, length) and `steps` greedy tokens after it; rows may be padded on the left, as in `mask`."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    tokens, states, done = ids, model.empty_states(len(ids)), 0
+    for _ in range(steps):
+        numbers = (mask.cumsum(-1) - 1).clamp(min=0)
+        for start in range(done, tokens.shape[1], model.tokens_per_step or tokens.shape[1]):
+            done = min(start + (model.tokens_per_step or tokens.shape[1]), tokens.shape[1])
+            given = {"input_ids": tokens[:, start:done], "position_ids": numbers[:, start:done]}
+            outputs = model({**given, "attention_mask": mask[:, :done], **states})
+            states = next_step_states(outputs)
+        new = greedy_tokens(outputs)
+        tokens, mask = torch.cat([tokens, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
+    return tokens
+
+
+def translate(parts: Sequence[OnnxSession], source: Mapping[str, Tensor], start: int, steps: int) -> Tensor:
+    """`steps` greedy tokens after the start token, from an encoder, a decoder's first step and its next ones."""
+    encoder, first, following = parts
+    hidden = encoder(source)["last_hidden_state"]
+    fixed = {"encoder_hidden_states": hidden, "encoder_attention_mask": source["attention_mask"]}
+    new = torch.full((len(hidden), 1), start)
+    tokens, states = new, dict[str, Tensor]()
+    for step in range(steps):
+        outputs = (following if step else first)({"input_ids": new, **fixed, **states})
+        new, states = greedy_tokens(outputs), states | next_step_states(outputs)
+        tokens = torch.cat([tokens, new], 1)
+    return tokens
+
+
+def greedy_tokens(outputs: Mapping[str, Tensor]) -> Tensor:
+    """The likeliest next token of each row: (batch, 1)."""
+    return outputs["logits"][:, -1].argmax(-1, keepdim=True)

@@ -36,7 +36,7 @@ from retrofit.training.continued_pretraining import continue_pretraining, requir
 from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
 from retrofit.training.settings import Settings
 from retrofit.training.teaching import teach
-from retrofit.training.windows import hold_out
+from retrofit.training.windows import is_held_out
 
 
 @pytest.mark.first(1)
@@ -68,7 +68,7 @@ def test_the_held_out_loss_is_that_of_the_held_out_windows() -> None:
     """A loop over the held-out windows, before and after, gives the losses at the first and the last step."""
     model = llama()
     windows = windows_of(TEXTS, codec_for(model), SMALL.length)
-    held_out = hold_out(windows, SMALL.eval_fraction)[1].long()
+    held_out = windows[is_held_out(windows, SMALL.eval_fraction)].long()
 
     def measured() -> float:
         with torch.no_grad():

@@ -1,9 +1,9 @@
-"""ONNX models run by ONNX Runtime: on named tensors, and in loops that decode greedily on the states that each step returns."""
+"""ONNX models run by ONNX Runtime on named tensors, one step after another on the states that each step returns."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,38 +103,3 @@ class OnnxSession:
 def next_step_states(outputs: Tensors) -> dict[str, Tensor]:
     """The states among a step's outputs, as the next step's inputs."""
     return {PAST_KEY_VALUES + name.removeprefix(PRESENT): value for name, value in outputs.items() if name.startswith(PRESENT)}
-
-
-def decode_greedily(model: OnnxSession, ids: Tensor, steps: int, mask: Tensor | None = None) -> Tensor:
-    """The prompt (batch, length) and `steps` greedy tokens after it; rows may be padded on the left, as in `mask`."""
-    mask = torch.ones_like(ids) if mask is None else mask
-    tokens, states, done = ids, model.empty_states(len(ids)), 0
-    for _ in range(steps):
-        numbers = (mask.cumsum(-1) - 1).clamp(min=0)
-        for start in range(done, tokens.shape[1], model.tokens_per_step or tokens.shape[1]):
-            done = min(start + (model.tokens_per_step or tokens.shape[1]), tokens.shape[1])
-            given = {"input_ids": tokens[:, start:done], "position_ids": numbers[:, start:done]}
-            outputs = model({**given, "attention_mask": mask[:, :done], **states})
-            states = next_step_states(outputs)
-        new = greedy_tokens(outputs)
-        tokens, mask = torch.cat([tokens, new], 1), torch.cat([mask, torch.ones_like(new)], 1)
-    return tokens
-
-
-def translate(parts: Sequence[OnnxSession], source: Tensors, start: int, steps: int) -> Tensor:
-    """`steps` greedy tokens after the start token, from an encoder, a decoder's first step and its next ones."""
-    encoder, first, following = parts
-    hidden = encoder(source)["last_hidden_state"]
-    fixed = {"encoder_hidden_states": hidden, "encoder_attention_mask": source["attention_mask"]}
-    new = torch.full((len(hidden), 1), start)
-    tokens, states = new, dict[str, Tensor]()
-    for step in range(steps):
-        outputs = (following if step else first)({"input_ids": new, **fixed, **states})
-        new, states = greedy_tokens(outputs), states | next_step_states(outputs)
-        tokens = torch.cat([tokens, new], 1)
-    return tokens
-
-
-def greedy_tokens(outputs: Tensors) -> Tensor:
-    """The likeliest next token of each row: (batch, 1)."""
-    return outputs["logits"][:, -1].argmax(-1, keepdim=True)
