@@ -28,7 +28,7 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=EXAMPLES,
     )
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="the directory of the adapter")
-    parser.add_argument("--base", metavar="MODEL", type=Path, help=f"the model that it was trained on: {MODEL}")
+    parser.add_argument("--base", metavar="MODEL", type=Path, help=f"where the model that it was trained on is now: {MODEL}")
     parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="where the result goes (default: next to ADAPTER)")
     parser.add_argument("--force", action="store_true", help="replace an output that exists")
     parser.set_defaults(run=run)
@@ -39,15 +39,16 @@ def run(arguments: argparse.Namespace) -> int:
     adapter = require_path(arguments.adapter)
     output = check_model_output(arguments.output or default_output(adapter, ["merged"]), arguments.force)
 
-    from retrofit.adapters import load_adapted, merge_adapters, read_adapter_config
+    from retrofit.adapters import BASE, load_adapted, merge_adapters, read_adapter_config, require_base_of
     from retrofit.pipeline.replaying import recipe
     from retrofit.storage.checkpoint import load
 
     config = read_adapter_config(adapter)
-    base = require_base(arguments.base or config.get("base_model_name_or_path"))
+    base = require_base(arguments.base or config.get(BASE))
     with working(arguments.debug) as progress:
         progress(f"reading {base}")
         model = load(base)
+        require_base_of(adapter, model, base)
         progress("merging, and comparing")
         merged = merge_adapters(load_adapted(adapter, model))
         progress(f"writing {output}")
@@ -71,5 +72,5 @@ def require_base(named: Any) -> Path:
     raise UsageError(
         f"the model that the adapter was trained on is not at {named}" if named else "the adapter names no model",
         why="models are read from disk only, never downloaded",
-        remedy="name it with --base",
+        remedy="name the directory where it is now with --base",
     )

@@ -218,6 +218,8 @@ def rewrite_once(
         edit.set_attribute(model, "retrofit_rewrites", (*before_these, *accounts))
         edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))
         edit.set_attribute(model, "retrofit_added", added(edit))
+        if "name_or_path" in vars(model):  # adapters keep it as the model that they were trained on
+            edit.set_attribute(model, "name_or_path", "")
         say("capturing the result")
         report = result = None
         if verify or count_flops or device_of(model).type == "meta":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -172,3 +173,89 @@ def test_an_adapter_of_another_model_is_refused_and_not_left_out(tmp_path: Path,
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-50])
     assert main(merge) == 2 and "cannot be read as safetensors" in capsys.readouterr().err
+
+
+def saved(model: Any, folder: Path) -> Path:
+    retrofit.save(model, folder)
+    return folder
+
+
+def adapter_of(base: Path, folder: Path) -> Path:
+    """An adapter of the attention, whose names and shapes are the same in many rewritten models, as if it had trained."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(retrofit.load(base), config).save_pretrained(folder)
+    return folder
+
+
+def other_weights() -> nn.Module:
+    model = tiny_models.llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight += 0.5
+    return model
+
+
+BASES = {
+    "dense": tiny_models.llama,
+    "sparse": lambda: retrofit.apply(tiny_models.llama(), "sparse-ffn(sparsity=4)", verify=False),
+    "sparser": lambda: retrofit.apply(tiny_models.llama(), "sparse-ffn(sparsity=8)", verify=False),
+    "widened": lambda: retrofit.apply(tiny_models.llama(), "altup(k=2)", verify=False),
+    "trained on": other_weights,
+    "shorter": lambda: tiny_models.llama(num_hidden_layers=1),
+}
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["its own base there", "its own base gone"])
+@pytest.mark.parametrize(
+    ("own", "other", "says"),
+    [
+        ("sparse", "dense", ("sparse-ffn(sparsity=4", "none")),
+        ("dense", "sparse", ("none", "sparse-ffn(sparsity=4")),
+        ("sparse", "sparser", ("sparsity=4", "sparsity=8")),
+        ("dense", "trained on", ("layers.1.mlp.up_proj.weight",)),
+        ("dense", "widened", ()),
+        ("widened", "dense", ()),
+        ("dense", "shorter", ()),
+    ],
+)
+def test_the_base_is_compared_with_the_one_that_the_adapter_names(
+    own: str, other: str, says: tuple[str, ...], gone: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once that is gone, names and shapes are all that an adapter says; they are the same where `says` holds what else differs."""
+    base, another = (saved(BASES[name](), tmp_path / name) for name in (own, other))
+    adapter = adapter_of(base, tmp_path / "adapter")
+    if gone:
+        shutil.rmtree(base)
+    code = main(["merge", str(adapter), "--base", str(another), "-o", str(tmp_path / "merged")])
+    said = capsys.readouterr().err
+    assert (code, (tmp_path / "merged").exists()) == ((0, True) if gone and says else (2, False)), said
+    assert gone or all(one in said for one in ("of another model than", str(base), *says)), said
+
+
+@pytest.mark.parametrize("how", [shutil.copytree, shutil.move])
+def test_a_base_may_have_been_copied_or_moved(how: Any, tmp_path: Path) -> None:
+    base = saved(BASES["sparse"](), tmp_path / "base")
+    adapter = adapter_of(base, tmp_path / "adapter")
+    how(base, tmp_path / "elsewhere")
+    assert main(["merge", str(adapter), "--base", str(tmp_path / "elsewhere"), "-o", str(tmp_path / "merged")]) == 0
+    assert retrofit.recipe(retrofit.load(tmp_path / "merged")) == retrofit.recipe(retrofit.load(tmp_path / "elsewhere"))
+
+
+def test_an_adapter_of_a_model_rewritten_in_memory_does_not_name_the_dense_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = saved(tiny_models.llama(), tmp_path / "dense")
+    model = retrofit.apply(retrofit.load(dense), "sparse-ffn(sparsity=4)", verify=False)
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    assert main(["merge", str(tmp_path / "adapter"), "-o", str(tmp_path / "merged")]) == 2
+    assert "--base" in capsys.readouterr().err and not (tmp_path / "merged").exists()
+
+
+def test_an_adapter_of_another_class_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = saved(tiny_models.llama(), tmp_path / "dense")
+    adapter = adapter_of(dense, tmp_path / "adapter")
+    file = adapter / "adapter_config.json"
+    config = json.loads(file.read_text())
+    config["auto_mapping"]["base_model_class"] = "LlamaForSequenceClassification"
+    file.write_text(json.dumps(config))
+    assert main(["merge", str(adapter), "-o", str(tmp_path / "merged")]) == 2
+    assert "LlamaForSequenceClassification" in capsys.readouterr().err
