@@ -37,7 +37,7 @@ class TablePlaces:
                 raise no_place(layer.name, "it has no FFN", NO_FEED_FORWARD)
             for branch in layer.ffns:
                 with collect_near_miss(branch.name or layer.name, near_misses):
-                    places.append(self.modules.feed_forward(branch, layer, around, stack.width))
+                    places.append(self.modules.feed_forward(branch, stack.width))
         return places
 
     def is_on_two_streams(self, layer: Layer) -> bool:

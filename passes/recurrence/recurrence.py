@@ -128,10 +128,11 @@ class Recurrence(Pass[RecurrencePlan]):
                 raise unfit(layer.name or layer.exit, "it has no feed-forward", NO_FEED_FORWARD)
             if not finder.anatomy.is_trained(layer):
                 raise unfit(layer.name or layer.exit, WITHOUT_GRADIENT, "layers= leaves depths out")
-            around, call = finder.modules.stream_module(layer, stack), finder.calls.of_layer(layer)
+            finder.modules.stream_module(layer, stack)  # raises where no module runs the layer
+            call = finder.calls.of_layer(layer)
             for branch in layer.ffns:
                 with collect_near_miss(branch.name or layer.name, near_misses):
-                    finder.add(branch, layer, stack, around, call, self.bidirectional)
+                    finder.add(branch, stack, call, self.bidirectional)
 
     def describe(self, site: RecurrentSite) -> str:
         both = ", in both directions" if site.bidirectional else ""
@@ -182,9 +183,9 @@ class SiteFinder:
         self.sites: dict[nn.Module, RecurrentSite] = {}  # by module: one that several layers share has one recurrence
         self.paths: dict[str, tuple[LayerCall, list[str]]] = {}  # by the path of the layer's module
 
-    def add(self, branch: Branch, layer: Layer, stack: Stack, around: WrappedModule, call: LayerCall, bidirectional: bool) -> None:
+    def add(self, branch: Branch, stack: Stack, call: LayerCall, bidirectional: bool) -> None:
         """The site of one feed-forward; raises `DoesNotFitError` where it can have no recurrence."""
-        place = self.modules.feed_forward(branch, layer, around, stack.width)
+        place = self.modules.feed_forward(branch, stack.width)
         module = self.anatomy.model.get_submodule(place.path)
         name = self.name_in_layer(module, call, place)
         steps = place.path.split(".")

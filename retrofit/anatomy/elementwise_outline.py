@@ -74,7 +74,7 @@ class ElementwiseOutline:
         if selected is not None:
             return self.port(selected, node)
         call = self.elementwise_call(node)
-        if call is not None:
+        if call is not None and not self.is_shared_dropout(call):
             return self.emit_call(call)
         name = op(node)
         source = node.args[0] if node.args else None
@@ -172,6 +172,12 @@ class ElementwiseOutline:
                     outermost = call
         return outermost
 
+    def is_shared_dropout(self, call: Call) -> bool:
+        """Whether it is the dropout of a module that the model also calls elsewhere: that is left to the model's own code."""
+        own = [node for node in self.flow.computations if call.encloses(self.flow.call_of(node))]
+        shared = times_called(call, self.flow) != times_called(self.flow.call_of(self.ends[0]), self.flow)
+        return shared and all(op(node) in DROPOUT for node in own)
+
     def is_elementwise(self, node: fx.Node) -> bool:
         """Whether a unit's result depends on no other unit, and on no weight of its own."""
         single = all(part in self.flow.depends or (shape(part) or ()) in ((), (1,)) for part in node.all_input_nodes)
@@ -187,3 +193,9 @@ class ElementwiseOutline:
         self.root.add_module(name, self.model.get_submodule(call.path))
         self.paths[name] = call.path
         return self.graph.call_module(name, (value,))
+
+
+def times_called(call: Call, flow: Dataflow) -> int:
+    """How often the module of `call` is called and returns something."""
+    calls = (other for other in flow.program.calls if other.path == call.path)
+    return sum(any(node in flow.position for node in other.outputs.values()) for other in calls)

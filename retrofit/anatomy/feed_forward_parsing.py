@@ -5,11 +5,10 @@ A branch whose hidden units meet in anything but element-wise operations is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import fx, nn
 
-from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.branches import (
     BEFORE_THE_OUTER,
     BEFORE_TWO_STREAMS,
@@ -23,7 +22,8 @@ from retrofit.anatomy.elementwise_outline import ElementwiseOutline
 from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock
 from retrofit.anatomy.feed_forward_places import is_computed_by, place_in_owner, place_over_modules
 from retrofit.anatomy.feed_forward_sites import FeedForward, no_feed_forward
-from retrofit.anatomy.parts import Branch
+from retrofit.anatomy.findings import Findings
+from retrofit.anatomy.parts import Branch, Layer
 from retrofit.anatomy.sites import NearMiss, collect_near_miss
 from retrofit.anatomy.weight_matrices import matrix_of, operand_chain, product_result
 from retrofit.anatomy.weight_products import WeightProduct, nearest_products, weight_product
@@ -32,7 +32,7 @@ from retrofit.program.dataflow import Dataflow
 REPLACED = "a feed-forward is replaced once; layers= divides the depths between passes"
 
 
-def feed_forwards(anatomy: Anatomy, layers: Iterable[int] | None = None) -> tuple[list[FeedForward], list[NearMiss]]:
+def feed_forwards(anatomy: Findings, layers: Iterable[int] | None = None) -> tuple[list[FeedForward], list[NearMiss]]:
     """The feed-forwards of a model by depth, one for each set of weights, and a near miss for each ffn branch that is none.
 
     `layers` restricts them to those depths of each stack.
@@ -44,11 +44,7 @@ def feed_forwards(anatomy: Anatomy, layers: Iterable[int] | None = None) -> tupl
         for depth, layer in enumerate(stack.layers):
             if depths is not None and depth not in depths:
                 continue
-            for branch in () if layer.ffns else layer.branches:
-                if is_on_two_streams(branch, anatomy.stacks, anatomy.flow):
-                    near_misses.append(NearMiss(layer.name or branch.output, ON_TWO_STREAMS, BEFORE_TWO_STREAMS))
-                elif branch.role == "self-attention" and holds_sums(branch, anatomy.flow):
-                    near_misses.append(NearMiss(layer.name or branch.output, LAYER_WITHIN, BEFORE_THE_OUTER))
+            near_misses.extend(hidden_feed_forwards(layer, anatomy))
             for branch in layer.ffns:
                 with collect_near_miss(branch.name or layer.name or branch.output, near_misses):
                     site = parse_feed_forward(branch, anatomy.model, anatomy.flow)
@@ -57,6 +53,15 @@ def feed_forwards(anatomy: Anatomy, layers: Iterable[int] | None = None) -> tupl
     for near_miss in near_misses:
         first_of_each.setdefault(near_miss.name, near_miss)
     return list(sites.values()), list(first_of_each.values())
+
+
+def hidden_feed_forwards(layer: Layer, anatomy: Findings) -> Iterator[NearMiss]:
+    """A near miss for each branch of a layer without feed-forwards that has one in it."""
+    for branch in () if layer.ffns else layer.branches:
+        if is_on_two_streams(branch, anatomy.stacks, anatomy.flow):
+            yield NearMiss(layer.name or branch.output, ON_TWO_STREAMS, BEFORE_TWO_STREAMS)
+        elif branch.role == "self-attention" and holds_sums(branch, anatomy.flow):
+            yield NearMiss(layer.name or branch.output, LAYER_WITHIN, BEFORE_THE_OUTER)
 
 
 def parse_feed_forward(branch: Branch, model: nn.Module, flow: Dataflow) -> FeedForward:

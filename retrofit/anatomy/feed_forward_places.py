@@ -6,7 +6,7 @@ import dataclasses
 
 from torch import fx
 
-from retrofit.anatomy.elementwise_outline import ElementwiseFunction, ElementwiseOutline, Step
+from retrofit.anatomy.elementwise_outline import ElementwiseFunction, ElementwiseOutline, Step, times_called
 from retrofit.anatomy.feed_forward_sites import no_feed_forward
 from retrofit.anatomy.parts import Branch
 from retrofit.anatomy.weight_matrices import operand_chain
@@ -78,6 +78,9 @@ def place_over_modules(
     last = calls[-1]
     if list(last.outputs) != [None]:
         raise no_feed_forward(branch, f"it is spread over several modules, and {last.path} returns more than one tensor")
+    for call in outermost:
+        if times_called(call, flow) != times_called(last, flow):
+            raise no_feed_forward(branch, f"it is spread over several modules, and {call.path} also runs outside of it")
     stream_in = next((key for key, node in last.inputs.items() if node in flow.depends), 0)
     return Place(stream_in, last.path, bypassed=tuple(dict.fromkeys(call.path for call in outermost)))
 

@@ -35,7 +35,7 @@ class Branch:
     """One residual branch: what is added to the stream, by whom."""
 
     role: Role
-    name: str  # path of the module that owns it; "" where no module does
+    name: str  # path of the innermost module that computes it, and perhaps more: `Anatomy.sites` has those that own it
     projections: tuple[Projection, ...]
     parameters: int  # elements, shared ones counted once
     source: str  # graph node the branch leaves the stream at

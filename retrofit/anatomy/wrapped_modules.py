@@ -1,40 +1,69 @@
-"""Which module a pass puts a wrapper around: one that takes and returns the stream, or the input and output of a feed-forward."""
+"""The modules that a pass puts wrappers around: each runs one layer, or owns one branch, and is there once.
+
+Where the modules of a branch are called one after the other by the code around them, they become one module first.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, get_args
 
 from torch import fx, nn
 
-from retrofit.anatomy.anatomy import Anatomy
-from retrofit.anatomy.branches import owner_of
+from retrofit.anatomy.branch_owners import BranchOwners
+from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, is_on_two_streams, owner_of
 from retrofit.anatomy.feed_forward_blocks import GatheredFeedForward, install_feed_forward
-from retrofit.anatomy.feed_forward_parsing import parse_feed_forward
+from retrofit.anatomy.feed_forward_parsing import hidden_feed_forwards, parse_feed_forward
 from retrofit.anatomy.feed_forward_sites import FeedForward
-from retrofit.anatomy.parts import Branch, Layer, Stack
-from retrofit.errors import DoesNotFitError
-from retrofit.program.aten_ops import is_float, shape
-from retrofit.program.program import Call, Key
+from retrofit.anatomy.findings import Findings
+from retrofit.anatomy.parts import Branch, Layer, Role, Stack
+from retrofit.anatomy.sites import NearMiss, collect_near_miss
+from retrofit.errors import DoesNotFitError, SpecError
+from retrofit.program.aten_ops import shape
+from retrofit.program.program import Key
 from retrofit.surgery.edit import Edit
+from retrofit.surgery.wrappers import Wrapper, map_first
 
 Refusal = Callable[[str, str, str], DoesNotFitError]  # of the name of a place, why, the way out
 
 NO_MODULE = "the layers have to be modules that take the stream and return it"
 
 
+class WithLastProduct(Wrapper):
+    """An attention that leaves its last product to another module, together with that: at `key` is what `last` makes of it."""
+
+    def __init__(self, layer: nn.Module, last: nn.Module, key: Key) -> None:
+        super().__init__(layer)
+        self.last, self.key = last, key
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return map_first(self.layer(*args, **kwargs), self.last, self.key)
+
+
 @dataclasses.dataclass(frozen=True)
 class WrappedModule:
-    """A module that gets a wrapper, and where its input and output are."""
+    """A module that gets a wrapper, where its input and output are, and what it runs."""
 
     path: str
     stream_in: int | str
     stream_out: Key
     gathered: FeedForward | None = dataclasses.field(default=None, compare=False)  # of several modules, made one at `path` first
+    last: str = dataclasses.field(default="", compare=False)  # path of a module that `path` takes in first: it reads nothing else
+    depths: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)  # of `sites`: stack and depth of each call
+    branches: tuple[Branch, ...] = dataclasses.field(default=(), compare=False)  # of `sites`: what each call computes, of a branch
+
+    @property
+    def bypassed(self) -> tuple[str, ...]:
+        """The modules that the one at `path` takes in: the identity is in their place."""
+        return (self.last,) if self.last else self.gathered.bypassed if self.gathered is not None else ()
 
     def install(self, edit: Edit, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        """`wrap` of the module is in its place; a feed-forward of several modules is one module first."""
+        """`wrap` of the module is in its place; what several modules compute is in one module first."""
         module = edit.model.get_submodule(self.path)
+        if self.last:
+            module = WithLastProduct(module, edit.model.get_submodule(self.last), self.stream_out)
+            edit.replace_module(self.last, nn.Identity())
         if self.gathered is None:
             edit.replace_module(self.path, wrap(module))
             return
@@ -49,8 +78,9 @@ class WrappedModules:
     `no_feed_forward` is the way out where a feed-forward is no module.
     """
 
-    def __init__(self, anatomy: Anatomy, refuse: Refusal, no_feed_forward: str) -> None:
+    def __init__(self, anatomy: Findings, refuse: Refusal, no_feed_forward: str) -> None:
         self.anatomy, self.flow, self.refuse, self.no_feed_forward = anatomy, anatomy.flow, refuse, no_feed_forward
+        self.owners = BranchOwners(anatomy)
         self.calls = {(call.path, call.index): call for call in anatomy.program.calls}
 
     def stream_module(self, layer: Layer, stack: Stack) -> WrappedModule:
@@ -77,58 +107,16 @@ class WrappedModules:
     def depends_on(self, node: fx.Node, parts: list[fx.Node]) -> bool:
         return all(self.flow.reaches(part, node) for part in parts)
 
-    def feed_forward(self, branch: Branch, layer: Layer, around: WrappedModule, width: int) -> WrappedModule:
+    def feed_forward(self, branch: Branch, width: int) -> WrappedModule:
         """The module that is this FFN, or becomes it, from one d-wide tensor to another; raises `DoesNotFitError` without one."""
-        outer = self.calls[layer.name, layer.call]
-        if not branch.name or f"{around.path}.".startswith(f"{branch.name}."):
+        try:
+            owner = self.owners.owner(branch)
+        except DoesNotFitError:
             return self.gathered(branch)
-        call = next((one for one in self.calls.values() if one.path == branch.name and outer.encloses(one)), None)
-        if call is None:
-            raise self.refuse(branch.name, "its module is not called inside the layer", self.no_feed_forward)
-        call = self.own_call(call, outer)
-        others = [self.flow.call_of(self.anatomy.node(other.output)) for other in layer.branches if other is not branch]
-        if any(call.encloses(other) for other in others):
-            return self.gathered(branch)
-        call = self.before_flattening(call, [outer, *others])
-        read = {
-            key: self.flow.position[node]
-            for key, node in call.inputs.items()
-            if key is not None
-            and width_of(node) == width
-            and self.flow.reaches_through_heavy_op(node, self.anatomy.node(branch.output))
-        }
-        leaves = [key for key, node in call.outputs.items() if is_float(node) and width_of(node) == width]
-        if not read or not leaves:
-            raise self.refuse(branch.name, f"its module does not take and return tensors {width} wide", self.no_feed_forward)
-        latest = max(read, key=lambda key: read[key])  # the stream itself may be an argument too
-        return WrappedModule(call.path, latest, leaves[0])
-
-    def own_call(self, call: Call, outer: Call) -> Call:
-        """The call, or the innermost around it, of a module that no other layer calls: one that layers share has one wrapper."""
-        for one in call.chain:
-            if one is outer:
-                break
-            if all(outer.encloses(other) for other in self.calls.values() if other.path == one.path):
-                return one
-        return call
-
-    def before_flattening(self, call: Call, others: list[Call]) -> Call:
-        """The call, or where it reads (tokens, d), the innermost around it that does no more than lay a stream's tokens out so.
-
-        It encloses none of `others`.
-        """
-        for one in call.chain:
-            if any(one.encloses(other) for other in others):
-                break
-            if any(len(shape(node) or ()) == 3 and self.lays_out(one, call, node) for node in one.inputs.values()):
-                return one
-        return call
-
-    def lays_out(self, around: Call, call: Call, stream: fx.Node) -> bool:
-        """Whether `call` is called with a view of `stream` and what it returns becomes a view of that shape, `around` it."""
-        reads = any(stream in self.flow.carried_chain(node) for node in call.inputs.values())
-        results = [node for node in around.outputs.values() if shape(node) == shape(stream)]
-        return reads and any(one in self.flow.carried_chain(node) for node in results for one in call.outputs.values())
+        if width_of(owner.x) != width or width_of(owner.y) != width:
+            why = f"its module does not take and return tensors {width} wide"
+            raise self.refuse(branch.name or branch.output, why, self.no_feed_forward)
+        return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out)
 
     def gathered(self, branch: Branch) -> WrappedModule:
         """The place of an FFN whose modules, called by the layer's own code, become one module."""
@@ -138,6 +126,95 @@ class WrappedModules:
             raise self.refuse(branch.name or branch.output, error.why or error.what, self.no_feed_forward) from error
         stream_in = site.stream_in if site.stream_in is not None else 0
         return WrappedModule(site.path, stream_in, None, site if site.bypassed else None)
+
+    def branch(self, branch: Branch) -> WrappedModule:
+        """The module that owns a branch, or becomes it; raises `DoesNotFitError` where there is none."""
+        try:
+            owner = self.owners.owner(branch)
+        except DoesNotFitError as error:
+            try:
+                if branch.role == "ffn":
+                    return self.gathered(branch)
+                owner = self.owners.owner_but_for_last_product(branch)
+            except DoesNotFitError:
+                last = self.owners.last_module(branch)
+                remedy = f"what changes its result alone can wrap {last}" if last else self.no_feed_forward
+                raise self.refuse(branch.name or branch.output, error.why, remedy) from error
+        last = "" if owner.last is None else owner.last.path
+        return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out, last=last)
+
+
+Use = tuple[tuple[int, int], Branch | None, WrappedModule]  # stack and depth, what is computed there, the module that owns it
+
+NO_OWNER = "emit='graph' makes modules of what is code"
+MIXTURE = "it is a mixture of experts"
+
+
+def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = None) -> tuple[list[WrappedModule], list[NearMiss]]:
+    """What `Anatomy.sites` returns."""
+    if unknown := [kind for kind in kinds if kind not in KINDS] or [""] * (not kinds):
+        why = f"the kinds are {', '.join(KINDS)}"
+        raise SpecError(f"there are no sites called {unknown[0]!r}", why=why, remedy="name one of these, or several")
+    modules, chosen = WrappedModules(anatomy, no_site, NO_OWNER), None if layers is None else set(layers)
+    uses: dict[str, list[Use]] = {}
+    near_misses: list[NearMiss] = []
+    for number, stack in enumerate(anatomy.stacks):
+        for depth, layer in enumerate(stack.layers):
+            ignored: list[NearMiss] = []  # of a depth that is not chosen
+            misses = near_misses if chosen is None or depth in chosen else ignored
+            for part, name in parts_of(layer, kinds, anatomy, misses):
+                with collect_near_miss(name, misses):
+                    place = modules.stream_module(layer, stack) if part is None else modules.branch(part)
+                    uses.setdefault(place.path, []).append(((number, depth), part, place))
+    sites = []
+    for path, found in uses.items():
+        if chosen is None or any(depth in chosen for (_, depth), _, _ in found):
+            with collect_near_miss(path, near_misses):
+                require_each_call(found, chosen, modules)
+                branches = tuple(part for _, part, _ in found if part is not None)
+                sites.append(dataclasses.replace(found[0][2], depths=tuple(at for at, _, _ in found), branches=branches))
+    first_of_each = {miss.name: miss for miss in reversed(near_misses)}
+    return sites, [miss for miss in near_misses if first_of_each[miss.name] is miss]
+
+
+def parts_of(
+    layer: Layer, kinds: tuple[str, ...], anatomy: Findings, near_misses: list[NearMiss]
+) -> Iterator[tuple[Branch | None, str]]:
+    """The branches of a layer that are of these kinds, None for the layer itself, and a name of each."""
+    if "layer" in kinds:
+        yield None, layer.name or layer.exit
+    if "ffn" in kinds:
+        near_misses.extend(hidden_feed_forwards(layer, anatomy))
+    for branch in layer.branches:
+        name = branch.name or layer.name or branch.output
+        if branch.role in kinds or ("attention" in kinds and branch in layer.attentions):
+            if is_on_two_streams(branch, anatomy.stacks, anatomy.flow):
+                near_misses.append(NearMiss(name, ON_TWO_STREAMS, BEFORE_TWO_STREAMS))
+            else:
+                yield branch, name
+        elif branch.role == "moe" and "ffn" in kinds:
+            near_misses.append(NearMiss(name, MIXTURE, in_any_form=True))
+
+
+def require_each_call(found: list[Use], chosen: set[int] | None, modules: WrappedModules) -> None:
+    """Every call of the module is one of `found`, at a depth that is chosen, else `DoesNotFitError`."""
+    _, _, place = found[0]
+    calls = modules.owners.calls.get(place.path, [])
+    if len(calls) != len(found):
+        why = f"of {len(calls)} calls of the module {len(calls) - len(found)} are no part of that kind"
+        raise no_site(place.path, why, NO_OWNER)
+    if left := sorted({depth for (_, depth), _, _ in found if chosen is not None and depth not in chosen}):
+        why = f"the module also runs at {', '.join(map(str, left))}, which is not among the chosen depths"
+        raise no_site(place.path, why, "choose all depths that share it, or none")
+    if any(other != place or other.bypassed != place.bypassed for _, _, other in found):
+        raise no_site(place.path, "its calls take or return what it computes in different places", NO_OWNER)
+
+
+def no_site(name: str, why: str, remedy: str) -> DoesNotFitError:
+    return DoesNotFitError(f"{name or 'the model'} is no site", why=why, remedy=remedy)
+
+
+KINDS = ("layer", "attention", *get_args(Role))
 
 
 def width_of(node: fx.Node) -> int:

@@ -37,6 +37,7 @@ NAMED = 3  # problems that the report names
 PROBES = 8  # random rows that its projections are tried on
 ROWS = 2  # of what each dense module receives and returns
 ADAPTED = "it computes with adapters, which its formula has not; merge them (retrofit.merge_adapters), and verify the result"
+NO_REFERENCE = "no MethodReference says what its modules compute"
 FEATURES, SMALL = 4, 64  # input features of which rows of a dense matrix are kept; all, of a matrix with so few
 
 
@@ -100,7 +101,7 @@ def not_compared(now: MethodMeasurement) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for what, why in now.missing:
         by_reason.setdefault(why, []).append(what)
-    lines = [f"no reference of {', '.join(now.unknown)}"] if now.unknown else []
+    lines = [f"no formula was compared with {', '.join(now.unknown)}: {NO_REFERENCE}"] if now.unknown else []
     for why, whats in by_reason.items():
         more = f" (and {len(whats) - 1} more like it)" if len(whats) > 1 else ""
         lines.append(f"{whats[0]}{more}: {why}")

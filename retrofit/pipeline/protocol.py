@@ -175,7 +175,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
         """Carries the plan out and returns the account of it."""
         import torch  # here, so that naming passes never waits for it
 
-        edit.begin_pass()
+        edit.begin_pass(self.name)
         with torch.no_grad():
             self.apply(plan, edit)
         return Rewrite(

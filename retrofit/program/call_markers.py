@@ -75,10 +75,14 @@ def mark_calls(model: nn.Module) -> Iterator[list[Call]]:
     counts: dict[str, int] = {}
     handles: list[Any] = []
     names = [(module, set(vars(module))) for module in model.modules()]
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    other_names = {first: tuple(others) for first, *others in paths.values()}
 
     def before(path: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = Call(path, counts.get(path, 0), len(calls), stack[-1])
+            call = Call(path, counts.get(path, 0), len(calls), stack[-1], other_names.get(path, ()))
             counts[path] = call.index + 1
             calls.append(call)
             stack.append(call)
@@ -125,7 +129,7 @@ def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
     """The graph has no markers and the calls have their inputs and outputs; returns the innermost call of every node."""
     owner: dict[fx.Node, Call] = {}
     mark = torch.ops.retrofit.mark.default
-    by_path: dict[tuple[str, int], Call] = {(call.path, call.index): call for call in calls}
+    by_path: dict[tuple[str, int], Call] = {(call.path, call.index): call for call in calls} | calls_by_other_names(calls)
     for node in list(graph.nodes):
         if node.op not in ("call_function", "get_attr"):
             continue
@@ -141,6 +145,30 @@ def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
             continue
         owner[node] = innermost_call(node, by_path, calls[0])
     return owner
+
+
+def calls_by_other_names(calls: list[Call]) -> dict[tuple[str, int], Call]:
+    """The calls of modules with several paths, by each path and the number of the call by that path, as the tracer counts them."""
+    called = {path for call in calls for path in (call.path, *call.names)}
+    ways = {calls[0]: {""}}  # the paths by which each was called
+    counts: dict[str, int] = {}
+    found: dict[tuple[str, int], Call] = {}
+    for call in calls[1:]:
+        assert call.parent is not None
+        ways[call] = {path for path in (call.path, *call.names) if owner_path(path, called) in ways[call.parent]}
+        for path in ways[call] if call.names else ():
+            found[path, counts.get(path, 0)] = call
+            counts[path] = counts.get(path, 0) + 1
+    return found
+
+
+def owner_path(path: str, called: set[str]) -> str:
+    """The path of the nearest module around the one at `path` that is called."""
+    while path:
+        path = path.rpartition(".")[0]
+        if path in called:
+            break
+    return path
 
 
 def parse_key(text: str) -> Key:

@@ -22,6 +22,7 @@ class Call:
     index: int  # 0 for the first call of that module, 1 for its second
     number: int  # position among all calls, in the order they began
     parent: Call | None
+    names: tuple[str, ...] = ()  # the other paths of its module, by which it may have been called
     inputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
     outputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
     kept: dict[str, fx.Node] = dataclasses.field(default_factory=dict)  # by attribute: the tensors that its code left in the module

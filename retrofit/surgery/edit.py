@@ -107,10 +107,13 @@ class Edit:
         self.notes: list[Note] = []  # of the pass under way
         self.late: list[nn.Parameter] = []  # of the pass under way: parameters whose gradient is zero until others have moved
         self.unreached: list[nn.Parameter] = []  # of the pass under way: parameters whose gradient is always zero
+        self.pass_name: str | None = None  # of the pass under way; None before the first
+        self.exchanged: dict[int, nn.Module] = {}  # by id: the modules that the pass under way has replaced, and what replaced them
 
-    def begin_pass(self) -> None:
-        """Notes and late gradients from now on belong to another pass."""
+    def begin_pass(self, name: str = "") -> None:
+        """Notes, late gradients and replacements from now on belong to another pass, called `name`."""
         self.notes, self.late, self.unreached = [], [], []
+        self.pass_name, self.exchanged = name, {}
 
     def note(
         self, text: str, site: str = "", values: Mapping[str, float] | None = None, *, form: str = ".3g", worst: Worst = "lowest"
@@ -185,9 +188,17 @@ class Edit:
     def replace_module(self, path: str, module: nn.Module) -> None:
         """The submodule at `path`, under every name it is registered by, is `module`; no code of torch goes past it.
 
-        Raises `DoesNotFitError` where it would go around a wrapper that must stay outermost.
+        Raises `DoesNotFitError` where the pass under way has replaced it already, or where `module` would go around a wrapper that
+        must stay outermost.
         """
         old = self.model.get_submodule(path)
+        if self.pass_name is not None and id(old) in self.exchanged:
+            raise DoesNotFitError(
+                f"{self.pass_name or 'the pass'}: {path} is replaced a second time",
+                why="the pass has replaced it already: a module that runs at several depths, or holds several parts, is one place",
+                remedy="plan each module once: anatomy.sites(…) gives the modules that own a part, each with all its depths",
+                in_any_form=True,
+            )
         if getattr(old, "stays_outermost", False) and any(part is old for part in module.modules()):
             raise DoesNotFitError(
                 f"{type(old).__name__} at {path} cannot be inside {type(module).__name__}",
@@ -205,6 +216,8 @@ class Edit:
                     self.set_item(owner._modules, name, module)
         for owner, switch in list(switched_on(self.model, module)):
             self.set_attribute(owner, switch, SWITCHES[switch])
+        if self.pass_name is not None:
+            self.exchanged.update({id(old): old, id(module): module})
 
     def add_module(self, owner: nn.Module, name: str, module: nn.Module) -> None:
         """`owner` has the child `module` called `name`."""
@@ -279,6 +292,7 @@ class Edit:
         self.layouts.clear()
         self.reasons.clear()
         self.begin_pass()
+        self.pass_name = None
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")

@@ -69,9 +69,10 @@ def with_item(output: Any, key: int | str | None, value: Tensor) -> Any:
     return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
 
 
-def map_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`output`, a tensor or a tuple that begins with one, with that tensor changed."""
-    return change(output) if isinstance(output, Tensor) else with_item(output, 0, change(output[0]))
+def map_first(output: Any, change: Callable[[Tensor], Tensor], key: int | str | None = None) -> Any:
+    """`output`, a tensor or a collection of some, with that tensor changed: the one at `key`, else the first."""
+    place = key if key is not None else 0
+    return change(output) if isinstance(output, Tensor) else with_item(output, place, change(output[place]))
 
 
 class Wrapper(nn.Module):

@@ -181,7 +181,15 @@ def test_what_a_strided_layer_makes_of_the_models_inputs() -> None:
 def test_a_pass_without_a_reference_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SparseLoss, "reference", None)
     found = verdict(llama(), "sparse-loss(modules=4)")
-    assert (found.status, found.why) == ("skipped", "no reference of sparse-loss")
+    assert found.status == "skipped" and "\n" not in found.why
+    assert "formula" in found.why and "sparse-loss" in found.why and "MethodReference" in found.why
+
+
+def test_a_pass_without_a_reference_is_named_beside_one_that_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SparseLoss, "reference", None)
+    found = verdict(llama(), "sum", "sparse-loss(modules=4)")
+    assert found.status == "passed" and found.measured
+    assert "sparse-loss" in found.why and "sum" not in found.why
 
 
 class UnreadMask(nn.Module):

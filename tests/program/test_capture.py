@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,37 @@ def test_the_owner_of_a_node_is_the_innermost_call_it_is_computed_in() -> None:
     assert owners["mul"] == [("inner", 0), ("inner", 1)]
     assert owners["add"].count(("", 0)) == 1
     assert sorted(program.parameters.values()) == ["inner.linear.bias", "inner.linear.weight"]
+
+
+class SharedPart(nn.Module):
+    """Three blocks that hold one and the same part, the second of which calls it twice; the model calls it by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        part = nn.Sequential(nn.Linear(4, 4))
+        self.blocks = nn.ModuleList(nn.ModuleDict({"part": part}) for _ in range(3))
+        for block, times in zip(self.blocks, (1, 2, 1), strict=True):
+            block.forward = functools.partial(self.run, block, times)
+        self.last = part
+
+    @staticmethod
+    def run(block: nn.ModuleDict, times: int, x: Tensor) -> Tensor:
+        for _ in range(times):
+            x = block["part"](x)
+        return x.relu()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def test_nodes_in_a_module_of_several_names_are_of_the_call_they_were_made_in() -> None:
+    program = capture(SharedPart(), {"x": torch.randn(3, 4)})
+    made = [call for node, call in program.owner.items() if op(node) == "linear"]
+    assert [(call.path, call.index) for call in made] == [("blocks.0.part.0", index) for index in range(5)]
+    around = [call.parent.parent.path for call in made if call.parent is not None and call.parent.parent is not None]
+    assert around == ["blocks.0", "blocks.1", "blocks.1", "blocks.2", ""]
 
 
 def test_the_module_is_left_as_it_was() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from retrofit.errors import DoesNotFitError
 from retrofit.surgery.edit import Edit, Rearranged
 
 
@@ -139,6 +141,23 @@ def test_a_module_is_replaced_under_every_name_and_takes_over_hooks_and_mode() -
     assert model.first[0] is model.second["shared"] and not model.first[0].training
     model.first[0](torch.zeros(4))
     assert calls == ["Identity"]
+
+
+@pytest.mark.parametrize("again", ["first.0", "second.shared", "first.0.0"])
+def test_a_pass_replaces_a_module_once_under_whatever_name(again: str) -> None:
+    model = Model()
+    before = state(model)
+    edit = Edit(model)
+    edit.begin_pass("scale")
+    replace_module(edit, "first.0")
+    replace_module(edit, "first.1")
+    with pytest.raises(DoesNotFitError) as refused:
+        replace_module(edit, again)
+    assert again in refused.value.what and "scale" in refused.value.what and refused.value.why and refused.value.remedy
+    edit.begin_pass("another")
+    replace_module(edit, again)
+    edit.undo()
+    assert state(model) == before
 
 
 def test_findings_belong_to_the_pass_under_way() -> None:
