@@ -202,18 +202,21 @@ def rewrite_once(
         reference = Reference.of(model, inputs, dense)
     require_finite(model, reference)
     edit = Edit(model, None if calibration is None else calibration_from(model, calibration, inputs), keep)
-    modules, earlier = dict(model.named_modules(remove_duplicate=False)), recipe_storage.stored_recipe(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    earlier, earlier_record = recipe_storage.stored_recipe(model), recipe_storage.stored_record(model)
     if example_inputs is not None:
         edit.set_attribute(model, "retrofit_inputs", recipe_storage.describe_inputs(inputs))
     if isinstance(model, fx.GraphModule) and not earlier:
         edit.set_attribute(model, "retrofit_dense", DenseGraph.of(model))
     try:
         recipe_storage.make_room(model, edit)
+        config = recipe_storage.dense_config(model)
         accounts, dense_flops = run_passes(model, passes, inputs, edit, say, dense)
         transformers_bookkeeping.keep_on_one_device(model, modules.values(), edit)
         if note:
             accounts = (dataclasses.replace(accounts[0], notes=(note, *accounts[0].notes)), *accounts[1:])
-        recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)))
+        record = recipe_storage.new_record(model, config, accounts)
+        recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)), record)
         before_these = with_current_names(rewrites(model) or (), edit.dense, modules, edit)
         edit.set_attribute(model, "retrofit_rewrites", (*before_these, *accounts))
         edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))
@@ -249,7 +252,7 @@ def rewrite_once(
             propagate_shapes(model, inputs)
     except BaseException:
         edit.undo()
-        recipe_storage.store_recipe(model, earlier)
+        recipe_storage.store_recipe(model, earlier, earlier_record)
         raise
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())

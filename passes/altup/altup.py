@@ -332,6 +332,7 @@ class AltUp(Pass[AltUpPlan]):
             rotate=layer.rotate,
         )
         wrapper.start(self.init, layer.next_active)
+        wrapper.next_active = layer.next_active if self.init == "hop" else None
         late = list(wrapper.second_step)
         if self.init == "hop" and layer.next_active == layer.active:  # the stream stays, so p acts on the other blocks only
             late += ["p", "prediction_coefs.weight"]

@@ -36,6 +36,7 @@ class AltUpLayer(Wrapper):
     value itself). `narrow` names other K·d-wide arguments and the block of each that the layer receives; the rest passes unchanged.
 
     - `expand`: the stream enters d wide, and all K blocks equal it. `combine`: it leaves d wide, as Σ_i combine[i] x^i.
+    - `next_active`: the block that the dense stream is in afterwards, at the start; None where it is in all of them.
     - `rotate`: the blocks move up by one afterwards, so that a layer called at every depth works on each in turn with one `active`.
     """
 
@@ -57,6 +58,7 @@ class AltUpLayer(Wrapper):
     ) -> None:
         super().__init__(layer)
         self.width, self.k, self.active = width, k, active
+        self.next_active: int | None = None
         self.stream_in, self.stream_out = argument_place(layer, stream_in), stream_out
         self.narrow = [(argument_place(layer, key), block) for key, block in (narrow or {}).items()]
         self.expand, self.rotate = expand, rotate

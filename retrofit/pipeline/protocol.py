@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 
 from retrofit.anatomy.sites import NearMiss, Site
 from retrofit.errors import DoesNotFitError
+from retrofit.pipeline.applied_to import AppliedTo
 from retrofit.pipeline.options import check_option, format_value, require_options
 from retrofit.runtime.memory_limit import in_gigabytes, memory_limit
 
@@ -59,6 +60,7 @@ class Rewrite:
     second_step: tuple[str, ...] = ()  # parameters whose gradient is zero until others have moved
     unreached: tuple[str, ...] = ()  # parameters whose gradient is always zero
     notes: tuple[str, ...] = ()
+    applied_to: AppliedTo | None = None
 
 
 class Dial(Protocol):

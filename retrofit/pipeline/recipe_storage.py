@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from retrofit.errors import CheckpointError
@@ -15,8 +16,10 @@ from retrofit.surgery.transformers_bookkeeping import (
     is_transformers,
     keep_own_names,
     keep_published_names,
+    own_configs,
     persistent_buffers,
     shared_names,
+    transformers_parts,
 )
 from retrofit.surgery.transformers_quantization import (
     came_through_quantizer,
@@ -28,23 +31,28 @@ from retrofit.surgery.transformers_quantization import (
 if TYPE_CHECKING:
     from torch import nn
 
+    from retrofit.pipeline.protocol import Rewrite
+
 
 BUNDLE = "retrofit_bundle"  # of the entry in config.json by which a bundle says what it was made of
 METHOD = "retrofit"  # the name in transformers' table of quantizers, and `quant_method` in config.json
 
 
-def store_recipe(model: nn.Module, recipe: Sequence[str]) -> None:
-    """The recipe is stored with the model, and saved with it; an empty one removes it again.
+def store_recipe(model: nn.Module, recipe: Sequence[str], record: Mapping[str, Any] | None = None) -> None:
+    """Store the recipe with the model, to be saved with it, and the record of what it was applied to; an empty one removes both.
 
-    A transformers model's bookkeeping is updated: which weights are tied, and that its file keeps its own names.
-    Raises `CheckpointError`, before anything has changed, where the model's config or buffers leave no room for a recipe.
+    Without a `record` the stored one stays. A transformers model's bookkeeping is updated: which weights are tied, and that its
+    file keeps its own names. Raises `CheckpointError`, before anything has changed, where the model's config or buffers leave no
+    room for a recipe.
     """
+    record = stored_record(model) if record is None else record
     if is_transformers(model):
-        store_in_config(model, recipe) if recipe else remove_from_config(model)
-    if recipe:
-        model.__dict__["retrofit_recipe"] = tuple(recipe)
-    else:
-        model.__dict__.pop("retrofit_recipe", None)
+        store_in_config(model, recipe, record) if recipe else remove_from_config(model)
+    for name, value in (("retrofit_recipe", tuple(recipe)), ("retrofit_record", dict(record))):
+        if recipe and value:
+            model.__dict__[name] = value
+        else:
+            model.__dict__.pop(name, None)
 
 
 def stored_recipe(model: nn.Module) -> tuple[str, ...]:
@@ -52,15 +60,59 @@ def stored_recipe(model: nn.Module) -> tuple[str, ...]:
     return tuple(getattr(model, "retrofit_recipe", ()))
 
 
-def store_in_config(model: Any, recipe: Sequence[str]) -> None:
-    """`save_pretrained` writes the recipe, and the rewritten model's names and ties."""
+def stored_record(model: nn.Module) -> dict[str, Any]:
+    """Return the record of what the model's recipe was applied to (`applied_to`); empty where none was kept."""
+    return dict(model.__dict__.get("retrofit_record", {}))
+
+
+def new_record(model: nn.Module, config: Mapping[str, Any] | None, accounts: Iterable[Rewrite]) -> dict[str, Any]:
+    """Return the record of a model that passes have rewritten, further than its stored recipe did; `config` is the dense one's."""
+    earlier = stored_record(model)
+    passes = [*earlier.get("passes", ()), *(one.applied_to.to_dict() for one in accounts if one.applied_to is not None)]
+    kept = earlier.get("config", config) if stored_recipe(model) else config
+    return ({"config": kept} if kept else {}) | {"passes": passes}
+
+
+def dense_config(model: Any) -> dict[str, Any] | None:
+    """Return the config of a transformers model as `config.json` has it, without a recipe or a quantization; None for others."""
+    if not is_transformers(model):
+        return None
+    config = json.loads(model.config.to_json_string(use_diff=True))
+    return {key: value for key, value in config.items() if key not in ("quantization_config", "transformers_version")}
+
+
+def store_in_config(model: Any, recipe: Sequence[str], record: Mapping[str, Any]) -> None:
+    """`save_pretrained` writes the recipe, and the rewritten model's names and ties, also of a part that is saved by itself."""
     require_room(model)
-    architecture = (stored_recipe(model) and rewritten_class(model.config)) or type(model).__name__
+    saved = rewritten_class(model.config) if stored_recipe(model) else None
     inputs = stored_inputs(model)
-    entry: dict[str, Any] = {"quant_method": METHOD, "recipe": list(recipe), "architecture": architecture}
-    model.config.quantization_config = entry | ({"inputs": inputs} if inputs else {})
+    entry: dict[str, Any] = {"quant_method": METHOD, "recipe": list(recipe), "architecture": saved or type(model).__name__}
+    entry |= {"inputs": inputs} if inputs else {}
+    entry |= {"applied_to": dict(record)} if record else {}
+    part = entry_of(model.config).get("part") if saved else None
+    model.config.quantization_config = entry | ({"part": part} if part else {})
+    for path, inner in parts_with_configs(model):
+        if any(f"{site}.".startswith(f"{path}.") for one in record.get("passes", ()) for site in one["sites"]):
+            inner.config.quantization_config = entry | {"part": f"{part}.{path}" if part else path}
     keep_own_names(model)
     declare_ties(model)
+
+
+def parts_with_configs(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the models inside a transformers model that have a config of their own, the outermost of each, with their paths."""
+    seen = {id(model.config)}
+    for path, inner in transformers_parts(model):
+        if path and id(inner.config) not in seen:
+            seen.add(id(inner.config))
+            yield path, inner
+
+
+def entry_of(config: Any) -> dict[str, Any]:
+    """Return what a config says of a recipe; empty where it holds none."""
+    found = getattr(config, "quantization_config", None)
+    if not is_recipe(found):
+        return {}
+    return dict(found) if isinstance(found, dict) else dict(vars(found))
 
 
 def describe_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,16 +141,14 @@ def stored_inputs(model: nn.Module) -> dict[str, Any]:
     """The descriptions of the inputs, on the model or in its config; empty where the inputs were derived from the model."""
     if "retrofit_inputs" in model.__dict__:
         return dict(model.__dict__["retrofit_inputs"])
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if not is_recipe(config):
-        return {}
-    return dict((config.get("inputs") if isinstance(config, dict) else getattr(config, "inputs", None)) or {})
+    return dict(entry_of(getattr(model, "config", None)).get("inputs") or {})
 
 
 def remove_from_config(model: Any) -> None:
     """`save_pretrained` writes a dense model."""
-    if is_recipe(getattr(model.config, "quantization_config", None)):
-        del model.config.quantization_config
+    for config in (model.config, *(part.config for _, part in parts_with_configs(model))):
+        if is_recipe(getattr(config, "quantization_config", None)):
+            del config.quantization_config
     keep_published_names(model)
     declare_published_ties(model)
 
@@ -123,6 +173,7 @@ def make_room(model: nn.Module, edit: Edit) -> None:
     """A transformers model is ready to carry a recipe; raises `CheckpointError` where it cannot."""
     if is_transformers(model):
         require_room(model)
+        own_configs(model, edit)
         deny_ties(model, edit)
         if not is_recipe(quantization_of(model)):
             forget_quantization(model, edit)
@@ -152,10 +203,7 @@ def rewritten_class(config: Any) -> str | None:
 
     It is not always the model's own: the base of a rewritten model, saved by itself, is the base of that.
     """
-    found = getattr(config, "quantization_config", None)
-    if not is_recipe(found):
-        return None
-    return found.get("architecture") if isinstance(found, dict) else getattr(found, "architecture", None)
+    return entry_of(config).get("architecture")
 
 
 def require_room(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +12,10 @@ from torch import nn
 
 from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.applied_to import passes_of, tie_as
 from retrofit.pipeline.protocol import Recipe, Rewrite
 from retrofit.pipeline.registry import parse_recipe
-from retrofit.pipeline.running import run_passes
+from retrofit.pipeline.running import run_passes, with_current_names
 from retrofit.runtime.example_inputs import device_of, named_inputs
 from retrofit.runtime.memory_limit import require_memory
 from retrofit.runtime.one_at_a_time import one_at_a_time
@@ -23,20 +25,38 @@ from retrofit.surgery.edit import Edit, Fate
 
 
 @one_at_a_time
-def replay(model: nn.Module, specs: Sequence[str]) -> None:
-    """`model`, a dense model whose weights are not loaded yet, gets the structure that the recipe leads to."""
+def replay(
+    model: nn.Module, specs: Sequence[str], record: Mapping[str, Any] | None = None, *, same_model: bool = True
+) -> tuple[Rewrite, ...]:
+    """Give `model`, dense and without its weights, the structure that the recipe leads to; return the accounts of the passes.
+
+    `record` is what the recipe was applied to (`applied_to`): its parameters are tied as they were then, whatever is tied now.
+    Raises `RetrofitError`, the model being what it was, where a pass does not fit, and where it finds other sites in the
+    `same_model`.
+    """
+    passes, recorded = parse_recipe(specs), passes_of(record)
+    if recorded:
+        tie_as(model, recorded[0].ties)
     edit = Edit(model)
-    passes = parse_recipe(specs)
+    accounts: tuple[Rewrite, ...] = ()
     try:
         inputs = replayed_inputs(model, recipe_storage.stored_inputs(model))
-        accounts, _ = run_passes(model, passes, inputs, edit, lambda stage: None)
+        for one, then in itertools.zip_longest(passes, recorded[: len(passes)]):
+            if then is not None:
+                tie_as(model, then.ties)
+            names, modules = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
+            (account,), _ = run_passes(model, (one,), inputs, edit, lambda stage: None)
+            if then is not None and account.applied_to is not None and same_model:
+                then.require_same(account.applied_to, one.spec())
+            accounts = (*with_current_names(accounts, names, modules, edit), account)
         edit.set_attribute(model, "retrofit_rewrites", accounts)
         edit.set_attribute(model, "retrofit_rearranged", rearranged(edit))
         edit.set_attribute(model, "retrofit_added", added(edit))
-        recipe_storage.store_recipe(model, specs)
+        recipe_storage.store_recipe(model, specs, record)
     except RetrofitError:
         edit.undo()
         raise
+    return accounts
 
 
 def replayed_inputs(model: nn.Module, descriptions: Mapping[str, Any]) -> dict[str, Any]:

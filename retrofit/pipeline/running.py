@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 from retrofit.anatomy.inspection import inspect, read_anatomy
+from retrofit.pipeline.applied_to import AppliedTo
 from retrofit.pipeline.protocol import Recipe, Rewrite
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
 from retrofit.surgery.edit import Edit
+from retrofit.surgery.transformers_bookkeeping import shared_names
 
 Progress = Callable[[str], None]
 
@@ -39,7 +41,9 @@ def run_passes(
         after = parameter_sizes(model)
         rewrites = list(with_current_names(rewrites, names, modules, edit))
         gone = {key: size for key, size in before.items() if key not in after and key not in edit.replaced}
-        rewrites.append(dataclasses.replace(account, superseded=sum(gone.values()) - (dropped_elements(edit) - lost)))
+        superseded = sum(gone.values()) - (dropped_elements(edit) - lost)
+        found = AppliedTo.found(anatomy, [site.name for site in account.sites], shared_names(iter(names.items())))
+        rewrites.append(dataclasses.replace(account, superseded=superseded, applied_to=found))
     return tuple(rewrites), dense_flops
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ class RecipeConfig(QuantizationConfigMixin):
     quant_method: Any = recipe_storage.METHOD
     recipe: list[str] = dataclasses.field(default_factory=list)
     architecture: str | None = None  # the class it was applied to
+    part: str | None = None  # the path in that class of the model that is saved, where it is one inside
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # dtype and shape of the inputs it was captured with
+    applied_to: dict[str, Any] = dataclasses.field(default_factory=dict)  # the record of `retrofit.pipeline.applied_to`
     quantization: Any = None  # what another quantizer does after the replay: its config, or that as a dictionary
     packed: bool = True  # whether it has done so in the file
 
@@ -83,18 +85,34 @@ class RecipeReplay(HfQuantizer):
         """True: the weights are ordinary ones."""
         return True
 
-    def preprocess_model(self, model: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> None:
-        """The skeleton is the rewritten model's; `model` is on the meta device."""
-        recipe, architecture = self.quantization_config.recipe, self.quantization_config.architecture
+    def preprocess_model(
+        self, model: Any, dtype: torch.dtype | None = None, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        """Make the skeleton the rewritten model's; `model` is on the meta device.
+
+        Raises `CheckpointError` where the names in the files are not those of the rewritten modules.
+        """
+        entry = self.quantization_config
         self.dense = set(model.modules())
         unfreeze(model)
         transformers_bookkeeping.keep_own_names(model)
-        if recipe and architecture in (None, type(model).__name__):
-            self.dense = rewrite_skeleton(model, recipe)
-        elif recipe:
-            self.dense = rewrite_as_part(model, recipe, str(architecture))
+        declared = dict(model.all_tied_weights_keys)
+        required = None
+        if entry.recipe and entry.part:
+            self.dense = rewrite_inner_part(model, entry)
+        elif entry.recipe and entry.architecture in (None, type(model).__name__):
+            self.dense = rewrite_same_class(model, entry)
+        elif entry.recipe:
+            self.dense = rewrite_as_part(model, entry.recipe, str(entry.architecture))
         self.shapes = shapes_of(model)
         self.frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        if entry.recipe:
+            from retrofit.storage.recorded_model import names_in_files  # not before, as above
+
+            held = names_in_files(checkpoint_files)
+            if held is not None:
+                tie_as_saved(model, held, declared)
+                require_names(model, held, self.rewritten(model), required)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """The file has the model's own names: see `transformers_bookkeeping.keep_own_names`."""
@@ -103,13 +121,17 @@ class RecipeReplay(HfQuantizer):
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
         """Every new parameter and buffer has its value, and nothing on the model says that it came through a quantizer."""
         del model.hf_quantizer
-        recipe_storage.store_recipe(model, self.quantization_config.recipe)
+        recipe_storage.store_recipe(model, self.quantization_config.recipe, self.quantization_config.applied_to)
         self.finish(model)
+
+    def rewritten(self, model: Any) -> set[str]:
+        """Return the paths of the modules that the recipe has put into the model."""
+        return {path for path, module in model.named_modules(remove_duplicate=False) if module not in self.dense}
 
     def finish(self, model: Any) -> None:
         """Every new parameter and buffer has its value, and what a pass froze is frozen."""
         transformers_bookkeeping.align_weights(model)
-        require_filled(model, self.dense, self.shapes)
+        require_filled(model, self.rewritten(model), self.shapes)
         for name in self.frozen:
             model.get_parameter(name).requires_grad_(False)
         rebuild_buffers(model, self.dense)
@@ -147,8 +169,13 @@ def unfreeze(model: nn.Module) -> None:
         parameter.requires_grad_(parameter.is_floating_point())
 
 
-def rewrite_skeleton(model: Any, recipe: list[str]) -> set[nn.Module]:
-    """The skeleton has the structure that the recipe gives it; returns the modules it had before."""
+def rewrite_skeleton(
+    model: Any, recipe: list[str], record: Mapping[str, Any] | None = None, *, same: bool = True
+) -> set[nn.Module]:
+    """Give the skeleton the structure that the recipe leads to; return the modules it had before.
+
+    It is tied as the `record` says of what the recipe was applied to, and has to have its sites where it is the `same` model.
+    """
     from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
 
     dense = set(model.modules())
@@ -157,11 +184,62 @@ def rewrite_skeleton(model: Any, recipe: list[str]) -> set[nn.Module]:
             if one is not None and not one.is_meta:  # `torch.Tensor(size)` is on the CPU whatever the default is
                 module._parameters[name] = nn.Parameter(one.to("meta"), one.requires_grad)
     transformers_bookkeeping.tie(model)
-    replaying.replay(model, recipe)
-    recipe_storage.store_recipe(model, recipe)
+    replaying.replay(model, recipe, record, same_model=same)
+    recipe_storage.store_recipe(model, recipe, record)
     untie(model)
     transformers_bookkeeping.keep_on_one_device(model, dense)
     return dense
+
+
+def rewrite_same_class(model: Any, entry: RecipeConfig) -> set[nn.Module]:
+    """Rewrite a skeleton of the class that was saved, as that was; return the modules it had before.
+
+    Raises `CheckpointError` where its config is another one and the recipe makes something else of it.
+    """
+    from retrofit.storage.recorded_model import recorded_skeleton, require_equal_rewrite, structure_of  # not before, as above
+
+    whole = recorded_skeleton(type(model), entry.applied_to, model)
+    if whole is None or structure_of(whole) == structure_of(model):
+        return rewrite_skeleton(model, entry.recipe, entry.applied_to)
+    before, whole_before = (dict(one.named_modules(remove_duplicate=False)) for one in (model, whole))
+    unfreeze(whole)
+    dense = rewrite_skeleton(model, entry.recipe, entry.applied_to, same=False)
+    rewrite_skeleton(whole, entry.recipe, entry.applied_to)
+    require_equal_rewrite(model, before, whole, whole_before)
+    return dense
+
+
+def rewrite_inner_part(model: Any, entry: RecipeConfig) -> set[nn.Module]:
+    """Give `model`, a part of the class that was rewritten, what the recipe puts there; return the modules that are not new.
+
+    Raises `CheckpointError` where it is not that part, as it was recorded.
+    """
+    from retrofit.storage.architecture import transformers_class  # not before, as above
+    from retrofit.storage.recorded_model import config_differences, recorded_skeleton, structure_of
+
+    kind = transformers_class(str(entry.architecture))
+    whole = None if kind is None else recorded_skeleton(kind, entry.applied_to, model)
+    places = dict(() if whole is None else whole.named_modules(remove_duplicate=False))
+    part: Any = places.get(str(entry.part))
+    part = getattr(part, "base_model", None) if type(part) is not type(model) else part
+    if whole is None or type(part) is not type(model) or structure_of(part) != structure_of(model):
+        raise CheckpointError(
+            f"{', '.join(entry.recipe)} was applied to {entry.architecture}, of which this is no longer {entry.part}",
+            why="; ".join(config_differences(part, model) if type(part) is type(model) else ()) or f"it is {type(model).__name__}",
+            remedy="load it with the class and config it was saved with, or save and load the whole model",
+        )
+    unfreeze(whole)
+    dense = rewrite_skeleton(whole, entry.recipe, entry.applied_to)
+    config = model.config
+    vars(model).update(vars(part))
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if value is model.config:
+                vars(module)[name] = config
+    model.config = config
+    recipe_storage.store_recipe(model, entry.recipe, entry.applied_to)
+    transformers_bookkeeping.keep_on_one_device(model, dense)
+    return dense | {model}
 
 
 def rewrite_as_part(model: Any, recipe: list[str], architecture: str) -> set[nn.Module]:
@@ -211,28 +289,81 @@ def untie(model: Any) -> None:
         setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty_like(weight), requires_grad=weight.requires_grad))
 
 
-def require_filled(model: Any, dense: set[nn.Module], shapes: dict[str, torch.Size]) -> None:
-    """Each tensor has its skeleton's shape and each of a new module came from the file, else `CheckpointError`."""
+def tie_as_saved(model: Any, held: set[str], declared: Mapping[str, str]) -> None:
+    """Let transformers tie the weights of which the files hold one name, and leave apart those of which they hold both.
+
+    The recipe was replayed on what was tied when it was applied; `declared` are the ties of the config, as it is now.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    ties = {
+        name: source
+        for name, source in model.all_tied_weights_keys.items()
+        if not (name in held and source in held) or getattr(model.config, "tie_word_embeddings", True)
+    }
+    ties |= {
+        name: source
+        for name, source in declared.items()
+        if name not in held and source in held and name in named and source in named and named[name].shape == named[source].shape
+    }
+    model.all_tied_weights_keys = ties
+    model.__dict__["_tied_weights_keys"] = dict(ties)
+
+
+def require_names(model: Any, held: set[str], rewritten: set[str], required: set[str] | None = None) -> None:
+    """Raise `CheckpointError` where a tensor of a rewritten module is not among the names in the files, or one there is not read.
+
+    `required` limits the first to names that the files must have; None means all.
+    """
+    from retrofit.storage.recorded_model import in_any  # not before, as above
+
+    prefix = f"{model.base_model_prefix}."
+    known = held | {name.removeprefix(prefix) for name in held} | {prefix + name for name in held}
+    own = model.state_dict()
+    groups = [{name, source} for name, source in model.all_tied_weights_keys.items()]
+    missing = [
+        name
+        for name in own
+        if in_any(name, rewritten)
+        and name not in known
+        and (required is None or name in required)
+        and not any(name in group and group & known for group in groups)
+    ]
+    unread = [name for name in sorted(held) if {name, name.removeprefix(prefix), prefix + name}.isdisjoint(own)]
+    unread = [name for name in unread if in_any(name, rewritten) or in_any(name.removeprefix(prefix), rewritten)]
+    if missing:
+        raise wrong_weights(model, "missing", missing)
+    if unread:
+        raise wrong_weights(model, "in the files and not in the model", unread)
+
+
+def wrong_weights(model: Any, what: str, names: list[str]) -> CheckpointError:
+    """Return the error that names the weights of a model that are not those of its recipe."""
+    recipe = ", ".join(recipe_storage.stored_recipe(model))
+    named = str(model.config.name_or_path)  # "None" of weights that were in memory
+    place = f"{named}: " if Path(named).exists() else ""
+    return CheckpointError(
+        f"{place}the weights are not those of its recipe {recipe}",
+        why=f"{what}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if names[5:] else ""),
+        remedy='if they are dense weights, the recipe is not theirs: remove it ("quantization_config" in a config.json)',
+    )
+
+
+def require_filled(model: Any, rewritten: set[str], shapes: dict[str, torch.Size]) -> None:
+    """Raise `CheckpointError` where a tensor has another shape than in the skeleton, or is of a rewritten module and not loaded."""
+    from retrofit.storage.recorded_model import in_any  # not before: transformers is still importing itself when it reads this file
+
     state = {  # what a quantizer packed came from the file, and what its layers have besides is its own
         name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in shapes and not is_packed(tensor)
     }
     wrong = [name for name, tensor in state.items() if not tensor.is_meta and tensor.shape != shapes[name]]
     if not hasattr(model, "hf_device_map"):  # moving a tensor to another device loses transformers' mark that it was loaded
-        new = {path for path, module in model.named_modules(remove_duplicate=False) if module not in dense}
         wrong += [
             name
             for name, tensor in state.items()
-            if name.rpartition(".")[0] in new and not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta
+            if in_any(name, rewritten) and not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta
         ]
     if wrong:
-        recipe = ", ".join(recipe_storage.stored_recipe(model))
-        named = str(model.config.name_or_path)  # "None" of weights that were in memory
-        place = f"{named}: " if Path(named).exists() else ""
-        raise CheckpointError(
-            f"{place}the weights are not those of its recipe {recipe}",
-            why=f"missing or of another shape: {', '.join(wrong[:5])}" + (f" and {len(wrong) - 5} more" if wrong[5:] else ""),
-            remedy='if they are dense weights, the recipe is not theirs: remove it ("quantization_config" in a config.json)',
-        )
+        raise wrong_weights(model, "missing or of another shape", wrong)
 
 
 def rebuild_buffers(model: nn.Module, dense: set[nn.Module]) -> None:

@@ -70,6 +70,16 @@ def transformers_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, part) for path, part in model.named_modules(remove_duplicate=False) if is_transformers(part))
 
 
+def own_configs(model: Any, edit: Edit) -> None:
+    """Give the model, and each module in it, a copy of its config: another model may hold the same one."""
+    configs = sys.modules["transformers.configuration_utils"].PreTrainedConfig
+    copies: dict[int, Any] = {}  # of the objects copied so far: configs that were one stay one
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, configs):
+                edit.set_attribute(module, name, copy.deepcopy(value, copies))
+
+
 def tie(model: Any) -> None:
     """The weights that transformers takes for tied are: it builds a skeleton untied."""
     for target, source in model.all_tied_weights_keys.items():
