@@ -72,6 +72,43 @@ def test_without_its_package_a_model_says_what_is_missing(used: tuple[str, Path]
     assert "there is no pass called 'low-rank'" in done.stderr
 
 
+@pytest.fixture(scope="module")
+def pasted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of the page from the top, in one file."""
+    path = tmp_path_factory.mktemp("pasted") / "test_pasted.py"
+    path.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)), encoding="utf-8")
+    return path
+
+
+SCALED = """
+config = transformers.BertConfig(vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+model, dense, ids = (*(transformers.BertModel(config).eval() for _ in range(2)), torch.arange(24).view(2, 12))
+dense.load_state_dict(model.state_dict())
+retrofit.apply(model, Scale(), verify=False)
+with torch.no_grad():
+    for module in model.modules():
+        if isinstance(module, Scaled):
+            module.alpha.fill_(0.5)
+    for layer in dense.encoder.layer:
+        layer.output.dense.weight.mul_(1.5), layer.output.dense.bias.mul_(1.5)
+    torch.testing.assert_close(model(ids).last_hidden_state, dense(ids).last_hidden_state)
+print(sum(isinstance(module, Scaled) for module in model.modules()))
+"""
+
+
+def test_the_page_runs_as_pasted_and_scales_feed_forwards_alone(pasted: Path) -> None:
+    program = f"{pasted.read_text(encoding='utf-8')}\n{SCALED}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2"]
+
+
+def test_the_tests_of_the_page_pass_as_pasted(pasted: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(pasted)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
+
+
 def without_spaces(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
