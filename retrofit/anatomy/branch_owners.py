@@ -90,6 +90,15 @@ class BranchOwners:
             raise self.unfit(branch, f"{last.path} also runs elsewhere")
         return dataclasses.replace(owner, last=last)
 
+    def owner_with_shared_experts(self, branch: Branch) -> tuple[BranchOwner, tuple[Branch, ...]]:
+        """The call that owns a mixture of experts together with the feed-forwards that are added to it; and all these branches."""
+        layer, source, add = self.layers[branch], self.flow.node(branch.source), self.flow.node(branch.add)
+        together = tuple(other for other in layer.branches if (other.source, other.add) == (branch.source, branch.add))
+        if len(together) < 2 or any(other.role not in ("ffn", "moe") for other in together):
+            raise self.unfit(branch, "no feed-forwards alone are added to it")
+        region = self.flow.between(source, add)
+        return self.innermost(branch, region, add, [node for node in region if is_heavy(node)]), together
+
     def last_module(self, branch: Branch) -> str:
         """The path of a module that computes the last product of a branch and no other, "" where there is none."""
         output = self.flow.node(branch.output)

@@ -51,7 +51,7 @@ class WrappedModule:
     gathered: FeedForward | None = dataclasses.field(default=None, compare=False)  # of several modules, made one at `path` first
     last: str = dataclasses.field(default="", compare=False)  # path of a module that `path` takes in first: it reads nothing else
     depths: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)  # of `sites`: stack and depth of each call
-    branches: tuple[Branch, ...] = dataclasses.field(default=(), compare=False)  # of `sites`: what each call computes, of a branch
+    branches: tuple[Branch, ...] = dataclasses.field(default=(), compare=False)  # of `sites`: what the calls compute
 
     @property
     def bypassed(self) -> tuple[str, ...]:
@@ -135,16 +135,19 @@ class WrappedModules:
             try:
                 if branch.role == "ffn":
                     return self.gathered(branch)
+                if branch.role == "moe":
+                    owner, together = self.owners.owner_with_shared_experts(branch)
+                    return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out, branches=together)
                 owner = self.owners.owner_but_for_last_product(branch)
             except DoesNotFitError:
                 last = self.owners.last_module(branch)
                 remedy = f"what changes its result alone can wrap {last}" if last else self.no_feed_forward
                 raise self.refuse(branch.name or branch.output, error.why, remedy) from error
         last = "" if owner.last is None else owner.last.path
-        return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out, last=last)
+        return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out, last=last, branches=(branch,))
 
 
-Use = tuple[tuple[int, int], Branch | None, WrappedModule]  # stack and depth, what is computed there, the module that owns it
+Use = tuple[tuple[int, int], WrappedModule]  # stack and depth, the module that owns what is computed there
 
 NO_OWNER = "emit='graph' makes modules of what is code"
 MIXTURE = "it is a mixture of experts"
@@ -162,17 +165,20 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
         for depth, layer in enumerate(stack.layers):
             ignored: list[NearMiss] = []  # of a depth that is not chosen
             misses = near_misses if chosen is None or depth in chosen else ignored
+            owned: set[Branch] = set()
             for part, name in parts_of(layer, kinds, anatomy, misses):
                 with collect_near_miss(name, misses):
-                    place = modules.stream_module(layer, stack) if part is None else modules.branch(part)
-                    uses.setdefault(place.path, []).append(((number, depth), part, place))
+                    if part not in owned:
+                        place = modules.stream_module(layer, stack) if part is None else modules.branch(part)
+                        owned.update(place.branches)
+                        uses.setdefault(place.path, []).append(((number, depth), place))
     sites = []
     for path, found in uses.items():
-        if chosen is None or any(depth in chosen for (_, depth), _, _ in found):
+        if chosen is None or any(depth in chosen for (_, depth), _ in found):
             with collect_near_miss(path, near_misses):
                 require_each_call(found, chosen, modules)
-                branches = tuple(part for _, part, _ in found if part is not None)
-                sites.append(dataclasses.replace(found[0][2], depths=tuple(at for at, _, _ in found), branches=branches))
+                branches = tuple(branch for _, place in found for branch in place.branches)
+                sites.append(dataclasses.replace(found[0][1], depths=tuple(at for at, _ in found), branches=branches))
     first_of_each = {miss.name: miss for miss in reversed(near_misses)}
     return sites, [miss for miss in near_misses if first_of_each[miss.name] is miss]
 
@@ -185,7 +191,7 @@ def parts_of(
         yield None, layer.name or layer.exit
     if "ffn" in kinds:
         near_misses.extend(hidden_feed_forwards(layer, anatomy))
-    for branch in layer.branches:
+    for branch in sorted(layer.branches, key=lambda branch: branch.role != "moe"):  # mixtures first: they may hold feed-forwards
         name = branch.name or layer.name or branch.output
         if branch.role in kinds or ("attention" in kinds and branch in layer.attentions):
             if is_on_two_streams(branch, anatomy.stacks, anatomy.flow):
@@ -198,15 +204,15 @@ def parts_of(
 
 def require_each_call(found: list[Use], chosen: set[int] | None, modules: WrappedModules) -> None:
     """Every call of the module is one of `found`, at a depth that is chosen, else `DoesNotFitError`."""
-    _, _, place = found[0]
+    _, place = found[0]
     calls = modules.owners.calls.get(place.path, [])
     if len(calls) != len(found):
         why = f"of {len(calls)} calls of the module {len(calls) - len(found)} are no part of that kind"
         raise no_site(place.path, why, NO_OWNER)
-    if left := sorted({depth for (_, depth), _, _ in found if chosen is not None and depth not in chosen}):
+    if left := sorted({depth for (_, depth), _ in found if chosen is not None and depth not in chosen}):
         why = f"the module also runs at {', '.join(map(str, left))}, which is not among the chosen depths"
         raise no_site(place.path, why, "choose all depths that share it, or none")
-    if any(other != place or other.bypassed != place.bypassed for _, _, other in found):
+    if any(other != place or other.bypassed != place.bypassed for _, other in found):
         raise no_site(place.path, "its calls take or return what it computes in different places", NO_OWNER)
 
 
