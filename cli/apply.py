@@ -167,6 +167,8 @@ def summary(applied: Applied, output: Path) -> list[tuple[str, str]]:
     checks = applied.report.checks if applied.report is not None else ()
     rows.append(("verified", ", ".join(check.name for check in checks if check.status == "passed") or "nothing"))
     rows.extend(("not verified", f"{check.name}: {check.why}") for check in checks if check.status != "passed")
+    if applied.report is not None and applied.report.inputs:
+        rows.append(("verified on", applied.report.coverage))
     if dropped := left_out(applied.model):
         rows.append(("left out", f"{', '.join(dropped)}: in the files, but no part of {type(applied.model).__name__}"))
     rows.append(("result", str(output)))

@@ -105,7 +105,8 @@ def show(report: Report) -> int:
     """The report is on stdout; 0 where every check held, 1 where one failed."""
     print_table(row for check in report.checks for row in check_rows(check))
     outcomes = Counter(check.status for check in report.checks)
-    print(", ".join(f"{outcomes[status]} {status}" for status in ("passed", "failed", "skipped") if outcomes[status]))
+    counts = ", ".join(f"{outcomes[status]} {status}" for status in ("passed", "failed", "skipped") if outcomes[status])
+    print(f"{counts} on {report.coverage}" if report.inputs else counts)
     return 0 if report.ok else 1
 
 

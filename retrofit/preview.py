@@ -16,7 +16,15 @@ from retrofit.pipeline.accounts import aligned, plan_rows, separated
 from retrofit.pipeline.protocol import AnyPass, Plan, Recipe
 from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token
-from retrofit.rewriting import BECOMES_GRAPH, GRAPH_WAY_OUT, Progress, parse_passes, prepare_model, remedy_without_graph
+from retrofit.rewriting import (
+    BECOMES_GRAPH,
+    GRAPH_WAY_OUT,
+    Progress,
+    parse_passes,
+    prepare_model,
+    remedy_without_graph,
+    unseen_refusal,
+)
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.skeletons import without_weights
@@ -161,7 +169,7 @@ def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, 
         for one in parsed:
             report(f"planning {one.name}")
             anatomy = inspect_skeleton(skeleton, inputs, one, done) if done else read_anatomy(model, program)
-            plan = plan_pass(one, anatomy, skeleton)
+            plan = plan_pass(one, anatomy, skeleton, seen=example_inputs is not None)
             planned.append(PlannedPass(plan.spec or one.spec(), one.exact if plan.exact is None else plan.exact, plan))
             if plan.sites:
                 done.append(one.name)
@@ -171,13 +179,18 @@ def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, 
     return RecipePlan(tuple(planned), count_parameters(model), count_parameters(skeleton), flops_before, flops_after), model
 
 
-def plan_pass(one: AnyPass, anatomy: Anatomy, skeleton: nn.Module) -> Plan:
-    """The plan of a pass, carried out on the skeleton; one without sites where the pass refuses the model."""
+def plan_pass(one: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool) -> Plan:
+    """The plan of a pass, carried out on the skeleton; one without sites where the pass refuses the model.
+
+    It refuses what may be wrong on inputs that were not derived, unless the inputs are `seen` to be all that the model reads.
+    """
     edit = Edit(skeleton)
     near_misses: tuple[NearMiss, ...] = ()
     try:
         plan: Plan = one.plan(anatomy)
         near_misses = plan.near_misses
+        if plan.unseen and not seen:
+            raise unseen_refusal(one, plan.unseen)
         if plan.sites:
             one.carry_out(plan, edit)
         elif not near_misses:

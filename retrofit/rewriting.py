@@ -31,7 +31,8 @@ from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import device_of, named_inputs
 from retrofit.runtime.failing_module import failure_in
 from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.probes import run
+from retrofit.runtime.optional_inputs import with_optional
+from retrofit.runtime.probes import describe, run
 from retrofit.runtime.sides_apart import sides_apart
 from retrofit.runtime.state_preservation import preserve_state
 from retrofit.runtime.usable_models import (
@@ -48,6 +49,7 @@ from retrofit.surgery.edit import Edit, Fate, Keep
 
 Model = TypeVar("Model", bound=nn.Module)
 BECOMES_GRAPH = "the modules of the model cannot hold this, so the result is a graph module on the same parameters"
+SEE_EVERYTHING = "pass example_inputs= with all that the model is to read, an image at the places of its tokens say"
 GRAPH_WAY_OUT = "rewrite its graph, without its class, cache and generate: retrofit.apply(model, …, emit='graph')"
 
 
@@ -197,9 +199,13 @@ def rewrite_once(
         inputs = named_inputs(model, example_inputs)
         dense = dataclasses.replace(dense, examples=inputs)  # on the device of this model
     reference = None
+    optional: tuple[dict[str, Any], ...] = ()
     if verify:
         say("measuring the dense model")
-        reference = Reference.of(model, inputs, dense)
+        reference = Reference.of(model, inputs, dense, optional=example_inputs is None)
+        optional = reference.optional
+    elif example_inputs is None and device_of(model).type != "meta" and keep is None:
+        optional = with_optional(model, inputs)
     require_finite(model, reference)
     edit = Edit(model, None if calibration is None else calibration_from(model, calibration, inputs), keep)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -215,6 +221,9 @@ def rewrite_once(
         transformers_bookkeeping.keep_on_one_device(model, modules.values(), edit)
         if note:
             accounts = (dataclasses.replace(accounts[0], notes=(note, *accounts[0].notes)), *accounts[1:])
+        for one, account in zip(passes, accounts, strict=True):
+            if account.unseen and example_inputs is None:
+                raise unseen_refusal(one, account.unseen)
         record = recipe_storage.new_record(model, config, accounts)
         recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)), record)
         before_these = with_current_names(rewrites(model) or (), edit.dense, modules, edit)
@@ -229,6 +238,8 @@ def rewrite_once(
             result = capture_result(model, inputs, passes)
         else:
             run_result(model, inputs, passes)
+        for more in optional:
+            run_with_optional(model, more, passes)
         if reference is not None:
             say("verifying")
             report = check_rewrite(
@@ -301,6 +312,26 @@ def run_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> None
             run(model, inputs)
     except Exception as error:  # whatever the model's own code raises
         raise not_running(failure_in(model, error), passes) from error
+
+
+def run_with_optional(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> None:
+    """The rewritten model runs on inputs that the passes have not seen, as the dense model does, else `DoesNotFitError`."""
+    try:
+        run_result(model, inputs, passes)
+    except DoesNotFitError as error:
+        error.what, error.in_any_form = f"{error.what} on {describe(inputs)}, as the dense model does", True
+        error.remedy = join_remedies(error.remedy, SEE_EVERYTHING)
+        raise
+
+
+def unseen_refusal(one: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
+    """The refusal of a pass that may be wrong for arguments that the derived inputs leave out."""
+    return DoesNotFitError(
+        f"{one.name}: the inputs derived from the model leave out {', '.join(unseen)}",
+        why="features computed of what is left out may join the stream, and the graph of the example inputs does not show where",
+        remedy=f"{one.way_around}; {SEE_EVERYTHING}",
+        in_any_form=True,
+    )
 
 
 def not_running(why: str, passes: Recipe) -> DoesNotFitError:

@@ -26,6 +26,7 @@ from retrofit.anatomy.sites import collect_near_miss as collect_near_miss
 from retrofit.pipeline.layer_selection import selected_depths as selected_depths
 from retrofit.surgery.edit import Edit as Edit
 from retrofit.surgery.edit import Rearranged as Rearranged
+from retrofit.runtime.optional_inputs import left_out as left_out
 from retrofit.errors import CaptureError as CaptureError
 from retrofit.errors import DoesNotFitError as DoesNotFitError
 from retrofit.errors import RetrofitError as RetrofitError

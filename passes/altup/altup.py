@@ -38,6 +38,7 @@ from retrofit.sdk import (
     Site,
     SpecError,
     Stack,
+    left_out,
     option,
     selected_depths,
     shape,
@@ -118,6 +119,7 @@ class AltUp(Pass[AltUpPlan]):
         plan = AltUpPlan(
             (),
             tuple(near_misses),
+            unseen=arguments_meeting_stream(anatomy) if widening.tables else (),
             tables=tuple(self.wide_table(name, paths, anatomy.model) for name, paths in widening.tables.items()),
             heads=tuple(self.wide_heads(widening, anatomy.model)),
             repeated=tuple(self.repeated_parameter(name, anatomy.model) for name in widening.parameters),
@@ -342,6 +344,17 @@ class AltUp(Pass[AltUpPlan]):
         if not layer.trained:
             wrapper.freeze()
         edit.replace_module(layer.name, wrapper)
+
+
+def arguments_meeting_stream(anatomy: Anatomy) -> tuple[str, ...]:
+    """The arguments that the example inputs leave out, where modules outside the layers compute nothing without them.
+
+    What these compute, the features of an image say, may be put among the looked-up tokens, which become wide.
+    """
+    program, layers = anatomy.program, {layer.name for layer in anatomy.layers if layer.name}
+    idle = (name for node, name in program.parameters.items() if not node.users)
+    outside = any(not any(name.startswith(f"{layer}.") for layer in layers) for name in idle)
+    return left_out(anatomy.model, program.examples) if outside else ()
 
 
 def is_shared(stack: Stack) -> bool:

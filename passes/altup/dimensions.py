@@ -129,8 +129,8 @@ def after_index(step: Step) -> int | None:
     return step.dim if step.index not in touched and step.out[-step.dim] == step.extent else None
 
 
-def after_index_put(step: Step) -> int | None:
-    """`index_put` over leading dimensions."""
+def after_put(step: Step) -> int | None:
+    """Other rows put in over leading dimensions."""
     return step.dim if step.dim == 1 and step.out == step.before else None
 
 
@@ -167,5 +167,6 @@ RULES: dict[str, Callable[[Step], int | None]] = {
     "squeeze": after_squeeze,
     "select": after_select,
     "index": after_index,
-    "index_put": after_index_put,
+    "index_put": after_put,
+    "masked_scatter": after_put,
 }

@@ -215,6 +215,10 @@ class WidthPropagation:
             return False
         if op(node) == "index_put":
             return part is not node.args[2]
+        if op(node) == "masked_scatter" and part is node.args[2]:
+            return False
+        if op(node) == "masked_scatter" and op(part) in ("expand", "expand_as"):  # by the code, to the extents of the stream
+            return self.broadcasts(part.all_input_nodes[0], node, dim)
         return len(size) < dim or size[-dim] == 1
 
     def reach_head(self, node: fx.Node) -> None:

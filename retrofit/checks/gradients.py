@@ -17,7 +17,7 @@ from retrofit.checks.sliced_gradients import SlicedGradients
 from retrofit.checks.subject import Subject
 from retrofit.pipeline.replaying import recipe
 from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.probes import TOLERANCE, Inputs, accepts, extent_of, named_outputs, resized_like
+from retrofit.runtime.probes import TOLERANCE, Inputs, accepts, extent_of, named_outputs, record_arguments, resized_like
 from retrofit.runtime.state_preservation import forget_history, without_history
 
 IGNORED = -100  # a label that does not count, for every loss of transformers
@@ -307,6 +307,7 @@ def loss_of(model: nn.Module, inputs: Inputs, shape: torch.Size, seed: int) -> t
 
 def own_loss(model: nn.Module, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor | None:
     """The loss that the model returns for these labels; None where it returns none."""
+    record_arguments({"labels": labels})
     answer = model(**{**inputs, "labels": labels})
     loss = answer["loss"] if isinstance(answer, dict) else getattr(answer, "loss", None)
     return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None

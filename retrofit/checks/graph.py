@@ -13,6 +13,7 @@ from retrofit.checks.finding import Finding, Raised, attempt, failed, first_few,
 from retrofit.checks.graph_hashes import GraphHashes, changed_modules, hash_modules
 from retrofit.checks.subject import Layout, Subject
 from retrofit.program.program import Program
+from retrofit.runtime.optional_inputs import adds_arguments
 from retrofit.runtime.probes import Inputs, describe, extent_of, is_per_token
 
 Layouts = dict[str, Layout]
@@ -79,6 +80,8 @@ def layouts_for(now: GraphMeasurement, first_inputs: Inputs, inputs: Inputs, at:
     first, came = now.layouts[0], now.layouts[at]
     if isinstance(first, Raised):
         return first
+    if adds_arguments(inputs, first_inputs):
+        return {}  # what an image adds to the tokens nobody says
     pairs = [(value, inputs[name]) for name, value in first_inputs.items() if is_per_token(value)]
     lengths = {value.shape[1]: other.shape[1] for value, other in pairs}
     before, rows = extent_of(first_inputs)[0], extent_of(inputs)[0]

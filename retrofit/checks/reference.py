@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from retrofit.errors import RetrofitError
 from retrofit.pipeline.replaying import recipe
 from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.optional_inputs import adds_arguments, with_optional
 from retrofit.runtime.probes import describe
 from retrofit.runtime.released_memory import release_freed_memory
 from retrofit.runtime.sides_apart import sides_apart
@@ -25,20 +26,28 @@ from retrofit.runtime.state_preservation import preserve_state
 class Reference:
     """The measurements of a dense model, a few megabytes; its weights are not kept."""
 
-    shapes: tuple[dict[str, Any], ...]  # the inputs it was measured on, then those of other shapes that it runs on
+    shapes: tuple[dict[str, Any], ...]  # the inputs it was measured on, those of other shapes, those with optional arguments
     measurements: Mapping[str, Any]  # by check; None where the model cannot do what is measured
     is_large: bool | None = None
     recipe: tuple[str, ...] = ()  # the passes that had rewritten it already
 
     @staticmethod
     def of(
-        model: nn.Module, example_inputs: Any = None, program: Program | None = None, *, checks: Collection[str] = tuple(CHECKS)
+        model: nn.Module,
+        example_inputs: Any = None,
+        program: Program | None = None,
+        *,
+        checks: Collection[str] = tuple(CHECKS),
+        optional: bool | None = None,
     ) -> Reference:
         """What the named checks measure on `model` now, in a dozen passes over a few dozen tokens; `program` spares the capture.
 
-        Raises `RetrofitError` where the model does not run on the example inputs.
+        With `optional`, if None where the example inputs are derived, also on inputs with the images, films and sound that the
+        model reads beside its text. Raises `RetrofitError` where the model does not run on the example inputs.
         """
-        subject = runnable_subject(model, sides_apart(model, named_inputs(model, example_inputs)), program, checks)
+        inputs = sides_apart(model, named_inputs(model, example_inputs))
+        more = with_optional(model, inputs) if (example_inputs is None if optional is None else optional) else ()
+        subject = runnable_subject(model, inputs, program, checks, more)
         measurements = {}
         for name in (one for one in CHECKS if one in checks):
             with preserve_state(model):
@@ -52,16 +61,25 @@ class Reference:
     def inputs(self) -> dict[str, Any]:
         return self.shapes[0]
 
+    @property
+    def optional(self) -> tuple[dict[str, Any], ...]:
+        """The inputs with arguments that the first leave out."""
+        return tuple(one for one in self.shapes if adds_arguments(one, self.inputs))
+
     def __getitem__(self, check: str) -> Any:
         """What that check measured; None where it could not, and for a check that runs on request only."""
         return self.measurements.get(check)
 
 
 def runnable_subject(
-    model: nn.Module, inputs: dict[str, Any], program: Program | None, checks: Collection[str] = tuple(CHECKS)
+    model: nn.Module,
+    inputs: dict[str, Any],
+    program: Program | None,
+    checks: Collection[str] = tuple(CHECKS),
+    optional: Sequence[dict[str, Any]] = (),
 ) -> Subject:
     """The model with the shapes of inputs that it runs on; raises `RetrofitError` where the example inputs are not among them."""
-    subject = Subject(model, (inputs, *other_shapes(model, inputs)), program)
+    subject = Subject(model, (inputs, *other_shapes(model, inputs), *optional), program)
     subject.watches = watches(subject, names=checks)
     with preserve_state(model):
         runs = [attempt(subject.run, shape) for shape in range(len(subject.shapes))]

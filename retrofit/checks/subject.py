@@ -46,7 +46,7 @@ class Subject:
     """A model and the inputs it is measured on; checks that need the same forward share it."""
 
     model: nn.Module
-    shapes: tuple[dict[str, Any], ...]  # the inputs, then inputs of the same kinds for other batch sizes and lengths
+    shapes: tuple[dict[str, Any], ...]  # the inputs; of the same kinds for other batches and lengths; with optional arguments
     captured: Program | None = None  # where the model has been captured already
     runs: dict[int, Run] = dataclasses.field(default_factory=dict)
     is_large: bool | None = None  # as its dense model is; None: as it is itself
@@ -107,8 +107,8 @@ class Subject:
 
     @property
     def cheapest(self) -> int:
-        """The shape for what costs most: the first, of a large model the smallest, which is the last."""
-        return len(self.shapes) - 1 if self.is_large else 0
+        """The shape for what costs most: the first, of a large model the smallest."""
+        return min(range(len(self.shapes)), key=lambda shape: size_of(self.shapes[shape])) if self.is_large else 0
 
     def padded(self, side: str) -> Padded:
         """A sequence padded on that side in a batch, and alone; of a large model in the batch that its checks share."""
@@ -133,6 +133,11 @@ class Subject:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by each of their names."""
         return dict(self.model.named_parameters(remove_duplicate=False))
+
+
+def size_of(inputs: Inputs) -> int:
+    """How many numbers the inputs hold."""
+    return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
 
 
 def other_shapes(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], ...]:

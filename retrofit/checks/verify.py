@@ -25,7 +25,8 @@ from retrofit.program.program import Program
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.probes import run
+from retrofit.runtime.optional_inputs import adds_arguments, optional_tensors, with_optional
+from retrofit.runtime.probes import describe, recording_arguments, run
 from retrofit.runtime.released_memory import release_freed_memory
 from retrofit.runtime.sides_apart import sides_apart
 from retrofit.runtime.state_preservation import preserve_state
@@ -69,7 +70,7 @@ def verify(
         require_values(reference, "verified", LOAD_FIRST)
         inputs = named_inputs(model, example_inputs)
         dense = reference if recipe(reference) else as_dense_graph_of(model, reference, inputs)
-        reference = Reference.of(dense, inputs)
+        reference = Reference.of(dense, inputs, optional=example_inputs is None)
     accounts, passes = rewrites(model), recipe(model) or ()
     if reference is not None and tuple(one.spec() for one in passes[: len(reference.recipe)]) == reference.recipe:
         passes = passes[len(reference.recipe) :]  # only what was done since is held against it
@@ -77,7 +78,9 @@ def verify(
     exact = all(one.exact for one in (accounts if accounts is not None else passes))
     if reference is None:
         inputs = sides_apart(model, named_inputs(model, example_inputs))
-        subject = Subject(model, (inputs, *(one for one in other_shapes(model, inputs) if admits(model, one))))
+        others = [one for one in other_shapes(model, inputs) if admits(model, one)]
+        optional = with_optional(model, inputs) if example_inputs is None else ()
+        subject = Subject(model, (inputs, *others, *optional))
         return run_checks(Context(subject, has_reference=False, rewrites=accounts, exact=exact), None, checks)
     context = Context(
         compared_subject(model, reference),
@@ -162,8 +165,12 @@ def run_checks(context: Context, reference: Reference | None, checks: Collection
             release_freed_memory()
         return check.judge(check.measure(context.subject, before, context), before, context)
 
-    model = context.subject.model
-    return Report(tuple(timed(name, model, lambda name=name: run_check(name)) for name in CHECKS | ON_REQUEST if name in checks))  # type: ignore[misc]
+    model, shapes = context.subject.model, context.subject.shapes
+    with recording_arguments() as given:
+        results = tuple(timed(name, model, lambda name=name: run_check(name)) for name in CHECKS | ON_REQUEST if name in checks)  # type: ignore[misc]
+    given.update(name for inputs in shapes for name in inputs)
+    described = (describe(one) for one in shapes if one is shapes[0] or adds_arguments(one, shapes[0]))
+    return Report(results, tuple(described), tuple(name for name in optional_tensors(model) if name not in given))
 
 
 def timed(name: str, model: nn.Module, check: Callable[[], Finding]) -> CheckResult:

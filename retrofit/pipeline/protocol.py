@@ -34,6 +34,7 @@ class Plan:
     new_parameters: int = 0  # by the method's formula, not by counting
     formula: str = ""  # that formula with its numbers filled in
     exact: bool | None = None  # whether the result computes the dense function, where the options alone do not determine it
+    unseen: tuple[str, ...] = ()  # arguments that the example inputs leave out, and on which it depends whether the plan is right
     spec: str = ""  # the pass as it is saved, where the plan determines some of its options
     notes: tuple[str, ...] = ()
 
@@ -59,6 +60,7 @@ class Rewrite:
     formula: str = ""  # that formula with its numbers filled in
     second_step: tuple[str, ...] = ()  # parameters whose gradient is zero until others have moved
     unreached: tuple[str, ...] = ()  # parameters whose gradient is always zero
+    unseen: tuple[str, ...] = ()  # arguments that the example inputs left out, and on which it depends whether this is right
     notes: tuple[str, ...] = ()
     applied_to: AppliedTo | None = None
 
@@ -189,6 +191,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
             formula=plan.formula,
             second_step=edit.late_parameters(),
             unreached=edit.unreached_parameters(),
+            unseen=plan.unseen,
             notes=(*self.idle_notes(), *plan.notes, *edit.notes),
         )
 

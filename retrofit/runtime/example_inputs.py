@@ -56,7 +56,7 @@ def special_ids(model: nn.Module) -> set[int]:
     found: set[int] = set()
     for source in filter(None, (config, getattr(model, "generation_config", None))):
         for name, value in (source if isinstance(source, dict) else getattr(source, "__dict__", {})).items():
-            if str(name).endswith("token_id"):
+            if str(name).endswith(("token_id", "token_index")):
                 found.update(item for item in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(item, int))
     return found
 
@@ -101,7 +101,9 @@ def said_of(config: Any, *names: str) -> Any:
 def pixel_values(model: nn.Module, batch: int, seed: int = 0, *, film: bool = False) -> torch.Tensor:
     """A batch of images, or of films, of the size that the config names: (batch, [frames,] channels, height, width)."""
     config = getattr(model, "config", None)
-    parts = (said_of(config, "vision_config"), said_of(config, "encoder"), config, said_of(config, "backbone_config"))
+    encoder = said_of(config, "encoder")
+    nested = (said_of(config, "vision_config", "image_config"), said_of(encoder, "vision_config"), encoder)
+    parts = (*nested, config, said_of(config, "backbone_config"))
     sizes = ("image_size", "crop_size")
     vision = next((part for part in parts if said_of(part, *sizes)), config)
     extent = said_of(vision, *sizes) or 224

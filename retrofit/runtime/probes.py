@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -165,10 +167,33 @@ def filler_id(model: nn.Module) -> int:
 # ── Outputs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+GIVEN: ContextVar[set[str] | None] = ContextVar("given", default=None)
+
+
+@contextlib.contextmanager
+def recording_arguments() -> Iterator[set[str]]:
+    """Record the names of the arguments that models are run with within this context."""
+    names: set[str] = set()
+    token = GIVEN.set(names)
+    try:
+        yield names
+    finally:
+        GIVEN.reset(token)
+
+
+def record_arguments(inputs: Inputs) -> None:
+    """Note the arguments, those that are None left out, where arguments are recorded."""
+    names = GIVEN.get()
+    if names is not None:
+        names.update(name for name, value in inputs.items() if value is not None)
+
+
 @torch.no_grad()
 def run(model: nn.Module, inputs: Inputs, **more: Any) -> Any:
     """What the model returns for the inputs."""
-    return model(**{**inputs, **more})
+    given = {**inputs, **more}
+    record_arguments(given)
+    return model(**given)
 
 
 def named_outputs(output: Any) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -90,4 +91,5 @@ def verify_streamed(
 
 def with_others(report: Report) -> Report:
     """The report, with every check that was not made."""
-    return Report((*report.checks, *(CheckResult(name, "skipped", "", ELSEWHERE, 0.0) for name in CHECKS if name not in STREAMED)))
+    others = (CheckResult(name, "skipped", "", ELSEWHERE, 0.0) for name in CHECKS if name not in STREAMED)
+    return dataclasses.replace(report, checks=(*report.checks, *others))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import ClassVar
+
 import pytest
 import torch
 from support.image_models import AFTER, BEFORE, IMAGE, PATCHES, images_among_tokens, llava
 from torch import nn
 
 import retrofit
+from retrofit import sdk
 from retrofit.checks.padded_inputs import PADS, with_room
+from retrofit.errors import DoesNotFitError, VerificationError
 from retrofit.runtime.probes import placeholders, resized
 
 
@@ -61,6 +66,74 @@ def test_without_room_the_inputs_stay() -> None:
     mask = torch.ones_like(ids)
     mask[0, :PADS] = 0
     assert torch.equal(with_room({**images_among_tokens(), "input_ids": ids}, "input_ids", mask)["input_ids"], ids)
+
+
+class Spoiled(nn.Module):
+    """What projects images, its result changed."""
+
+    def __init__(self, inside: nn.Module, raises: bool) -> None:
+        super().__init__()
+        self.inside, self.raises = inside, raises
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raises:
+            raise IndexError("there is no such feature")
+        y: torch.Tensor = 1.01 * self.inside(x)
+        return y
+
+
+@dataclasses.dataclass(frozen=True)
+class SpoilsImages(sdk.Pass[sdk.Plan]):
+    """Changes what text alone does not show."""
+
+    name: ClassVar[str] = "spoils-images"
+    summary: ClassVar[str] = "change what projects the images"
+    paper: ClassVar[str] = "none"
+    raises: bool = sdk.option(False, "whether it raises")
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def plan(self, anatomy: sdk.Anatomy) -> sdk.Plan:
+        return sdk.Plan((sdk.Site("model.multi_modal_projector", "spoiled"),))
+
+    def apply(self, plan: sdk.Plan, edit: sdk.Edit) -> None:
+        (site,) = plan.sites
+        edit.replace_module(site.name, Spoiled(edit.model.get_submodule(site.name), self.raises))
+
+
+def test_images_are_looked_at_though_no_inputs_are_given() -> None:
+    with pytest.raises(VerificationError) as caught:
+        retrofit.apply(llava(), SpoilsImages())
+    failed = {check.name for check in caught.value.report.failed}
+    assert "function" in failed and "pixel_values" in caught.value.report["function"].why
+    retrofit.apply(llava(), SpoilsImages(), example_inputs=text_alone(), verify=False)  # which is all that it has to be right on
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_does_not_run_on_images_is_refused(verify: bool) -> None:
+    model = llava()
+    with pytest.raises(DoesNotFitError) as caught:
+        retrofit.apply(model, SpoilsImages(raises=True), verify=verify)
+    assert (
+        "pixel_values" in caught.value.what and "no such feature" in caught.value.why and "example_inputs=" in caught.value.remedy
+    )
+    assert retrofit.recipe(model) is None and not any(isinstance(module, Spoiled) for module in model.modules())
+
+
+def text_alone() -> dict[str, torch.Tensor]:
+    return {"input_ids": images_among_tokens()["input_ids"][:, -AFTER:]}
+
+
+def test_the_report_says_what_the_model_was_given() -> None:
+    report = retrofit.verify(llava(), checks=["function", "padding"])
+    assert [("pixel_values" in one) for one in report.inputs] == [False, True]
+    assert "pixel_values" not in report.never_given and "inputs_embeds" in report.never_given
+    assert "attention_mask" not in report.never_given, "the check of padding gives one"
+    blind = retrofit.verify(llava(), example_inputs=text_alone(), checks=["function"])
+    assert len(blind.inputs) == 1 and {"pixel_values", "attention_mask"} <= set(blind.never_given)
+    assert blind.to_dict()["never_given"] == list(blind.never_given) and report.coverage in str(report).splitlines()[-1]
 
 
 class Reading(nn.Module):

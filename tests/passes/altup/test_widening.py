@@ -254,3 +254,50 @@ def test_a_tied_head_that_reads_some_tokens_reads_the_wide_stream(keeps_dimensio
     assert retrofit.apply(model, spec) is model
     torch.testing.assert_close(model(ids), dense)
     assert model.a.weight.shape == (TOKENS, WIDTH * (3 if "k=3" in spec else 2))
+
+
+class Seeing(Own):
+    """`Own` that puts the projected parts of an image in the places of the last id."""
+
+    def __init__(self, expands: bool) -> None:
+        super().__init__(WIDTH, DEPTH, TOKENS)
+        self.project, self.expands = nn.Linear(7, WIDTH), expands
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+        y = self.a(x)
+        if image is not None:
+            places = (x == TOKENS - 1)[..., None]
+            y = y.masked_scatter(places.expand_as(y) if self.expands else places, self.project(image))
+        for block in self.b:
+            y = block(y)
+        logits: Tensor = self.c(y)
+        return logits
+
+
+def with_image() -> dict[str, Tensor]:
+    ids = torch.arange(22).view(2, 11)
+    ids[:, 3:7] = TOKENS - 1
+    return {"x": ids, "image": torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0))}
+
+
+@pytest.mark.parametrize("init", ["hop", "lockstep"])
+@pytest.mark.parametrize("expands", [True, False])
+def test_an_image_among_the_tokens_is_put_into_every_block(expands: bool, init: str) -> None:
+    model, inputs = Seeing(expands), with_image()
+    before, text = model(**inputs), model(inputs["x"])
+    retrofit.apply(model, f"altup(k=2, init={init})", example_inputs=inputs)
+    torch.testing.assert_close(model(**inputs), before, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model(inputs["x"]), text, atol=1e-5, rtol=1e-5)
+
+
+def test_an_image_that_the_inputs_leave_out_is_no_reason_to_guess() -> None:
+    model = Seeing(expands=True)
+    with pytest.raises(DoesNotFitError) as caught:
+        retrofit.apply(model, "altup(k=2)", verify=False)
+    assert "image" in caught.value.what and "example_inputs=" in caught.value.remedy and "recycled" in caught.value.remedy
+    planned = retrofit.plan_of(model, "altup(k=2)")
+    assert not planned.fits and "example_inputs=" in planned.passes[0].plan.near_misses[-1].remedy
+    assert retrofit.plan_of(model, "altup(k=2)", example_inputs=with_image()).fits
+    before = model(**with_image())
+    retrofit.apply(model, "altup(k=2, embedding=recycled)", verify=False)
+    torch.testing.assert_close(model(**with_image()), before, atol=1e-5, rtol=1e-5)
