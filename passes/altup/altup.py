@@ -351,10 +351,11 @@ def arguments_meeting_stream(anatomy: Anatomy) -> tuple[str, ...]:
 
     What these compute, the features of an image say, may be put among the looked-up tokens, which become wide.
     """
-    program, layers = anatomy.program, {layer.name for layer in anatomy.layers if layer.name}
-    idle = (name for node, name in program.parameters.items() if not node.users)
-    outside = any(not any(name.startswith(f"{layer}.") for layer in layers) for name in idle)
-    return left_out(anatomy.model, program.examples) if outside else ()
+    model, program = anatomy.model, anatomy.program
+    used = {id(model.get_parameter(name)) for node, name in program.parameters.items() if node.users}
+    inside = tuple(f"{layer.name}." for layer in anatomy.layers if layer.name)
+    idle = any(id(one) not in used and not name.startswith(inside) for name, one in model.named_parameters())
+    return left_out(model, program.examples) if idle else ()
 
 
 def is_shared(stack: Stack) -> bool:
