@@ -179,6 +179,9 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
                 require_each_call(found, chosen, modules)
                 branches = tuple(branch for _, place in found for branch in place.branches)
                 sites.append(dataclasses.replace(found[0][1], depths=tuple(at for at, _ in found), branches=branches))
+    if not sites and not near_misses:
+        holders = "none of its layers" if chosen is None else "none of the chosen layers"
+        near_misses.append(NearMiss("", f"{holders} has a part of this kind: {', '.join(kinds)}", in_any_form=True))
     first_of_each = {miss.name: miss for miss in reversed(near_misses)}
     return sites, [miss for miss in near_misses if first_of_each[miss.name] is miss]
 

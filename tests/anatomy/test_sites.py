@@ -256,6 +256,8 @@ def test_a_kind_without_owners_says_why() -> None:
     anatomy = retrofit.inspect(zoo.build(entry), zoo.inputs(entry, zoo.build(entry)))
     places, near_misses = anatomy.sites("ffn")
     assert not places and len(near_misses) == 4 and all(miss.in_any_form for miss in near_misses)
+    nothing, (miss,) = anatomy.sites("cross-attention")
+    assert not nothing and miss.name == "" and "cross-attention" in miss.why and miss.in_any_form
     layers, _ = anatomy.sites("layer")
     assert [place.path for place in layers] == [layer.name for layer in anatomy.layers]
     for kinds in (("feed-forward",), ()):
