@@ -4,18 +4,22 @@ Each rewrite has a seed, from which come its weights, its odd sizes and the opti
 model, or three times as large, which rounds as trained ones with massive activations do. A refusal before the edit is no alarm: it
 is counted as `refused`. Progress is in the file of `-o`, and the next call goes on from there.
 
+With `--recipes` each rewrite is a recipe of one to four passes in any order, whose options are drawn from all forms of the passes.
+
     python benchmarks/false_alarms.py -o false_alarms.json --rewrites 1000
+    python benchmarks/false_alarms.py -o recipes.json --recipes --rewrites 200
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from retrofit.errors import RetrofitError, VerificationError
 
 SEEDS, LAYERS = 20, 4
 SCALES = (1.0, 3.0)
+TWO_STACKS = ("t5", "bart")  # the families with a decoder that reads an encoder
 PASSES = (
     *("altup", "lsh-attention", "memory", "merge-cross-attention", "recurrence", "reversible", "sum"),
     *("sequence-altup", "shared-moe", "sparse-ffn", "sparse-loss", "sparse-qkv"),
@@ -152,8 +157,23 @@ def model_of(family: str, seed: int, scale: float) -> nn.Module:
     return model
 
 
-def spec_of(one: str, seed: int) -> str:
-    """The pass with options that fit most models."""
+OTHER_FORMS = {
+    "altup": ("k=2, coefficients=dynamic", "k=3, extra=6", "k=2, layers=0-1"),
+    "sequence-altup": ("k=3, layers=1", "k=2, method=average-pooling", "k=3, layers=all, method=stride-and-skip"),
+    "sparse-ffn": ("sparsity=4, active=2", "sparsity=4, controller=gate", "sparsity=4, multiply_by_controller=true, scale=true"),
+    "shared-moe": ("experts=2, share_attention=true", "experts=3, groups=0, renormalize=false", "experts=4, capacity=0"),
+    "memory": ("lookup=softmax, beside=ffns", "lookup=lsh, buckets=4, rank=1, layers=1", "lookup=token-id, sparse=true"),
+    "recurrence": ("rank=2, bidirectional=true", "rank=2, layers=1-2"),
+    "lsh-attention": ("share=queries", "share=queries, rounds=1, buckets=2, chunk=4"),
+    "merge-cross-attention": ("positions=first", "layers=1"),
+    "reversible": ("scheme=terraformer", "bits=8, layers=1-2"),
+    "sparse-qkv": ("output=keep", "kernel=1", "kernel=2, output=mult-conv", "variant=mult, output=mult", "layers=1, output=conv"),
+    "sparse-loss": ("modules=3",),
+}
+
+
+def spec_of(one: str, seed: int, others: dict[str, tuple[str, ...]]) -> str:
+    """The pass with options that fit most models, or with `others` of them."""
     draw = random.Random(f"{one} {seed}")
     options = {
         "altup": ("k=2", "k=3, init=lockstep", "k=2, embedding=recycled", "k=3, coefficients=dense", "k=2, selection=same"),
@@ -169,7 +189,7 @@ def spec_of(one: str, seed: int) -> str:
         "sparse-qkv": ("", "variant=mult", "variant=conv", "modules=2"),
         "sparse-loss": ("modules=2", "modules=4"),
     }
-    chosen = draw.choice(options[one])
+    chosen = draw.choice(options[one] + others.get(one, ()))
     return f"{one}({chosen})" if chosen else one
 
 
@@ -180,12 +200,22 @@ def cases() -> list[tuple[str, str, float, int]]:
     return found
 
 
-def outcome(family: str, one: str, scale: float, seed: int) -> dict[str, Any]:
+def recipes() -> Iterator[tuple[str, str, float, int]]:
+    """Recipes for the families in turn: the family, the passes with " + " between them, scale and seed."""
+    for seed, family in enumerate(itertools.cycle(FAMILIES)):
+        draw = random.Random(f"recipe {seed}")
+        some = [one for one in PASSES if one != "merge-cross-attention" or family in TWO_STACKS]
+        yield family, " + ".join(draw.sample(some, draw.randint(1, 4))), draw.choice(SCALES), seed
+
+
+def outcome(family: str, passes: str, scale: float, seed: int, others: dict[str, tuple[str, ...]]) -> dict[str, Any]:
     """What became of a rewrite: verified, refused, or the checks that failed with what they said."""
-    spec, start = spec_of(one, seed), time.perf_counter()
-    known: dict[str, Any] = {"family": family, "pass": one, "scale": scale, "seed": seed, "spec": spec, "alarms": {}, "why": ""}
+    specs = [spec_of(one, seed, others) for one in passes.split(" + ")]
+    start = time.perf_counter()
+    known: dict[str, Any] = {"family": family, "pass": passes, "scale": scale, "seed": seed, "spec": " + ".join(specs)}
+    known |= {"alarms": {}, "why": ""}
     try:
-        retrofit.apply(model_of(family, seed, scale), spec)
+        retrofit.apply(model_of(family, seed, scale), *specs)
         known["outcome"] = "verified"
     except VerificationError as error:
         known["outcome"] = "alarm"
@@ -201,7 +231,7 @@ def table(results: list[dict[str, Any]]) -> str:
     """The outcomes by pass, and every alarm."""
     rows = ["| pass | rewrites | verified | refused | alarms |", "| --- | --- | --- | --- | --- |"]
     for one in (*PASSES, "all"):
-        counts = Counter(result["outcome"] for result in results if one in (result["pass"], "all"))
+        counts = Counter(result["outcome"] for result in results if one in (*result["pass"].split(" + "), "all"))
         done = counts["verified"] + counts["alarm"]
         rows.append(f"| {one} | {done} | {counts['verified']} | {counts['refused']} | {counts['alarm']} |")
     for result in results:
@@ -219,6 +249,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, help="the JSON file with the outcomes, read and continued")
     parser.add_argument("--rewrites", type=int, default=1000, help="how many rewrites, refusals apart")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
+    parser.add_argument("--recipes", action="store_true", help="recipes of up to four passes instead of single ones")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--again", action="store_true", help="first repeat those that raised an alarm")
     arguments = parser.parse_args()
@@ -229,11 +260,11 @@ def main() -> None:
         results = [result for result in results if result["outcome"] != "alarm"]
     done = {(result["family"], result["pass"], result["scale"], result["seed"]) for result in results}
     end = time.monotonic() + 60 * arguments.minutes
-    for case in cases():
+    for case in recipes() if arguments.recipes else cases():
         if sum(result["outcome"] != "refused" for result in results) >= arguments.rewrites or time.monotonic() > end:
             break
-        if case not in done and case[1] in arguments.passes:
-            results.append(outcome(*case))
+        if case not in done and {*case[1].split(" + ")} <= {*arguments.passes}:
+            results.append(outcome(*case, OTHER_FORMS if arguments.recipes else {}))
             arguments.output.write_text(json.dumps(results, indent=1))
     print(table(results))
 

@@ -11,6 +11,7 @@ from retrofit.pipeline.protocol import Pass as Pass
 from retrofit.pipeline.protocol import Plan as Plan
 from retrofit.pipeline.protocol import Recovery as Recovery
 from retrofit.pipeline.method_reference import Deviation as Deviation
+from retrofit.pipeline.method_reference import Inside as Inside
 from retrofit.pipeline.method_reference import MethodReference as MethodReference
 from retrofit.pipeline.method_reference import ModuleReference as ModuleReference
 from retrofit.pipeline.method_reference import Observed as Observed
@@ -104,7 +105,9 @@ from retrofit.surgery.auxiliary_losses import record_auxiliary_loss as record_au
 from retrofit.surgery.cache_memory import SLACK as SLACK
 from retrofit.surgery.cache_memory import TokenHistory as TokenHistory
 from retrofit.surgery.cache_memory import cache_among as cache_among
+from retrofit.surgery.cache_memory import forget_histories as forget_histories
 from retrofit.surgery.cache_memory import histories_of as histories_of
+from retrofit.surgery.cache_memory import staying_tokens as staying_tokens
 from retrofit.surgery.fused_attention import FUSED_ARGUMENTS as FUSED_ARGUMENTS
 from retrofit.surgery.fused_attention import AnsweredFusedAttention as AnsweredFusedAttention
 from retrofit.surgery.keyword_injection import InjectingForward as InjectingForward

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from retrofit.passes.lsh_attention.bucket_lists import BucketLists
 from retrofit.passes.lsh_attention.hashing import hash_buckets
-from retrofit.sdk import histories_of
+from retrofit.sdk import histories_of, staying_tokens
 
 SMALLEST = 64  # tokens there is room for behind those so far
 
@@ -91,6 +91,9 @@ def known_buckets(key: Tensor, tokens: int, rotations: Tensor, cache: Cache | No
     if cache is None or torch.compiler.is_compiling():
         return None
     histories: dict[str, Any] = histories_of(cache)
+    if staying_tokens(cache) is not None:  # keys may change places when the others are removed
+        histories.pop(name, None)
+        return None
     n_k = key.shape[2]
     known: KeyBuckets | None = histories.get(name)
     if known is not None and known.stored.shape[1] == key.shape[0] and known.length + tokens == n_k:

@@ -16,7 +16,7 @@ from torch import Tensor
 from retrofit.passes.sequence_altup.anchor_keys import AnchorKeys, SecondaryAnchorKeys
 from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, Indices
 from retrofit.passes.sequence_altup.argument_paths import ArgumentPath
-from retrofit.sdk import DoesNotFitError
+from retrofit.sdk import DoesNotFitError, TokenHistory, forget_histories
 
 MaskArgument = tuple[ArgumentPath, torch.dtype]  # the argument by which a layer receives its mask, and the mask's type
 
@@ -32,10 +32,12 @@ class AnchorLayer(AnchorKeys):
     def __init__(self, name: str, k: int) -> None:
         self.k = k
         self.secondary: list[SecondaryAnchorKeys] = []  # where the strided layer has several attentions, those of the others
+        self.histories: dict[str, TokenHistory] = {}  # of anchors, by the names of the modules inside that need them
         super().__init__(name)
 
     def forget(self) -> None:
         super().forget()
+        forget_histories(self.histories)
         self.tokens = 0  # columns so far, padding included
         self.mask: MaskArgument | None = None  # by which argument the layer received its last mask
         self.template: Any = None  # how the layer's output can be rebuilt without running the layer

@@ -41,14 +41,19 @@ def view_class(kind: type[Cache]) -> type[Cache]:
     return type(kind.__name__, (AnchorCacheView, kind), {"__module__": kind.__module__})
 
 
-def view_of(cache: Cache, layer: AnchorLayer) -> Cache:
-    """`cache`, with which it shares its layers, as a view in which self-attention keeps its keys and values in `layer`."""
+def view_of(cache: Cache, layer: AnchorLayer, staying: Tensor | None = None) -> Cache:
+    """`cache`, with which it shares its layers, as a view in which self-attention keeps its keys and values in `layer`.
+
+    So do modules their histories: they are of anchors, of which `staying` (batch, anchors) fill no row that has fewer.
+    """
     view: Any = object.__new__(type(cache) if isinstance(cache, EncoderDecoderCache) else view_class(type(cache)))  # type: ignore[arg-type]
     view.__dict__.update(cache.__dict__)
     if isinstance(cache, EncoderDecoderCache):
-        view.self_attention_cache = view_of(cache.self_attention_cache, layer)
+        view.self_attention_cache = view_of(cache.self_attention_cache, layer, staying)
     else:
         view.anchor_layer = layer
+    histories_of(view)
+    view.histories, view.staying = layer.histories, staying
     return view  # type: ignore[no-any-return]
 
 

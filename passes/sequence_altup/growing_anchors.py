@@ -79,14 +79,17 @@ class GrowingAnchorLayer(AnchorLayer):
         assert self.real is not None
         real = self.real.new_ones(batch, length) if real is None else real.expand(batch, -1)
         before = self.real.sum(1, keepdim=True)
-        found = CountedAnchors(real, self.k, before, filled_first=True)
+        found = CountedAnchors(real, self.k, before, filled_first=not self.tokens)
         if tracing:
             return found
         most = int(found.anchors.sum(1).max())
-        return CountedAnchors(real, self.k, before, most if self.earlier is not None else max(1, most), filled_first=True)
+        most = most if self.earlier is not None else max(1, most)
+        return CountedAnchors(real, self.k, before, most, filled_first=not self.tokens)
 
     def begin_ragged(self, batch: int, device: torch.device) -> None:
         """From here on rows may have different anchors."""
+        for name in [name for name, one in self.histories.items() if getattr(one, "follows_from_keys", False)]:
+            del self.histories[name]  # keys change places when holes are closed
         self.real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
         columns = (torch.arange(self.stored, device=device) + self.dropped) * self.k
         self.columns = columns.expand(batch, -1)
@@ -254,10 +257,11 @@ class GrowingAnchorLayer(AnchorLayer):
 
     def carried(self) -> dict[str, Tensor]:
         """Raises `CaptureError` where states are stored that no exported program carries."""
-        if self.keys is None or self.values is None or self.indexed is not None or self.recurrent or self.secondary:
+        held = [one for one in self.histories.values() if not getattr(one, "follows_from_keys", False)]
+        if self.keys is None or self.values is None or self.indexed is not None or self.recurrent or self.secondary or held:
             raise CaptureError(
                 f"the strided layer {self.name} keeps more than the keys and values of one attention",
-                why="an exported program does not carry recurrent states, indexer keys, or those of a second attention",
+                why="an exported program does not carry recurrent states, indexer keys, a second attention's, or earlier tokens",
             )
         real = self.keys.new_ones(len(self.keys), 1, self.tokens, dtype=torch.bool)
         last = self.earlier
@@ -280,6 +284,13 @@ class GrowingAnchorLayer(AnchorLayer):
         """The last `count` tokens are removed."""
         if count <= 0:
             return
+        if self.real is None:
+            removed: int | Tensor = -(-self.tokens // self.k) - -(-max(0, self.tokens - count) // self.k)
+        else:
+            before, after = (-(-one.sum(1) // self.k) for one in (self.real, self.real[:, : max(0, self.tokens - count)]))
+            removed = before - after
+        for history in self.histories.values():
+            history.take_back(removed)
         self.tokens -= count
         if not self.tokens:
             self.forget()
@@ -311,10 +322,14 @@ class GrowingAnchorLayer(AnchorLayer):
     def choose(self, rows: Tensor) -> None:
         """Only these rows are left; a row that is chosen twice is there twice."""
         self.each_row(lambda value: value.index_select(0, rows.to(value.device)))
+        for history in self.histories.values():
+            history.choose(rows)
 
     def repeat(self, times: int) -> None:
         """Each row is there so many times."""
         self.each_row(lambda value: value.repeat_interleave(times, 0))
+        for history in self.histories.values():
+            history.repeat(times)
 
     def each_row(self, change: Callable[[Tensor], Tensor]) -> None:
         """Everything that has rows is changed by `change`."""

@@ -24,7 +24,7 @@ class RaggedAnchors:
     def compact(self, valid: Tensor, most: int | None = None) -> RaggedAnchors:
         """The valid entries of each row, its last `most` at the most, with as few holes before them as possible."""
         width = int(valid.sum(1).max()) if valid.numel() else 0
-        if width == valid.shape[1] and most is None:
+        if width == valid.shape[1] and most is None and bool((valid[:, 1:] >= valid[:, :-1]).all()):
             return RaggedAnchors(self.columns, valid, self.values)
         width = width if most is None else min(width, most)
         order = torch.argsort(valid.int(), dim=1, stable=True)[:, valid.shape[1] - width :]

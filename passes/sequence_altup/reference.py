@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.sdk import Observed, OneOf, Problems, SiteCall, Wrapper
+from retrofit.sdk import Inside, Observed, OneOf, Problems, SiteCall, Wrapper
 
 
 def strided_layer(call: SiteCall) -> Tensor:
@@ -78,7 +78,7 @@ def call_layer(
         y = call.given("layer", {place_of(call, layer): packed}, layer.stream_out, others)
         y = y.transpose(0, 1) if layer.tokens_first else y
         for row, columns in enumerate(new):
-            for slot, column in enumerate(columns, start=count - len(columns) if call.cached else 0):
+            for slot, column in enumerate(columns, start=count - len(columns) if fills_first(call) else 0):
                 known[row, column] = inputs[row, slot], y[row, slot]
     call.kept["anchors"] = known
     return known
@@ -90,34 +90,45 @@ def slots_of(call: SiteCall, anchors: list[list[int]], before: int, tokens: int)
     count = max(map(len, new)) if call.cached else -(-tokens // call.options.k)
     slots = []
     for columns in new:
-        filled = [columns[0] if columns else before] * (count - len(columns))  # on a cache they come first
-        slots.append([*filled, *columns] if call.cached else [*columns, *filled])
+        filled = [columns[0] if columns else before] * (count - len(columns))
+        slots.append([*filled, *columns] if fills_first(call) else [*columns, *filled])
     return new, slots
 
 
-def inputs_inside(call: SiteCall) -> dict[str, Any]:
-    """The model's inputs as what the layer holds sees them: of the new anchors alone, the mask of those before them too."""
+def fills_first(call: SiteCall) -> bool:
+    """Whether the filled slots come before the others: in the first call on a cache, of which earlier tokens are none."""
+    return call.cached and not call.before
+
+
+def inside(call: SiteCall) -> Inside:
+    """The model's inputs as what the layer holds sees them: of the new anchors alone, the mask of those before them too.
+
+    The filled slots are not of the sequence afterwards: each row goes on behind its own anchors.
+    """
     layer: Any = call.module
     stream = call.argument(place_of(call, layer))
     tokens, batch = (stream.shape[0], stream.shape[1]) if layer.tokens_first else (stream.shape[1], stream.shape[0])
     before = sum(one.kept["tokens"] for one in call.before)
     real = real_tokens(call, batch, before + tokens)
-    new, slots = slots_of(call, [anchor_columns(row.tolist(), call.options.k) for row in real], before, tokens)
+    anchors = [anchor_columns(row.tolist(), call.options.k) for row in real]
+    new, slots = slots_of(call, anchors, before, tokens)
     shown = [[True] * len(columns) for columns in new]
     hidden = [[False] * (len(row) - len(columns)) for columns, row in zip(new, slots, strict=True)]
-    pairs = zip(hidden, shown, strict=True) if call.cached else zip(shown, hidden, strict=True)
-    seen = torch.tensor([[*first, *second] for first, second in pairs], device=stream.device).bool().reshape(batch, -1)
-    call.kept["tokens"], call.kept["seen"] = tokens, torch.cat([*(one.kept["seen"] for one in call.before[-1:]), seen], 1)
+    pairs = zip(hidden, shown, strict=True) if fills_first(call) else zip(shown, hidden, strict=True)
+    staying = torch.tensor([[*first, *second] for first, second in pairs], device=stream.device).bool().reshape(batch, -1)
+    counts = torch.tensor([len({column for column in row[:before] if column >= 0}) for row in anchors], device=stream.device)
+    earlier = torch.arange(int(counts.max()), 0, -1, device=stream.device) <= counts.unsqueeze(1)  # rows end together
+    call.kept["tokens"] = tokens
     places = torch.tensor(slots, device=stream.device).long().reshape(batch, -1) - before
     inputs = dict(call.inputs)
     for name, value in call.inputs.items():
         if not isinstance(value, Tensor) or value.dim() != 2 or len(value) != batch or value.is_floating_point():
             continue
         if name.endswith("attention_mask") and value.shape[1] == before + tokens:
-            inputs[name] = call.kept["seen"].to(value)
+            inputs[name] = torch.cat([earlier, staying], 1).to(value)
         elif value.shape[1] == tokens:
             inputs[name] = value.gather(1, places)
-    return inputs
+    return Inside(inputs, staying if call.cached else None)
 
 
 def layer_input(call: SiteCall, x: Tensor, anchors: list[list[int]], row: int, column: int, before: int) -> Tensor:

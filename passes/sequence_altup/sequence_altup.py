@@ -98,7 +98,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     reference: ClassVar[MethodReference] = MethodReference(
         {
             StridedLayer: ModuleReference(
-                once_more.strided_layer, ("layer",), key="stream_out", cached=True, inside=once_more.inputs_inside
+                once_more.strided_layer, ("layer",), key="stream_out", cached=True, inside=once_more.inside
             )
         },
         wiring=once_more.wiring,

@@ -129,7 +129,7 @@ class StridedLayer(Wrapper):
         x = self.layer_input(call.x, anchors)
         stored.make_room(anchors, call.key_extents)
         args, kwargs = call.strided(self.turn(x), anchors, stored, offset)
-        view = view_of(cache, stored)
+        view = view_of(cache, stored, anchors.valid)
         args = [view if value is cache else value for value in args]
         kwargs = {key: view if value is cache else value for key, value in kwargs.items()}
         before = copy_states(cache) if stored.recurrent is None else {}

@@ -66,7 +66,7 @@ def sparse_attention(call: SiteCall) -> Tensor:
     options = call.options
     x = call.argument(module.stream_in)
     stream = x.transpose(0, 1) if module.tokens_first else x
-    before = [one.kept["stream"] for one in call.before]
+    before = earlier_tokens(call, "stream")
     call.kept["stream"] = stream
     tokens, total = stream.shape[1], sum(one.shape[1] for one in (*before, stream))
     is_shown = not module.cross and module.mask is not None  # an attention without a mask is not told what is padding
@@ -85,7 +85,7 @@ def sparse_attention(call: SiteCall) -> Tensor:
     if module.output is None:
         return y
     y = y.transpose(0, 1) if module.tokens_first else y
-    earlier = [one.kept["output"] for one in call.before]
+    earlier = earlier_tokens(call, "output")
     call.kept["output"] = y
     z = with_earlier(module.output.sparse, options.output, options.kernel, earlier, y, gates)
     z = z if module.output.bias is None else z + module.output.bias
@@ -109,6 +109,18 @@ def visible_source(call: SiteCall, module: Any) -> dict[Any, Tensor]:
         return {}
     kept = (kept.T if module.tokens_first else kept).bool().unsqueeze(-1).to(source)
     return {module.source_in: source * kept}
+
+
+def earlier_tokens(call: SiteCall, name: str) -> list[Tensor]:
+    """What earlier calls kept by that name, of the tokens that stayed in their sequences: rows end together, after zeros."""
+    if not any(one.staying is not None for one in call.before):
+        return [one.kept[name] for one in call.before]
+    rows = [
+        torch.cat([one.kept[name][row] if one.staying is None else one.kept[name][row][one.staying[row]] for one in call.before])
+        for row in range(len(call.before[0].kept[name]))
+    ]
+    most = max(map(len, rows))
+    return [torch.stack([torch.nn.functional.pad(row, (0, 0, most - len(row), 0)) for row in rows])]
 
 
 def with_earlier(projection: Any, variant: str, kernel: int, before: list[Tensor], x: Tensor, gates: Gates) -> Tensor:
@@ -139,8 +151,9 @@ def gates_of(call: SiteCall, kernel: int, real: Tensor | None, tokens: int, tota
             query, seen = t - (total - tokens), torch.ones(1, dtype=torch.bool)
             if real is not None and t >= tau:
                 seen = seen.to(real.device) & real[:, t - tau]
-            if pairs is not None and query >= 0 and pairs.shape[2] - total + t >= tau:
-                seen = seen.to(pairs.device) & pairs[:, query, pairs.shape[2] - total + t - tau]
+            if pairs is not None and query >= 0:
+                key = pairs.shape[2] - total + t - tau  # before the first: it has left a window
+                seen = seen.to(pairs.device) & (pairs[:, query, key] if key >= 0 else t < tau)
             columns.append(seen)
         rows = max(map(len, columns))
         gates[tau] = torch.stack([column.expand(rows) for column in columns], 1)

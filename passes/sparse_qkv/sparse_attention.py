@@ -20,6 +20,7 @@ from retrofit.sdk import (
     cache_among,
     find_argument,
     histories_of,
+    staying_tokens,
     tensor_argument,
     visible_keys,
     with_item,
@@ -104,5 +105,5 @@ def project_with_history(
     if histories is not None:
         if name not in histories:
             histories[name] = TokenHistory.in_cache(cache, past, m)
-        histories[name].push(m)
+        histories[name].push(m, None if cache is None else staying_tokens(cache))
     return projection.project(x, torch.cat([before.to(m.dtype), m], 1), lookback_gates(visible, m.shape[1], past))

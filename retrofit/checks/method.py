@@ -25,7 +25,15 @@ from retrofit.checks.site_replay import Found, MovedParameters, own_modules, rep
 from retrofit.checks.site_ways import SiteWays, Way
 from retrofit.checks.subject import Subject
 from retrofit.errors import first_line
-from retrofit.pipeline.method_reference import MethodReference, ModuleReference, Observed, ObservedSite, RecordedCall, SiteCall
+from retrofit.pipeline.method_reference import (
+    Inside,
+    MethodReference,
+    ModuleReference,
+    Observed,
+    ObservedSite,
+    RecordedCall,
+    SiteCall,
+)
 from retrofit.pipeline.registry import parse_spec
 from retrofit.pipeline.replaying import recipe, rewrites
 from retrofit.runtime.wrapped_models import is_adapted
@@ -284,15 +292,15 @@ class Comparison:
         for outer in self.sites:
             if outer.reference.inside is None or not site.path.startswith(f"{outer.path}."):
                 continue
-            inputs: dict[int, Mapping[str, Any]] = {}  # by the number of the outer call
+            inside: dict[int, Inside] = {}  # by the number of the outer call
             before: tuple[SiteCall, ...] = ()
             for call in self.as_seen_there(outer, way, groups):
                 one = site_call(outer, call, before)
-                inputs[call.number] = outer.reference.inside(one)
+                inside[call.number] = outer.reference.inside(one)
                 before = (*before, one) if one.cached else ()
-            around = [max((number for number in inputs if number < call.number), default=None) for call in calls]
+            around = [max((number for number in inside if number < call.number), default=None) for call in calls]
             calls = [
-                call if number is None else dataclasses.replace(call, inputs=inputs[number])
+                call if number is None else dataclasses.replace(call, inputs=inside[number].inputs, staying=inside[number].staying)
                 for call, number in zip(calls, around, strict=True)
             ]
         return calls

@@ -361,7 +361,9 @@ class Replay:
             nonlocal cached
             if isinstance(value, CacheMark):
                 cached = True
-                return caches.setdefault(0, value.empty())
+                cache = caches.setdefault(0, value.empty())
+                cache.staying = call.staying
+                return cache
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
             return self.memo.setdefault(id(value), value.double())
@@ -377,7 +379,8 @@ class Replay:
         self.results = {name: [map_tensors(returned, widen) for _, _, returned in made] for name, made in call.children.items()}
         with torch.enable_grad():  # gradients go on from the CPU to the arguments
             args, kwargs, inputs, results = map_tensors((self.args, self.kwargs, call.inputs, self.results), self.on_the_cpu)
-        self.site = SiteCall(module, options, args, kwargs, inputs, results, (), before, cached)
+        staying = self.on_the_cpu(call.staying)
+        self.site = SiteCall(module, options, args, kwargs, inputs, results, (), before, cached, staying)
 
     def on_the_cpu(self, value: Any) -> Any:
         """A tensor there, always the same for the same one."""

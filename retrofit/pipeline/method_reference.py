@@ -59,8 +59,9 @@ class OneOf:
 class SiteCall:
     """One call of a module under verification: everything in float64 on the CPU, parameters too.
 
-    `inputs` are the model's. `before` are the earlier calls with the same cache. `losses` are the auxiliary losses that the formula
-    records, `irrelevant` the positions (batch, tokens) whose output nobody reads: padding.
+    `inputs` are the model's. `before` are the earlier calls with the same cache; `staying` (batch, tokens) are the tokens of this
+    one that belong to their sequences afterwards (None: all). `losses` are the auxiliary losses that the formula records,
+    `irrelevant` the positions (batch, tokens) whose output nobody reads: padding.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class SiteCall:
         draws: Sequence[Draw] = (),
         before: tuple[SiteCall, ...] = (),
         cached: bool = False,
+        staying: Tensor | None = None,
     ) -> None:
         self.module, self.options, self.args, self.kwargs, self.inputs = module, options, tuple(args), dict(kwargs), dict(inputs)
-        self.training, self.before, self.cached = module.training, before, cached
+        self.training, self.before, self.cached, self.staying = module.training, before, cached, staying
         self.results, self.draws = {name: list(values) for name, values in results.items()}, list(draws)
         self.expected: dict[str, list[Expected]] = {}
         self.losses: list[Tensor] = []
@@ -166,7 +168,15 @@ class ModuleReference:
     length: int = 0
     trainings: int = 1
     cached: bool = False  # whether it keeps something in the model's cache
-    inside: Callable[[SiteCall], Mapping[str, Any]] | None = None
+    inside: Callable[[SiteCall], Inside] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """What the modules see that another runs on fewer tokens."""
+
+    inputs: Mapping[str, Any]  # the model's
+    staying: Tensor | None = None  # (batch, tokens): which belong to their sequences after the call; None: all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +189,7 @@ class RecordedCall:
     returned: Any
     inputs: Mapping[str, Any]  # of the model
     children: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any], Any], ...]]
+    staying: Tensor | None = None  # (batch, tokens): which belong to their sequences after it; None: all
 
 
 @dataclasses.dataclass

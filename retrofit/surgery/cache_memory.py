@@ -58,9 +58,13 @@ class TokenHistory:
         """All that is stored: (batch, length + slack, …)."""
         return self.values[:, self.end - self.length - self.slack : self.end]
 
-    def push(self, new: Tensor) -> None:
-        """`new`, (batch, tokens, …), is appended."""
+    def push(self, new: Tensor, staying: Tensor | None = None) -> None:
+        """`new`, (batch, tokens, …), is appended, in each row up to its last token that is `staying` (batch, tokens); None: all."""
         count, stored = new.shape[1], self.stored()
+        if staying is not None:
+            self.missing = max(0, self.missing - int(last_true(staying).min()))
+            self.replace_window(up_to(torch.cat([stored, new.to(stored.dtype)], 1), last_true(staying), stored.shape[1]))
+            return
         self.missing = max(0, self.missing - count)
         if count > SLACK or not self.is_writable(new):
             self.values, self.end = torch.cat([stored, new[:, -stored.shape[1] :]], 1)[:, -stored.shape[1] :], stored.shape[1]
@@ -81,14 +85,20 @@ class TokenHistory:
         """Whether a gradient may need `values` as they are."""
         return torch.is_grad_enabled() and (new.requires_grad or self.values.requires_grad)
 
-    def take_back(self, count: int) -> None:
-        """The last `count` values are removed."""
-        if count > 0:
+    def take_back(self, count: int | Tensor) -> None:
+        """The last `count` values are removed; a number for each row (batch), or the same for all."""
+        counts = count if isinstance(count, Tensor) else self.values.new_full((len(self.values),), count, dtype=torch.long)
+        most = int(counts.max())
+        if most > 0:
             stored = self.stored()
-            gone = stored.new_zeros(stored.shape[0], min(count, stored.shape[1]), *stored.shape[2:])
-            self.replace(torch.cat([gone, stored[:, : stored.shape[1] - gone.shape[1]]], 1))
-            self.end = stored.shape[1]
-            self.missing += count
+            room = stored.shape[1]
+            self.replace_window(up_to(torch.cat([torch.zeros_like(stored), stored], 1), (room - counts).clamp(min=0), room))
+            self.missing += most
+
+    def replace_window(self, stored: Tensor) -> None:
+        """`stored`, (batch, length + slack, …), is all that is stored."""
+        self.replace(stored)
+        self.end = stored.shape[1]
 
     def choose(self, rows: Tensor) -> None:
         """Only these rows are left, in this order; a row that is named twice is there twice."""
@@ -117,9 +127,13 @@ class FixedHistory(TokenHistory):
         """A copy of the last `length` values, which the next ones overwrite: (batch, length, …)."""
         return super().last().clone()
 
-    def push(self, new: Tensor) -> None:
+    def push(self, new: Tensor, staying: Tensor | None = None) -> None:
         count, room = new.shape[1], self.values.shape[1]
-        self.missing, self.was_reset = max(0, self.missing - count), False
+        self.was_reset = False
+        if staying is not None:
+            super().push(new, staying)
+            return
+        self.missing = max(0, self.missing - count)
         self.replace(new[:, -room:] if count >= room else torch.cat([self.values[:, count:], new], 1))
 
     def reset(self) -> None:
@@ -136,6 +150,17 @@ class FixedHistory(TokenHistory):
 
     def is_writable(self, new: Tensor) -> bool:
         return not self.is_followed(new) if torch.compiler.is_compiling() else super().is_writable(new)
+
+
+def last_true(values: Tensor) -> Tensor:
+    """The number of entries up to the last true one of each row of (batch, n): (batch)."""
+    return (values * torch.arange(1, values.shape[1] + 1, device=values.device)).amax(1)
+
+
+def up_to(values: Tensor, ends: Tensor, count: int) -> Tensor:
+    """Of (batch, count + n, …) in each row the `count` entries before `count + end`: `ends` (batch) are from 0 to n."""
+    index = ends.view(-1, 1) + torch.arange(count, device=values.device)
+    return values.gather(1, index.view(*index.shape, *(1 for _ in values.shape[2:])).expand(-1, -1, *values.shape[2:]))
 
 
 def mark_as_fixed(values: Tensor) -> Tensor:
@@ -190,12 +215,16 @@ class CacheWithHistories(Cache):
             history.take_back(before - after)
 
     def forget(self) -> None:
-        """Histories at fixed addresses are zeros, and there are no others."""
-        for name, history in list(self.histories.items()):
-            if isinstance(history, FixedHistory):
-                history.reset()
-            else:
-                del self.histories[name]
+        forget_histories(self.histories)
+
+
+def forget_histories(histories: dict[str, TokenHistory]) -> None:
+    """Histories at fixed addresses are zeros, and there are no others."""
+    for name, history in list(histories.items()):
+        if isinstance(history, FixedHistory):
+            history.reset()
+        else:
+            del histories[name]
 
 
 @functools.cache
@@ -216,6 +245,15 @@ def histories_of(cache: Cache) -> dict[str, TokenHistory]:
         cache.__class__ = cache_class_with_histories(type(cache))  # type: ignore[arg-type]
         cache.histories = {}  # type: ignore[attr-defined]
     return cache.histories  # type: ignore[attr-defined,no-any-return]
+
+
+def staying_tokens(cache: Cache) -> Tensor | None:
+    """Which of the tokens under way, (batch, tokens), belong to their sequences after the call; None: all.
+
+    A module that runs others on some tokens of each row, and fills rows that have fewer, calls them with a cache that says so.
+    """
+    found: Tensor | None = getattr(cache, "staying", None)
+    return found
 
 
 def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:

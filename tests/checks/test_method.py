@@ -28,7 +28,7 @@ from retrofit.passes.recurrence import recurrent_feed_forward
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence as RecurrentUnit
 from retrofit.passes.sequence_altup.anchors import EvenAnchors
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
-from retrofit.passes.sequence_altup.reference import inputs_inside
+from retrofit.passes.sequence_altup.reference import inside
 from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
 from retrofit.passes.shared_moe import mixture_of_experts
 from retrofit.passes.shared_moe.grouping import Group
@@ -167,15 +167,38 @@ def test_what_a_strided_layer_makes_of_the_models_inputs() -> None:
         return SiteCall(Strided(), SequenceAltUp(k=2), (x,), {}, inputs, {}, before=before, cached=cached)  # type: ignore[arg-type]
 
     ids, mask = [[9, 9, 1, 2, 3], [4, 5, 6, 7, 8]], [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
-    alone = inputs_inside(call(ids, mask, (), cached=False))
-    assert alone["input_ids"].tolist() == [[1, 3, 1], [4, 6, 8]] and alone["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    alone = inside(call(ids, mask, (), cached=False))
+    assert alone.inputs["input_ids"].tolist() == [[1, 3, 1], [4, 6, 8]] and alone.staying is None
+    assert alone.inputs["attention_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     first = call(ids, mask, (), cached=True)
-    stored = inputs_inside(first)
-    assert stored["input_ids"].tolist() == [[1, 1, 3], [4, 6, 8]] and stored["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
+    stored = inside(first)
+    assert stored.inputs["input_ids"].tolist() == [[1, 1, 3], [4, 6, 8]]
+    assert stored.inputs["attention_mask"].tolist() == [[0, 1, 1], [1, 1, 1]]
     second = call([[10, 11], [12, 13]], [[*row, 1, 1] for row in mask], (first,), cached=True)
-    later = inputs_inside(second)
-    assert later["input_ids"].tolist() == [[11], [13]] and later["attention_mask"].tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
-    assert torch.equal(later["labels"], torch.zeros(2, 7))
+    later = inside(second)
+    assert later.inputs["input_ids"].tolist() == [[11], [13]]
+    assert later.inputs["attention_mask"].tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    assert torch.equal(later.inputs["labels"], torch.zeros(2, 7))
+
+
+def test_rows_of_a_strided_layer_go_on_behind_their_own_anchors() -> None:
+    """k = 2, one token of padding: the rows reach their anchors in turn, and what fills the other row does not stay."""
+    mask, ids = torch.ones(2, 8, dtype=torch.long), torch.arange(16).view(2, 8)
+    mask[0, 0] = 0
+    before: tuple[SiteCall, ...] = ()
+    expected = [
+        ([[True, True, True], [True, True, True]], [[1, 1, 1], [1, 1, 1]]),
+        ([[False], [True]], [[1, 1, 1, 0], [1, 1, 1, 1]]),
+        ([[True], [False]], [[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]),
+    ]
+    for (start, end), (staying, seen) in zip([(0, 6), (6, 7), (7, 8)], expected, strict=True):
+        inputs = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+        x = torch.zeros(2, end - start, 4)
+        call = SiteCall(Strided(), SequenceAltUp(k=2), (x,), {}, inputs, {}, before=before, cached=True)  # type: ignore[arg-type]
+        found = inside(call)
+        assert found.staying is not None and found.staying.tolist() == staying
+        assert found.inputs["attention_mask"].tolist() == seen
+        before = (*before, call)
 
 
 def test_a_pass_without_a_reference_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

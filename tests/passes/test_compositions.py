@@ -11,8 +11,11 @@ import torch
 import transformers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from support import tiny_models
+from support import tiny_models, zoo
 from support.feed_forward_models import IDS, Model, Plain
+from support.method_verdicts import verdict
+from support.retrofitted import moved
+from transformers import DynamicCache
 
 import retrofit
 from retrofit.errors import DoesNotFitError
@@ -20,6 +23,7 @@ from retrofit.passes.memory.external_memory import ExternalMemory
 from retrofit.pipeline.registry import as_pass
 from retrofit.program.capture import capture
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.probes import accepts
 from retrofit.surgery.keyword_injection import InjectingForward
 
 SPECS = {
@@ -176,6 +180,38 @@ def test_three_passes_are_refused_only_where_two_of_them_are(kind: str, recipe: 
         two.append((NO_CROSS, True, True))
     assert not said or any(reason in said for reason, *_ in two), said
     assert said or not any(first and second for _, first, second in two), "two of these forms are refused by themselves"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neox", "opt", "granite", "cohere"])
+def test_convolutions_in_strided_layers_go_on_behind_the_anchors_of_their_row(family: str) -> None:
+    """Rows padded on the left reach their anchors at different steps, and tokens are taken back: each row is what it is alone.
+
+    A convolution's filters begin at zero for earlier tokens, so the parameters have moved.
+    """
+    model = zoo.build(zoo.entry(f"causal/{family}"), num_hidden_layers=2)
+    found = verdict(model, "sequence-altup(k=4, layers=1)", "sparse-qkv(layers=1)", nudge=True)
+    assert found.status == "passed", found.why
+    moved(model)
+    pads, total = (3, 0, 1), 14
+    ids = torch.randint(3, 60, (len(pads), total), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(total) >= torch.tensor(pads).unsqueeze(1)).long()
+    numbered = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)} if accepts(model, "position_ids") else {}
+    cache, parts = DynamicCache(config=model.config), []
+    cache.activate_past_recording()
+
+    def decoded(start: int, end: int) -> torch.Tensor:
+        chunk = {name: value[:, start:end] for name, value in numbered.items()}
+        return model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, **chunk).logits  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        for start, end in itertools.pairwise((0, 6, 7, 8, 11, 14)):
+            parts.append(decoded(start, end))
+            if start:
+                cache.crop(start - end)
+                parts[-1] = decoded(start, end)
+        for row, pad in enumerate(pads):
+            alone = model(ids[row : row + 1, pad:], use_cache=False).logits[0]
+            torch.testing.assert_close(torch.cat(parts, 1)[row, pad:], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_biases_that_are_tied_while_their_weights_are_gone_keep_their_size(tmp_path: Path) -> None:
