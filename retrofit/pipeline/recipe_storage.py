@@ -89,8 +89,9 @@ def store_in_config(model: Any, recipe: Sequence[str], record: Mapping[str, Any]
     entry: dict[str, Any] = {"quant_method": METHOD, "recipe": list(recipe), "architecture": saved or type(model).__name__}
     entry |= {"inputs": inputs} if inputs else {}
     entry |= {"applied_to": dict(record)} if record else {}
-    part = entry_of(model.config).get("part") if saved else None
-    model.config.quantization_config = entry | ({"part": part} if part else {})
+    earlier = entry_of(model.config) if saved else {}
+    part, through = earlier.get("part"), earlier.get("through")
+    model.config.quantization_config = entry | ({"part": part} if part else {}) | ({"through": through} if through else {})
     for path, inner in parts_with_configs(model):
         if any(f"{site}.".startswith(f"{path}.") for one in record.get("passes", ()) for site in one["sites"]):
             inner.config.quantization_config = entry | {"part": f"{part}.{path}" if part else path}

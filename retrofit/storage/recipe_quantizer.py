@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class RecipeConfig(QuantizationConfigMixin):
     applied_to: dict[str, Any] = dataclasses.field(default_factory=dict)  # the record of `retrofit.pipeline.applied_to`
     quantization: Any = None  # what another quantizer does after the replay: its config, or that as a dictionary
     packed: bool = True  # whether it has done so in the file
+    through: list[str] = dataclasses.field(default_factory=list)  # classes it was saved as since, without all that is rewritten
 
     def __post_init__(self) -> None:
         """Raises `CheckpointError` where somebody wrote a recipe that is no list."""
@@ -59,6 +60,7 @@ class RecipeReplay(HfQuantizer):
     """Rewrites the skeleton before its weights arrive, and checks these afterwards."""
 
     quantization_config: RecipeConfig
+    new: frozenset[str] = frozenset()  # the names of tensors that no file has to have: of another head, as its class makes it
 
     def __new__(cls, quantization_config: RecipeConfig, **kwargs: Any) -> Any:
         """Itself; where the config holds a quantization too, the quantizer of that, which replays the recipe first."""
@@ -97,13 +99,13 @@ class RecipeReplay(HfQuantizer):
         unfreeze(model)
         transformers_bookkeeping.keep_own_names(model)
         declared = dict(model.all_tied_weights_keys)
-        required = None
+        saved = (model.config.architectures or [None])[0] if checkpoint_files else None
         if entry.recipe and entry.part:
             self.dense = rewrite_inner_part(model, entry)
-        elif entry.recipe and entry.architecture in (None, type(model).__name__):
+        elif entry.recipe and entry.architecture in (None, type(model).__name__) and saved in (None, entry.architecture):
             self.dense = rewrite_same_class(model, entry)
         elif entry.recipe:
-            self.dense = rewrite_as_part(model, entry.recipe, str(entry.architecture))
+            self.dense, self.new = rewrite_as_part(model, entry, saved)
         self.shapes = shapes_of(model)
         self.frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         if entry.recipe:
@@ -112,7 +114,7 @@ class RecipeReplay(HfQuantizer):
             held = names_in_files(checkpoint_files)
             if held is not None:
                 tie_as_saved(model, held, declared)
-                require_names(model, held, self.rewritten(model), required)
+                require_names(model, held, self.rewritten(model), self.new)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """The file has the model's own names: see `transformers_bookkeeping.keep_own_names`."""
@@ -131,7 +133,7 @@ class RecipeReplay(HfQuantizer):
     def finish(self, model: Any) -> None:
         """Every new parameter and buffer has its value, and what a pass froze is frozen."""
         transformers_bookkeeping.align_weights(model)
-        require_filled(model, self.rewritten(model), self.shapes)
+        require_filled(model, self.rewritten(model), self.shapes, self.new)
         for name in self.frozen:
             model.get_parameter(name).requires_grad_(False)
         rebuild_buffers(model, self.dense)
@@ -178,12 +180,7 @@ def rewrite_skeleton(
     """
     from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
 
-    dense = set(model.modules())
-    for module in dense:
-        for name, one in module._parameters.items():
-            if one is not None and not one.is_meta:  # `torch.Tensor(size)` is on the CPU whatever the default is
-                module._parameters[name] = nn.Parameter(one.to("meta"), one.requires_grad)
-    transformers_bookkeeping.tie(model)
+    dense = prepare(model)
     replaying.replay(model, recipe, record, same_model=same)
     recipe_storage.store_recipe(model, recipe, record)
     untie(model)
@@ -242,39 +239,50 @@ def rewrite_inner_part(model: Any, entry: RecipeConfig) -> set[nn.Module]:
     return dense | {model}
 
 
-def rewrite_as_part(model: Any, recipe: list[str], architecture: str) -> set[nn.Module]:
-    """`model`, of another class than the recipe was applied to, has the part it shares with that class as it was there.
+def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple[set[nn.Module], frozenset[str]]:
+    """Give `model`, of another class than the recipe was applied to, the part that it shares with that class as it was there.
 
-    The base class becomes the base of the rewritten class, whatever that returns; a class with a head of its own is rewritten by
-    itself, and its base must come out the same. Returns the modules that are not new.
+    `saved` is the class it was saved as last. Return the modules that are not new, and the names of the tensors that are the
+    class's own.
     """
+    from retrofit.storage import another_head  # not before, as above
+    from retrofit.storage.architecture import transformers_class
+    from retrofit.storage.recorded_model import recorded_skeleton
 
-    from retrofit.storage.architecture import transformers_class  # not before, for the same reason
+    def skeleton(kind: Any) -> Any:
+        made = recorded_skeleton(kind, entry.applied_to, model) or kind(copy.deepcopy(model.config))
+        made.__dict__["retrofit_inputs"] = dict(entry.inputs)
+        unfreeze(made)
+        prepare(made)
+        return made
 
-    kind = transformers_class(architecture)
+    kind = transformers_class(str(entry.architecture))
     if kind is None:
         raise CheckpointError(
-            f"the recipe {', '.join(recipe)} was applied to {architecture}, which transformers does not have",
+            f"the recipe {', '.join(entry.recipe)} was applied to {entry.architecture}, which transformers does not have",
             remedy="import the package that defines it first",
         )
-    whole = kind(model.config)
-    unfreeze(whole)
-    dense = rewrite_skeleton(whole, recipe)
-    if type(whole.base_model) is type(model):
-        vars(model).update(vars(whole.base_model), retrofit_recipe=tuple(recipe))
-        transformers_bookkeeping.keep_own_names(model)
-        transformers_bookkeeping.keep_on_one_device(model, dense)
-        return dense | {model}
-    dense = rewrite_skeleton(model, recipe)
-    ours, theirs = shapes_of(model.base_model), shapes_of(whole.base_model)
-    other = [name for name, shape in ours.items() if theirs.get(name) != shape]
-    if other:
-        raise CheckpointError(
-            f"{', '.join(recipe)} makes another model of {type(model).__name__} than of {architecture}, which was saved",
-            why=f"not the same in both: {', '.join(other[:5])}",
-            remedy=f"load it as {architecture}",
-        )
-    return dense
+    between = map(transformers_class, dict.fromkeys([*entry.through, *filter(None, [saved])]))
+    others = [skeleton(other) for other in between if other not in (None, kind, type(model))]
+    dense = prepare(model)
+    lacking, new = another_head.rewrite_as_part(model, skeleton(kind), entry.recipe, entry.applied_to, others)
+    model.config.quantization_config = dataclasses.replace(entry, through=[type(other).__name__ for other in lacking])
+    model.__dict__["retrofit_recipe"] = tuple(entry.recipe)
+    recipe_storage.store_recipe(model, entry.recipe, entry.applied_to)
+    untie(model)
+    transformers_bookkeeping.keep_on_one_device(model, dense)
+    return dense, new
+
+
+def prepare(skeleton: Any) -> set[nn.Module]:
+    """Move the skeleton to the meta device, tie what it says is tied, and return its modules."""
+    modules = set(skeleton.modules())
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:  # `torch.Tensor(size)` is on the CPU whatever the default is
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+    transformers_bookkeeping.tie(skeleton)
+    return modules
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
@@ -309,10 +317,10 @@ def tie_as_saved(model: Any, held: set[str], declared: Mapping[str, str]) -> Non
     model.__dict__["_tied_weights_keys"] = dict(ties)
 
 
-def require_names(model: Any, held: set[str], rewritten: set[str], required: set[str] | None = None) -> None:
+def require_names(model: Any, held: set[str], rewritten: set[str], new: Collection[str] = ()) -> None:
     """Raise `CheckpointError` where a tensor of a rewritten module is not among the names in the files, or one there is not read.
 
-    `required` limits the first to names that the files must have; None means all.
+    Of the tensors, the files need not have the `new` ones.
     """
     from retrofit.storage.recorded_model import in_any  # not before, as above
 
@@ -325,7 +333,7 @@ def require_names(model: Any, held: set[str], rewritten: set[str], required: set
         for name in own
         if in_any(name, rewritten)
         and name not in known
-        and (required is None or name in required)
+        and name not in new
         and not any(name in group and group & known for group in groups)
     ]
     unread = [name for name in sorted(held) if {name, name.removeprefix(prefix), prefix + name}.isdisjoint(own)]
@@ -348,8 +356,11 @@ def wrong_weights(model: Any, what: str, names: list[str]) -> CheckpointError:
     )
 
 
-def require_filled(model: Any, rewritten: set[str], shapes: dict[str, torch.Size]) -> None:
-    """Raise `CheckpointError` where a tensor has another shape than in the skeleton, or is of a rewritten module and not loaded."""
+def require_filled(model: Any, rewritten: set[str], shapes: dict[str, torch.Size], new: Collection[str] = ()) -> None:
+    """Raise `CheckpointError` where a tensor has another shape than in the skeleton, or is of a rewritten module and not loaded.
+
+    The `new` tensors need not have been loaded.
+    """
     from retrofit.storage.recorded_model import in_any  # not before: transformers is still importing itself when it reads this file
 
     state = {  # what a quantizer packed came from the file, and what its layers have besides is its own
@@ -360,7 +371,10 @@ def require_filled(model: Any, rewritten: set[str], shapes: dict[str, torch.Size
         wrong += [
             name
             for name, tensor in state.items()
-            if in_any(name, rewritten) and not getattr(tensor, "_is_hf_initialized", False) and not tensor.is_meta
+            if in_any(name, rewritten)
+            and name not in new
+            and not getattr(tensor, "_is_hf_initialized", False)
+            and not tensor.is_meta
         ]
     if wrong:
         raise wrong_weights(model, "missing or of another shape", wrong)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 
 CACHE_LINE = 64  # bytes
+# Attributes in which the names and ties of a model's weights are kept:
+BOOKS = frozenset(
+    "_tied_weights_keys all_tied_weights_keys _adjust_bias _weight_conversions _published_conversions _no_split_modules".split()
+)
 
 
 LEAVE_MAPPED = contextvars.ContextVar("leave_mapped", default=False)

@@ -1,0 +1,396 @@
+"""A recipe on another class than the one it was applied to: what the two share is rewritten, the rest is the class's own.
+
+Two classes share the modules that have the same names in their files, with the prefix of the base model or without it. The recipe
+is replayed on a skeleton of the class it was applied to. What that changes in a shared module is changed in the loaded class in the
+same way, and the new modules contain its modules and parameters. A pooler or a head that only the loaded class has stays as it is;
+where it no longer fits, because the stream is wider, the loaded class is rewritten by itself, and what is shared must come out the
+same.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from retrofit.errors import CaptureError, CheckpointError, RetrofitError
+from retrofit.pipeline import recipe_storage, replaying
+from retrofit.pipeline.protocol import Rewrite
+from retrofit.runtime.example_inputs import accepts, forward_parameters, named_inputs
+from retrofit.storage.recorded_model import config_differences
+from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
+from retrofit.surgery.edit import Edit, Fate
+from retrofit.surgery.transformers_bookkeeping import BOOKS
+
+SHOWN = 5  # names
+REGISTRIES = ("_modules", "_parameters", "_buffers")
+GONE = object()  # the value of what a module no longer holds
+
+Changes = Mapping[str, Mapping[Any, Any]]  # the table, "" for attributes → the name in it → the value
+
+
+def rewrite_as_part(
+    model: Any, whole: Any, recipe: list[str], record: Mapping[str, Any], others: Sequence[Any] = ()
+) -> tuple[list[Any], frozenset[str]]:
+    """Rewrite in `model` what it shares with `whole`, the dense model that the recipe was applied to, by the `record` of it.
+
+    All are skeletons in which tied weights are tied. What one of `others`, models of the classes it was saved as since, does not
+    have is new in `model`, and dense. Return those of them where that is so, and the names of the tensors of `model` that are its
+    class's own. Raises `CheckpointError` where the shared part cannot be the same in both.
+    """
+    common = Common(model, whole, [Common(other, whole) for other in others])
+    if common.base and common.whole_base and common.base != common.whole_base:
+        why = f"transformers finds no weight of {common.base} in a file that has those of {common.whole_base}"
+        raise refusal(common, recipe, why)
+    if any(isinstance(theirs, nn.ModuleList) and len(theirs) != len(ours) for theirs, ours in common.pairs.values()):  # type: ignore[arg-type]
+        raise refusal(common, recipe, "; ".join(config_differences(whole, model)))
+    inputs, interface = runnable_inputs(model), Interface.of(common)
+    before = {module: Contents.of(module) for module in common.whole_modules.values()}
+    replaying.replay(whole, recipe, record)
+    edit, losses = Edit(model), take_auxiliary_losses(whole)
+    changes = {module: contents.changes(Contents.of(module)) for module, contents in before.items()}
+    changed = changed_parts(common, changes)
+    why = interface.changed() or transfer(common, changes, changed, edit)
+    if losses is not None:
+        alone = losses.number_is_loss and "labels" not in forward_parameters(model)
+        edit.set_attribute(model, "forward", ForwardWithAuxiliaryLosses(model, alone))
+    if not why and inputs is not None and not accepts(model, inputs):
+        why = f"{type(model).__name__} does not run on what the recipe makes of {common.base or 'its modules'}"
+    lacking = {other.model: name for other in common.others for name in changed if common.has(name) and not other.has(name)}
+    if why:
+        edit.undo()
+        why = "; ".join([why, *(f"{name} is not in {type(other).__name__}, which was saved" for other, name in lacking.items())])
+        rewrite_by_itself(common, recipe, why, refuse=bool(lacking))
+    else:
+        carry_accounts(common)
+    return list(lacking), common.own_tensors()
+
+
+def runnable_inputs(model: Any) -> dict[str, Any] | None:
+    """Return inputs on which the skeleton runs without values, None where there are none; the model is in evaluation mode."""
+    try:
+        inputs = {name: value for name, value in named_inputs(model.eval()).items() if isinstance(value, torch.Tensor)}
+    except CaptureError:
+        return None
+    return inputs if accepts(model, inputs) else None
+
+
+# ── What two classes share ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Common:
+    """The modules and parameters of a dense model, `whole`, that `model` has too, under the same names in a file."""
+
+    def __init__(self, model: Any, whole: Any, others: Sequence[Common] = ()) -> None:
+        self.model, self.whole, self.others = model, whole, others
+        self.base, self.whole_base = path_of(model.base_model, model), path_of(whole.base_model, whole)
+        self.modules, self.whole_modules = (dict(every.named_modules(remove_duplicate=False)) for every in (model, whole))
+        self.parameters, self.whole_parameters = (dict(every.named_parameters(remove_duplicate=False)) for every in (model, whole))
+        self.pairs = {
+            path: (theirs, self.modules[str(self.name(path))])
+            for path, theirs in self.whole_modules.items()
+            if self.has(path) and (path in ("", self.whole_base) or self.has_same_class(path))
+        }
+
+        named = {self.name(name) for name in (*self.whole_modules, *self.whole_parameters)}
+        self.different = named ^ {*self.modules, *self.parameters}  # names in `model`
+
+    def name(self, name: str) -> str | None:
+        """Return the name in `model` of the module or parameter called `name` in `whole`; None where it can have none."""
+        if is_inside(name, self.whole_base):
+            return ".".join(part for part in (self.base, name[len(self.whole_base) :].lstrip(".")) if part)
+        return None if is_inside(name, self.base) else name
+
+    def has(self, name: str) -> bool:
+        """Return whether `model` has the module or parameter called `name` in `whole`."""
+        ours = self.name(name)
+        return ours is not None and (ours in self.modules or ours in self.parameters)
+
+    def has_same_class(self, path: str) -> bool:
+        return type(self.modules[str(self.name(path))]) is type(self.whole_modules[path])
+
+    def is_saved(self, name: str) -> bool:
+        """Return whether `model` has it, and every other class in between."""
+        return all(common.has(name) for common in (self, *self.others))
+
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that only `model` has."""
+        theirs = {self.name(name) for name in self.whole_parameters}
+        return {name: parameter for name, parameter in self.parameters.items() if name not in theirs}
+
+    def own_tensors(self) -> frozenset[str]:
+        """Return the names of the tensors, now, of modules of the dense `model` that lie in a part which only it has."""
+        dense = set(self.modules.values())
+        paths = {path for path, module in self.model.named_modules(remove_duplicate=False) if module in dense}
+        return frozenset(
+            name for name in self.model.state_dict() if name.rpartition(".")[0] in paths and self.is_of_one_class(name)
+        )
+
+    def correspondence(self) -> dict[int, Any]:
+        """Return what of `model` corresponds to what of `whole`, by identity: a memo for copies."""
+        memo: dict[int, Any] = {}
+        for theirs, ours in self.pairs.values():
+            memo[id(theirs)] = ours
+            if hasattr(theirs, "config") and hasattr(ours, "config"):
+                memo[id(theirs.config)] = ours.config
+        for name, parameter in self.whole_parameters.items():
+            same = self.parameters.get(self.name(name) or "")
+            if same is not None and same.shape == parameter.shape:
+                memo.setdefault(id(parameter), same)
+        return memo
+
+    def is_of_one_class(self, name: str) -> bool:
+        """Return whether a name in `model` lies in a module or parameter that one of the two dense classes does not have."""
+        parts = name.split(".")
+        return any(".".join(parts[:length]) in self.different for length in range(1, len(parts) + 1))
+
+
+def path_of(part: nn.Module, model: nn.Module) -> str:
+    """Return the path of `part` in `model`, the empty one where it is `model` itself."""
+    return next(path for path, module in model.named_modules() if module is part)
+
+
+def is_inside(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+class Interface:
+    """The shapes that the outermost shared modules of `whole` return, which a part that only `model` has may read."""
+
+    def __init__(self, common: Common, paths: list[str], inputs: Mapping[str, Any]) -> None:
+        self.common, self.paths, self.inputs = common, paths, inputs
+        self.dense = self.shapes()
+
+    @classmethod
+    def of(cls, common: Common) -> Interface:
+        """Return that of the dense model; of no module where `model` has no parameters of its own."""
+        whole = common.whole.eval()
+        inputs = replaying.replayed_inputs(whole, recipe_storage.stored_inputs(whole))
+        paths = outermost_shared(common, whole, "") if common.own_parameters() else []
+        return cls(common, paths, {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)})
+
+    def shapes(self) -> dict[str, list[torch.Size]]:
+        """Return the shapes by path; nothing where the model does not run without values."""
+        found: dict[str, list[torch.Size]] = {}
+        modules = {path: self.common.whole.get_submodule(path) for path in self.paths}
+        handles = [module.register_forward_hook(functools.partial(note_shapes, found, path)) for path, module in modules.items()]
+        runs = bool(handles) and accepts(self.common.whole, self.inputs)
+        for handle in handles:
+            handle.remove()
+        return found if runs else {}
+
+    def changed(self) -> str:
+        """Return which of the modules returns other shapes now, "" where none does."""
+        now = self.shapes()
+        path = next((path for path in now if path in self.dense and now[path] != self.dense[path]), None)
+        if path is None:
+            return ""
+        widths = [list(shapes[path][0]) for shapes in (self.dense, now)]
+        return f"{path} returns {widths[1]} where it returned {widths[0]}, which parts of {type(self.common.model).__name__} read"
+
+
+def note_shapes(found: dict[str, list[torch.Size]], path: str, module: nn.Module, args: Any, output: Any) -> None:
+    """A forward hook: `found` has the shapes of what the module at `path` returned."""
+    found[path] = [value.shape for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
+
+
+def outermost_shared(common: Common, module: nn.Module, path: str) -> list[str]:
+    """Return the paths of the shared modules inside `module` that lie in no other; `whole` itself is none."""
+    found: list[str] = []
+    for name, child in module.named_children():
+        inner = f"{path}.{name}".lstrip(".")
+        shared = inner in common.pairs and common.has_same_class(inner)
+        found += [inner] if shared else outermost_shared(common, child, inner)
+    return found
+
+
+# ── The same changes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a module held at one time: its attributes, and what was in its tables of children, parameters, hooks and so on."""
+
+    tables: Changes
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Contents:
+        """Return what `module` holds now, without what retrofit and transformers note about whole models."""
+        held = {name: value for name, value in vars(module).items() if name not in BOOKS and not name.startswith("retrofit_")}
+        tables = {name: table_of(value) for name, value in held.items() if isinstance(value, (dict, set))}
+        return cls({"": {name: value for name, value in held.items() if name not in tables}, **tables})
+
+    def changes(self, now: Contents) -> Changes:
+        """Return what is not the same in `now`: the value there, or `GONE`."""
+        found = {}
+        for table, new in now.tables.items():
+            old = self.tables.get(table, {})
+            names = [name for name in {**old, **new} if not is_same(old.get(name, GONE), new.get(name, GONE))]
+            if names:
+                found[table] = {name: new.get(name, GONE) for name in names}
+        return found
+
+
+def table_of(held: Any) -> dict[Any, Any]:
+    """Return a copy of a dictionary, or the members of a set as its keys."""
+    return dict.fromkeys(held) if isinstance(held, set) else dict(held)
+
+
+def is_same(old: Any, new: Any) -> bool:
+    if old is new or isinstance(old, (torch.Tensor, nn.Module)) or type(old) is not type(new):
+        return old is new
+    try:
+        return bool(old == new)
+    except (TypeError, ValueError, RuntimeError):  # of several values
+        return False
+
+
+def changed_parts(common: Common, changes: Mapping[nn.Module, Changes]) -> set[str]:
+    """Return the names of the dense modules and parameters of `whole` that were changed or replaced."""
+    dense = {*common.whole_modules, *common.whole_parameters}
+    found: set[str] = set()
+    for path, module in common.whole_modules.items():
+        for table, values in changes[module].items():
+            names = {f"{path}.{name}".lstrip(".") for name in values} if table in REGISTRIES else {path}
+            found |= names & dense
+    return found
+
+
+def transfer(common: Common, changes: Mapping[nn.Module, Changes], changed: Collection[str], edit: Edit) -> str:
+    """Change the modules of `model` as those of `whole` were changed; return why that cannot be, "" where it can.
+
+    What the model lacks, or a class it was saved as since, is left out.
+    """
+    model, whole, memo = common.model, common.whole, common.correspondence()
+    kinds = type(whole).__name__, type(model).__name__
+    dense = {*common.whole_modules, *common.whole_parameters}
+    for path in changed:
+        if path in common.whole_modules and path not in common.pairs and common.is_saved(path):
+            classes = type(common.whole_modules[path]).__name__, type(common.modules[str(common.name(path))]).__name__
+            return f"{path} is {classes[0]} in {kinds[0]}, and {classes[1]} in {kinds[1]}"
+    for path, (theirs, ours) in common.pairs.items():
+        for table, values in changes[theirs].items() if common.is_saved(path) else ():
+            if type(theirs) is not type(ours) and table not in REGISTRIES:
+                return f"the recipe changes {type(theirs).__name__}, and {kinds[1]} has {type(ours).__name__} instead"
+            if table in REGISTRIES:
+                names = {name: f"{path}.{name}".lstrip(".") for name in values}
+                values = {name: value for name, value in values.items() if names[name] not in dense or common.is_saved(names[name])}
+            copied = {name: value if value is GONE else copy.deepcopy(value, memo) for name, value in values.items()}
+            apply_changes(ours, table, copied, edit)
+    if id(whole) in memo and memo[id(whole)] not in common.modules.values():
+        return f"what the recipe makes of {common.whole_base} needs the whole {kinds[0]}"
+    return unfit_parameter(common)
+
+
+def apply_changes(module: nn.Module, table: str, values: Mapping[Any, Any], edit: Edit) -> None:
+    """The module holds these values in the table, or as its attributes."""
+    if table:
+        held = vars(module).get(table, {})
+        changed = {name: value for name, value in {**table_of(held), **values}.items() if value is not GONE}
+        edit.set_attribute(module, table, type(held)(changed))
+        return
+    for name, value in values.items():
+        if value is GONE:
+            edit.delete_attribute(module, name)
+        else:
+            edit.set_attribute(module, name, value)
+
+
+def unfit_parameter(common: Common) -> str:
+    """Return why a parameter of a part that only `model` has does not fit the rewritten part, "" where all do."""
+    model, whole = common.model, common.whole
+    present, kept = ({id(parameter) for parameter in one.parameters()} for one in (model, whole))
+    for name, parameter in common.own_parameters().items():
+        if id(parameter) not in present:
+            return f"{name}, which {type(whole).__name__} does not have, is inside what the recipe replaces"
+    for name, parameter in common.whole_parameters.items():
+        ours = common.parameters.get(common.name(name) or "")
+        if ours is not None and id(ours) in present and id(parameter) not in kept:
+            return f"the recipe replaces {name}, which is also the weight of a part that only {type(model).__name__} has"
+    return ""
+
+
+def take_auxiliary_losses(whole: nn.Module) -> ForwardWithAuxiliaryLosses | None:
+    """The forward of `whole` no longer adds losses to its own; return the one that did, None where none did."""
+    forward = vars(whole).get("forward")
+    if not isinstance(forward, ForwardWithAuxiliaryLosses):
+        return None
+    del vars(whole)["forward"]
+    if forward.inner is not None:
+        vars(whole)["forward"] = forward.inner
+    return forward
+
+
+# ── Accounts, and the loaded class by itself ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def carry_accounts(common: Common) -> None:
+    """The model has the accounts of `whole` under its own names; those of the passes only where it has every site."""
+    model, whole = common.model, common.whole
+    names, paths = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
+    accounts = replaying.rewrites(whole) or ()
+    model.retrofit_added = frozenset(renamed(getattr(whole, "retrofit_added", ()), common, names))
+    model.retrofit_rearranged = {
+        str(common.name(name)): renamed_fate(fate, common)
+        for name, fate in getattr(whole, "retrofit_rearranged", {}).items()
+        if common.name(fate.name) in names
+    }
+    if accounts and all(common.name(site.name) in paths for account in accounts for site in account.sites):
+        model.retrofit_rewrites = tuple(renamed_account(account, common, names) for account in accounts)
+
+
+def renamed_fate(fate: Fate, common: Common) -> Fate:
+    layout = fate.layout
+    if layout is not None:
+        order, fitted = (str(common.name(name)) if name else "" for name in (layout.order, layout.fitted))
+        layout = dataclasses.replace(layout, order=order, fitted=fitted)
+    return dataclasses.replace(fate, name=str(common.name(fate.name)), layout=layout)
+
+
+def renamed_account(account: Rewrite, common: Common, names: Collection[str]) -> Rewrite:
+    return dataclasses.replace(
+        account,
+        sites=tuple(dataclasses.replace(site, name=str(common.name(site.name))) for site in account.sites),
+        second_step=renamed(account.second_step, common, names),
+        unreached=renamed(account.unreached, common, names),
+    )
+
+
+def renamed(theirs: Iterable[str], common: Common, names: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in map(str, map(common.name, theirs)) if name in names)
+
+
+def rewrite_by_itself(common: Common, recipe: list[str], why: str, *, refuse: bool) -> None:
+    """Replay the recipe on the loaded class; raises `CheckpointError` where that makes another model of the shared part."""
+    model, whole = common.model, common.whole
+    if refuse:
+        raise refusal(common, recipe, why)
+    described, named = recipe_storage.stored_inputs(model), forward_parameters(model)
+    model.__dict__["retrofit_inputs"] = described if all(name in named for name in described) else {}
+    try:
+        replaying.replay(model, recipe)
+    except RetrofitError as error:
+        raise refusal(common, recipe, f"{why}; and by itself: {error.what}" + (f" ({error.why})" if error.why else "")) from error
+    finally:
+        del model.__dict__["retrofit_inputs"]
+    ours = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    theirs = {str(common.name(name)): tensor.shape for name, tensor in whole.state_dict().items() if common.name(name) is not None}
+    other = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name) and not common.is_of_one_class(name)]
+    if other:
+        more = f" and {len(other) - SHOWN} more" if other[SHOWN:] else ""
+        raise refusal(common, recipe, f"{why}; and rewritten by itself it has other parameters: {', '.join(other[:SHOWN])}{more}")
+
+
+def refusal(common: Common, recipe: list[str], why: str) -> CheckpointError:
+    saved, wanted = type(common.whole).__name__, type(common.model).__name__
+    return CheckpointError(
+        f"{', '.join(recipe)} makes another model of {wanted} than of {saved}, which it was applied to",
+        why=why,
+        remedy=f"load it as {saved}, or rewrite a {wanted} that holds the dense weights",
+    )
