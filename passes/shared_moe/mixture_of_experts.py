@@ -75,7 +75,7 @@ class ExpertMatrices(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Σ_i g(x)_i e_i(x): (tokens, d) to (tokens, d).
+    """Σ_i g(x)_i e_i(x): (…, d) to (…, d).
 
     The matrices that read x are its children named in `into`; `ports` are the columns of their results that the hidden function
     reads; `down` writes y. The hidden function is each layer's own and an argument of the call: only matrices are shared.
@@ -106,11 +106,14 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         gates, selected = self.route(x)
-        return self.combine(x, gates, selected, hidden)
+        return self.combine(x.reshape(-1, self.width), gates, selected, hidden).view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The gates and experts of each token: (tokens, K), float32 and indices; above an expert's capacity the gate is 0."""
-        logits = self.router(x).float()
+        """The gates and experts of each token: (tokens, K), float32 and indices; above an expert's capacity the gate is 0.
+
+        The router reads x by rows of the batch: PEFT may adapt it to each row in another way (`adapter_names`).
+        """
+        logits = self.router(x).float().flatten(0, -2)
         if self.training and self.noise:
             logits = logits + self.noise * torch.randn_like(logits)
         probabilities = logits.softmax(-1)
@@ -122,7 +125,7 @@ class MixtureOfExperts(nn.Module):
             if self.balance:
                 gates = record_auxiliary_loss(gates, self.balance * balance_loss(probabilities, dispatched), self)
             if self.capacity is not None:
-                gates = gates * (dispatched.cumsum(0).gather(-1, selected) <= self.expert_capacity(len(x)))
+                gates = gates * (dispatched.cumsum(0).gather(-1, selected) <= self.expert_capacity(len(gates)))
         return gates, selected
 
     def expert_capacity(self, tokens: int) -> int:
@@ -197,5 +200,5 @@ class MoEBlock(FeedForwardBlock):
         self.hidden, self.moe = site.hidden, moe
 
     def compute(self, x: Tensor) -> Tensor:
-        y: Tensor = self.moe(x.reshape(-1, self.width), self.hidden)
-        return y.view(x.shape)
+        y: Tensor = self.moe(x, self.hidden)
+        return y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import io
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import accelerate
+import peft
 import pytest
 import torch
 import transformers
@@ -18,6 +20,8 @@ from torch import Tensor
 
 import retrofit
 from retrofit.errors import DoesNotFitError
+from retrofit.passes.shared_moe.mixture_of_experts import Router
+from retrofit.runtime.wrapped_models import is_adapted
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
 from retrofit.surgery.keyword_injection import InjectingForward, own_forward
 from retrofit.surgery.transformers_bookkeeping import transformers_parts
@@ -124,3 +128,27 @@ def test_new_parts_stay_on_the_device_of_their_layer(recipe: str) -> None:
         memory = {0: size, 1: size, "cpu": 10**9}
         where = accelerate.infer_auto_device_map(model, max_memory=memory, no_split_module_classes=list(model._no_split_modules))
         assert not [path for path in where if path.startswith("model.layers.") and path.count(".") > 2]
+
+
+@pytest.mark.parametrize("recipe", ["shared-moe(groups=1)", "memory(lookup=softmax,rank=2), shared-moe(groups=0)"])
+@pytest.mark.parametrize("make", [llama, t5])
+def test_an_adapter_for_each_row_of_a_batch(recipe: str, make: Any) -> None:
+    """PEFT's adapter_names: each row is what it is alone with its adapter, the router's adapted too."""
+    names = ["b", "a", "__base__", "a"]
+    model: Any = rewritten(make(), recipe)
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=4)
+    torch.manual_seed(0)
+    adapted: Any = peft.get_peft_model(model, config, adapter_name="a")
+    adapted.add_adapter("b", config)
+    adapted.eval()
+    assert any(is_adapted(module) and isinstance(module.get_base_layer(), Router) for module in model.modules())
+    ids = torch.randint(3, VOCABULARY, (4, 12))
+    given = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    with torch.no_grad():
+        found = adapted(**given, adapter_names=names).logits
+        for index, name in enumerate(names):
+            row = {key: value[index : index + 1] for key, value in given.items()}
+            adapted.set_adapter("a" if name == "__base__" else name)
+            with adapted.disable_adapter() if name == "__base__" else contextlib.nullcontext():
+                torch.testing.assert_close(found[index : index + 1], adapted(**row).logits, rtol=1e-4, atol=1e-4)
+        assert (found[1] - adapted(**given, adapter_names=["__base__"] * 4).logits[1]).abs().max() > 1e-2
