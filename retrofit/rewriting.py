@@ -46,6 +46,7 @@ from retrofit.runtime.usable_models import (
 from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit, Fate, Keep
+from retrofit.surgery.user_hooks import HookWatch
 
 Model = TypeVar("Model", bound=nn.Module)
 BECOMES_GRAPH = "the modules of the model cannot hold this, so the result is a graph module on the same parameters"
@@ -207,6 +208,8 @@ def rewrite_once(
     elif example_inputs is None and device_of(model).type != "meta" and keep is None:
         optional = with_optional(model, inputs)
     require_finite(model, reference)
+    hooks = HookWatch(model)
+    calls = hooks.calls(model, inputs)
     edit = Edit(model, None if calibration is None else calibration_from(model, calibration, inputs), keep)
     modules = dict(model.named_modules(remove_duplicate=False))
     earlier, earlier_record = recipe_storage.stored_recipe(model), recipe_storage.stored_record(model)
@@ -240,6 +243,7 @@ def rewrite_once(
             run_result(model, inputs, passes)
         for more in optional:
             run_with_optional(model, more, passes)
+        hooks.require_calls(calls, hooks.calls(model, inputs), ", ".join(one.name for one in passes))
         if reference is not None:
             say("verifying")
             report = check_rewrite(

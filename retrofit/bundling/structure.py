@@ -24,6 +24,7 @@ REGISTRIES = ("_modules", "_parameters", "_buffers")
 POST_HOOKS = "_load_state_dict_post_hooks"
 OURS = frozenset(  # what retrofit and transformers keep about a model, and a bundle does not need or has from elsewhere
     "training retrofit_rewrites retrofit_rearranged retrofit_added retrofit_recipe retrofit_record retrofit_inputs hf_quantizer "
+    "retrofit_hooks "
     "_published_conversions _weight_conversions _is_hf_initialized config generation_config".split()
 )
 GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - TORCHS  # what a graph module keeps of its graph

@@ -19,6 +19,7 @@ from retrofit.pipeline.replaying import recipe
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.probes import TOLERANCE, Inputs, accepts, extent_of, named_outputs, record_arguments, resized_like
 from retrofit.runtime.state_preservation import forget_history, without_history
+from retrofit.surgery.auxiliary_losses import auxiliary_losses
 
 IGNORED = -100  # a label that does not count, for every loss of transformers
 NUDGE = 1e-2  # how far a parameter moves to simulate a training step
@@ -298,7 +299,8 @@ def loss_of(model: nn.Module, inputs: Inputs, shape: torch.Size, seed: int) -> t
             error = "it returned none"
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as problem:
             error = f"{type(problem).__name__}: {problem}"
-    outputs = list(named_outputs(model(**inputs)).values())
+    with auxiliary_losses():  # they are no part of this loss
+        outputs = list(named_outputs(model(**inputs)).values())
     wide = [value.flatten(0, -2) for value in outputs if value.dim() >= 2]
     rows = wide or [value.reshape(-1, 1) for value in outputs]  # of a model that returns a number for each row, or its loss
     losses = [cross_entropy(value.float(), generator) for value in rows]
@@ -308,7 +310,8 @@ def loss_of(model: nn.Module, inputs: Inputs, shape: torch.Size, seed: int) -> t
 def own_loss(model: nn.Module, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor | None:
     """The loss that the model returns for these labels; None where it returns none."""
     record_arguments({"labels": labels})
-    answer = model(**{**inputs, "labels": labels})
+    with auxiliary_losses():  # the model adds them to the loss that it returns
+        answer = model(**{**inputs, "labels": labels})
     loss = answer["loss"] if isinstance(answer, dict) else getattr(answer, "loss", None)
     return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 

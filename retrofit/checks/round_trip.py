@@ -29,6 +29,7 @@ from retrofit.storage.checkpoint import load, save
 from retrofit.storage.sampled_files import is_large, same_sample, write_samples
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.transformers_bookkeeping import is_transformers
+from retrofit.surgery.user_hooks import lend_hooks
 
 LARGEST = 8 * 2**30  # bytes; a larger model is not written to disk whole for a check
 SHARD = "256MB"
@@ -131,6 +132,7 @@ def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | N
     with transformers_bookkeeping.leave_weights_mapped():
         loaded = load(path).to(device_of(subject.model)).eval()
         use_same_attention(subject.model, loaded)
+        lend_hooks(subject.model, loaded)
     if lost := share_weights(subject, loaded, same_sample if sampled else same_bits):
         return Trip(medium, lost=tuple(lost))
     restored: tuple[str, ...] = ()

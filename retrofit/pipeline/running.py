@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from retrofit.anatomy.inspection import inspect, read_anatomy
+from retrofit.errors import DoesNotFitError
 from retrofit.pipeline.applied_to import AppliedTo
 from retrofit.pipeline.protocol import Recipe, Rewrite
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import shared_names
+from retrofit.surgery.user_hooks import HookWatch
 
 Progress = Callable[[str], None]
 
@@ -36,8 +38,14 @@ def run_passes(
         say(f"rewriting with {one.spec()}")
         before, lost = parameter_sizes(model), dropped_elements(edit)
         names, modules = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
-        with torch.no_grad():
-            account = one.rewrite(anatomy, edit)
+        hooks = HookWatch(model)
+        try:
+            with torch.no_grad():
+                account = one.rewrite(anatomy, edit)
+        except DoesNotFitError as refusal:
+            hooks.explain(refusal)
+            raise
+        hooks.require_kept(model, one.name)
         after = parameter_sizes(model)
         rewrites = list(with_current_names(rewrites, names, modules, edit))
         gone = {key: size for key, size in before.items() if key not in after and key not in edit.replaced}

@@ -24,6 +24,7 @@ from retrofit.pipeline.tokenization import positions_named
 from retrofit.runtime.modes import evaluation_mode, preserve_modes
 from retrofit.runtime.probes import can_generate, ids_name, logits_of
 from retrofit.runtime.state_preservation import preserve_random_state
+from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training.model_comparison import generated, synchronize
 
 LEAST, MOST = 5, 25  # rounds
@@ -92,10 +93,11 @@ def seconds_of_step(model: nn.Module, window: Inputs) -> float:
         parameters = [one for one in model.parameters() if one.requires_grad]
 
         def step() -> None:
-            outputs = logits_of(model(**window))
+            with auxiliary_losses() as losses:
+                outputs = logits_of(model(**window))
             flat = outputs.flatten(0, -2).float()
             loss = F.cross_entropy(flat, torch.arange(len(flat), device=flat.device) % flat.shape[-1])
-            torch.autograd.grad(loss, parameters, allow_unused=True)
+            torch.autograd.grad(loss + sum(one.to(loss) for one in losses), parameters, allow_unused=True)
 
         return timed(step)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,11 +24,18 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from retrofit.errors import RetrofitWarning
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import MUTATION, Program
 from retrofit.runtime.example_inputs import forward_parameters
 from retrofit.surgery.keyword_injection import ForwardReplacement, own_forward
 from retrofit.surgery.wrappers import with_item
+
+DROPPED = (
+    "{} was called in training and returned no loss: those of its modules (the balance loss of a mixture of experts) are dropped. "
+    "Label smoothing and compute_loss_func of transformers' Trainer compute a loss from the outputs alone. "
+    "Fix: collect them, `with auxiliary_losses() as losses:` around the call, and add sum(losses) to that loss (docs/shared_moe.md)"
+)
 
 # ── Recording ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -134,6 +142,7 @@ class ForwardWithAuxiliaryLosses(ForwardReplacement):
         super().__init__(module)
         self.inner = own_forward(module)
         self.number_is_loss = number_is_loss  # whether a single number in a tuple of outputs is the loss
+        self.has_warned = False  # that a loss of its modules was dropped
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -154,6 +163,9 @@ class ForwardWithAuxiliaryLosses(ForwardReplacement):
             return with_item(output, key, loss + sum(weight * one.to(loss) for one in recorded))
         if outer is not None:
             outer.extend(recorded)
+        elif recorded and not self.has_warned and not torch.compiler.is_compiling():
+            self.has_warned = True
+            warnings.warn(DROPPED.format(type(module).__name__), RetrofitWarning, stacklevel=2)
         return output
 
     def run_inner(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -13,6 +13,7 @@ from retrofit.errors import DoesNotFitError
 from retrofit.runtime.notes import Note, Worst
 from retrofit.runtime.released_memory import page_out
 from retrofit.surgery.fused_code import SWITCHES, switched_on
+from retrofit.surgery.user_hooks import OURS, hooked_module, hooks_of_passes, take_over_hooks
 
 if TYPE_CHECKING:
     from retrofit.runtime.calibration import Calibration
@@ -231,7 +232,10 @@ class Edit:
             self.journal.append(lambda: owner._non_persistent_buffers_set.add(name))
 
     def add_handle(self, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """The hook of `handle` is removed when the edits are undone."""
+        """The hook of `handle`, a pass's, is removed when the edits are undone."""
+        owner = hooked_module(self.model, handle)
+        if owner is not None:
+            self.set_attribute(owner, OURS, hooks_of_passes(owner) | {handle.id})
         self.journal.append(handle.remove)
 
     def widen_parameter(self, old: nn.Parameter, new: nn.Parameter, index: tuple[slice, ...], why: str, scale: float = 1.0) -> None:
@@ -293,16 +297,3 @@ class Edit:
         self.reasons.clear()
         self.begin_pass()
         self.pass_name = None
-
-
-HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
-
-
-def take_over_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Hooks of earlier passes on `old` are hooks of `new`, with the children of `old` whose methods they are."""
-    for name in HOOKS:
-        getattr(new, name).update(getattr(old, name))
-    acting = {id(getattr(hook, "__self__", None)) for hook in (*old._forward_pre_hooks.values(), *old._forward_hooks.values())}
-    for name, child in old.named_children():
-        if id(child) in acting:
-            new.add_module(name, child)

@@ -135,8 +135,10 @@ def test_a_rearranged_parameter_is_read_back_through_its_layout() -> None:
 def test_a_module_is_replaced_under_every_name_and_takes_over_hooks_and_mode() -> None:
     model = Model().eval()
     calls: list[str] = []
-    model.first[0].register_forward_hook(lambda module, args, output: calls.append(type(module).__name__))
+    own = model.first[0].register_forward_hook(lambda module, args, output: calls.append(type(module).__name__))
+    model.first[0].register_forward_hook(lambda module, args, output: calls.append("a user's"))
     edit = Edit(model)
+    edit.add_handle(own)
     edit.replace_module("first.0", nn.Identity())
     assert model.first[0] is model.second["shared"] and not model.first[0].training
     model.first[0](torch.zeros(4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support import tiny_models
 from support.mixtures import build, make, mixtures
 from support.own_models import Masked
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrofit
+from retrofit.errors import RetrofitWarning
 from retrofit.passes import SharedMoE
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 
@@ -240,3 +243,39 @@ def test_lora_trains_with_it_and_the_base_stays() -> None:
     loss.backward()
     moved = {name.split(".lora_")[0].rpartition(".")[2] for name, one in adapted.named_parameters() if one.grad is not None}
     assert moved == {"q_proj", "router"}
+
+
+class Collecting(transformers.Trainer):
+    """Adds the balance losses to a loss that is computed from the outputs."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        with auxiliary_losses() as losses:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss + sum(losses)  # none where the model has added them to its own
+
+
+def of_outputs(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("trainer", [transformers.Trainer, Collecting])
+@pytest.mark.parametrize("drops", ["nothing", "label smoothing", "a loss of the outputs"])
+def test_trainer_says_once_that_it_drops_the_balance_loss(trainer: type, drops: str, tmp_path: Path) -> None:
+    model = retrofit.apply(tiny_models.llama(), STILL, verify=False)
+    data = [{"input_ids": torch.arange(3, 13), "labels": torch.arange(3, 13)}] * 6
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        label_smoothing_factor=0.1 if drops == "label smoothing" else 0.0,
+    )
+    own_loss = {"compute_loss_func": of_outputs} if drops == "a loss of the outputs" else {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(model=model, args=arguments, train_dataset=data, **own_loss).train()
+    said = [one for one in caught if issubclass(one.category, RetrofitWarning)]
+    dropped = drops != "nothing" and trainer is transformers.Trainer
+    assert len(said) == dropped and all("auxiliary_losses" in str(one.message) for one in said)
