@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from retrofit.errors import CheckpointError
 from retrofit.pipeline.applied_to import shortened
+from retrofit.pipeline.recipe_storage import stored_inputs
 from retrofit.surgery.transformers_bookkeeping import shared_names
 
 SAFETENSORS = ".safetensors"
@@ -28,7 +29,8 @@ Structure = dict[str, tuple[type, dict[str, Any], dict[str, Any]]]  # by path: c
 def recorded_skeleton(kind: type[Any], record: Mapping[str, Any], like: Any) -> Any:
     """Return the dense model of class `kind` that a recipe was applied to, made as skeletons are; None where it was not recorded.
 
-    It attends by the implementation of `like`, the model that is loaded. Raises `CheckpointError` where its config cannot be read.
+    It attends by the implementation of `like`, the model that is loaded, and is captured with the same inputs. Raises
+    `CheckpointError` where its config cannot be read.
     """
     fields = record.get("config")
     if not fields or kind.config_class is None:
@@ -36,13 +38,16 @@ def recorded_skeleton(kind: type[Any], record: Mapping[str, Any], like: Any) -> 
     try:
         config = kind.config_class.from_dict(dict(fields))
         config._attn_implementation = like.config._attn_implementation
-        return kind(config)
+        model = kind(config)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(
             f"the {kind.__name__} that the recipe was applied to cannot be built again",
             why=f"{type(error).__name__}: {error}",
             remedy="load it with the version of transformers it was saved with",
         ) from error
+    if inputs := stored_inputs(like):
+        model.__dict__["retrofit_inputs"] = inputs
+    return model
 
 
 def structure_of(model: nn.Module) -> Structure:
