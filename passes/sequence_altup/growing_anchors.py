@@ -262,6 +262,7 @@ class GrowingAnchorLayer(AnchorLayer):
             raise CaptureError(
                 f"the strided layer {self.name} keeps more than the keys and values of one attention",
                 why="an exported program does not carry recurrent states, indexer keys, a second attention's, or earlier tokens",
+                remedy="convolutions with kernel=1, or in other layers by layers=…" if held else "",
             )
         real = self.keys.new_ones(len(self.keys), 1, self.tokens, dtype=torch.bool)
         last = self.earlier

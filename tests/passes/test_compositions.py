@@ -20,7 +20,7 @@ from transformers import DynamicCache
 import retrofit
 from retrofit.errors import DoesNotFitError
 from retrofit.passes.memory.external_memory import ExternalMemory
-from retrofit.pipeline.registry import as_pass
+from retrofit.pipeline.registry import as_pass, pass_names
 from retrofit.program.capture import capture
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.probes import accepts
@@ -29,7 +29,7 @@ from retrofit.surgery.keyword_injection import InjectingForward
 SPECS = {
     "altup": "altup(k=2)",
     "sum": "sum",
-    "sequence-altup": "sequence-altup(k=2)",
+    "sequence-altup": "sequence-altup(k=4)",
     "sparse-ffn": "sparse-ffn(sparsity=4)",
     "shared-moe": "shared-moe(experts=3)",
     "memory": "memory",
@@ -82,7 +82,15 @@ REFUSED_FORMS = {
 }
 NO_CROSS = "no attention reads the result of another stack"  # merge-cross-attention is refused on a decoder by itself
 MERGE = "merge-cross-attention"
-QUICK = (("llama", "sequence-altup", "altup"), ("llama", "sparse-ffn", "shared-moe"))
+QUICK = (  # every pass, and a refusal
+    ("llama", "sequence-altup", "sparse-qkv"),
+    ("llama", "altup", "memory"),
+    ("llama", "lsh-attention", "recurrence"),
+    ("llama", "sum", "reversible"),
+    ("llama", "shared-moe", "sparse-loss"),
+    ("llama", "sparse-ffn", "shared-moe"),
+    ("bart", "sparse-ffn", "merge-cross-attention"),
+)
 
 
 def bart() -> Any:
@@ -124,7 +132,10 @@ def pairs() -> list[Any]:
     ]
 
 
-@pytest.mark.first(1)
+def test_every_pass_is_in_a_pair_of_every_run_of_the_tests() -> None:
+    assert {name for _, *two in QUICK for name in two} == set(SPECS) == set(pass_names())
+
+
 @pytest.mark.parametrize(("kind", "first", "second"), pairs())
 def test_two_passes_come_through_every_check_or_are_refused(kind: str, first: str, second: str) -> None:
     said = rewritten(kind, SPECS[first], SPECS[second])
