@@ -6,7 +6,9 @@ import contextlib
 import copy
 import inspect
 import io
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -152,3 +154,16 @@ def test_an_adapter_for_each_row_of_a_batch(recipe: str, make: Any) -> None:
             with adapted.disable_adapter() if name == "__base__" else contextlib.nullcontext():
                 torch.testing.assert_close(found[index : index + 1], adapted(**row).logits, rtol=1e-4, atol=1e-4)
         assert (found[1] - adapted(**given, adapter_names=["__base__"] * 4).logits[1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("recipe", ["altup(k=2)", "memory, shared-moe(groups=1)", "sequence-altup(k=2,layers=1-2), lsh-attention"])
+def test_the_page_fills_an_empty_skeleton(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = rewritten(llama(num_hidden_layers=4, tie_word_embeddings=True), recipe)
+    monkeypatch.chdir(tmp_path)
+    model.save_pretrained("model.altup")
+    page = (Path(__file__).parents[2] / "docs" / "larger_than_memory.md").read_text(encoding="utf-8")
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "init_empty_weights" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert torch.equal(outputs(names["model"].eval()), outputs(model))
+    assert set(names["model"]._no_split_modules) == set(model._no_split_modules)
