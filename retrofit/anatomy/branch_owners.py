@@ -17,6 +17,7 @@ from retrofit.anatomy.weight_products import nearest_products, weight_product
 from retrofit.errors import DoesNotFitError
 from retrofit.program.aten_ops import is_float, is_heavy, shape
 from retrofit.program.program import Call
+from retrofit.surgery.wrappers import Wrapper
 
 IN_CODE = "it is computed in the model's own code, and no module owns it"
 
@@ -30,7 +31,8 @@ class BranchOwner:
     stream_out: int | str | None
     x: fx.Node
     y: fx.Node
-    last: Call | None = None  # where the last product is in another module: its call, which reads y and nothing else
+    branches: tuple[Branch, ...]  # the branch, and those that it is the sum with
+    last: str = ""  # where the last product is in another module: its path; that reads y and nothing else
 
 
 class BranchOwners:
@@ -88,16 +90,28 @@ class BranchOwners:
             raise self.unfit(branch, f"there is code between {owner.call.path} and {last.path}")
         if len(self.calls[last.path]) != len(self.calls[owner.call.path]):
             raise self.unfit(branch, f"{last.path} also runs elsewhere")
-        return dataclasses.replace(owner, last=last)
+        return dataclasses.replace(owner, last=last.path)
 
-    def owner_with_shared_experts(self, branch: Branch) -> tuple[BranchOwner, tuple[Branch, ...]]:
-        """The call that owns a mixture of experts together with the feed-forwards that are added to it; and all these branches."""
-        layer, source, add = self.layers[branch], self.flow.node(branch.source), self.flow.node(branch.add)
-        together = tuple(other for other in layer.branches if (other.source, other.add) == (branch.source, branch.add))
-        if len(together) < 2 or any(other.role not in ("ffn", "moe") for other in together):
-            raise self.unfit(branch, "no feed-forwards alone are added to it")
-        region = self.flow.between(source, add)
-        return self.innermost(branch, region, add, [node for node in region if is_heavy(node)]), together
+    def owner_of_sum(self, branch: Branch) -> BranchOwner:
+        """The call that owns a branch with all of its kind that is added to it: experts of all tokens, adapters.
+
+        Raises `DoesNotFitError` where nothing is, or no call owns them together.
+        """
+        flow, source, add = self.flow, self.flow.node(branch.source), self.flow.node(branch.add)
+        added = [other for other in self.layers[branch].branches if (other.source, other.add) == (branch.source, branch.add)]
+        together = tuple(one for one in added if one.role == branch.role or (branch.role == "moe" and one.role == "ffn"))
+        if len(together) < 2:
+            raise self.unfit(branch, "nothing else of its kind is added to it")
+        regions = {node for one in together for node in self.region(one)}
+        ours, theirs = ([flow.node(one.output) for one in added if (one in together) == own] for own in (True, False))
+        region = [
+            node
+            for node in flow.between(source, add)
+            if node in regions
+            or (any(flow.reaches(one, node) for one in ours) and not any(flow.reaches(one, node) for one in theirs))
+        ]
+        owner = self.innermost(branch, region, add, [node for node in region if is_heavy(node)])
+        return dataclasses.replace(owner, branches=together)
 
     def last_module(self, branch: Branch) -> str:
         """The path of a module that computes the last product of a branch and no other, "" where there is none."""
@@ -137,6 +151,8 @@ class BranchOwners:
         flow = self.flow
         if any(call.encloses(flow.call_of(node)) for node in self.sums):
             raise self.unfit(branch, f"{call.path}, in which it is computed, also adds it to the stream")
+        if wrapper := self.wrapper_with_part(call.path):
+            raise self.unfit(branch, f"it is part of what another pass has put around {wrapper}")
         own = self.inside.get(call, [])
         for node in own:
             other = self.work.get(node)
@@ -145,9 +161,8 @@ class BranchOwners:
             if not flow.reaches(node, output) and (product := weight_product(node, flow)) is not None:
                 raise self.unfit(branch, f"{call.path}, in which it is computed, also multiplies by {product.parameter}")
         inside, add = set(own), flow.node(branch.add)
-        ends = [
-            node for node in own if node in region and (node is output or any(u in region and u not in inside for u in node.users))
-        ]
+        readers = {node: [user for user in flow.uses[node] if user in flow.depends and user not in inside] for node in own}
+        ends = [node for node in own if node in region and any(flow.reaches(user, add) for user in readers[node])]
         keys = [key for key, node in call.outputs.items() if node in ends]
         if len(ends) != 1 or not keys or add in inside:
             raise self.unfit(branch, f"{call.path} does not return it as one tensor")
@@ -158,7 +173,16 @@ class BranchOwners:
             raise self.unfit(branch, f"{call.path} takes no argument that is what it reads of the stream")
         self.require_weights((call.path, *others), branch, [node for node in own if node in region])
         key, x = max(read, key=lambda pair: flow.position[pair[1]])  # the stream itself may be an argument too
-        return BranchOwner(call, key, keys[0], x, ends[0])
+        return BranchOwner(call, key, keys[0], x, ends[0], (branch,))
+
+    def wrapper_with_part(self, path: str) -> str:
+        """The path of a wrapper that the module at `path` is a part of, and not of what it wraps; "" where there is none."""
+        module, steps = self.model, path.split(".")
+        for count, step in enumerate(steps):
+            if isinstance(module, Wrapper) and step in module._modules and step != "layer":
+                return ".".join(steps[:count])
+            module = module.get_submodule(step)
+        return ""
 
     def require_weights(self, paths: tuple[str, ...], branch: Branch, nodes: list[fx.Node]) -> None:
         """The modules at `paths` hold all matrices that the nodes and the projections of the branch multiply by."""

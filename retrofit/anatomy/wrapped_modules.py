@@ -129,22 +129,23 @@ class WrappedModules:
 
     def branch(self, branch: Branch) -> WrappedModule:
         """The module that owns a branch, or becomes it; raises `DoesNotFitError` where there is none."""
-        try:
-            owner = self.owners.owner(branch)
-        except DoesNotFitError as error:
+        why: DoesNotFitError | None = None
+        for owners in (self.owners.owner, self.owners.owner_of_sum):
             try:
-                if branch.role == "ffn":
-                    return self.gathered(branch)
-                if branch.role == "moe":
-                    owner, together = self.owners.owner_with_shared_experts(branch)
-                    return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out, branches=together)
-                owner = self.owners.owner_but_for_last_product(branch)
-            except DoesNotFitError:
-                last = self.owners.last_module(branch)
-                remedy = f"what changes its result alone can wrap {last}" if last else self.no_feed_forward
-                raise self.refuse(branch.name or branch.output, error.why, remedy) from error
-        last = "" if owner.last is None else owner.last.path
-        return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out, last=last, branches=(branch,))
+                owner = owners(branch)
+                return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out, branches=owner.branches)
+            except DoesNotFitError as error:
+                why = why or error
+        assert why is not None
+        try:
+            if branch.role == "ffn":
+                return dataclasses.replace(self.gathered(branch), branches=(branch,))
+            owner = self.owners.owner_but_for_last_product(branch)
+        except DoesNotFitError:
+            last = self.owners.last_module(branch)
+            remedy = f"what changes its result alone can wrap {last}" if last else self.no_feed_forward
+            raise self.refuse(branch.name or branch.output, why.why, remedy) from why
+        return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out, last=owner.last, branches=owner.branches)
 
 
 Use = tuple[tuple[int, int], WrappedModule]  # stack and depth, the module that owns what is computed there
@@ -170,6 +171,8 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
                 with collect_near_miss(name, misses):
                     if part not in owned:
                         place = modules.stream_module(layer, stack) if part is None else modules.branch(part)
+                        if not owned.isdisjoint(place.branches):
+                            raise no_site(place.path, "what it computes is in part another site", "")
                         owned.update(place.branches)
                         uses.setdefault(place.path, []).append(((number, depth), place))
     sites = []

@@ -7,6 +7,7 @@ import functools
 import re
 from typing import Any, ClassVar
 
+import peft
 import pytest
 import torch
 from support import zoo
@@ -249,6 +250,34 @@ def test_a_dropout_that_also_runs_elsewhere_stays_where_it_is() -> None:
     (site,), _ = feed_forwards(retrofit.inspect(model, zoo.inputs(entry, model)))
     assert site.dropout == model.config.dropout and not any(path.endswith("dropout") for path in site.bypassed)
     assert not any(isinstance(module, nn.Dropout) for module in site.hidden.modules()), "it would be applied twice"
+
+
+@pytest.mark.parametrize(("kind", "path"), [("ffn", "mlp"), ("attention", "self_attn")])
+@torch.no_grad()
+def test_adapters_are_of_the_branch_they_are_added_to(kind: str, path: str) -> None:
+    entry = zoo.entry("causal/llama")
+    model = zoo.build(entry)
+    inputs = zoo.inputs(entry, model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)).eval()
+    for layer in model.model.layers:
+        name = {"mlp": "down_proj", "self_attn": "o_proj"}[path]
+        layer.get_submodule(f"{path}.{name}").register_forward_hook(lambda module, args, output: FACTOR * output)
+    expected = zoo.logits(adapted(**inputs))
+    for layer in model.model.layers:
+        layer.get_submodule(f"{path}.{name}")._forward_hooks.clear()
+    retrofit.apply(adapted, Scale(kind=kind), example_inputs=inputs, verify=False)
+    assert scale(adapted) == len(model.model.layers)
+    torch.testing.assert_close(zoo.logits(adapted(**inputs)), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_what_another_pass_has_put_beside_a_feed_forward_is_no_site() -> None:
+    entry = zoo.entry("causal/llama")
+    model = zoo.build(entry)
+    inputs = zoo.inputs(entry, model)
+    retrofit.apply(model, "memory(beside=ffns,lookup=softmax)", example_inputs=inputs, verify=False)
+    places, near_misses = retrofit.inspect(model, inputs).sites("ffn", "moe")
+    assert [place.path for place in places] == [f"model.layers.{depth}.mlp.layer" for depth in range(4)]
+    assert len(near_misses) == 4
 
 
 def test_a_kind_without_owners_says_why() -> None:
