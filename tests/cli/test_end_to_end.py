@@ -160,6 +160,7 @@ def test_apply_ends_with_a_table_of_what_it_did(rewritten: tuple[Path, str]) -> 
     assert f"{counted[0]:,} → {counted[1]:,}" in table["parameters"]
     assert re.search(r"[1-9][\d,]* → [1-9][\d,]*", table["FLOPs per token"])
     assert {"function", "causality", "round trip"} <= set(table["verified"].strip().split(", "))
+    assert table["verified on"].strip().startswith("input_ids 2×11") and "inputs_embeds" in table["verified on"]
     assert table["result"].strip() == "model.altup.pt"
 
 

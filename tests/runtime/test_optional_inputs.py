@@ -13,6 +13,7 @@ from support.own_models import Own
 from support.tiny_models import gpt2, llama
 from torch import nn
 
+import retrofit
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.optional_inputs import left_out, optional_tensors, with_optional
 
@@ -124,6 +125,15 @@ def test_what_a_model_reads_beside_its_text_is_derived(make: Callable[[], nn.Mod
             outputs = [next(iter(model(**{**one, main: value}).values())) for value in (one[main], one[main] + 1)]
         assert not torch.equal(*outputs), "what is read changes what the model returns"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_sound_among_the_tokens_is_put_into_every_block_of_a_wide_stream() -> None:
+    model = voxtral()
+    (inputs,) = with_optional(model, named_inputs(model))
+    with torch.no_grad():
+        before = model(**inputs).logits
+        retrofit.apply(model, "altup(k=2)", example_inputs=inputs, verify=False)
+        torch.testing.assert_close(model(**inputs).logits, before, atol=1e-5, rtol=1e-5)
 
 
 def test_as_many_tokens_as_features_are_the_images() -> None:
