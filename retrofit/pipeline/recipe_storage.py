@@ -89,8 +89,10 @@ def store_in_config(model: Any, recipe: Sequence[str], record: Mapping[str, Any]
     entry: dict[str, Any] = {"quant_method": METHOD, "recipe": list(recipe), "architecture": saved or type(model).__name__}
     entry |= {"inputs": inputs} if inputs else {}
     entry |= {"applied_to": dict(record)} if record else {}
-    earlier = entry_of(model.config) if saved else {}
-    part, through = earlier.get("part"), earlier.get("through")
+    earlier, own, count = entry_of(model.config) if saved else {}, type(model).__name__, len(stored_recipe(model))
+    part, through = earlier.get("part"), list(earlier.get("through") or ())
+    if saved and not part and len(recipe) > count and own != (through[-1][0] if through else saved):
+        through.append([own, count])  # what follows was applied to this class
     model.config.quantization_config = entry | ({"part": part} if part else {}) | ({"through": through} if through else {})
     for path, inner in parts_with_configs(model):
         if any(f"{site}.".startswith(f"{path}.") for one in record.get("passes", ()) for site in one["sites"]):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,41 +36,64 @@ GONE = object()  # the value of what a module no longer holds
 Changes = Mapping[str, Mapping[Any, Any]]  # the table, "" for attributes → the name in it → the value
 
 
-def rewrite_as_part(
-    model: Any, whole: Any, recipe: list[str], record: Mapping[str, Any], others: Sequence[Any] = ()
-) -> tuple[list[Any], frozenset[str]]:
-    """Rewrite in `model` what it shares with `whole`, the dense model that the recipe was applied to, by the `record` of it.
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A dense skeleton of one of the classes that a model had, one after the other, and the passes that were applied to it."""
 
-    All are skeletons in which tied weights are tied. What one of `others`, models of the classes it was saved as since, does not
-    have is new in `model`, and dense. Return those of them where that is so, and the names of the tensors of `model` that are its
-    class's own. Raises `CheckpointError` where the shared part cannot be the same in both.
+    model: Any
+    recipe: Sequence[str] = ()
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of what these passes were applied to
+
+
+def rewrite_by_steps(steps: Sequence[Step]) -> tuple[list[bool], frozenset[str]]:
+    """Rewrite the model of each step by its passes, and before that by what the earlier ones did to what it shares with the last.
+
+    Tied weights are tied in all of them. What a class does not have is dense in the next. Return of each step whether the last
+    model cannot do without it, and the names of that model's tensors which its predecessor does not have. Raises `CheckpointError`
+    where two classes cannot have the same in what they share.
     """
-    common = Common(model, whole, [Common(other, whole) for other in others])
-    if common.base and common.whole_base and common.base != common.whole_base:
-        why = f"transformers finds no weight of {common.base} in a file that has those of {common.whole_base}"
-        raise refusal(common, recipe, why)
-    if any(isinstance(theirs, nn.ModuleList) and len(theirs) != len(ours) for theirs, ours in common.pairs.values()):  # type: ignore[arg-type]
-        raise refusal(common, recipe, "; ".join(config_differences(whole, model)))
-    inputs, interface = runnable_inputs(model), Interface.of(common)
-    before = {module: Contents.of(module) for module in common.whole_modules.values()}
-    replaying.replay(whole, recipe, record)
-    edit, losses = Edit(model), take_auxiliary_losses(whole)
-    changes = {module: contents.changes(Contents.of(module)) for module, contents in before.items()}
-    changed = changed_parts(common, changes)
-    why = interface.changed() or transfer(common, changes, changed, edit)
-    if losses is not None:
-        alone = losses.number_is_loss and "labels" not in forward_parameters(model)
-        edit.set_attribute(model, "forward", ForwardWithAuxiliaryLosses(model, alone))
-    if not why and inputs is not None and not accepts(model, inputs):
-        why = f"{type(model).__name__} does not run on what the recipe makes of {common.base or 'its modules'}"
-    lacking = {other.model: name for other in common.others for name in changed if common.has(name) and not other.has(name)}
-    if why:
-        edit.undo()
-        why = "; ".join([why, *(f"{name} is not in {type(other).__name__}, which was saved" for other, name in lacking.items())])
-        rewrite_by_itself(common, recipe, why, refuse=bool(lacking))
-    else:
-        carry_accounts(common)
-    return list(lacking), common.own_tensors()
+    links = [Link(step.model, before.model) for before, step in itertools.pairwise(steps)]
+    done, needed = tuple(steps[0].recipe), [True]
+    replaying.replay(steps[0].model, done, steps[0].record)
+    for step, link in zip(steps[1:], links, strict=True):
+        changed = link.carry_over(done)
+        last = link.common if step is steps[-1] else Common(steps[-1].model, link.common.whole)
+        needed.append(bool(step.recipe) or any(last.has(name) and not link.common.has(name) for name in changed))
+        if step.recipe:
+            earlier = replaying.rewrites(step.model)
+            accounts = replaying.replay(step.model, step.recipe, step.record)
+            step.model.retrofit_rewrites = None if earlier is None else (*earlier, *accounts)
+            done += tuple(step.recipe)
+    return needed, links[-1].common.own_tensors()
+
+
+class Link:
+    """Two classes that a model had one after the other: the skeletons of `whole`, the first, and of `model`, both dense so far."""
+
+    def __init__(self, model: Any, whole: Any) -> None:
+        self.common = Common(model, whole)
+        self.inputs, self.interface = runnable_inputs(model), Interface.of(self.common)
+        self.before = {module: Contents.of(module) for module in self.common.whole_modules.values()}
+
+    def carry_over(self, recipe: Sequence[str]) -> set[str]:
+        """Rewrite in `model` what it shares with `whole`, now rewritten by the recipe; return the names of what that changed."""
+        common, model, whole = self.common, self.common.model, self.common.whole
+        common.require_shared(recipe)
+        edit, losses = Edit(model), take_auxiliary_losses(whole)
+        changes = {module: contents.changes(Contents.of(module)) for module, contents in self.before.items()}
+        changed = changed_parts(common, changes)
+        why = self.interface.changed() or transfer(common, changes, changed, edit)
+        if losses is not None:
+            alone = losses.number_is_loss and "labels" not in forward_parameters(model)
+            edit.set_attribute(model, "forward", ForwardWithAuxiliaryLosses(model, alone))
+        if not why and self.inputs is not None and not accepts(model, self.inputs):
+            why = f"{type(model).__name__} does not run on what the recipe makes of {common.base or 'its modules'}"
+        if why:
+            edit.undo()
+            rewrite_by_itself(common, recipe, why)
+        else:
+            carry_accounts(common)
+        return changed
 
 
 def runnable_inputs(model: Any) -> dict[str, Any] | None:
@@ -87,8 +111,8 @@ def runnable_inputs(model: Any) -> dict[str, Any] | None:
 class Common:
     """The modules and parameters of a dense model, `whole`, that `model` has too, under the same names in a file."""
 
-    def __init__(self, model: Any, whole: Any, others: Sequence[Common] = ()) -> None:
-        self.model, self.whole, self.others = model, whole, others
+    def __init__(self, model: Any, whole: Any) -> None:
+        self.model, self.whole = model, whole
         self.base, self.whole_base = path_of(model.base_model, model), path_of(whole.base_model, whole)
         self.modules, self.whole_modules = (dict(every.named_modules(remove_duplicate=False)) for every in (model, whole))
         self.parameters, self.whole_parameters = (dict(every.named_parameters(remove_duplicate=False)) for every in (model, whole))
@@ -115,9 +139,17 @@ class Common:
     def has_same_class(self, path: str) -> bool:
         return type(self.modules[str(self.name(path))]) is type(self.whole_modules[path])
 
-    def is_saved(self, name: str) -> bool:
-        """Return whether `model` has it, and every other class in between."""
-        return all(common.has(name) for common in (self, *self.others))
+    def require_shared(self, recipe: Sequence[str]) -> None:
+        """Raise `CheckpointError` where the shared weights have other names in a file, or the shared stacks other depths."""
+        if self.base and self.whole_base and self.base != self.whole_base:
+            raise refusal(
+                self, recipe, f"transformers finds no weight of {self.base} in a file that has those of {self.whole_base}"
+            )
+        lists = ((theirs, ours) for theirs, ours in self.pairs.values() if isinstance(theirs, nn.ModuleList))
+        if any(theirs._modules.keys() != ours._modules.keys() for theirs, ours in lists):
+            raise refusal(
+                self, recipe, "; ".join(config_differences(self.whole, self.model)), "load it with the config it was saved with"
+            )
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that only `model` has."""
@@ -265,22 +297,22 @@ def changed_parts(common: Common, changes: Mapping[nn.Module, Changes]) -> set[s
 def transfer(common: Common, changes: Mapping[nn.Module, Changes], changed: Collection[str], edit: Edit) -> str:
     """Change the modules of `model` as those of `whole` were changed; return why that cannot be, "" where it can.
 
-    What the model lacks, or a class it was saved as since, is left out.
+    What the model lacks is left out.
     """
     model, whole, memo = common.model, common.whole, common.correspondence()
     kinds = type(whole).__name__, type(model).__name__
     dense = {*common.whole_modules, *common.whole_parameters}
     for path in changed:
-        if path in common.whole_modules and path not in common.pairs and common.is_saved(path):
+        if path in common.whole_modules and path not in common.pairs and common.has(path):
             classes = type(common.whole_modules[path]).__name__, type(common.modules[str(common.name(path))]).__name__
             return f"{path} is {classes[0]} in {kinds[0]}, and {classes[1]} in {kinds[1]}"
     for path, (theirs, ours) in common.pairs.items():
-        for table, values in changes[theirs].items() if common.is_saved(path) else ():
+        for table, values in changes[theirs].items():
             if type(theirs) is not type(ours) and table not in REGISTRIES:
                 return f"the recipe changes {type(theirs).__name__}, and {kinds[1]} has {type(ours).__name__} instead"
             if table in REGISTRIES:
                 names = {name: f"{path}.{name}".lstrip(".") for name in values}
-                values = {name: value for name, value in values.items() if names[name] not in dense or common.is_saved(names[name])}
+                values = {name: value for name, value in values.items() if names[name] not in dense or common.has(names[name])}
             copied = {name: value if value is GONE else copy.deepcopy(value, memo) for name, value in values.items()}
             apply_changes(ours, table, copied, edit)
     if id(whole) in memo and memo[id(whole)] not in common.modules.values():
@@ -366,19 +398,13 @@ def renamed(theirs: Iterable[str], common: Common, names: Collection[str]) -> tu
     return tuple(name for name in map(str, map(common.name, theirs)) if name in names)
 
 
-def rewrite_by_itself(common: Common, recipe: list[str], why: str, *, refuse: bool) -> None:
+def rewrite_by_itself(common: Common, recipe: Sequence[str], why: str) -> None:
     """Replay the recipe on the loaded class; raises `CheckpointError` where that makes another model of the shared part."""
     model, whole = common.model, common.whole
-    if refuse:
-        raise refusal(common, recipe, why)
-    described, named = recipe_storage.stored_inputs(model), forward_parameters(model)
-    model.__dict__["retrofit_inputs"] = described if all(name in named for name in described) else {}
     try:
         replaying.replay(model, recipe)
     except RetrofitError as error:
         raise refusal(common, recipe, f"{why}; and by itself: {error.what}" + (f" ({error.why})" if error.why else "")) from error
-    finally:
-        del model.__dict__["retrofit_inputs"]
     ours = {name: tensor.shape for name, tensor in model.state_dict().items()}
     theirs = {str(common.name(name)): tensor.shape for name, tensor in whole.state_dict().items() if common.name(name) is not None}
     other = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name) and not common.is_of_one_class(name)]
@@ -387,10 +413,10 @@ def rewrite_by_itself(common: Common, recipe: list[str], why: str, *, refuse: bo
         raise refusal(common, recipe, f"{why}; and rewritten by itself it has other parameters: {', '.join(other[:SHOWN])}{more}")
 
 
-def refusal(common: Common, recipe: list[str], why: str) -> CheckpointError:
+def refusal(common: Common, recipe: Sequence[str], why: str, remedy: str = "") -> CheckpointError:
     saved, wanted = type(common.whole).__name__, type(common.model).__name__
     return CheckpointError(
         f"{', '.join(recipe)} makes another model of {wanted} than of {saved}, which it was applied to",
         why=why,
-        remedy=f"load it as {saved}, or rewrite a {wanted} that holds the dense weights",
+        remedy=remedy or f"load it as {saved}, or rewrite a {wanted} that holds the dense weights",
     )

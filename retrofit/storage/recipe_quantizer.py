@@ -37,7 +37,7 @@ class RecipeConfig(QuantizationConfigMixin):
     applied_to: dict[str, Any] = dataclasses.field(default_factory=dict)  # the record of `retrofit.pipeline.applied_to`
     quantization: Any = None  # what another quantizer does after the replay: its config, or that as a dictionary
     packed: bool = True  # whether it has done so in the file
-    through: list[str] = dataclasses.field(default_factory=list)  # classes it was saved as since, without all that is rewritten
+    through: list[list[Any]] = dataclasses.field(default_factory=list)  # classes it had since, each after how many passes
 
     def __post_init__(self) -> None:
         """Raises `CheckpointError` where somebody wrote a recipe that is no list."""
@@ -102,7 +102,7 @@ class RecipeReplay(HfQuantizer):
         saved = (model.config.architectures or [None])[0] if checkpoint_files else None
         if entry.recipe and entry.part:
             self.dense = rewrite_inner_part(model, entry)
-        elif entry.recipe and entry.architecture in (None, type(model).__name__) and saved in (None, entry.architecture):
+        elif entry.recipe and not entry.through and {entry.architecture, saved} <= {None, type(model).__name__}:
             self.dense = rewrite_same_class(model, entry)
         elif entry.recipe:
             self.dense, self.new = rewrite_as_part(model, entry, saved)
@@ -242,36 +242,56 @@ def rewrite_inner_part(model: Any, entry: RecipeConfig) -> set[nn.Module]:
 def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple[set[nn.Module], frozenset[str]]:
     """Give `model`, of another class than the recipe was applied to, the part that it shares with that class as it was there.
 
-    `saved` is the class it was saved as last. Return the modules that are not new, and the names of the tensors that are the
-    class's own.
+    `saved` is the class it was saved as last. Return the modules that are not new, and the names of the tensors that were not
+    saved.
     """
-    from retrofit.storage import another_head  # not before, as above
+    from retrofit.runtime.example_inputs import forward_parameters  # not before, as above
+    from retrofit.storage import another_head
     from retrofit.storage.architecture import transformers_class
-    from retrofit.storage.recorded_model import recorded_skeleton
 
-    def skeleton(kind: Any) -> Any:
-        made = recorded_skeleton(kind, entry.applied_to, model) or kind(copy.deepcopy(model.config))
-        made.__dict__["retrofit_inputs"] = dict(entry.inputs)
-        unfreeze(made)
-        prepare(made)
-        return made
-
-    kind = transformers_class(str(entry.architecture))
-    if kind is None:
-        raise CheckpointError(
-            f"the recipe {', '.join(entry.recipe)} was applied to {entry.architecture}, which transformers does not have",
-            remedy="import the package that defines it first",
-        )
-    between = map(transformers_class, dict.fromkeys([*entry.through, *filter(None, [saved])]))
-    others = [skeleton(other) for other in between if other not in (None, kind, type(model))]
+    own, count = type(model).__name__, len(entry.recipe)
+    classes = [(entry.architecture or own, 0), *((str(name), int(after)) for name, after in entry.through)]
+    classes += [(name, count) for name in (saved, own) if name is not None]
+    classes = [one for place, one in enumerate(classes) if not place or one[0] != classes[place - 1][0]]
+    recorded, steps = entry.applied_to.get("passes", []), []
+    for place, (name, after) in enumerate(classes):
+        kind = transformers_class(name)
+        if kind is None:
+            raise CheckpointError(
+                f"the recipe {', '.join(entry.recipe)} was applied to {name}, which transformers does not have",
+                remedy="import the package that defines it first",
+            )
+        until = classes[place + 1][1] if place + 1 < len(classes) else count
+        skeleton = model if place == len(classes) - 1 else skeleton_of(kind, entry, model)
+        record = {**entry.applied_to, "passes": recorded[after:until]} if recorded else {}
+        steps.append(another_head.Step(skeleton, entry.recipe[after:until], record))
     dense = prepare(model)
-    lacking, new = another_head.rewrite_as_part(model, skeleton(kind), entry.recipe, entry.applied_to, others)
-    model.config.quantization_config = dataclasses.replace(entry, through=[type(other).__name__ for other in lacking])
+    for step in steps:
+        fits = entry.inputs.keys() <= forward_parameters(step.model).keys()
+        step.model.__dict__["retrofit_inputs"] = dict(entry.inputs) if fits else {}
+    needed, new = another_head.rewrite_by_steps(steps)
+    del model.__dict__["retrofit_inputs"]
+    through = [
+        [name, after]
+        for (name, after), keep in list(zip(classes, needed, strict=True))[1:]
+        if keep and (name, after) != (own, count)
+    ]
+    model.config.quantization_config = dataclasses.replace(entry, through=through)
     model.__dict__["retrofit_recipe"] = tuple(entry.recipe)
     recipe_storage.store_recipe(model, entry.recipe, entry.applied_to)
     untie(model)
     transformers_bookkeeping.keep_on_one_device(model, dense)
-    return dense, new
+    return dense, frozenset() if saved == own else new
+
+
+def skeleton_of(kind: Any, entry: RecipeConfig, like: Any) -> Any:
+    """Return a dense skeleton of a class that a model had before it became `like`."""
+    from retrofit.storage.recorded_model import recorded_skeleton  # not before, as above
+
+    skeleton = recorded_skeleton(kind, entry.applied_to, like) or kind(copy.deepcopy(like.config))
+    unfreeze(skeleton)
+    prepare(skeleton)
+    return skeleton
 
 
 def prepare(skeleton: Any) -> set[nn.Module]:

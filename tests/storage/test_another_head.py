@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,8 @@ def part(name: str) -> str:
 
 
 @pytest.mark.first(7)
-@pytest.mark.parametrize("spec", PASSES)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("spec", PASSES)
 def test_the_shared_part_is_there_and_the_rest_is_new(family: str, spec: str, tmp_path: Path) -> None:
     _, saved, others = FAMILIES[family]
     dense(saved).save_pretrained(tmp_path / "dense")
@@ -159,7 +160,7 @@ def test_the_shared_part_is_there_and_the_rest_is_new(family: str, spec: str, tm
         other, missing = loaded(tmp_path / "rewritten", name)
         assert missing == new or (wide and {*map(part, missing)} == {*map(part, new)}), name
         for drawn, like in ((other.get_parameter(one), plain.get_parameter(one)) for one in missing & new):
-            assert (drawn - like).abs().max() <= 10 * like.abs().max()
+            assert drawn.abs().max() <= 10 * like.abs().max()
         held = dict(model.named_parameters(remove_duplicate=False))  # as the embedding that BartForCausalLM calls otherwise
         other.load_state_dict({one: held[one] for one in missing & held.keys()}, strict=False)
         for place, value in streams(other).items():
@@ -286,8 +287,18 @@ def test_adapters_and_further_passes_find_what_is_new(tmp_path: Path) -> None:
     named = {id(parameter): name for name, parameter in other.named_parameters()}
     added = {named[id(parameter)] for parameter in replaying.added_parameters(other) or ()}
     assert added == {name for name in other.state_dict() if ".memory." in name}
-    further = retrofit.apply(other, "reversible", verify=False)
+
+
+@pytest.mark.parametrize("spec", ["reversible", "altup(k=2)"])  # the second widens the stream, and a masked model's head with it
+def test_another_head_is_rewritten_further(spec: str, tmp_path: Path) -> None:
+    trained(dense("BertForMaskedLM"), "memory(lookup=softmax)").save_pretrained(tmp_path / "saved")
+    other, _ = loaded(tmp_path / "saved", "BertForSequenceClassification")
+    further = retrofit.apply(other, spec, verify=False)
     further.save_pretrained(tmp_path / "further")
     again, missing = loaded(tmp_path / "further", "BertForSequenceClassification")
+    copied = retrofit.load(retrofit.save(further, tmp_path / "further.pt"))
     assert not missing
-    assert torch.equal(again(IDS).logits, further(IDS).logits)
+    assert all(torch.equal(one(IDS).logits, further(IDS).logits) for one in (again, copied))
+    assert len(replaying.rewrites(again) or ()) == 2
+    with contextlib.nullcontext() if spec == "reversible" else pytest.raises(CheckpointError):
+        assert loaded(tmp_path / "further", "BertForMaskedLM")[0](IDS).logits.shape == (1, 16, 96)
