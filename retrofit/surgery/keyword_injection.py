@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -130,8 +130,8 @@ class ForwardReplacement:
         return self.module
 
     @property
-    def __func__(self) -> UnboundForward:
-        return UnboundForward(self)
+    def __func__(self) -> FunctionType:
+        return unbound(self)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -143,25 +143,25 @@ class ForwardReplacement:
         return inspect.unwrap(type(self.module).forward).__code__
 
 
-class UnboundForward:
-    """The function of a replaced forward: it is called with the module first."""
+def unbound(replacement: ForwardReplacement) -> FunctionType:
+    """Return the function of a replaced forward, which is called with the module first: one that torch.compile can trace."""
 
-    def __init__(self, replacement: ForwardReplacement) -> None:
-        self.replacement = replacement
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return replacement.run(module, args, kwargs)
 
-    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.replacement.run(module, args, kwargs)
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(type(self.replacement.module).forward)
+    function: Any = forward
+    function.__name__ = "forward_of_retrofit"  # by "forward" a pickled method would come back as that of the class
+    function.__signature__ = inspect.signature(type(replacement.module).forward)
+    function.replacement = replacement
+    return function  # type: ignore[no-any-return]
 
 
 def own_forward(module: nn.Module) -> Any:
     """Return the `forward` that `module` has instead of its class's, or None; ours is found where a tool bound it anew."""
     held = vars(module).get("forward")
     function = getattr(held, "__func__", None)
-    return function.replacement if isinstance(function, UnboundForward) else held
+    replacement = None if hasattr(function, "__wrapped__") else getattr(function, "replacement", None)
+    return held if replacement is None else replacement
 
 
 class InjectingForward(ForwardReplacement):

@@ -92,6 +92,8 @@ def test_accelerate_unwraps_a_replaced_forward(recipe: str, make: Any, accelerat
         for parameter in model.parameters():
             parameter.zero_()
     torch.testing.assert_close(outputs(twin), expected)
+    torch.compiler.reset()
+    torch.testing.assert_close(outputs(torch.compile(twin, backend="eager")), expected)
 
 
 @pytest.mark.parametrize("recipe", REPLACED)
