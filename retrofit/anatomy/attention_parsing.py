@@ -66,7 +66,8 @@ class AttentionParser:
 
     def site(self) -> AttentionSite:
         if len(self.cores) != 1:
-            raise self.unfit(f"the branch holds {len(self.cores)} attentions, not one")
+            put = "a pass that put several there goes after this one" if self.cores else ""
+            raise self.unfit(f"the branch holds {len(self.cores)} attentions, not one", put)
         (core,) = self.cores
         products = self.products(core)
         owner = self.owner(products)
