@@ -118,6 +118,16 @@ Programs that never import retrofit, on directories that it wrote; all offline.
 
 The last two run where TRL and lm-eval are installed (`pip install trl 'retrofit-transformers[eval]'`), and are skipped elsewhere.
 
+## On a rewritten model
+
+| what | how it goes on | test |
+| --- | --- | --- |
+| accelerate's `unwrap_model` | forwards that a pass replaced are bound anew | `tests/surgery/test_model_holders.py` |
+| accelerate's device maps | new modules stay with the layer that they wrap | `tests/surgery/test_model_holders.py` |
+| PEFT's `adapter_names` | another adapter for each row, on mixtures too | `tests/surgery/test_model_holders.py` |
+| `resize_token_embeddings` | `altup`, `memory` and `sum`; `sparse-loss` only before | `tests/passes/test_sum.py` |
+| your hooks on its modules | act as often as before, or the pass is refused and names them | `tests/surgery/test_user_hooks.py` |
+
 ## What older versions lack
 
 Seen in the whole suite without long tests, with torch 2.11.0 and transformers 5.17.0:

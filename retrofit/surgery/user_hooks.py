@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -163,7 +164,8 @@ class HookWatch:
         """`refusal`, of a pass that does not fit, names a hook: what it does is part of what its module was seen to compute."""
         said = f"{refusal.what} {refusal.why}"
         called = [hook for hook in self.hooks if hook.kind != "gradient hook" and hook.kind not in SAVING.values()]
-        hook = next((hook for hook in called if hook.path and hook.path in said), next(iter(called), None))
+        places = [word.strip(".") for word in re.findall(r"[\w.]+", said)]
+        hook = next((hook for hook in called if any(is_at(hook.path, place) for place in places)), None)
         if hook is not None and hook.kind not in said:
             own = f"{hook.path or 'the model'} has a {hook.kind} ({hook.name}), which is part of what it computes"
             refusal.why = f"{refusal.why}; {own}" if refusal.why else own
@@ -233,6 +235,11 @@ def own_tensors(owner: nn.Module | nn.Parameter) -> tuple[int, ...]:
         return (id(owner),)
     nested = owner.parametrizations.parameters() if parametrize.is_parametrized(owner) else ()  # type: ignore[union-attr,operator]
     return tuple(id(one) for one in (*owner.parameters(recurse=False), *nested))
+
+
+def is_at(path: str, place: str) -> bool:
+    """Whether a refusal that names `place` may be about the module at `path`: it is there, in it or around it."""
+    return path == place or ("." in place and path.startswith(f"{place}.")) or ("." in path and place.startswith(f"{path}."))
 
 
 def times(count: int) -> str:
