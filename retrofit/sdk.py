@@ -36,8 +36,11 @@ from retrofit.errors import SpecError as SpecError
 # The anatomy of a model: what `plan` reads.
 from retrofit.anatomy.findings import WITHOUT_GRADIENT as WITHOUT_GRADIENT
 from retrofit.anatomy.anatomy import Anatomy as Anatomy
+from retrofit.anatomy.branches import BEFORE_THE_OUTER as BEFORE_THE_OUTER
 from retrofit.anatomy.branches import BEFORE_TWO_STREAMS as BEFORE_TWO_STREAMS
+from retrofit.anatomy.branches import LAYER_WITHIN as LAYER_WITHIN
 from retrofit.anatomy.branches import ON_TWO_STREAMS as ON_TWO_STREAMS
+from retrofit.anatomy.branches import InnerLayers as InnerLayers
 from retrofit.anatomy.parts import NO_STREAM as NO_STREAM
 from retrofit.anatomy.parts import Branch as Branch
 from retrofit.anatomy.parts import Layer as Layer
@@ -96,6 +99,8 @@ from retrofit.program.program import Program as Program
 from retrofit.program.capture import capture as capture
 from retrofit.program.dataflow import Dataflow as Dataflow
 from retrofit.program.state_inputs import refuse_state_inputs as refuse_state_inputs
+from retrofit.program.trial_calls import Trial as Trial
+from retrofit.program.trial_calls import failed_trials as failed_trials
 
 # Modules that replace others: wrappers, keywords past a model's own code, memory in its cache, losses added to its own.
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses as ForwardWithAuxiliaryLosses

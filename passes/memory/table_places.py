@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from retrofit.sdk import (
+    BEFORE_THE_OUTER,
     BEFORE_TWO_STREAMS,
+    LAYER_WITHIN,
     ON_TWO_STREAMS,
     Anatomy,
     DoesNotFitError,
+    InnerLayers,
     Layer,
     NearMiss,
     Stack,
@@ -23,6 +26,7 @@ class TablePlaces:
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.model, self.modules = anatomy.model, WrappedModules(anatomy, no_place, NO_FEED_FORWARD)
+        self.within = InnerLayers(anatomy.flow)
 
     def of_layer(self, layer: Layer, stack: Stack, beside: str, near_misses: list[NearMiss]) -> list[WrappedModule]:
         """The places at one layer: the layer itself or its FFNs, as `beside` says; a near miss for each that has none."""
@@ -33,6 +37,8 @@ class TablePlaces:
             around = self.modules.stream_module(layer, stack)
             if beside == "layers":
                 return [around]
+            if self.within.inside(layer) is not layer:
+                raise no_place(layer.name, LAYER_WITHIN, BEFORE_THE_OUTER)
             if not layer.ffns:
                 raise no_place(layer.name, "it has no FFN", NO_FEED_FORWARD)
             for branch in layer.ffns:

@@ -27,6 +27,7 @@ from retrofit.sdk import (
     Branch,
     DoesNotFitError,
     Edit,
+    InnerLayers,
     Layer,
     LayerCall,
     LayerCalls,
@@ -123,14 +124,16 @@ class Recurrence(Pass[RecurrencePlan]):
 
     def find(self, layer: Layer, stack: Stack, finder: SiteFinder, near_misses: list[NearMiss]) -> None:
         """The sites of one layer; a near miss for each feed-forward that is none."""
+        inner = finder.within.inside(layer)
         with collect_near_miss(layer.name or layer.exit, near_misses):
-            if not layer.ffns:
+            if not inner.ffns:
                 raise unfit(layer.name or layer.exit, "it has no feed-forward", NO_FEED_FORWARD)
             if not finder.anatomy.is_trained(layer):
                 raise unfit(layer.name or layer.exit, WITHOUT_GRADIENT, "layers= leaves depths out")
-            finder.modules.stream_module(layer, stack)  # raises where no module runs the layer
-            call = finder.calls.of_layer(layer)
-            for branch in layer.ffns:
+            if inner is layer:
+                finder.modules.stream_module(layer, stack)  # raises where no module runs the layer
+            call = finder.calls.of_layer(inner)
+            for branch in inner.ffns:
                 with collect_near_miss(branch.name or layer.name, near_misses):
                     finder.add(branch, stack, call, self.bidirectional)
 
@@ -179,7 +182,7 @@ class SiteFinder:
     def __init__(self, anatomy: Anatomy) -> None:
         self.anatomy = anatomy
         self.modules = WrappedModules(anatomy, unfit, NO_FEED_FORWARD)
-        self.calls = LayerCalls(anatomy)
+        self.calls, self.within = LayerCalls(anatomy), InnerLayers(anatomy.flow)
         self.sites: dict[nn.Module, RecurrentSite] = {}  # by module: one that several layers share has one recurrence
         self.paths: dict[str, tuple[LayerCall, list[str]]] = {}  # by the path of the layer's module
 

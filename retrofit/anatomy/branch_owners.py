@@ -10,7 +10,7 @@ import dataclasses
 
 from torch import fx
 
-from retrofit.anatomy.branches import owner_of
+from retrofit.anatomy.branches import InnerLayers, owner_of
 from retrofit.anatomy.findings import Findings
 from retrofit.anatomy.parts import Branch, Layer
 from retrofit.anatomy.weight_products import nearest_products, weight_product
@@ -43,7 +43,7 @@ class BranchOwners:
         self.sums: set[fx.Node] = set()
         self.work: dict[fx.Node, Branch] = {}  # by heavy operation: the branch it is of
         self.layers: dict[Branch, Layer] = {}
-        for layer in anatomy.layers:
+        for layer in map(InnerLayers(self.flow).inside, anatomy.layers):
             for branch in layer.branches:
                 self.sums.add(self.flow.node(branch.add))
                 self.layers[branch] = layer

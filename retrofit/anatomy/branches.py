@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Iterable
 
 from torch import fx
 
-from retrofit.anatomy.attention_cores import Attention
+from retrofit.anatomy.attention_cores import Attention, find_attentions
 from retrofit.anatomy.branch_roles import role_of
-from retrofit.anatomy.parts import Branch, Stack
+from retrofit.anatomy.parts import Branch, Layer, Stack
 from retrofit.anatomy.projection_roles import describe_projections
-from retrofit.anatomy.residual_streams import Residual, is_addition, residual_at
+from retrofit.anatomy.residual_streams import Residual, every_chain, is_addition, residual_at
 from retrofit.program.aten_ops import is_heavy
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call
@@ -75,6 +77,31 @@ def holds_sums(branch: Branch, flow: Dataflow) -> bool:
     region = set(flow.between(flow.node(branch.source), flow.node(branch.output)))
     sums = (residual_at(node, flow, {}) for node in region if is_addition(node, flow))
     return any(one is not None and one.base in region and region.issuperset(one.branches) for one in sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerLayers:
+    """The layers within layers of one program: a layer that computes some of the tokens, say, is one branch of the stream."""
+
+    flow: Dataflow
+
+    @functools.cached_property
+    def chains(self) -> list[list[Residual]]:
+        return every_chain(self.flow)[0]
+
+    @functools.cached_property
+    def cores(self) -> list[Attention]:
+        return find_attentions(self.flow)
+
+    def inside(self, layer: Layer) -> Layer:
+        """The layer with the branches that its only branch adds to what it reads; the layer itself where that adds none."""
+        if layer.ffns or len(layer.branches) != 1 or not holds_sums(layer.branches[0], self.flow):
+            return layer
+        (around,) = layer.branches
+        region = set(self.flow.between(self.flow.node(around.source), self.flow.node(around.output)))
+        inner = [chain for chain in self.chains if all(region.issuperset((one.base, one.add, *one.branches)) for one in chain)]
+        found = [one for part in describe_branches(max(inner, key=len), self.cores, self.flow) for one in part] if inner else []
+        return dataclasses.replace(layer, branches=tuple(found)) if any(not is_mixer(one) for one in found) else layer
 
 
 def owner_of(nodes: list[fx.Node], flow: Dataflow) -> Call:

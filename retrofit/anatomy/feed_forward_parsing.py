@@ -14,6 +14,7 @@ from retrofit.anatomy.branches import (
     BEFORE_TWO_STREAMS,
     LAYER_WITHIN,
     ON_TWO_STREAMS,
+    InnerLayers,
     holds_sums,
     is_on_two_streams,
     owner_of,
@@ -39,11 +40,13 @@ def feed_forwards(anatomy: Findings, layers: Iterable[int] | None = None) -> tup
     """
     depths = None if layers is None else set(layers)
     sites: dict[str, FeedForward] = {}
+    within = InnerLayers(anatomy.flow)
     near_misses: list[NearMiss] = []
     for stack in anatomy.stacks:
         for depth, layer in enumerate(stack.layers):
             if depths is not None and depth not in depths:
                 continue
+            layer = within.inside(layer)
             near_misses.extend(hidden_feed_forwards(layer, anatomy))
             for branch in layer.ffns:
                 with collect_near_miss(branch.name or layer.name or branch.output, near_misses):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import fx
 
 from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, is_float, op, shape
@@ -58,6 +59,14 @@ def addends(node: fx.Node, flow: Dataflow, latest: Latest) -> list[fx.Node]:
 def is_light(node: fx.Node) -> bool:
     """Whether the operation only casts, lays out, drops or scales by a constant what it reads."""
     return op(node) in LAYOUT | CAST | DROPOUT or (op(node) in ("mul", "div") and len(node.all_input_nodes) == 1)
+
+
+def is_same_value(node: fx.Node) -> bool:
+    """Whether the operation casts to the type that its operand has."""
+    if op(node) not in CAST or not node.all_input_nodes:
+        return False
+    one, other = (part.meta.get("val") for part in (node, node.all_input_nodes[0]))
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.dtype == other.dtype
 
 
 def ends_residual(node: fx.Node, latest: Latest) -> bool:
@@ -122,20 +131,29 @@ def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | Non
     terms = addends(node, flow, latest)
     best: tuple[int, int, fx.Node, list[fx.Node]] | None = None
     for trunk in terms:
+        before: list[fx.Node] = []  # the branches of a base that casts the next one in vain
         for base in flow.carried_chain(trunk):
             branches = [term for term in terms if term is not trunk and flow.reaches_through_heavy_op(base, term)]
             if any(is_stream_after(base, term, flow, latest) for term in branches):
                 break
-            if branches:
+            if len(branches) > len(before):
                 candidate = (len(branches), -flow.position[base], base, branches)
                 if best is None or candidate[:2] > best[:2]:
                     best = candidate
+            if branches and not is_same_value(base):
                 break
+            before = branches
     return None if best is None else Residual(node, best[2], sorted(best[3], key=flow.position.__getitem__))
 
 
 def residual_chains(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
     """Every residual stream as its additions in order, outermost streams only; and for every node the last addition it carries."""
+    chains, latest = every_chain(flow)
+    return outermost_chains(chains, flow), latest
+
+
+def every_chain(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
+    """The same with the streams that run inside branches of others."""
     residuals: dict[fx.Node, Residual] = {}
     latest: Latest = {}
     for node in flow.nodes:
@@ -151,7 +169,7 @@ def residual_chains(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
         )
         before = [latest[part] for part in sources if latest.get(part) is not None]
         latest[node] = max(before, key=lambda one: flow.position[one.add], default=None)  # type: ignore[union-attr]
-    return outermost_chains(longest_chains(list(residuals.values()), flow), flow), latest
+    return longest_chains(list(residuals.values()), flow), latest
 
 
 def has_same_width(part: fx.Node, node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from torch import fx, nn
 
 from retrofit.anatomy.branch_owners import BranchOwners
-from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, is_on_two_streams, owner_of
+from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, InnerLayers, is_on_two_streams, owner_of
 from retrofit.anatomy.feed_forward_blocks import GatheredFeedForward, install_feed_forward
 from retrofit.anatomy.feed_forward_parsing import hidden_feed_forwards, parse_feed_forward
 from retrofit.anatomy.feed_forward_sites import FeedForward
@@ -162,12 +162,13 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
     modules, chosen = WrappedModules(anatomy, no_site, NO_OWNER), None if layers is None else set(layers)
     uses: dict[str, list[Use]] = {}
     near_misses: list[NearMiss] = []
+    within = InnerLayers(anatomy.flow)
     for number, stack in enumerate(anatomy.stacks):
         for depth, layer in enumerate(stack.layers):
             ignored: list[NearMiss] = []  # of a depth that is not chosen
             misses = near_misses if chosen is None or depth in chosen else ignored
             owned: set[Branch] = set()
-            for part, name in parts_of(layer, kinds, anatomy, misses):
+            for part, name in parts_of(within.inside(layer), kinds, anatomy, misses):
                 with collect_near_miss(name, misses):
                     if part not in owned:
                         place = modules.stream_module(layer, stack) if part is None else modules.branch(part)

@@ -224,3 +224,18 @@ def test_of_two_streams_that_read_each_other_neither_is_within_the_other() -> No
     chains, flow = found(side_by_side)
     branches = [[flow.call_of(branch).path for one in chain for branch in one.branches] for chain in chains]
     assert sorted(branches) == [["f0.down", "f2.down"], ["f1.down", "f3.down"]]
+
+
+def cast_in_vain(m: Written, h: Tensor) -> Tensor:
+    """One of two branches reads the stream behind a cast to the type that it has, which is what the layer adds to."""
+    for f, g in ((m.f0, m.f1), (m.f2, m.f3)):
+        h = m.n0(h)
+        y = f(h)
+        h = h.to(h.dtype)
+        h = (y + g(h)) + h
+    return h
+
+
+def test_a_cast_that_changes_nothing_parts_no_branches() -> None:
+    chains, flow = found(cast_in_vain)
+    assert [[modules_between(one, flow) for one in chain] for chain in chains] == [[[{"f0"}, {"f1"}], [{"f2"}, {"f3"}]]]

@@ -150,12 +150,18 @@ def test_on_two_streams_a_feed_forward_is_refused_with_the_order_that_works() ->
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("behind", ["sparse-ffn(sparsity=4)", "shared-moe(experts=3)"])
-def test_feed_forwards_of_strided_layers_are_left_alone_with_the_order_that_works(behind: str) -> None:
-    assert "a layer within a layer" in rewritten("llama", "sequence-altup(k=2, layers=all)", behind)
-    model = retrofit.apply(MODELS["llama"](), "sequence-altup(k=2)", verify=False)
-    misses = {one.name: one for one in retrofit.plan_of(model, behind).passes[0].plan.near_misses}
-    assert list(misses) == ["model.layers.1"] and "before what wraps" in misses["model.layers.1"].remedy
+@pytest.mark.parametrize("behind", ["sparse-ffn(sparsity=4)", "shared-moe(experts=3)", "recurrence(rank=2)"])
+@pytest.mark.parametrize("kind", ["llama", "bart"])
+def test_feed_forwards_of_strided_layers_are_rewritten_like_others(kind: str, behind: str) -> None:
+    assert not rewritten(kind, "sequence-altup(k=2, layers=all)", behind)
+    strided = retrofit.apply(MODELS[kind](), "sequence-altup(k=2)", verify=False)
+    plans = [retrofit.plan_of(model, behind).passes[0].plan for model in (strided, MODELS[kind]())]
+    assert len(plans[0].sites) == len(plans[1].sites) and not plans[0].near_misses
+
+
+@pytest.mark.long
+def test_tables_beside_feed_forwards_of_strided_layers_are_refused_with_the_order_that_works() -> None:
+    assert "a layer within a layer" in rewritten("llama", "sequence-altup(k=2, layers=all)", "memory(lookup=softmax, beside=ffns)")
 
 
 @pytest.mark.long
