@@ -8,7 +8,7 @@ Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.3.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,7 +37,10 @@ from retrofit.sdk import (
 
 
 class MultiplicativeHead(nn.Module):
-    """The logits of V tokens from a multiplicative layer with S·M ≥ V outputs, plus the dense head's bias."""
+    """The logits of V tokens from a multiplicative layer with S·M ≥ V outputs, plus the dense head's bias.
+
+    Some dense heads receive their weight as an argument beside the stream: it is not read.
+    """
 
     def __init__(self, width: int, vocabulary: int, modules: int, bias: nn.Parameter | None, like: Tensor) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class MultiplicativeHead(nn.Module):
         self.product = Multiplicative(width, modules, module_size(vocabulary, modules), like.device, like.dtype)
         self.register_parameter("bias", bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *unread: Any, **named: Any) -> Tensor:
         logits = self.product(x).flatten(-2)[..., : self.vocabulary]
         return logits if self.bias is None else logits + self.bias
 

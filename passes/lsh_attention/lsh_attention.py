@@ -13,6 +13,7 @@ import inspect
 from typing import ClassVar
 
 import torch
+from torch import fx
 
 from retrofit.passes.lsh_attention import reference as once_more
 from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention
@@ -50,6 +51,7 @@ FUSED = "scaled_dot_product_attention"
 NO_MODULE = "emit='graph' makes each attention a module; layers= leaves depths out"
 NOT_INTERCEPTED = "multi_head_attention_forward"
 SHARE_NONE = "share=none hashes queries and keys, each made as it was"
+CAPPED = "layers= leaves depths out; sequence-altup and sparse-qkv make attention cheaper and keep the cap"
 WRITTEN_OUT = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
 
 
@@ -233,8 +235,16 @@ class SiteFinder:
         if len(cores) != 1:
             raise unfit(name, f"the branch holds {len(cores)} attentions, not one")
         if op(cores[0].result) != FUSED:
+            if capped := self.cap(cores[0]):
+                why = f"its scores are soft-capped before the softmax ({capped.name}, operation tanh), and {FUSED} has no cap"
+                raise unfit(name, why, CAPPED)
             raise unfit(name, f"its scores are written out, and no call of {FUSED} is there to be replaced", WRITTEN_OUT)
         return cores[0]
+
+    def cap(self, core: Attention) -> fx.Node | None:
+        """The tanh through which scores that are written out go to their softmax."""
+        inside = self.flow.between(core.query, core.softmax) if core.softmax is not None else []
+        return next((node for node in inside if op(node) == "tanh"), None)
 
     def check_module(self, call: Call, branch: Branch) -> None:
         """Raises `DoesNotFitError` unless one module computes this attention and no other."""

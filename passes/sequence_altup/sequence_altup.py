@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-from torch import fx
+from torch import fx, nn
 
 from retrofit.passes.sequence_altup import reference as once_more
 from retrofit.passes.sequence_altup.anchor_layer import MaskArgument
@@ -56,8 +56,10 @@ from retrofit.sdk import (
     Recovery,
     Site,
     Stack,
+    Trial,
     accepts,
     collect_near_miss,
+    failed_trials,
     option,
     refuse_state_inputs,
     selected_depths,
@@ -76,6 +78,21 @@ class StridedLayerPlan:
     unread: tuple[int | str, ...]  # arguments that it does not read
     mask: MaskArgument | None
     tokens_first: bool  # the stream is (tokens, batch, width)
+
+    def wrapped(self, layer: nn.Module, k: int, method: str) -> StridedLayer:
+        """The layer, strided."""
+        return METHODS[method](
+            layer,
+            k,
+            name=self.path,
+            stream_in=self.stream_in,
+            stream_out=self.stream_out,
+            token_dims=self.token_dims,
+            returned=self.returned,
+            unread=self.unread,
+            mask_argument=self.mask,
+            tokens_first=self.tokens_first,
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +148,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             tuple(near_misses),
             new_parameters=each * len(layers),
             formula=f"{each} · {len(layers)} layers = {each * len(layers)}",
-            spec=self.resolve(anatomy, layers, captures.values_decided).spec() if layers else "",
+            spec=self.resolve(anatomy, layers, captures.values_decided, near_misses).spec() if layers else "",
             layers=layers,
         )
 
@@ -139,18 +156,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         has_scalars = self.method == "sequence-altup"
         dense = DenseModel.record(edit, [one.path for one in plan.layers]) if has_scalars and self.k > 1 else None
         for one in plan.layers:
-            wrapper = METHODS[self.method](
-                edit.model.get_submodule(one.path),
-                self.k,
-                name=one.path,
-                stream_in=one.stream_in,
-                stream_out=one.stream_out,
-                token_dims=one.token_dims,
-                returned=one.returned,
-                unread=one.unread,
-                mask_argument=one.mask,
-                tokens_first=one.tokens_first,
-            )
+            wrapper = one.wrapped(edit.model.get_submodule(one.path), self.k, self.method)
             edit.replace_module(one.path, wrapper)
             if has_scalars and dense is None:  # at b = 1 the correction takes back what a2 (with k = 1: a1 too) adds
                 for name in ("a2",) if self.k > 1 else ("a1", "a2"):
@@ -213,11 +219,34 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
                 require_known_cache_arguments(layer, new)
                 fitting[layer.name] = one, self.check(one)
         streams = streams_of_layers(anatomy, captures.larger)
+        for path, why in self.failing_alone(fitting, streams, captures).items():
+            remedy = "layers= names depths without it; sparse-ffn and shared-moe save elsewhere"
+            near_misses.append(NearMiss(path, f"its own code does not run on the anchors alone ({why})", remedy))
+            del fitting[path]
         values = cross_layer_values(captures.larger.flow, streams)
         while misfit := first_misfit(fitting, values):
             near_misses.append(misfit)
             del fitting[misfit.name]
         return tuple(plan_layer(one, dims, streams, fitting) for one, dims in fitting.values())
+
+    def failing_alone(
+        self, fitting: Mapping[str, tuple[Candidate, Dims]], streams: Mapping[Call, fx.Node], captures: ArgumentCaptures
+    ) -> dict[str, str]:
+        """The layers whose own code fails where they are called with anchors, and why: tried on the dense model's calls."""
+        replayed = self.layers not in ("all", "inner") and any(one.is_meta for one in captures.model.parameters())
+        if self.k == 1 or replayed:  # the layers that a recipe names were tried
+            return {}
+        plans = {path: plan_layer(one, dims, streams, {}) for path, (one, dims) in fitting.items()}
+
+        def trial_of(plan: StridedLayerPlan) -> Trial:
+            return lambda layer, args, kwargs: plan.wrapped(layer, self.k, self.method)(*args, **kwargs)
+
+        failed: dict[str, str] = {}
+        for captured in (captures.first, captures.larger):
+            trials = {path: trial_of(plan) for path, plan in plans.items() if path not in failed}
+            failed |= failed_trials(captures.model, captured.program.examples, trials)
+        captures.values_decided |= bool(failed)
+        return failed
 
     def check(self, one: Candidate) -> Dims:
         """How the layer's arguments follow the tokens; raises `DoesNotFitError` where it cannot be strided."""
@@ -236,7 +265,9 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
 
     # As which it is saved.
 
-    def resolve(self, anatomy: Anatomy, layers: tuple[StridedLayerPlan, ...], values_decided: bool) -> SequenceAltUp:
+    def resolve(
+        self, anatomy: Anatomy, layers: tuple[StridedLayerPlan, ...], values_decided: bool, near_misses: list[NearMiss]
+    ) -> SequenceAltUp:
         """The options by which a model without values gets the same layers strided."""
         if not values_decided:
             return self
@@ -249,10 +280,12 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         kinds = {kind: depths for kind, depths in found.items() if depths != {()}}
         all_depths = set().union(*kinds.values())
         if len(all_depths) > 1 or (len(kinds) < len(found) and len(kinds) > 1):
+            missing = next((f"; {miss.name}: {miss.why}" for miss in near_misses if miss.name), "")
+            alone = "stacks= or layers= that leave out those at which some stack cannot be strided"
             raise DoesNotFitError(
                 f"{self.name}: the stacks of the model can be strided at different depths",
-                why="a model without values cannot determine them, so the recipe names them, and it names the same for all stacks",
-                remedy="apply it once with stacks=encoder and once with stacks=decoder",
+                why=f"when it is loaded nothing tells them apart: its recipe names the same depths for all stacks{missing}",
+                remedy="apply it once with stacks=encoder and once with stacks=decoder" if len(found) > 1 else alone,
             )
         stacks = self.stacks if len(kinds) == len(found) else next(iter(kinds))
         return dataclasses.replace(self, layers="+".join(map(str, *all_depths)), stacks=stacks)

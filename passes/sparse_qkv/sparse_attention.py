@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 from typing import Any
 
 import torch
@@ -12,12 +14,15 @@ from retrofit.passes.sparse_qkv.mask_gates import lookback_gates
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
 from retrofit.passes.sparse_qkv.replaced_projections import BiasProjection, SparseOutput
 from retrofit.sdk import (
+    Anatomy,
     AttentionSite,
     TokenHistory,
+    Trial,
     Wrapper,
     argument_place,
     batch_first,
     cache_among,
+    failed_trials,
     find_argument,
     histories_of,
     staying_tokens,
@@ -107,3 +112,42 @@ def project_with_history(
             histories[name] = TokenHistory.in_cache(cache, past, m)
         histories[name].push(m, None if cache is None else staying_tokens(cache))
     return projection.project(x, torch.cat([before.to(m.dtype), m], 1), lookback_gates(visible, m.shape[1], past))
+
+
+def with_separate_ones(sites: list[AttentionSite], anatomy: Anatomy) -> list[AttentionSite]:
+    """The sites; the projections of those whose own code does not run on anything but the stream compute for themselves."""
+    sites = list(sites)
+    trials = {site.name: trial_of(site, anatomy) for site in sites if not site.why_separate}
+    failed = failed_trials(anatomy.model, anatomy.program.examples, trials) if trials else {}
+    why = "its own code does not run where queries, keys and values come in place of the stream"
+    return [
+        dataclasses.replace(site, why_separate=f"{why} ({failed[site.name]})") if site.name in failed else site for site in sites
+    ]
+
+
+def trial_of(site: AttentionSite, anatomy: Anatomy) -> Trial:
+    """A call of the dense attention with as many columns as `SparseAttention` gives it, which its projections do not see."""
+    reading = [one.matrix.module for one in site.stream_projections] + [reader.path for reader in site.readers]
+    columns = sum(one.width for one in site.stream_projections) + (site.width if site.readers else 0)
+
+    def call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        container, key = find_argument(argument_place(layer, site.stream_in), arguments := list(args), kwargs)
+        x = container[key]
+        packed = x.new_zeros(*x.shape[:-1], columns)
+
+        def stream_for(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            def narrow(value: Any) -> Any:
+                wide = isinstance(value, Tensor) and value.shape[-1:] == (columns,)
+                return value.new_zeros(*value.shape[:-1], site.width) if wide else value
+
+            return tuple(map(narrow, given)), {name: narrow(value) for name, value in named.items()}
+
+        with contextlib.ExitStack() as hooks:
+            inside = {path: module for path, module in layer.named_modules() if f"{site.name}.{path}" in reading}
+            for module in inside.values():
+                handle = module.register_forward_pre_hook(stream_for, with_kwargs=True)
+                hooks.callback(handle.remove)
+            layer(*[packed if value is x else value for value in arguments],
+                  **{name: packed if value is x else value for name, value in kwargs.items()})  # fmt: skip
+
+    return call

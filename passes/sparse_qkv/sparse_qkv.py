@@ -27,7 +27,7 @@ from retrofit.passes.sparse_qkv.least_squares_fit import TOKENS, SecondMoments
 from retrofit.passes.sparse_qkv.modular_projection import FEW, ModularShape
 from retrofit.passes.sparse_qkv.output_fit import DenseAttention, Values, fit_results, scope_of
 from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection, IdentityProjection, SparseOutput, StreamSlice
-from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention
+from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention, with_separate_ones
 from retrofit.passes.sparse_qkv.sparse_projections import Moments, SparseProjections
 from retrofit.sdk import (
     REST,
@@ -86,8 +86,8 @@ class SparseQKV(Pass[SparseQKVPlan]):
     )
     remedy: ClassVar[str] = "choose other modules= or layers=, or output=keep; retrofit inspect shows the attentions"
     way_around: ClassVar[str] = (
-        "an attention is given queries, keys and values side by side in place of its input, and its own code may read the input's "
-        "width: leave it out by layers=, or use another pass"
+        "an attention is given queries, keys and values side by side in place of its input, and its own code may read that: "
+        "leave it out by layers=, or use another pass"
     )
 
     modules: int | None = option(None, "S, modules that a projection is divided into; none: as many as query heads", minimum=1)
@@ -109,7 +109,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         sites, found = find_attention_sites(anatomy, self.selected(anatomy))
         near_misses = [sparse_already(one) if has_columns(anatomy.model, one.name) else one for one in found]
         attentions: list[AttentionPlan] = []
-        for site in sites:
+        for site in with_separate_ones(sites, anatomy):
             with collect_near_miss(site.name, near_misses):
                 self.check_streams(site, anatomy)
                 attentions.append(self.plan_attention(site))

@@ -231,3 +231,10 @@ def test_a_head_that_was_widened_is_held_to_what_the_dense_one_computes(
     rows |= {name: {"head": (x, x @ weight)} for name in ("dense_probes", "dense_products")}
     observed: Any = SimpleNamespace(sites=sites, options=SparseLoss(modules=3), is_calibrated=is_calibrated, **rows)
     assert bool(list(sparse_loss_reference.start(observed))) == wrong
+
+
+def test_a_head_that_gets_its_weight_as_an_argument_is_replaced_like_others() -> None:
+    entry = zoo.entry("masked/perceiver")
+    model = zoo.build(entry)
+    applied = apply_reported(model, SparseLoss(modules=2), example_inputs=zoo.inputs(entry, model), count_flops=False)  # verified
+    assert [site.name for site in applied.rewrites[0].sites] == ["embedding_decoder"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support import zoo
-from support.own_models import Own
+from support.own_models import Block, Own
 from support.retrofitted import moved
 from torch import Tensor
 
@@ -117,6 +118,37 @@ def test_average_pooling_is_for_encoders() -> None:
     mask = padded(13, 0, 5)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     close(run(model, tokens, attention_mask=mask, position_ids=positions)[1:, 5:], run(model, tokens[1:, 5:]))
+
+
+class Windowed(Block):
+    """A block whose code takes whole windows of 8 tokens only."""
+
+    def forward(self, y: Tensor) -> Tensor:
+        if y.shape[1] % 8:
+            raise ValueError(f"{y.shape[1]} tokens are no multiple of 8")
+        return super().forward(y)
+
+
+def partly_windowed() -> Own:
+    torch.manual_seed(0)
+    model = Own(width=16).eval()
+    model.b[1] = Windowed(16).eval()
+    model.config = {}
+    return model
+
+
+def test_a_layer_whose_code_does_not_run_on_the_anchors_alone_is_left_alone(tmp_path: Path) -> None:
+    """That is tried on the dense model, on inputs of two lengths; the recipe names the layers that are strided."""
+    model, inputs = partly_windowed(), {"x": torch.arange(32).view(2, 16)}
+    (planned,) = retrofit.plan_of(model, "sequence-altup(k=2, layers=all)", example_inputs=inputs).passes
+    assert [site.name for site in planned.plan.sites] == ["b.0", "b.2"]
+    (miss,) = planned.plan.near_misses
+    assert miss.name == "b.1" and "12 tokens are no multiple of 8" in miss.why and "layers=" in miss.remedy
+    retrofit.apply(model, "sequence-altup(k=2, layers=all)", example_inputs=inputs, verify=False)
+    assert retrofit.recipe(model) == (SequenceAltUp(k=2, layers="0+2"),)
+    moved(model)
+    retrofit.save(model, tmp_path / "model.pt")
+    torch.testing.assert_close(retrofit.load(tmp_path / "model.pt", build=partly_windowed)(**inputs), model(**inputs))
 
 
 @pytest.mark.long

@@ -524,6 +524,27 @@ def test_chunks_and_windows_of_the_attention_hold_for_the_convolutions_and_posit
     assert report is not None and report["method"].status == "passed" and report["graph"].status == "passed"
 
 
+@pytest.mark.parametrize(("name", "spec"), [("image/pvt_v2", "sparse-qkv(kernel=2)"), ("causal/trocr", "sparse-qkv(kernel=1)")])
+def test_where_the_code_of_an_attention_reads_its_width_its_projections_compute_for_themselves(name: str, spec: str) -> None:
+    entry = zoo.entry(name)
+    model = zoo.build(entry)
+    (rewrite,) = apply_reported(model, spec, example_inputs=zoo.inputs(entry, model), count_flops=False).rewrites  # verified
+    assert rewrite.sites and not rewrite.skipped
+
+
+def test_where_the_code_of_a_causal_attention_reads_its_width_a_plan_says_which_options_fit() -> None:
+    """Its projections compute for themselves and receive no cache: a filter over earlier tokens would have none to read."""
+    entry = zoo.entry("causal/trocr")
+    model = zoo.build(entry)
+    before = {name: id(one) for name, one in model.named_parameters()}
+    (planned,) = retrofit.plan_of(model, "sparse-qkv(kernel=2)", example_inputs=zoo.inputs(entry, model)).passes
+    misses = planned.plan.near_misses
+    assert not planned.fits and [one.name for one in misses] == [f"model.decoder.layers.{depth}.self_attn" for depth in range(4)]
+    assert all("variant=mult" in one.remedy for one in misses)
+    assert {name: id(one) for name, one in model.named_parameters()} == before
+    assert not any(one._forward_pre_hooks for one in model.modules())
+
+
 def test_values_projected_from_zeros_stay_as_they_are() -> None:
     model = Asking(at_zero=True)
     (rewrite,) = apply_reported(model, SparseQKV(), count_flops=False).rewrites  # verified: all of it learns
