@@ -281,7 +281,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         all_depths = set().union(*kinds.values())
         if len(all_depths) > 1 or (len(kinds) < len(found) and len(kinds) > 1):
             missing = next((f"; {miss.name}: {miss.why}" for miss in near_misses if miss.name), "")
-            alone = "stacks= or layers= that leave out those at which some stack cannot be strided"
+            alone = "layers= with depths at which each of its stacks can be strided, or another pass where there are none"
             raise DoesNotFitError(
                 f"{self.name}: the stacks of the model can be strided at different depths",
                 why=f"when it is loaded nothing tells them apart: its recipe names the same depths for all stacks{missing}",
