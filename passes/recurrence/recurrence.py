@@ -133,6 +133,9 @@ class Recurrence(Pass[RecurrencePlan]):
             if inner is layer:
                 finder.modules.stream_module(layer, stack)  # raises where no module runs the layer
             call = finder.calls.of_layer(inner)
+            if inner is not layer and call.mask is None and finder.takes_mask:
+                why = f"no argument of {call.path} shows which of its tokens are padding"
+                raise unfit(layer.name, why, "layers= leaves depths out")
             for branch in inner.ffns:
                 with collect_near_miss(branch.name or layer.name, near_misses):
                     finder.add(branch, stack, call, self.bidirectional)
@@ -183,6 +186,7 @@ class SiteFinder:
         self.anatomy = anatomy
         self.modules = WrappedModules(anatomy, unfit, NO_FEED_FORWARD)
         self.calls, self.within = LayerCalls(anatomy), InnerLayers(anatomy.flow)
+        self.takes_mask = any(name.endswith("attention_mask") for name in self.calls.masked.program.inputs.values())
         self.sites: dict[nn.Module, RecurrentSite] = {}  # by module: one that several layers share has one recurrence
         self.paths: dict[str, tuple[LayerCall, list[str]]] = {}  # by the path of the layer's module
 

@@ -21,6 +21,7 @@ import retrofit
 from retrofit.errors import DoesNotFitError
 from retrofit.passes.memory.external_memory import ExternalMemory
 from retrofit.pipeline.registry import as_pass, pass_names
+from retrofit.pipeline.replaying import rewrites
 from retrofit.program.capture import capture
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.probes import accepts
@@ -157,6 +158,17 @@ def test_feed_forwards_of_strided_layers_are_rewritten_like_others(kind: str, be
     strided = retrofit.apply(MODELS[kind](), "sequence-altup(k=2)", verify=False)
     plans = [retrofit.plan_of(model, behind).passes[0].plan for model in (strided, MODELS[kind]())]
     assert len(plans[0].sites) == len(plans[1].sites) and not plans[0].near_misses
+
+
+@pytest.mark.long
+def test_a_strided_layer_whose_padding_does_not_show_gets_no_recurrence() -> None:
+    """In chunks of padded rows its state would go on by the anchors of other rows."""
+    model = zoo.build(zoo.entry("causal/gemma2"))
+    retrofit.apply(model, "sequence-altup(k=2)", "recurrence(rank=2)")  # verified, with the layers that are not strided
+    account = rewrites(model)
+    assert account is not None
+    misses = account[-1].skipped
+    assert [one.name for one in misses] == ["model.layers.1", "model.layers.2"] and all("padding" in one.why for one in misses)
 
 
 @pytest.mark.long
