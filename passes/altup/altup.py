@@ -129,6 +129,7 @@ class AltUp(Pass[AltUpPlan]):
                 for stack in stacks
                 for layer in self.layer_plans(stack, deepest, widening, bool(look_ups[stack.entry]), wide_ends[stack.entry])
             ),
+            readers=dict(filter(None, (reader_of(stack, anatomy) for stack in stacks))),
         )
         terms = list(self.new_parameters(plan, anatomy.model))
         return dataclasses.replace(
@@ -283,6 +284,9 @@ class AltUp(Pass[AltUpPlan]):
             self.widen_head(head, projections, edit)
         for layer in plan.layers:
             self.wrap_layer(layer, edit)
+        for last, path in plan.readers.items():
+            end: AltUpLayer = model.get_submodule(last)  # type: ignore[assignment]
+            edit.add_handle(model.get_submodule(path).register_forward_pre_hook(end.require_end, with_kwargs=True))
 
     def widen_table(self, table: WideTable, edit: Edit) -> DivideAndProject | None:
         """The table is wide where it is looked up; returns the projection of its extra columns, if there are any."""
@@ -356,6 +360,14 @@ def arguments_meeting_stream(anatomy: Anatomy) -> tuple[str, ...]:
     inside = tuple(f"{layer.name}." for layer in anatomy.layers if layer.name)
     idle = any(id(one) not in used and not name.startswith(inside) for name, one in model.named_parameters())
     return left_out(model, program.examples) if idle else ()
+
+
+def reader_of(stack: Stack, anatomy: Anatomy) -> tuple[str, str] | None:
+    """Return the last layer's path and that of the first module called with the stream after it; None where there is none."""
+    layers, end = {layer.name for layer in stack.layers}, anatomy.node(stack.exit)
+    readers = (call.path for call in anatomy.program.calls if end in call.inputs.values())
+    reader = next((path for path in readers if not any(f"{path}.".startswith(f"{name}.") for name in layers)), None)
+    return None if reader is None or is_shared(stack) else (stack.layers[-1].name, reader)
 
 
 def is_shared(stack: Stack) -> bool:

@@ -20,6 +20,10 @@ from retrofit.passes.altup.contraction import combine_blocks, contract, weighted
 from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, find_argument, with_item
 
 
+HOME = "altup_home"  # an attribute of the streams that layers return: the block that holds the dense stream
+EVERY = -1  # where all blocks hold it
+
+
 def start_coefficients(init: str, k: int, j: int, n: int) -> tuple[Tensor, Tensor]:
     """P [K, K] and g [K] that take the dense stream from block j to block n: all blocks carry it in lockstep, one in a hop."""
     p, g = torch.eye(k), torch.ones(k)
@@ -27,6 +31,15 @@ def start_coefficients(init: str, k: int, j: int, n: int) -> tuple[Tensor, Tenso
         p[j] = p[n]
         g = torch.eye(k)[n]
     return p, g
+
+
+def layers_left_out(why: str) -> DoesNotFitError:
+    return DoesNotFitError(
+        "layers of the stack that AltUp has rewritten were left out",
+        why=why,
+        remedy="run the stack to its end: without assistant_early_exit and with num_hidden_layers as it was; "
+        "or rewrite with init=lockstep and embedding=wide, where every block holds the dense stream",
+    )
 
 
 class AltUpLayer(Wrapper):
@@ -72,13 +85,24 @@ class AltUpLayer(Wrapper):
         container, key = find_argument(self.stream_in, arguments, keywords)
         x = container[key]
         self.check_width(x)
+        if not self.expand and getattr(x, HOME, EVERY) not in (EVERY, self.active):
+            raise layers_left_out(f"block {self.active} does not hold the dense stream")
         container[key] = block = x if self.expand else self.block(x, self.active)
         for place, i in self.narrow:
             container, key = find_argument(place, arguments, keywords)
             container[key] = None if container[key] is None else self.block(container[key], i)
         output = self.layer(*arguments, **keywords)
         out = None if isinstance(output, Tensor) else self.stream_out
-        return with_item(output, out, self.update(x, block, output if out is None else output[out]))
+        stream = self.update(x, block, output if out is None else output[out])
+        if self.combine is None and not torch.compiler.is_compiling():
+            setattr(stream, HOME, EVERY if self.next_active is None or self.rotate else self.next_active)
+        return with_item(output, out, stream)
+
+    def require_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise `DoesNotFitError` where `module`, which reads the stream after this last layer, is called on that of another."""
+        for home in (getattr(value, HOME, None) for value in (*args, *kwargs.values())):
+            if home is not None and (self.combine is not None or home not in (EVERY, self.next_active)):
+                raise layers_left_out("the stream is read before its last layer")
 
     def check_width(self, x: Tensor) -> None:
         """Raises `DoesNotFitError` where the stream is not as wide as this layer takes it."""

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage, replaying
+from retrofit.pipeline.applied_to import assign
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.bounded_construction import no_larger_than
 from retrofit.storage.config_file import refuse_foreign_code
@@ -29,17 +30,18 @@ def fill_model(
     state: Mapping[str, torch.Tensor],
     dtype: torch.dtype | None,
     inputs: Mapping[str, Any] | None = None,
+    record: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """The model, rewritten by the recipe, with exactly these weights: the tensors themselves, tied where the model's were.
 
-    `inputs` describes those that the recipe was applied with, where they were given.
+    `inputs` describes those that the recipe was applied with, where they were given, and `record` is what it was applied to.
     """
     recipe = tuple(recipe)
     if recipe:
         if inputs:
             model.__dict__["retrofit_inputs"] = dict(inputs)
-        replaying.replay(model, recipe)
-        recipe_storage.store_recipe(model, recipe)
+        replaying.replay(model, recipe, record)
+        recipe_storage.store_recipe(model, recipe, record)
     own = model.state_dict()
     different = {name: (tensor.shape, own[name].shape) for name, tensor in state.items() if name in own}
     require_match(
@@ -51,9 +53,14 @@ def fill_model(
     model.load_state_dict(state, strict=True, assign=True)
     for first, *others in groups:
         for name in others:
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, model.get_parameter(first))
+            if is_same_tensor(state[first], state[name]):  # they may have been untied since
+                assign(model, name, model.get_parameter(first))
     return model.to(dtype).eval() if dtype is not None else model.eval()
+
+
+def is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are one in memory or hold equal values."""
+    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
 
 
 def fill_transformers(

@@ -34,12 +34,14 @@ def checkpoint_contents(model: nn.Module) -> dict[str, Any]:
     architecture, config = architecture_in_file(model)
     recipe = list(recipe_storage.stored_recipe(model))
     inputs = recipe_storage.stored_inputs(model) if recipe else {}
+    record = recipe_storage.stored_record(model) if recipe else {}
     return {
         "format": FORMAT,
         "architecture": architecture,
         "config": config,
         "recipe": recipe,
         **({"inputs": inputs} if inputs else {}),
+        **({"applied_to": record} if record else {}),
         "state_dict": compact_state(model.state_dict()),
     }
 
@@ -165,14 +167,15 @@ def rebuild_model(
     if isinstance(content, nn.Module):
         return content.to(dtype).eval() if dtype is not None else content.eval()
     if is_checkpoint(content):
-        state, recipe, inputs = content["state_dict"], content["recipe"], content.get("inputs", {})
+        state, recipe = content["state_dict"], content["recipe"]
+        inputs, record = content.get("inputs", {}), content.get("applied_to", {})
         if build is not None:
-            return fill_model(build(), recipe, state, dtype, inputs)
+            return fill_model(build(), recipe, state, dtype, inputs, record)
         kind, config_kind = find_class(content["architecture"], imports=imports)
         if issubclass(kind, PreTrainedModel):
             return fill_transformers(kind, content["config"], recipe, state, dtype, path)
         with no_larger_than(len(state)):
-            return fill_model(empty_model(kind, config_kind, content["config"]), recipe, state, dtype, inputs)
+            return fill_model(empty_model(kind, config_kind, content["config"]), recipe, state, dtype, inputs, record)
     if not is_state_dict(content):
         raise CheckpointError(
             f"{path} is not a checkpoint",
@@ -215,7 +218,7 @@ def is_checkpoint(content: Any) -> bool:
         raise CheckpointError(f"the format {content['format']} is not known", remedy="install a later retrofit-transformers")
     kinds = {"architecture": str, "config": dict, "recipe": list, "state_dict": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
-    wrong += ["inputs"] if not isinstance(content.get("inputs", {}), dict) else []
+    wrong += [name for name in ("inputs", "applied_to") if not isinstance(content.get(name, {}), dict)]
     if wrong or not is_state_dict(content["state_dict"]):
         raise CheckpointError(
             "the checkpoint is incomplete", why=f"not as they should be: {', '.join(wrong) or 'state_dict'}", remedy=SAVE_AGAIN
