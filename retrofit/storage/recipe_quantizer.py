@@ -6,9 +6,11 @@ holds a quantization with the recipe, `retrofit.storage.quantized_recipes` lets 
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,53 @@ def merge_configs(own: Callable[..., Any], stored: Any, given: Any) -> Any:
         config.quantization = auto.AutoQuantizationConfig.from_dict(given) if isinstance(given, dict) else given
         config.packed = False
     return config
+
+
+def rewrite_configured() -> None:
+    """Have `from_config`, given a config that holds a recipe, return the model that the recipe makes of a freshly drawn one."""
+    models = sys.modules["transformers.modeling_utils"].PreTrainedModel
+    own = models._from_config.__func__
+    if not isinstance(own, functools.partial):
+        models._from_config = classmethod(functools.partial(from_config, own))
+
+
+BUILDING = contextvars.ContextVar("building", default=False)  # within a call of `from_config`: models build their parts by it
+
+
+def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) -> Any:
+    """Return the model of class `kind` that transformers' `own` makes of the config, rewritten as the recipe in the config says.
+
+    A config that is being loaded, or is that of a part of a rewritten model, is left to who loads it. Raises `CheckpointError`
+    where the recipe was applied to another class.
+    """
+    entry = getattr(config, "quantization_config", None)
+    if BUILDING.get() or not (isinstance(entry, dict) and recipe_storage.is_recipe(entry)) or entry.get("part"):
+        return own(kind, config, **kwargs)
+    recipe, architecture = list(entry.get("recipe", ())), entry.get("architecture")
+    if recipe and architecture not in (None, kind.__name__):
+        raise CheckpointError(
+            f"no {kind.__name__} is built from this config",
+            why=f"it holds the recipe {', '.join(recipe)}, which was applied to {architecture}",
+            remedy=f"build {architecture}, or remove the recipe from a copy of the config: del config.quantization_config",
+        )
+    token = BUILDING.set(True)
+    try:
+        model = own(kind, copy.deepcopy(config), **kwargs)
+    finally:
+        BUILDING.reset(token)
+    if recipe:
+        from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
+
+        dense = set(model.modules())
+        replaying.replay(model, recipe, entry.get("applied_to"))
+        transformers_bookkeeping.keep_on_one_device(model, dense)
+        with torch.device("cpu"):  # what no file holds has values, though the weights may have none yet
+            for module in set(model.modules()) - dense:
+                for name in module._non_persistent_buffers_set:
+                    buffer = module._buffers[name]
+                    module._buffers[name] = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
+            rebuild_buffers(model, dense)
+    return model
 
 
 def unfreeze(model: nn.Module) -> None:

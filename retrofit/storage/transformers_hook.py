@@ -24,14 +24,16 @@ from collections.abc import Sequence
 from types import ModuleType
 
 TABLE = "transformers.quantizers.auto"  # the module that holds the table
+MODELS = "transformers.modeling_utils"  # the module that builds models from configs
 
 
 def install() -> None:
     """From now on transformers replays recipes, whether it has been imported or will be."""
-    if hasattr(sys.modules.get(TABLE), "register_quantizer"):
-        register()
-    elif not any(isinstance(finder, TableWatcher) for finder in sys.meta_path):
-        sys.meta_path.insert(0, TableWatcher())
+    for name, (defined, act) in ACTIONS.items():
+        if hasattr(sys.modules.get(name), defined):
+            act()
+        elif not any(isinstance(finder, Watcher) and finder.name == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, Watcher(name))
 
 
 def register() -> None:
@@ -41,13 +43,26 @@ def register() -> None:
     recipe_quantizer.register()
 
 
-class TableWatcher(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, and has `register` called once transformers' table of quantizers has been imported."""
+def build_rewritten() -> None:
+    """transformers builds a model from a config that holds a recipe as the recipe makes it."""
+    from retrofit.storage import recipe_quantizer
+
+    recipe_quantizer.rewrite_configured()
+
+
+ACTIONS = {TABLE: ("register_quantizer", register), MODELS: ("PreTrainedModel", build_rewritten)}
+
+
+class Watcher(importlib.abc.MetaPathFinder):
+    """Finds what the other finders find, and has transformers' module `name` prepared once it has been imported."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != TABLE:
+        if fullname != self.name:
             return None
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((spec for spec in others if spec is not None), None)
@@ -57,7 +72,7 @@ class TableWatcher(importlib.abc.MetaPathFinder):
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
                 sys.meta_path.remove(self)
-                register()
+                ACTIONS[self.name][1]()
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

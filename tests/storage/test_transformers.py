@@ -480,7 +480,7 @@ transformers_hook.install()
 print([name for name in ("torch", "transformers") if name in sys.modules])
 import transformers.modeling_utils
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as table
-print(table["retrofit"].__name__, [finder for finder in sys.meta_path if isinstance(finder, transformers_hook.TableWatcher)])
+print(table["retrofit"].__name__, [finder for finder in sys.meta_path if isinstance(finder, transformers_hook.Watcher)])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.split("\n")[:2] == ["[]", "RecipeReplay []"]
