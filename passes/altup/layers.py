@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from retrofit.passes.altup.contraction import combine_blocks, contract, weighted_sum
 from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, find_argument, with_item
 
-
 HOME = "altup_home"  # an attribute of the streams that layers return: the block that holds the dense stream
 EVERY = -1  # where all blocks hold it
 

@@ -1,0 +1,434 @@
+"""A recipe that meets another model than the one it was applied to: the same function, or a refusal, and never random weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import retrofit
+from retrofit.errors import CheckpointError, RetrofitError
+from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.applied_to import AppliedTo, tie_as
+
+IDS = torch.arange(3, 19)[None]
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+EXACT = [
+    "altup(k=2)",
+    "altup(k=2, embedding=recycled)",
+    "memory(lookup=softmax)",
+    "reversible",
+    "shared-moe(groups=0)",
+    "sum",
+    "recurrence",
+]
+SPECS = [
+    *EXACT,
+    "altup(k=2, init=lockstep)",
+    "sparse-ffn(sparsity=4, active=2, controller=gate)",
+    "sparse-qkv(output=keep)",
+    "sequence-altup(k=2)",
+    "sparse-loss(modules=4)",
+    "lsh-attention(chunk=4, buckets=4)",
+    "shared-moe(groups=2)",
+]
+some = pytest.mark.first(4)
+
+
+def config(**more):
+    return transformers.LlamaConfig(**SMALL, num_key_value_heads=2, initializer_range=0.2, **more)
+
+
+def llama(**more):
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config(**more)).eval()
+
+
+def rewritten(model, spec):
+    return retrofit.apply(model, spec, verify=False)
+
+
+@torch.no_grad()
+def gap(one, other, ids=IDS):
+    return float((one(ids)[0] - other(ids)[0]).abs().max())
+
+
+def reloaded(model, folder, **how):
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, **how).eval()
+
+
+# Ties
+
+
+def untie_head(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight + 0.1 * torch.randn_like(model.lm_head.weight))
+
+
+def untie_table(model):
+    table = model.get_input_embeddings()
+    table.weight = nn.Parameter(table.weight + 0.1 * torch.randn_like(table.weight))
+
+
+@some
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("untie", [untie_head, untie_table])
+@pytest.mark.parametrize("said", [True, False])
+def test_what_is_untied_after_a_rewrite_is_loaded_as_it_was_saved(spec, untie, said, tmp_path):
+    model = rewritten(llama(tie_word_embeddings=True), spec)
+    untie(model)
+    model.config.tie_word_embeddings = said
+    assert gap(reloaded(model, tmp_path / "dir"), model) == 0
+    assert gap(retrofit.load(retrofit.save(model, tmp_path / "model.pt")), model) == 0
+
+
+def test_equal_weights_that_the_config_calls_untied_stay_apart(tmp_path):
+    model = rewritten(llama(tie_word_embeddings=True), "altup(k=2)")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    back = reloaded(model, tmp_path)
+    assert back.lm_head.weight is not back.get_input_embeddings().weight
+    assert gap(back, model) == 0
+
+
+def test_a_head_that_was_tied_after_a_rewrite_is_loaded_tied(tmp_path):
+    model = rewritten(llama(), "altup(k=2)")
+    model.lm_head.weight = model.get_input_embeddings().weight
+    model.config.tie_word_embeddings = True
+    model.__dict__["_tied_weights_keys"] = {"lm_head.weight": "model.embed_tokens.weight"}
+    back = reloaded(model, tmp_path)
+    assert back.lm_head.weight is back.get_input_embeddings().weight
+    assert gap(back, model) == 0
+
+
+def test_parameters_are_tied_as_told_and_no_others():
+    model = nn.ModuleDict({name: nn.Linear(3, 3) for name in "abc"})
+    model["b"].weight = model["a"].weight
+    values = {name: parameter.clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    tie_as(model, [("b.weight", "c.weight"), ("a.bias", "missing.bias")])
+    assert model["b"].weight is model["c"].weight is not model["a"].weight
+    assert torch.equal(model["a"].weight, values["a.weight"]) and torch.equal(model["b"].weight, values["b.weight"])
+    assert model["a"].bias is not model["b"].bias
+
+
+# Another number of layers, other sizes
+
+
+@some
+@pytest.mark.parametrize("spec", EXACT)
+@pytest.mark.parametrize("layers", [3, 2])
+def test_fewer_layers_are_those_of_the_dense_model_or_refused(spec, layers, tmp_path):
+    dense = reloaded(llama(), tmp_path / "dense", num_hidden_layers=layers)
+    rewritten(llama(), spec).save_pretrained(tmp_path / "rewritten")
+    refused = {("altup(k=2)", 3), ("altup(k=2, embedding=recycled)", 3), ("altup(k=2, embedding=recycled)", 2)}
+    if (spec, layers) in refused:
+        with pytest.raises(CheckpointError) as refusal:
+            transformers.LlamaForCausalLM.from_pretrained(tmp_path / "rewritten", num_hidden_layers=layers)
+        assert "num_hidden_layers" in refusal.value.why
+    else:
+        back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "rewritten", num_hidden_layers=layers).eval()
+        assert gap(back, dense) < 1e-4
+
+
+@some
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.startswith(("sum", "sparse-loss"))])
+def test_more_layers_than_were_rewritten_are_refused(spec, tmp_path):
+    rewritten(llama(), spec).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError) as refusal:
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, num_hidden_layers=6)
+    assert "num_hidden_layers" in refusal.value.why
+
+
+def test_layers_grouped_otherwise_are_refused(tmp_path):
+    rewritten(llama(), "shared-moe(groups=2)").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, num_hidden_layers=3)
+
+
+def test_shared_layers_called_less_often_are_refused(tmp_path):
+    shape = {**SMALL, "embedding_size": 16, "num_hidden_groups": 1}
+    rewritten(transformers.AlbertForMaskedLM(transformers.AlbertConfig(**shape)).eval(), "memory(lookup=softmax)").save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(CheckpointError):
+        transformers.AlbertForMaskedLM.from_pretrained(tmp_path, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(("spec", "fits"), [("sparse-qkv(output=keep)", False), ("memory(lookup=softmax)", True), ("sum", True)])
+def test_other_heads_matter_to_what_depends_on_them(spec, fits, tmp_path):
+    """With another number of heads the dense weights have the same shapes."""
+    dense = llama()
+    dense.save_pretrained(tmp_path / "dense")
+    rewritten(copy.deepcopy(dense), spec).save_pretrained(tmp_path / "rewritten")
+    other = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+    if fits:
+        one, two = (
+            transformers.LlamaForCausalLM.from_pretrained(tmp_path / name, **other).eval() for name in ("dense", "rewritten")
+        )
+        assert gap(one, two) < 1e-5
+    else:
+        with pytest.raises(CheckpointError) as refusal:
+            transformers.LlamaForCausalLM.from_pretrained(tmp_path / "rewritten", **other)
+        assert "num_attention_heads" in refusal.value.why
+
+
+@some
+@pytest.mark.parametrize("spec", ["altup(k=2)", "memory(lookup=softmax)", "sum", "sparse-qkv(output=keep)", "shared-moe(groups=0)"])
+def test_tokens_added_since_are_no_other_model(spec, tmp_path):
+    model = rewritten(llama(), spec)
+    model.resize_token_embeddings(104)
+    assert gap(reloaded(model, tmp_path), model, torch.tensor([[100, 3, 4]])) == 0
+
+
+def test_settings_that_change_no_structure_are_no_other_model(tmp_path):
+    model = rewritten(llama(), "altup(k=2)")
+    model.config.use_cache, model.config.pad_token_id = False, 0
+    assert gap(reloaded(model, tmp_path, attn_implementation="eager"), model) < 1e-4
+
+
+def test_the_record_of_a_recipe_is_plain_data_and_comes_back(tmp_path):
+    model = rewritten(rewritten(llama(tie_word_embeddings=True), "altup(k=2)"), "memory(lookup=softmax)")
+    record = recipe_storage.stored_record(model)
+    assert json.loads(json.dumps(record)) == record
+    first, second = map(AppliedTo.from_dict, record["passes"])
+    assert ("model.embed_tokens.weight", "lm_head.weight") in first.ties
+    assert {f"model.layers.{depth}" for depth in range(4)} <= set(first.sites) and second.sites
+    assert first.stacks == (("decoder", 4, 32, 4),) and second.stacks[0][1:3] == (4, 64)
+    assert "quantization_config" not in record["config"] and record["config"]["num_hidden_layers"] == 4
+    back = reloaded(model, tmp_path / "a")
+    again = reloaded(back, tmp_path / "b")
+    assert recipe_storage.stored_record(again) == recipe_storage.stored_record(back) == record
+    assert gap(again, model) == 0
+
+
+@pytest.mark.parametrize(
+    "damaged", [{"passes": 3}, {"passes": [{"sites": []}]}, {"config": [], "passes": []}, {"config": {"num_hidden_layers": "x"}}]
+)
+def test_a_damaged_record_is_refused(damaged, tmp_path):
+    rewritten(llama(), "memory(lookup=softmax)").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    content["quantization_config"]["applied_to"] = damaged
+    file.write_text(json.dumps(content))
+    if damaged == {"config": [], "passes": []}:  # nothing recorded, as in older files
+        assert transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    else:
+        with pytest.raises(CheckpointError):
+            transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+class Blocks(nn.Module):
+    """A model of one's own: `heads` is in its code, and no weight shows it."""
+
+    def __init__(self, config: dict) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(40, 16)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(16, config["heads"], 32, batch_first=True) for _ in range(3))
+        self.head = nn.Linear(16, 40)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_file_of_ones_own_model_is_not_filled_into_another(tmp_path):
+    model = retrofit.apply(Blocks({"heads": 2}).eval(), "memory(lookup=softmax)", example_inputs={"ids": IDS}, verify=False)
+    file = retrofit.save(model, tmp_path / "model.pt")
+    again = retrofit.load(file, build=lambda: Blocks({"heads": 2}))
+    with torch.no_grad():
+        assert torch.equal(again(IDS), model(IDS))
+    with pytest.raises(CheckpointError):
+        retrofit.load(file, build=lambda: Blocks({"heads": 4}))
+
+
+# Configs
+
+
+def test_a_config_that_two_models_hold_stays_that_of_the_other(tmp_path):
+    shared = config()
+    dense, other = transformers.LlamaForCausalLM(shared).eval(), transformers.LlamaForCausalLM(shared)
+    before = shared.to_dict()
+    rewritten(other, "reversible")
+    assert shared.to_dict() == before and not hasattr(shared, "quantization_config")
+    assert {id(module.config) for module in other.modules() if hasattr(module, "config")} == {id(other.config)}
+    assert gap(reloaded(dense, tmp_path), dense) == 0
+
+
+def test_a_rewrite_that_fails_leaves_the_config_object():
+    model = llama()
+    given = model.config
+    with pytest.raises(RetrofitError):
+        retrofit.apply(model, "altup(k=2)", "merge-cross-attention", verify=False)
+    assert model.config is given is model.model.config and "quantization_config" not in vars(given)
+
+
+@some
+@pytest.mark.parametrize("spec", SPECS)
+def test_from_config_builds_a_rewritten_model_that_is_saved_and_loaded(spec, tmp_path):
+    model = rewritten(llama(), spec)
+    fresh = transformers.AutoModelForCausalLM.from_config(model.config).eval()
+    assert fresh.config is not model.config and recipe_storage.stored_recipe(fresh) == recipe_storage.stored_recipe(model)
+    assert gap(reloaded(fresh, tmp_path), fresh) == 0
+
+
+def test_from_config_of_another_class_is_refused():
+    model = rewritten(llama(), "reversible")
+    with pytest.raises(CheckpointError):
+        transformers.AutoModelForSequenceClassification.from_config(model.config)
+
+
+@some
+@pytest.mark.parametrize("spec", SPECS)
+def test_dense_weights_saved_under_a_recipe_are_refused(spec, tmp_path):
+    dense = transformers.LlamaForCausalLM(rewritten(llama(), spec).config)
+    dense.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+# The names in the files
+
+
+@pytest.mark.parametrize("spec", ["reversible", "altup(k=2)", "memory(lookup=softmax)", "shared-moe(groups=0)"])
+@pytest.mark.parametrize("device_map", [None, "cpu"])
+def test_no_tensor_of_a_rewritten_module_is_left_at_random(spec, device_map, tmp_path):
+    rewritten(llama(), spec).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    gone = next(name for name in tensors if "layers.2." in name and "down" in name)  # a dense weight, moved under a new module
+    save_file({name: tensor for name, tensor in tensors.items() if name != gone}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as refusal:
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    assert gone in refusal.value.why
+
+
+def test_no_tensor_of_a_recipe_is_left_unread(tmp_path):
+    rewritten(llama(), "memory(lookup=softmax)").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    more = "model.layers.1.memory.more"
+    save_file({**load_file(file), more: torch.ones(3), "classifier.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as refusal:
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert more in refusal.value.why and "classifier" not in refusal.value.why
+
+
+# A part saved by itself
+
+
+def llava():
+    vision = transformers.CLIPVisionConfig(**{**SMALL, "num_hidden_layers": 3}, image_size=32, patch_size=8)
+    text = transformers.LlamaConfig(**{**SMALL, "vocab_size": 100}, num_key_value_heads=2, initializer_range=0.2)
+    joint = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=99, image_seq_length=16)
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(joint).eval()
+
+
+def image_encoder_and_decoder():
+    encoder = transformers.ViTConfig(**{k: v for k, v in SMALL.items() if k != "vocab_size"}, image_size=16, patch_size=8)
+    decoder = transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=3, n_head=4, add_cross_attention=True, is_decoder=True)
+    joint = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        encoder, decoder, decoder_start_token_id=0, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    return transformers.VisionEncoderDecoderModel(joint).eval()
+
+
+def t5():
+    torch.manual_seed(0)
+    shape = transformers.T5Config(vocab_size=96, d_model=32, d_ff=64, d_kv=8, num_layers=3, num_heads=4, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(shape).eval()
+
+
+PARTS = {
+    "llava": (llava, lambda model: model.model.language_model, {"input_ids": IDS}),
+    "image encoder": (image_encoder_and_decoder, lambda model: model.encoder, {"pixel_values": torch.ones(1, 3, 16, 16)}),
+    "t5 encoder": (t5, lambda model: model.encoder, {"input_ids": IDS}),
+}
+
+
+@pytest.mark.first(6)
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "reversible", "shared-moe(groups=0)", "altup(k=2, embedding=recycled)"])
+def test_a_part_of_a_rewritten_model_is_saved_and_loaded_by_itself(spec, name, tmp_path):
+    make, part_of, inputs = PARTS[name]
+    part = part_of(rewritten(make(), spec))
+    back, found = type(part).from_pretrained(save(part, tmp_path / "a"), output_loading_info=True)
+    again = type(part).from_pretrained(save(back, tmp_path / "b")).eval()
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    with torch.no_grad():
+        expected = part(**inputs)[0]
+        assert torch.equal(back.eval()(**inputs)[0], expected) and torch.equal(again(**inputs)[0], expected)
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_part_that_was_not_rewritten_is_dense(tmp_path):
+    model = rewritten(llava(), "memory(lookup=softmax, layers=0)")
+    tower = model.model.vision_tower
+    sites = [site.name for account in model.retrofit_rewrites for site in account.sites]
+    assert recipe_storage.entry_of(tower.config) == {} or any("vision_tower" in name for name in sites)
+
+
+def test_the_whole_model_loads_beside_its_parts_and_forgets_with_them(tmp_path):
+    model = rewritten(llava(), "reversible")
+    ids = torch.tensor([[3, 4, 5, 6]])
+    back = reloaded(model, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(back(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert recipe_storage.entry_of(back.model.language_model.config)["part"] == "model.language_model"
+    recipe_storage.store_recipe(back, ())
+    assert not recipe_storage.entry_of(back.config) and not recipe_storage.entry_of(back.model.language_model.config)
+
+
+def test_a_part_of_another_size_is_refused(tmp_path):
+    part = rewritten(llava(), "memory(lookup=softmax)").model.language_model
+    part.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError):
+        type(part).from_pretrained(tmp_path, num_hidden_layers=3)
+
+
+# Layers dropped at run time
+
+
+@some
+@pytest.mark.parametrize("spec", [*EXACT, "altup(k=3)", "altup(k=2, init=lockstep)", "altup(k=2, selection=same)"])
+def test_a_stack_left_early_computes_what_the_dense_one_does_or_refuses(spec):
+    model, dense = rewritten(llama(), spec), llama()
+    refused = []
+    for layers in (1, 2, 3, 4):
+        model.config.num_hidden_layers = dense.config.num_hidden_layers = layers
+        try:
+            assert gap(model, dense) < 1e-4
+        except RetrofitError:
+            refused.append(layers)
+    assert 4 not in refused and (not refused or "altup" in spec)
+
+
+def test_drafts_by_early_exit_are_right_or_refused():
+    for spec, fits in (("memory(lookup=softmax)", True), ("altup(k=2, embedding=recycled)", False)):
+        model, dense = rewritten(llama(), spec), llama()
+        how = {"max_new_tokens": 6, "do_sample": False}
+        if fits:
+            assert torch.equal(model.generate(IDS, assistant_early_exit=2, **how), dense.generate(IDS, **how))
+        else:
+            with pytest.raises(RetrofitError):
+                model.generate(IDS, assistant_early_exit=2, **how)
+
+
+def test_a_layer_skipped_in_between_is_refused():
+    model = rewritten(llama(), "altup(k=2)")
+    del model.model.layers[1]
+    model.config.num_hidden_layers = 3
+    with pytest.raises(RetrofitError):
+        model(IDS)
