@@ -94,7 +94,8 @@ def shortened(names: Sequence[str]) -> str:
 
 def passes_of(record: Mapping[str, Any] | None) -> tuple[AppliedTo, ...]:
     """Return what each pass of a stored record was applied to; empty where nothing was recorded."""
-    return tuple(map(AppliedTo.from_dict, (record or {}).get("passes", ())))
+    passes = (record or {}).get("passes", [])
+    return tuple(map(AppliedTo.from_dict, passes if isinstance(passes, list) else [passes]))
 
 
 def tie_as(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
@@ -105,7 +106,8 @@ def tie_as(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
         return
     for names in shared_names(iter(named.items())):
         for name in names[1:]:
-            assign(model, name, copy.deepcopy(named[name]))
+            named[name] = copy.deepcopy(named[name])
+            assign(model, name, named[name])
     for first, *others in filter(None, wanted):
         for name in others:
             assign(model, name, named[first])

@@ -97,6 +97,7 @@ def store_in_config(model: Any, recipe: Sequence[str], record: Mapping[str, Any]
     for path, inner in parts_with_configs(model):
         if any(f"{site}.".startswith(f"{path}.") for one in record.get("passes", ()) for site in one["sites"]):
             inner.config.quantization_config = entry | {"part": f"{part}.{path}" if part else path}
+            keep_own_names(inner)
     keep_own_names(model)
     declare_ties(model)
 
@@ -149,10 +150,10 @@ def stored_inputs(model: nn.Module) -> dict[str, Any]:
 
 def remove_from_config(model: Any) -> None:
     """`save_pretrained` writes a dense model."""
-    for config in (model.config, *(part.config for _, part in parts_with_configs(model))):
-        if is_recipe(getattr(config, "quantization_config", None)):
-            del config.quantization_config
-    keep_published_names(model)
+    for part in (model, *(inner for _, inner in parts_with_configs(model))):
+        if is_recipe(getattr(part.config, "quantization_config", None)):
+            del part.config.quantization_config
+        keep_published_names(part)
     declare_published_ties(model)
 
 
@@ -176,6 +177,7 @@ def make_room(model: nn.Module, edit: Edit) -> None:
     """A transformers model is ready to carry a recipe; raises `CheckpointError` where it cannot."""
     if is_transformers(model):
         require_room(model)
+        require_own_recipe(model)
         own_configs(model, edit)
         deny_ties(model, edit)
         if not is_recipe(quantization_of(model)):
@@ -207,6 +209,18 @@ def rewritten_class(config: Any) -> str | None:
     It is not always the model's own: the base of a rewritten model, saved by itself, is the base of that.
     """
     return entry_of(config).get("architecture")
+
+
+def require_own_recipe(model: Any) -> None:
+    """Raise `CheckpointError` where the model's recipe was applied to another class, which no further pass can be replayed on."""
+    entry = entry_of(model.config) if stored_recipe(model) else {}
+    architecture, kind = entry.get("architecture"), type(model).__name__
+    if architecture not in (None, kind) or entry.get("part"):
+        raise CheckpointError(
+            f"{kind} is rewritten no further",
+            why=f"it was loaded from a rewritten {architecture}, and its recipe is replayed on that",
+            remedy=f"apply the passes to the {architecture}, save it and load that as {kind}",
+        )
 
 
 def require_room(model: Any) -> None:

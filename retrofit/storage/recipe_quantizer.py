@@ -283,6 +283,7 @@ def rewrite_inner_part(model: Any, entry: RecipeConfig) -> set[nn.Module]:
             if value is model.config:
                 vars(module)[name] = config
     model.config = config
+    model.__dict__["retrofit_recipe"] = tuple(entry.recipe)  # its config says of which class and part
     recipe_storage.store_recipe(model, entry.recipe, entry.applied_to)
     transformers_bookkeeping.keep_on_one_device(model, dense)
     return dense | {model}

@@ -8,6 +8,7 @@ skeleton has to be what it puts there in that model; what only a tensor's shape 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from retrofit.pipeline.recipe_storage import stored_inputs
 from retrofit.surgery.transformers_bookkeeping import shared_names
 
 SAFETENSORS = ".safetensors"
+PASSING = ("training", "name_or_path")  # attributes of a model that are not of its structure
 Structure = dict[str, tuple[type, dict[str, Any], dict[str, Any]]]  # by path: class, plain attributes, shapes of own tensors
 
 
@@ -36,10 +38,10 @@ def recorded_skeleton(kind: type[Any], record: Mapping[str, Any], like: Any) -> 
     if not fields or kind.config_class is None:
         return None
     try:
-        config = kind.config_class.from_dict(dict(fields))
+        config = kind.config_class.from_dict(copy.deepcopy(dict(fields)))
         config._attn_implementation = like.config._attn_implementation
         model = kind(config)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except Exception as error:  # whatever transformers and the class make of a damaged config
         raise CheckpointError(
             f"the {kind.__name__} that the recipe was applied to cannot be built again",
             why=f"{type(error).__name__}: {error}",
@@ -57,7 +59,7 @@ def structure_of(model: nn.Module) -> Structure:
 
 def structure_of_module(module: nn.Module) -> tuple[type, dict[str, Any], dict[str, Any]]:
     """Return the class of a module (of a graph module its code), its plain attributes and the shapes of its own tensors."""
-    attributes = {name: plain(value) for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    attributes = {name: plain(value) for name, value in vars(module).items() if not name.startswith("_") and name not in PASSING}
     if isinstance(module, fx.GraphModule):  # each has a class of its own
         return fx.GraphModule, {"code": module.code}, {name: tuple(tensor.shape) for name, tensor in own_tensors(module)}
     return type(module), attributes, {name: tuple(tensor.shape) for name, tensor in own_tensors(module)}

@@ -151,10 +151,8 @@ def test_layers_grouped_otherwise_are_refused(tmp_path):
 
 
 def test_shared_layers_called_less_often_are_refused(tmp_path):
-    shape = {**SMALL, "embedding_size": 16, "num_hidden_groups": 1}
-    rewritten(transformers.AlbertForMaskedLM(transformers.AlbertConfig(**shape)).eval(), "memory(lookup=softmax)").save_pretrained(
-        tmp_path
-    )
+    model = transformers.AlbertForMaskedLM(transformers.AlbertConfig(**SMALL, embedding_size=16, num_hidden_groups=1)).eval()
+    rewritten(model, "memory(lookup=softmax)").save_pretrained(tmp_path)
     with pytest.raises(CheckpointError):
         transformers.AlbertForMaskedLM.from_pretrained(tmp_path, num_hidden_layers=2)
 
@@ -198,7 +196,7 @@ def test_the_record_of_a_recipe_is_plain_data_and_comes_back(tmp_path):
     first, second = map(AppliedTo.from_dict, record["passes"])
     assert ("model.embed_tokens.weight", "lm_head.weight") in first.ties
     assert {f"model.layers.{depth}" for depth in range(4)} <= set(first.sites) and second.sites
-    assert first.stacks == (("decoder", 4, 32, 4),) and second.stacks[0][1:3] == (4, 64)
+    assert first.stacks == (("decoder", 4, 32, 4),) and second.stacks[0][1:3] == (4, 32)
     assert "quantization_config" not in record["config"] and record["config"]["num_hidden_layers"] == 4
     back = reloaded(model, tmp_path / "a")
     again = reloaded(back, tmp_path / "b")
@@ -389,6 +387,14 @@ def test_the_whole_model_loads_beside_its_parts_and_forgets_with_them(tmp_path):
     assert recipe_storage.entry_of(back.model.language_model.config)["part"] == "model.language_model"
     recipe_storage.store_recipe(back, ())
     assert not recipe_storage.entry_of(back.config) and not recipe_storage.entry_of(back.model.language_model.config)
+
+
+def test_a_part_is_rewritten_no_further(tmp_path):
+    part = rewritten(llava(), "memory(lookup=softmax)").model.language_model
+    back = type(part).from_pretrained(save(part, tmp_path)).eval()
+    with pytest.raises(CheckpointError):
+        retrofit.apply(back, "recurrence", verify=False)
+    assert torch.equal(back(IDS)[0], part(IDS)[0])
 
 
 def test_a_part_of_another_size_is_refused(tmp_path):
