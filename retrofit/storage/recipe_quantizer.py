@@ -181,14 +181,17 @@ BUILDING = contextvars.ContextVar("building", default=False)  # within a call of
 def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) -> Any:
     """Return the model of class `kind` that transformers' `own` makes of the config, rewritten as the recipe in the config says.
 
-    A config that is being loaded, or is that of a part of a rewritten model, is left to who loads it. Raises `CheckpointError`
-    where the recipe was applied to another class.
+    A config that is being loaded, or is that of a part of a rewritten model, is left to who loads it; a base class, which others
+    build by this call, is dense. Raises `CheckpointError` for any other class than the recipe was applied to.
     """
     entry = getattr(config, "quantization_config", None)
     if BUILDING.get() or not (isinstance(entry, dict) and recipe_storage.is_recipe(entry)) or entry.get("part"):
         return own(kind, config, **kwargs)
     recipe, architecture = list(entry.get("recipe", ())), entry.get("architecture")
-    if recipe and architecture not in (None, kind.__name__):
+    if not recipe or architecture not in (None, kind.__name__):
+        model = own(kind, config, **kwargs)
+        if not recipe or model.base_model is model:
+            return model
         raise CheckpointError(
             f"no {kind.__name__} is built from this config",
             why=f"it holds the recipe {', '.join(recipe)}, which was applied to {architecture}",
@@ -199,18 +202,17 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
         model = own(kind, copy.deepcopy(config), **kwargs)
     finally:
         BUILDING.reset(token)
-    if recipe:
-        from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
+    from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
 
-        dense = set(model.modules())
-        replaying.replay(model, recipe, entry.get("applied_to"))
-        transformers_bookkeeping.keep_on_one_device(model, dense)
-        with torch.device("cpu"):  # what no file holds has values, though the weights may have none yet
-            for module in set(model.modules()) - dense:
-                for name in module._non_persistent_buffers_set:
-                    buffer = module._buffers[name]
-                    module._buffers[name] = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
-            rebuild_buffers(model, dense)
+    dense = set(model.modules())
+    replaying.replay(model, recipe, entry.get("applied_to"))
+    transformers_bookkeeping.keep_on_one_device(model, dense)
+    with torch.device("cpu"):  # what no file holds has values, though the weights may have none yet
+        for module in set(model.modules()) - dense:
+            for name in module._non_persistent_buffers_set:
+                buffer = module._buffers[name]
+                module._buffers[name] = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
+        rebuild_buffers(model, dense)
     return model
 
 
