@@ -212,14 +212,13 @@ def rewritten_class(config: Any) -> str | None:
 
 
 def require_own_recipe(model: Any) -> None:
-    """Raise `CheckpointError` where the model's recipe was applied to another class, which no further pass can be replayed on."""
+    """Raise `CheckpointError` where the model's recipe was applied to a larger one around it, on which it is replayed."""
     entry = entry_of(model.config) if stored_recipe(model) else {}
-    architecture, kind = entry.get("architecture"), type(model).__name__
-    if architecture not in (None, kind) or entry.get("part"):
+    if entry.get("part"):
         raise CheckpointError(
-            f"{kind} is rewritten no further",
-            why=f"it was loaded from a rewritten {architecture}, and its recipe is replayed on that",
-            remedy=f"apply the passes to the {architecture}, save it and load that as {kind}",
+            f"{type(model).__name__} is rewritten no further",
+            why=f"it was saved as {entry['part']} of a rewritten {entry['architecture']}, on which its recipe is replayed",
+            remedy=f"apply the passes to the {entry['architecture']}, and save {entry['part']} of that",
         )
 
 
