@@ -161,7 +161,7 @@ OTHER_FORMS = {
     "altup": ("k=2, coefficients=dynamic", "k=3, extra=6", "k=2, layers=0-1"),
     "sequence-altup": ("k=3, layers=1", "k=2, method=average-pooling", "k=3, layers=all, method=stride-and-skip"),
     "sparse-ffn": ("sparsity=4, active=2", "sparsity=4, controller=gate", "sparsity=4, multiply_by_controller=true, scale=true"),
-    "shared-moe": ("experts=2, share_attention=true", "experts=3, groups=0, renormalize=false", "experts=4, capacity=0"),
+    "shared-moe": ("experts=2, share_attention=true", "experts=3, groups=0, renormalize=false", "experts=4, capacity=1"),
     "memory": ("lookup=softmax, beside=ffns", "lookup=lsh, buckets=4, rank=1, layers=1", "lookup=token-id, sparse=true"),
     "recurrence": ("rank=2, bidirectional=true", "rank=2, layers=1-2"),
     "lsh-attention": ("share=queries", "share=queries, rounds=1, buckets=2, chunk=4"),
