@@ -244,7 +244,7 @@ MUTANTS = [
     ),
     losses(
         "the balance loss is added in evaluation too",
-        "if not (self.module.training and torch.is_grad_enabled()):",
+        "if not (module.training and torch.is_grad_enabled()):",
         "if False:",
         trials=SHARED,
         equivalent="mixtures record their balance loss in training only, so in evaluation there is none to add",

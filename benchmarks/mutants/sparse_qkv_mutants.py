@@ -182,8 +182,8 @@ MUTANTS = [
     ),
     attention(
         "the history keeps the first of the new tokens, not the last",
-        "histories[name].push(m)",
-        "histories[name].push(m.flip(1))",
+        "histories[name].push(m, None",
+        "histories[name].push(m.flip(1), None",
         trials=on("gpt2 llama t5", "sparse-qkv"),
     ),
     attention(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retrofit.anatomy.findings import Findings
 from retrofit.anatomy.sites import NearMiss
 from retrofit.anatomy.text import plain, table
-from retrofit.anatomy.wrapped_modules import WrappedModule, find_sites
+
+if TYPE_CHECKING:
+    from retrofit.anatomy.wrapped_modules import WrappedModule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,4 +33,6 @@ class Anatomy(Findings):
         be outside too. A module that runs at several depths is one site with all of them. `layers` restricts the parts to those
         depths of each stack.
         """
+        from retrofit.anatomy.wrapped_modules import find_sites  # here, so that printing an anatomy never waits for torch
+
         return find_sites(self, *kinds, layers=layers)

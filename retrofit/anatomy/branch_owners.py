@@ -65,7 +65,8 @@ class BranchOwners:
     def owner(self, branch: Branch) -> BranchOwner:
         """The innermost call that owns `branch`, or the outer one of a module that only this layer calls, or that reads a sequence.
 
-        Raises `DoesNotFitError` with what the innermost module that computes it all does besides, or does not.
+        Of nested calls that take and return the same tensors it is the outermost: the inner ones may be parts of a method. Raises
+        `DoesNotFitError` with what the innermost module that computes it all does besides, or does not.
         """
         region, output = self.region(branch), self.flow.node(branch.output)
         return self.innermost(branch, region, output, [node for node in region if is_heavy(node)] or region)
@@ -144,7 +145,8 @@ class BranchOwners:
         alone = [one for one in found if self.is_alone(one.call, self.layers[branch])]
         flat = len(shape(inner.x) or ()) < len(shape(self.flow.node(branch.add)) or ())
         laid_out = [one for one in alone or found if not flat or self.lays_out(one, inner)]
-        return (laid_out or alone or found)[0]
+        chosen = (laid_out or alone or found)[0]
+        return [one for one in alone or found if one.x is chosen.x and one.y is chosen.y][-1]
 
     def as_owner(self, call: Call, branch: Branch, region: set[fx.Node], output: fx.Node, others: tuple[str, ...]) -> BranchOwner:
         """`call` as the owner of a branch; raises `DoesNotFitError` where it does more or less."""

@@ -137,7 +137,7 @@ def _(model: Any) -> None:
     "a layer works on the wrong block", check="function", names="model.layers.1.layer.input_layernorm", spec="altup(k=2, init=hop)"
 )
 def _(model: Any) -> None:
-    layers(model)[1].active = 0
+    layers(model)[1].active = layers(model)[0].next_active = 0
 
 
 @fault("a row of p is off", check="function", names="model.layers.1.layer.input_layernorm")
