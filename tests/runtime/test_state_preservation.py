@@ -76,6 +76,8 @@ def test_hooks_that_a_model_adds_to_itself_are_gone_with_the_note_that_they_are_
     with preserve_state(model), torch.no_grad():
         assert len(model(ids, output_hidden_states=True).hidden_states) == model.config.num_hidden_layers + 1
     assert all(handle.id in module._forward_hooks for handle, module in zip(keep, model.modules(), strict=True))
+    for handle in keep:
+        handle.remove()
     retrofit.apply(model, "sparse-ffn(sparsity=4)", example_inputs={"input_ids": ids, "output_hidden_states": True})
     with torch.no_grad():
         assert len(model(ids, output_hidden_states=True).hidden_states) == model.config.num_hidden_layers + 1
