@@ -114,6 +114,6 @@ def tie_as(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
 
 
 def assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register `parameter` as the model's parameter `name`."""
+    """Put `parameter` in the place of the model's parameter `name`; as it is, whatever hooks into registering parameters."""
     owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, parameter)
+    model.get_submodule(owner)._parameters[leaf] = parameter

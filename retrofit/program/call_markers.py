@@ -129,13 +129,15 @@ def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
     """The graph has no markers and the calls have their inputs and outputs; returns the innermost call of every node."""
     owner: dict[fx.Node, Call] = {}
     mark = torch.ops.retrofit.mark.default
-    by_path: dict[tuple[str, int], Call] = {(call.path, call.index): call for call in calls} | calls_by_other_names(calls)
+    by_path = CallsByPath(calls)
     for node in list(graph.nodes):
         if node.op not in ("call_function", "get_attr"):
             continue
         if node.target is mark:
             source, number, leaves, key = node.args
             call = calls[number]
+            if not leaves:
+                by_path.under_way[call.path] = call
             if key.startswith(KEPT):
                 call.kept[key.removeprefix(KEPT)] = source
             else:
@@ -147,28 +149,16 @@ def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
     return owner
 
 
-def calls_by_other_names(calls: list[Call]) -> dict[tuple[str, int], Call]:
-    """The calls of modules with several paths, by each path and the number of the call by that path, as the tracer counts them."""
-    called = {path for call in calls for path in (call.path, *call.names)}
-    ways = {calls[0]: {""}}  # the paths by which each was called
-    counts: dict[str, int] = {}
-    found: dict[tuple[str, int], Call] = {}
-    for call in calls[1:]:
-        assert call.parent is not None
-        ways[call] = {path for path in (call.path, *call.names) if owner_path(path, called) in ways[call.parent]}
-        for path in ways[call] if call.names else ():
-            found[path, counts.get(path, 0)] = call
-            counts[path] = counts.get(path, 0) + 1
-    return found
+class CallsByPath(dict[tuple[str, int], Call]):
+    """Calls by path and index; of a module with several paths, whose calls the tracer counts by path, the one under way."""
 
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__({(call.path, call.index): call for call in calls})
+        self.first = {path: call.path for call in calls if call.names for path in (call.path, *call.names)}
+        self.under_way: dict[str, Call] = {}  # by the first path of a module: the call that began last, in the order of the trace
 
-def owner_path(path: str, called: set[str]) -> str:
-    """The path of the nearest module around the one at `path` that is called."""
-    while path:
-        path = path.rpartition(".")[0]
-        if path in called:
-            break
-    return path
+    def get(self, key: tuple[str, int], default: Any = None) -> Any:
+        return self.under_way.get(self.first.get(key[0], "")) or super().get(key, default)
 
 
 def parse_key(text: str) -> Key:

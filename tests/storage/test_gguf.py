@@ -224,7 +224,8 @@ def test_a_failed_rewrite_leaves_a_loaded_model_as_it_was(packed: Path, monkeypa
         raise VerificationError("no")
 
     monkeypatch.setattr("retrofit.rewriting.check_rewrite", failing)
-    monkeypatch.setattr("retrofit.rewriting.Reference.of", lambda *args, **kwargs: {"parameters": None})
+    measured = type("Measured", (dict,), {"optional": ()})(parameters=None)
+    monkeypatch.setattr("retrofit.rewriting.Reference.of", lambda *args, **kwargs: measured)
     with pytest.raises(VerificationError):
         retrofit.apply(model, "sum")
     assert model.config.quantization_config is config and model.hf_quantizer is quantizer and model.is_quantized
