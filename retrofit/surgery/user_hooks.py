@@ -61,7 +61,8 @@ def user_hooks(model: nn.Module) -> Iterator[UserHook]:
                 if is_users(module, key, hook):
                     yield UserHook(path, kind, name_of(hook), module, table in CALLED)
         forward = own_forward(module)
-        if forward is not None and not isinstance(forward, ForwardReplacement) and not aligns_devices(module):
+        replaced = forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+        if replaced and not isinstance(forward, ForwardReplacement) and not aligns_devices(module):
             yield UserHook(path, "forward of its own", name_of(getattr(module, "_hf_hook", forward)), module)
         if parametrize.is_parametrized(module):
             yield UserHook(path, "parametrization", ", ".join(module.parametrizations), module, False)  # type: ignore[arg-type]

@@ -72,6 +72,7 @@ def test_the_recipes_below_replace_forwards() -> None:
 
 @pytest.fixture
 def accelerator() -> Iterator[Any]:
+    AcceleratorState._reset_state(True)  # that of another test in this process
     yield accelerate.Accelerator(mixed_precision="bf16", cpu=True)
     AcceleratorState._reset_state(True)
 
