@@ -42,7 +42,7 @@ from retrofit.surgery.wrappers import Wrapper
 
 ELEMENTS = 40_000_000  # parameters of sites that are computed again; of larger models some sites, evenly spaced
 NAMED = 3  # problems that the report names
-PROBES = 64  # random rows that its projections are tried on
+PROBES = 24  # random rows that its projections are tried on
 ROWS = 2  # of what each dense module receives and returns
 ADAPTED = "it computes with adapters, which its formula has not; merge them (retrofit.merge_adapters), and verify the result"
 NO_REFERENCE = "no MethodReference says what its modules compute"

@@ -37,7 +37,7 @@ SPECS = [
     "lsh-attention(chunk=4, buckets=4)",
     "shared-moe(groups=2)",
 ]
-some = pytest.mark.first(4)
+some = pytest.mark.first(2)
 
 
 def config(**more):
@@ -352,7 +352,7 @@ PARTS = {
 }
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "reversible", "shared-moe(groups=0)", "altup(k=2, embedding=recycled)"])
 def test_a_part_of_a_rewritten_model_is_saved_and_loaded_by_itself(spec, name, tmp_path):

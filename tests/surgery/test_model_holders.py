@@ -159,6 +159,7 @@ def test_an_adapter_for_each_row_of_a_batch(recipe: str, make: Any) -> None:
         assert (found[1] - adapted(**given, adapter_names=["__base__"] * 4).logits[1]).abs().max() > 1e-2
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", ["altup(k=2)", "memory, shared-moe(groups=1)", "sequence-altup(k=2,layers=1-2), lsh-attention"])
 def test_the_page_fills_an_empty_skeleton(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = rewritten(llama(num_hidden_layers=4, tie_word_embeddings=True), recipe)
