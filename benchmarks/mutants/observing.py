@@ -300,5 +300,5 @@ class Measured:
     def __init__(self, reference: Any) -> None:
         self.reference = reference
 
-    def of(self, *arguments: Any) -> Any:
+    def of(self, *arguments: Any, **options: Any) -> Any:
         return self.reference

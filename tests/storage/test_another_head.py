@@ -162,6 +162,7 @@ def test_the_shared_part_is_there_and_the_rest_is_new(family: str, spec: str, tm
             continue
         plain, new = loaded(tmp_path / "dense", name)
         other, missing = loaded(tmp_path / "rewritten", name)
+        new &= other.state_dict().keys()  # a head that a pass replaced has other parameters, which are in the files
         assert missing == new or (wide and {*map(part, missing)} == {*map(part, new)}), name
         for drawn, like in ((other.get_parameter(one), plain.get_parameter(one)) for one in missing & new):
             assert drawn.abs().max() <= 10 * like.abs().max()

@@ -67,7 +67,9 @@ def reloaded(model, folder, **how):
 
 
 def untie_head(model):
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight + 0.1 * torch.randn_like(model.lm_head.weight))
+    for module in model.lm_head.modules():  # one matrix, or the two that a pass put in its place
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter + 0.1 * torch.randn_like(parameter)))
 
 
 def untie_table(model):
