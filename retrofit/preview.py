@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from typing import Any
 
 from torch import fx, nn
@@ -15,7 +16,7 @@ from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, join_r
 from retrofit.pipeline.accounts import aligned, plan_rows, separated
 from retrofit.pipeline.protocol import AnyPass, Plan, Recipe
 from retrofit.program.capture import capture
-from retrofit.program.cost import flops_per_token
+from retrofit.program.cost import Cost, cost_of, flops_of_run, flops_per_token
 from retrofit.rewriting import (
     BECOMES_GRAPH,
     GRAPH_WAY_OUT,
@@ -164,6 +165,8 @@ def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, 
         model = transformer_inside(model, example_inputs)
         model, inputs, program = prepare_model(model, example_inputs, emit, report)
         skeleton = without_weights(model)
+        dense = cost_of(program)
+        run_counts = runs_as_captured(skeleton, inputs, dense)
         planned: list[PlannedPass] = []
         done: list[str] = []
         for one in parsed:
@@ -174,8 +177,8 @@ def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, 
             if plan.sites:
                 done.append(one.name)
         report("counting the cost of the result")
-        flops_before = flops_per_token(program)
-        flops_after = skeleton_flops(skeleton, inputs) if done else flops_before
+        flops_before = dense.flops_per_token
+        flops_after = skeleton_flops(skeleton, inputs, dense, run_counts) if done else flops_before
     return RecipePlan(tuple(planned), count_parameters(model), count_parameters(skeleton), flops_before, flops_after), model
 
 
@@ -215,12 +218,26 @@ def inspect_skeleton(skeleton: nn.Module, inputs: dict[str, Any], one: AnyPass, 
         ) from error
 
 
-def skeleton_flops(skeleton: nn.Module, inputs: dict[str, Any]) -> int | None:
-    """The FLOPs a token of a model without weights; None where it cannot be captured so."""
+def skeleton_flops(skeleton: nn.Module, inputs: dict[str, Any], dense: Cost, run_counts: bool) -> int | None:
+    """The FLOPs a token of a model without weights; None where it does not run so.
+
+    They are counted on a run where that counted (`run_counts`) what its graph has in the dense model, and else on its graph.
+    """
+    if run_counts:
+        with suppress(Exception):  # whatever the model's own code raises without values: its capture may still replay them
+            return round(flops_of_run(skeleton, named_inputs(skeleton, inputs)) / dense.tokens)
     try:
         return flops_per_token(capture(skeleton, named_inputs(skeleton, inputs)))
     except RetrofitError:
         return None
+
+
+def runs_as_captured(skeleton: nn.Module, inputs: dict[str, Any], dense: Cost) -> bool:
+    """Whether a run of the dense model's skeleton counts the FLOPs that its graph has."""
+    try:
+        return flops_of_run(skeleton, named_inputs(skeleton, inputs)) == dense.flops
+    except Exception:  # whatever the model's own code raises without values
+        return False
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -16,6 +16,7 @@ from support.functional_models import VOCABULARY, Functional
 from support.own_models import Block, Own
 from support.tiny_models import Plain, bert, gpt2, llama, t5, vit
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 import retrofit
 from retrofit.anatomy.sites import NearMiss, Site
@@ -61,6 +62,7 @@ CASES: list[tuple[Callable[[], nn.Module], tuple[str, ...]]] = [
     (llama, ("sum", FFN, LOSS)),
     (llama, (ALTUP, FFN)),
     (llama, (FFN, ALTUP)),
+    (llama, ("recurrence(rank=4)",)),
     (gpt2, ("sum", QKV)),
     (gpt2, ("altup(k=2, embedding=recycled)",)),
     (bert, ("sum", FFN)),
@@ -154,6 +156,38 @@ def test_a_plan_says_what_apply_then_does(build: Callable[[], nn.Module], specs:
         assert (planned.plan.new_parameters, planned.plan.formula) == (rewrite.new_parameters, rewrite.formula)
     assert plan.parameters_before == applied.parameters_before
     assert plan.parameters_after == applied.parameters_after == sum(one.numel() for one in applied.model.parameters())
+    assert (plan.flops_before, plan.flops_after) == (applied.flops_before, applied.flops_after)
+
+
+@pytest.mark.parametrize(("specs", "captures"), [((FFN,), 1), (("sum", FFN), 2)], ids=["a pass", "two passes"])
+def test_the_result_of_a_plan_is_run_and_not_captured(
+    specs: tuple[str, ...], captures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exports: list[nn.Module] = []
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda model, *args, **more: exports.append(model) or export(model, *args, **more))
+    retrofit.plan_of(llama(), *specs)
+    assert len(exports) == captures
+
+
+class TracedOtherwise(nn.Module):
+    """A module with one product more than its trace has."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.more = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x)
+        return out if get_proxy_mode() else out + 0 * self.more(x[..., :4]).sum()
+
+
+def test_products_that_only_a_run_has_are_not_counted() -> None:
+    model = llama()
+    model.model.layers[0].input_layernorm = TracedOtherwise(model.model.layers[0].input_layernorm)
+    plan = retrofit.plan_of(model, FFN)
+    applied = apply_reported(model, FFN, verify=False)
     assert (plan.flops_before, plan.flops_after) == (applied.flops_before, applied.flops_after)
 
 

@@ -64,9 +64,11 @@ LIKE = frozenset(
 
 def op(node: fx.Node) -> str:
     """The operation's name without namespace, overload or in-place underscore; the node's kind where it is none."""
-    target: Any = node.target
-    if node.op != "call_function":
-        return node.op
+    return op_name(node.target) if node.op == "call_function" else node.op
+
+
+def op_name(target: Any) -> str:
+    """The name of an operation without namespace, overload or in-place underscore; of another function its own."""
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name.partition("::")[2]
         return name if name.startswith("__") else name.rstrip("_")

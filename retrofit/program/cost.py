@@ -1,18 +1,25 @@
-"""What a captured program costs: its parameters, and the floating-point operations of its products, counted on the graph."""
+"""What a model costs: its parameters, and the floating-point operations of its products, counted on its graph or on a run."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from retrofit.program.aten_ops import op
+from retrofit.program.aten_ops import op_name
 from retrofit.program.program import Program
+from retrofit.program.tracing_contexts import disable_cache, silence_tracer
+from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.probes import run
+from retrofit.runtime.skeletons import HollowGroupedProducts
 
 # A product costs 2 operations (multiply, add) an element and summand; of element-wise operations only multiply-adds are counted.
 
@@ -56,17 +63,75 @@ def tokens_of(program: Program) -> int:
     return max(per_token, default=0) or next((int(value.shape[0]) for value in inputs if value.dim()), 1)
 
 
+def flops_of_run(skeleton: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Return the operations of one forward pass of a model without weights, by running it; raise what its code raises.
+
+    A run costs a tenth of a capture. It may differ from the graph where products of several operands are summed in another
+    order, or code reads what only a tracer shows: compare the two for the dense model before the number is used.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # code that asks for values does not ask for those of fake tensors
+    given = {name: fake.from_tensor(one) if isinstance(one, torch.Tensor) else one for name, one in inputs.items()}
+    counted = CountedProducts()
+    with (
+        evaluation_mode(skeleton),
+        torch.no_grad(),
+        disable_cache(skeleton),
+        silence_tracer(),
+        as_if_traced(),
+        fake,
+        HollowGroupedProducts(),
+        counted,
+    ):
+        run(skeleton, given)
+    return counted.flops
+
+
+@contextlib.contextmanager
+def as_if_traced() -> Iterator[None]:
+    """Within this context `torch.compiler` says that an exporter records what runs, as in a capture."""
+    flags: Any = torch.compiler
+    before = flags._is_compiling_flag, flags._is_exporting_flag
+    try:
+        flags._is_compiling_flag = flags._is_exporting_flag = True
+        yield
+    finally:
+        flags._is_compiling_flag, flags._is_exporting_flag = before
+
+
+class CountedProducts(TorchDispatchMode):
+    """Within this context `flops` grows by the operations of each product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        self.flops += flops_of_call(function, args, kwargs or {}, out)
+        return out
+
+
 def flops_of(node: fx.Node) -> int:
     """The operations of one node; 0 where it is no product."""
-    if node.op != "call_function":
+    if node.op != "call_function" or not is_counted(node.target):
         return 0
-    formula = FORMULAS.get(op(node))
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
+    return flops_of_call(node.target, args, kwargs, value_of(node))
+
+
+def is_counted(target: Any) -> bool:
+    """Whether the function is a product."""
+    return op_name(target) in FORMULAS or getattr(target, "_overloadpacket", target) in flop_registry
+
+
+def flops_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """The operations of one call of an operation with these values; 0 where it is no product."""
+    formula = FORMULAS.get(op_name(target))
     if formula is not None:
-        return formula(node)
-    packet = getattr(node.target, "_overloadpacket", node.target)
+        return formula(args, out)
+    packet = getattr(target, "_overloadpacket", target)
     if packet in flop_registry:
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
-        count = flop_registry[packet](*args, **kwargs, out_val=node.meta.get("val"))
+        count = flop_registry[packet](*args, **kwargs, out_val=out)
         return count if isinstance(count, int) else 0  # it depends on the data
     return 0
 
@@ -75,28 +140,32 @@ def value_of(node: Any) -> Any:
     return node.meta.get("val")
 
 
-def size(node: Any) -> tuple[int, ...]:
-    """The shape of a node's (first) value."""
-    value = value_of(node)
+def size(value: Any) -> tuple[int, ...]:
+    """The shape of a (first) value."""
     value = value[0] if isinstance(value, (tuple, list)) else value
     return tuple(extent if isinstance(extent, int) else 0 for extent in value.shape)  # 0: it depends on the data
 
 
-def matrix_product(node: fx.Node, operand: int) -> int:
-    """A product that sums over the last dimension of one operand."""
-    return 2 * math.prod(size(node)) * size(node.args[operand])[-1]
+def matrix_product(args: Sequence[Any], out: Any) -> int:
+    """A product that sums over the last dimension of its first operand."""
+    return 2 * math.prod(size(out)) * size(args[0])[-1]
 
 
-def attention_flops(node: fx.Node) -> int:
+def vector_product(args: Sequence[Any], out: Any) -> int:
+    """A product with a vector: each element of the first operand is read once."""
+    return 2 * math.prod(size(args[0]))
+
+
+def attention_flops(args: Sequence[Any], out: Any) -> int:
     """Queries times keys, weights times values."""
-    query, key, value = (size(node.args[position]) for position in range(3))
+    query, key, value = (size(args[position]) for position in range(3))
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
-def einsum_flops(node: fx.Node) -> int:
+def einsum_flops(args: Sequence[Any], out: Any) -> int:
     """Each operand in turn times the product so far, over all the indices that the two have; one operand alone is no product."""
-    terms = str(node.args[0]).replace(" ", "").split("->")[0].split(",")
-    operands = node.args[1]
+    terms = str(args[0]).replace(" ", "").split("->")[0].split(",")
+    operands = args[1]
     assert isinstance(operands, (list, tuple))
     extents: dict[str, int] = {}
     total = 0
@@ -113,25 +182,25 @@ def indices(term: str, rank: int) -> list[str]:
     return [*before, *(f".{place}" for place in range(hidden, 0, -1)), *after]
 
 
-def convolution_flops(node: fx.Node) -> int:
+def convolution_flops(args: Sequence[Any], out: Any) -> int:
     """Every output element sums over one filter."""
-    return 2 * math.prod(size(node)) * math.prod(size(node.args[1])[1:])
+    return 2 * math.prod(size(out)) * math.prod(size(args[1])[1:])
 
 
-def transposed_convolution_flops(node: fx.Node) -> int:
+def transposed_convolution_flops(args: Sequence[Any], out: Any) -> int:
     """Every input element spreads over one filter."""
-    return 2 * math.prod(size(node.args[0])) * math.prod(size(node.args[1])[1:])
+    return 2 * math.prod(size(args[0])) * math.prod(size(args[1])[1:])
 
 
-FORMULAS: dict[str, Callable[[fx.Node], int]] = {
-    "addcmul": lambda node: 2 * math.prod(size(node)),
-    "linear": lambda node: matrix_product(node, 0),
-    "matmul": lambda node: matrix_product(node, 0),
-    "mv": lambda node: 2 * math.prod(size(node.args[0])),
-    "dot": lambda node: 2 * math.prod(size(node.args[0])),
-    "_grouped_mm": lambda node: matrix_product(node, 0),
-    "grouped_mm": lambda node: matrix_product(node, 0),
-    "grouped_mm_fallback": lambda node: matrix_product(node, 0),
+FORMULAS: dict[str, Callable[[Sequence[Any], Any], int]] = {
+    "addcmul": lambda args, out: 2 * math.prod(size(out)),
+    "linear": matrix_product,
+    "matmul": matrix_product,
+    "mv": vector_product,
+    "dot": vector_product,
+    "_grouped_mm": matrix_product,
+    "grouped_mm": matrix_product,
+    "grouped_mm_fallback": matrix_product,
     "einsum": einsum_flops,
     "scaled_dot_product_attention": attention_flops,
     "conv1d": convolution_flops,

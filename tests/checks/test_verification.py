@@ -33,8 +33,9 @@ from retrofit.graphs.from_exported import from_exported
 from retrofit.graphs.graph_module import graph_module
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.program.capture import capture
-from retrofit.program.cost import Cost, cost_of
+from retrofit.program.cost import Cost, cost_of, flops_of_run
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.skeletons import without_weights
 from retrofit.surgery.edit import Fate
 
 
@@ -455,6 +456,7 @@ def test_flops_of_each_kind_of_product() -> None:
     convolution, multiply_add = 2 * (2 * 6 * 13) * (2 * 3), 2 * (2 * 4 * 15)
     assert cost.flops == einsum + attention + convolution + multiply_add
     assert cost.by_module == {"": einsum + attention + multiply_add, "filter": convolution}
+    assert flops_of_run(without_weights(model), {"x": torch.randn(2, 4, 15, device="meta")}) == cost.flops
 
 
 def test_a_model_with_another_attention_kernel_than_the_usual_one_comes_back_from_its_directory() -> None:
