@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from retrofit.anatomy.wording import format_change
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output, write_model
-from retrofit.cli.parser import STREAMS, Subparsers, add_model_arguments, require_path, seed
+from retrofit.cli.parser import STREAMS, Subparsers, add_checks_argument, add_model_arguments, require_path, seed
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
 from retrofit.cli.tables import print_table
@@ -54,6 +54,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--stream", action="store_true", help="with one site in memory at a time: for directories of safetensors larger than memory"
     )
     parser.add_argument("--dequantize", action="store_true", help="unpack the weights of a quantized model first")
+    add_checks_argument(parser)
     parser.add_argument("--no-verify", action="store_true", help="skip the checks of the rewritten model")
     parser.add_argument("--seed", metavar="N", type=seed, default=0, help="seed of whatever starts at random (default: 0)")
     parser.set_defaults(run=run)
@@ -69,6 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
         require_calibration(arguments.calibrate, passes)
     elif arguments.tokenizer is not None:
         raise UsageError("--tokenizer without --calibrate", why="no text is read", remedy="leave it out, or name a text")
+    if arguments.checks != "all" and (arguments.no_verify or arguments.stream):
+        other = "--no-verify" if arguments.no_verify else "--stream"
+        why = "nothing is checked" if arguments.no_verify else "a stream makes the checks that it can"
+        raise UsageError(f"--checks {arguments.checks} does not go with {other}", why=why, remedy="leave one of them out")
     output = arguments.output or default_output(arguments.model, [one.name for one in passes])
     check_model_output(output, arguments.force, arguments.model)
     if arguments.stream:
@@ -94,7 +99,9 @@ def run(arguments: argparse.Namespace) -> int:
         calibration = None if arguments.calibrate is None else read_calibration(arguments, model)
         embedded = None if calibration is None else EmbeddingComparison.of(arguments.model, model, arguments.calibrate)
         torch.manual_seed(arguments.seed)
-        applied = apply_reported(model, *passes, calibration=calibration, verify=not arguments.no_verify, progress=progress)
+        applied = apply_reported(
+            model, *passes, calibration=calibration, verify=not arguments.no_verify, checks=arguments.checks, progress=progress
+        )
         model = applied.model
         progress(f"writing {output}")
         write_model(model, source, output, arguments.force)
@@ -159,6 +166,7 @@ def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.T
 
 def summary(applied: Applied, output: Path) -> list[tuple[str, str]]:
     """What was rewritten, parameters and FLOPs before and after, what was verified or left out, where the result is."""
+    from retrofit.checks.registry import CHECKS
     from retrofit.storage.directories import left_out
 
     rows = separated(rewrite_rows(rewrite) for rewrite in applied.rewrites)
@@ -167,6 +175,9 @@ def summary(applied: Applied, output: Path) -> list[tuple[str, str]]:
     checks = applied.report.checks if applied.report is not None else ()
     rows.append(("verified", ", ".join(check.name for check in checks if check.status == "passed") or "nothing"))
     rows.extend(("not verified", f"{check.name}: {check.why}") for check in checks if check.status != "passed")
+    made = {check.name for check in checks}
+    if made and (others := [name for name in CHECKS if name not in made]):
+        rows.append(("not verified", f"{', '.join(others)}: left out by --checks"))
     if applied.report is not None and applied.report.inputs:
         rows.append(("verified on", applied.report.coverage))
     if dropped := left_out(applied.model):

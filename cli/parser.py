@@ -90,6 +90,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_checks_argument(parser: argparse.ArgumentParser) -> None:
+    """The parser reads which checks are made."""
+    parser.add_argument(
+        "--checks",
+        choices=("all", "quick"),
+        default="all",
+        help="quick: only graph, function and round trip, in half the time (default: all)",
+    )
+
+
 def config_place(text: str) -> Path:
     """The directory of a config, or the file where it has another name than config.json."""
     path = Path(text)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
-from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path
+from retrofit.cli.parser import Subparsers, add_checks_argument, add_model_arguments, config_for, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
 
@@ -37,6 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_model_arguments(parser)
     parser.add_argument("--against", metavar="DENSE", type=Path, help="the model it was rewritten from: compare the two functions")
+    add_checks_argument(parser)
     parser.add_argument("--onnx", action="store_true", help="also export to ONNX and compare; takes longer than all other checks")
     parser.add_argument(
         "--stream", action="store_true", help="with a part of both models in memory at a time, by the checks that can"
@@ -59,10 +60,16 @@ def run(arguments: argparse.Namespace) -> int:
     if is_onnx and arguments.onnx:
         raise UsageError("--onnx with an ONNX file", why="it is the export that is checked", remedy="leave --onnx out")
 
+    if arguments.checks != "all" and (is_onnx or arguments.stream):
+        why = "an ONNX file has one check" if is_onnx else "a stream makes the checks that it can"
+        raise UsageError(
+            f"--checks {arguments.checks} with {'an ONNX file' if is_onnx else '--stream'}", why=why, remedy="leave it out"
+        )
+
     if arguments.stream:
         return report_on_stream(arguments)
 
-    from retrofit.checks.registry import CHECKS
+    from retrofit.checks.registry import named_checks
     from retrofit.checks.verify import verify, verify_onnx
     from retrofit.storage.checkpoint import load
 
@@ -82,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress(f"reading {arguments.model}")
             model = read(arguments.model)
             progress("verifying")
-            report = verify(model, reference, checks=(*CHECKS, *(["onnx"] if arguments.onnx else [])))
+            report = verify(model, reference, checks=(*named_checks(arguments.checks), *(["onnx"] if arguments.onnx else [])))
     return show(report)
 
 

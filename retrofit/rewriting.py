@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import fx, nn
@@ -12,6 +12,7 @@ from torch import fx, nn
 from retrofit.anatomy.inspection import read_anatomy
 from retrofit.checks.finite_weights import require_finite
 from retrofit.checks.reference import Reference
+from retrofit.checks.registry import named_checks
 from retrofit.checks.report import Report
 from retrofit.checks.verify import check_rewrite
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, SpecError, VerificationError, join_remedies
@@ -75,6 +76,7 @@ def apply(
     calibration: Any = None,
     verify: bool = True,
     emit: str = "module",
+    checks: str | Collection[str] = "all",
 ) -> Model:
     """`model`, rewritten by `passes` in order, in place where its modules allow; on any failure it is what it was before the call.
 
@@ -86,10 +88,19 @@ def apply(
 
     `passes` are objects or specs (`"altup(k=2)"`); `example_inputs` (by argument name) are derived from the model where not given.
     `calibration`, what passes that start approximate are fitted on: texts, token ids (windows, length), or batches of inputs.
-    Raises `RetrofitError` where a pass does not fit, `VerificationError` where the result fails a check.
+    `checks` are those that `verify` makes: `"all"`, `"quick"` (graph, function and round trip) or their names.
+    Raises
+    `RetrofitError` where a pass does not fit, `VerificationError` where the result fails a check.
     """
     applied = apply_reported(
-        model, *passes, example_inputs=example_inputs, calibration=calibration, verify=verify, emit=emit, count_flops=False
+        model,
+        *passes,
+        example_inputs=example_inputs,
+        calibration=calibration,
+        verify=verify,
+        emit=emit,
+        checks=checks,
+        count_flops=False,
     )
     return applied.model  # type: ignore[return-value]
 
@@ -110,6 +121,7 @@ def apply_reported(
     calibration: Any = None,
     verify: bool = True,
     emit: str = "module",
+    checks: str | Collection[str] = "all",
     progress: Progress | None = None,
     count_flops: bool = True,
 ) -> Applied:
@@ -125,12 +137,13 @@ def apply_reported(
     if verify:
         require_values(model, "verified", "load its weights first, or rewrite it unverified: verify=False")
     require_use(calibration, chosen)
+    run_checks = named_checks(checks) if verify else ()
     how = functools.partial(
         rewrite_once,
         passes=chosen,
         example_inputs=example_inputs,
         calibration=calibration,
-        verify=verify,
+        checks=run_checks,
         say=say,
         count_flops=count_flops,
     )
@@ -178,7 +191,7 @@ def rewrite_once(
     passes: Recipe,
     example_inputs: Any,
     calibration: Any,
-    verify: bool,
+    checks: Collection[str],
     emit: str,
     say: Progress,
     count_flops: bool,
@@ -186,7 +199,7 @@ def rewrite_once(
     keep: Keep | None = None,
     dense: Program | None = None,
 ) -> Applied:
-    """What `apply_reported` does, on the model's modules or on its graph; `note` is told with the first pass.
+    """What `apply_reported` does, on the model's modules or on its graph, with the named `checks`; `note` goes to the first pass.
 
     `keep` gets the parameters that the edits put into the model (`Edit`). `dense` is the program of the same model with weights,
     whose modules are rewritten as they are: the model is not captured again.
@@ -201,9 +214,9 @@ def rewrite_once(
         dense = dataclasses.replace(dense, examples=inputs)  # on the device of this model
     reference = None
     optional: tuple[dict[str, Any], ...] = ()
-    if verify:
+    if checks:
         say("measuring the dense model")
-        reference = Reference.of(model, inputs, dense, optional=example_inputs is None)
+        reference = Reference.of(model, inputs, dense, checks=checks, optional=example_inputs is None)
         optional = reference.optional
     elif example_inputs is None and device_of(model).type != "meta" and keep is None:
         optional = with_optional(model, inputs)
@@ -237,7 +250,7 @@ def rewrite_once(
             edit.set_attribute(model, "name_or_path", "")
         say("capturing the result")
         report = result = None
-        if verify or count_flops or device_of(model).type == "meta":
+        if checks or count_flops or device_of(model).type == "meta":
             result = capture_result(model, inputs, passes)
         else:
             run_result(model, inputs, passes)
@@ -252,6 +265,7 @@ def rewrite_once(
                 accounts,
                 edit.account(),
                 program=result,
+                checks=checks,
                 calibration=edit.calibration,
                 dense_parameters=edit.dense,
             )

@@ -16,6 +16,7 @@ from retrofit.checks import cache, causality, cost, function, gradients, graph, 
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding
 from retrofit.checks.subject import Subject, Watch
+from retrofit.errors import RetrofitError
 
 
 class Check(Protocol):
@@ -40,10 +41,22 @@ CHECKS: dict[str, Check] = {
 }
 
 
+ON_REQUEST: dict[str, Check] = {"onnx": onnx}  # each costs more than all the others together
+QUICK = ("graph", "function", "round trip")  # what a rewrite that went wrong fails first
+SETS = {"all": tuple(CHECKS), "quick": QUICK}
+
+
+def named_checks(checks: str | Collection[str]) -> tuple[str, ...]:
+    """Return the names of a set of checks, of one check or of several; raise `RetrofitError` for one that does not exist."""
+    names = SETS.get(checks, (checks,)) if isinstance(checks, str) else tuple(checks)
+    for name in names:
+        if name not in CHECKS and name not in ON_REQUEST:
+            choices = ", ".join([*SETS, *CHECKS, *ON_REQUEST])
+            raise RetrofitError(f"there is no check called {name!r}", remedy=f"choose among {choices}")
+    return names
+
+
 def watches(subject: Subject, context: Context | None = None, names: Collection[str] = tuple(CHECKS)) -> dict[str, Watch]:
     """What each of the named checks wants to see of the first forward on the inputs."""
     watching = {name: getattr(CHECKS[name], "watch", None) for name in names if name in CHECKS}
     return {name: functools.partial(watch, subject, context) for name, watch in watching.items() if watch is not None}
-
-
-ON_REQUEST: dict[str, Check] = {"onnx": onnx}  # each costs more than all the others together

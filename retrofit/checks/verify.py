@@ -14,10 +14,10 @@ from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, Raised, attempt, failed
 from retrofit.checks.parameter_matching import match_parameters
 from retrofit.checks.reference import Reference
-from retrofit.checks.registry import CHECKS, ON_REQUEST, watches
+from retrofit.checks.registry import CHECKS, ON_REQUEST, named_checks, watches
 from retrofit.checks.report import CheckResult, Report
 from retrofit.checks.subject import Subject, other_shapes
-from retrofit.errors import DoesNotFitError, RetrofitError
+from retrofit.errors import DoesNotFitError
 from retrofit.graphs.dense_graph import as_dense_graph_of
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.pipeline.replaying import recipe, rewrites
@@ -49,20 +49,21 @@ def verify(
     reference: nn.Module | Reference | None = None,
     example_inputs: Any = None,
     *,
-    checks: Collection[str] = tuple(CHECKS),
+    checks: str | Collection[str] = "all",
 ) -> Report:
     """The report of the checks on `model`; `reference` is the model it was rewritten from, or what was measured on that.
 
     Without a reference the model is held to its own promises only; a measured one brings its own example inputs. The model is left
-    as it was. Raises `RetrofitError` for a model on the meta device, for one whose inputs cannot be derived and for a check that
-    does not exist. The check `onnx` runs only where `checks` names it.
+    as it was. `checks` are names, `"all"` or `"quick"` (graph, function and round trip); the check `onnx` runs only where it is
+    named. Raises `RetrofitError` for a model on the meta device, for one whose inputs cannot be derived and for a check that does
+    not exist.
     """
     require_module(model)
     require_no_prompt(model)
     require_trainable(model)
     model = transformer_inside(model, example_inputs)
     require_values(model, "verified", LOAD_FIRST)
-    require_known(checks)
+    checks = named_checks(checks)
     dense = None
     if reference is not None and not isinstance(reference, Reference):
         require_torch_module(reference, "reference")
@@ -70,7 +71,8 @@ def verify(
         require_values(reference, "verified", LOAD_FIRST)
         inputs = named_inputs(model, example_inputs)
         dense = reference if recipe(reference) else as_dense_graph_of(model, reference, inputs)
-        reference = Reference.of(dense, inputs, optional=example_inputs is None)
+        measured = {*checks, "parameters"}  # by which dense parameters are found again
+        reference = Reference.of(dense, inputs, checks=measured, optional=example_inputs is None)
     accounts, passes = rewrites(model), recipe(model) or ()
     if reference is not None and tuple(one.spec() for one in passes[: len(reference.recipe)]) == reference.recipe:
         passes = passes[len(reference.recipe) :]  # only what was done since is held against it
@@ -109,7 +111,7 @@ def check_rewrite(
     fates: Mapping[str, Fate],
     *,
     program: Program | None = None,
-    checks: Collection[str] = tuple(CHECKS),
+    checks: str | Collection[str] = "all",
     calibration: Calibration | None = None,
     dense_parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> Report:
@@ -119,7 +121,7 @@ def check_rewrite(
     A `program` captured since the rewriting spares a capture.
     """
     require_values(model, "verified", LOAD_FIRST)
-    require_known(checks)
+    checks = named_checks(checks)
     exact = all(one.exact for one in rewrites)
     subject = compared_subject(model, reference, program)
     known = dict(dense_parameters or {})
@@ -144,13 +146,6 @@ def admits(model: nn.Module, inputs: dict[str, Any]) -> bool:
 def compared_subject(model: nn.Module, reference: Reference, program: Program | None = None) -> Subject:
     """The model with the inputs that the dense model was measured on."""
     return Subject(model, tuple(named_inputs(model, inputs) for inputs in reference.shapes), program, is_large=reference.is_large)
-
-
-def require_known(checks: Collection[str]) -> None:
-    """Raises `RetrofitError` for a check that does not exist."""
-    unknown = [name for name in checks if name not in CHECKS and name not in ON_REQUEST]
-    if unknown:
-        raise RetrofitError(f"there is no check called {unknown[0]!r}", remedy=f"choose among {', '.join([*CHECKS, *ON_REQUEST])}")
 
 
 def run_checks(context: Context, reference: Reference | None, checks: Collection[str]) -> Report:

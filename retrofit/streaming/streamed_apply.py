@@ -187,7 +187,7 @@ def run_without_weights(
         passes=passes,
         example_inputs=None,
         calibration=None,
-        verify=False,
+        checks=(),
         emit="module",
         say=say,
         count_flops=True,

@@ -34,6 +34,7 @@ from retrofit.graphs.graph_module import graph_module
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run
+from retrofit.rewriting import apply_reported
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.skeletons import without_weights
 from retrofit.surgery.edit import Fate
@@ -316,6 +317,23 @@ def test_only_the_named_checks_are_made() -> None:
     assert [check.name for check in retrofit.verify(llama(), checks=("cache", "function")).checks] == ["function", "cache"]
     with pytest.raises(RetrofitError, match="no check called 'speed'"):
         retrofit.verify(llama(), checks=("speed",))
+
+
+def test_quick_checks_see_another_function() -> None:
+    dense = llama()
+    applied = apply_reported(llama(), "sum", checks="quick")
+    assert applied.report is not None and [check.name for check in applied.report.checks] == ["graph", "function", "round trip"]
+    assert retrofit.verify(applied.model, dense, checks="quick").ok
+    with torch.no_grad():
+        applied.model.get_submodule("model.norm").weight.mul_(1.01)
+    assert [check.name for check in retrofit.verify(applied.model, dense, checks="quick").failed] == ["function"]
+
+
+@pytest.mark.parametrize("checks", ["fast", ("graph", "speed")])
+def test_a_rewrite_with_checks_that_do_not_exist_is_refused_before_any_work(checks: str | tuple[str, ...]) -> None:
+    with pytest.raises(RetrofitError) as refused:
+        apply_reported(llama(), "sum", checks=checks, progress=pytest.fail)
+    assert "quick" in refused.value.remedy
 
 
 def test_a_model_without_weights_is_refused() -> None:

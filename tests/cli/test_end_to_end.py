@@ -200,6 +200,20 @@ def test_verify_tells_the_dense_model_from_another(
     assert re.search(r"^function +failed", capsys.readouterr().out, re.MULTILINE)
 
 
+def test_quick_checks_are_named_with_those_left_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["apply", "--pass", "sum", "--checks", "quick", "model.pt"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^verified +graph, function, round trip$", out, re.MULTILINE)
+    assert re.search(r"^not verified +.*causality.*cache.*gradients", out, re.MULTILINE)
+    assert main(["verify", "--checks", "quick", "model.sum.pt", "--against", "model.pt"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("3 passed")
+
+
+@pytest.mark.parametrize("other", ["--no-verify", "--stream"])
+def test_a_choice_of_checks_without_these_checks_is_refused(other: str, refused: Callable[..., str], untouched: None) -> None:
+    assert other in refused("apply", "--pass", "sum", "--checks", "quick", other, "model.pt")
+
+
 def test_inspect_shows_prints_and_draws(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "llama"]) == 0
     assert "model.layers" in capsys.readouterr().out
