@@ -148,9 +148,10 @@ def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | N
 
 def use_same_attention(model: nn.Module, loaded: nn.Module) -> None:
     """Both compute attention by the same kernel: which one is chosen when a model is loaded, and no config says it."""
-    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if is_transformers(loaded) and chosen and getattr(loaded.config, "_attn_implementation", None) != chosen:
-        loaded.set_attn_implementation(chosen)  # type: ignore[operator]
+    if is_transformers(model) and is_transformers(loaded):
+        chosen = transformers_bookkeeping.attention_of(model.config)
+        if transformers_bookkeeping.attention_of(loaded.config) != chosen:
+            loaded.set_attn_implementation(chosen)  # type: ignore[operator]
 
 
 def runs_to_repeat(subject: Subject) -> list[tuple[dict[str, Any], Run]]:

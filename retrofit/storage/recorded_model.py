@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import fx, nn
 from retrofit.errors import CheckpointError
 from retrofit.pipeline.applied_to import shortened
 from retrofit.pipeline.recipe_storage import stored_inputs
-from retrofit.surgery.transformers_bookkeeping import shared_names
+from retrofit.surgery.transformers_bookkeeping import attention_of, shared_names
 
 SAFETENSORS = ".safetensors"
 PASSING = ("training", "name_or_path")  # attributes of a model that are not of its structure
@@ -39,7 +39,7 @@ def recorded_skeleton(kind: type[Any], record: Mapping[str, Any], like: Any) -> 
         return None
     try:
         config = kind.config_class.from_dict(copy.deepcopy(dict(fields)))
-        config._attn_implementation = like.config._attn_implementation
+        config._attn_implementation = attention_of(like.config)
         model = kind(config)
     except Exception as error:  # whatever transformers and the class make of a damaged config
         raise CheckpointError(
@@ -143,9 +143,19 @@ def ties_in(model: nn.Module, *structures: Structure) -> set[frozenset[str]]:
 
 def config_differences(whole: Any, model: Any) -> list[str]:
     """Return what the configs of the two models differ in, one text a setting."""
-    then, now = (config.to_dict() for config in (whole.config, model.config))
-    kept = [key for key in then if not key.startswith("_") and key not in ("quantization_config", "architectures", "dtype")]
-    return [f"{key} is {now[key]}, and was {then[key]}" for key in kept if key in now and now[key] != then[key]]
+    then, now = (dict(settings_in(one.config.to_dict())) for one in (whole, model))
+    return [f"{key} is {now[key]}, and was {then[key]}" for key in then if key in now and now[key] != then[key]]
+
+
+def settings_in(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a config and of the configs in it that are of the model itself, by dotted name."""
+    for key, value in config.items():
+        if key.startswith("_") or key in ("quantization_config", "architectures", "dtype"):
+            continue
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            yield from settings_in(value, f"{place}{key}.")
+        else:
+            yield f"{place}{key}", value
 
 
 def names_in_files(files: Sequence[str] | None) -> set[str] | None:

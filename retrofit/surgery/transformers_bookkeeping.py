@@ -74,6 +74,14 @@ def transformers_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((path, part) for path, part in model.named_modules(remove_duplicate=False) if is_transformers(part))
 
 
+def attention_of(config: Any) -> Any:
+    """Return the attention implementation of a config and of the configs in it, as `attn_implementation` takes it."""
+    own = getattr(config, "_attn_implementation", None)
+    inner = {key: getattr(config, key, None) for key in getattr(config, "sub_configs", ())}
+    parts = {key: attention_of(part) for key, part in inner.items() if part is not None}
+    return own if all(part == own for part in parts.values()) else {"": own, **parts}
+
+
 def own_configs(model: Any, edit: Edit) -> None:
     """Give the model, and each module in it, a copy of its config: another model may hold the same one."""
     configs = sys.modules["transformers.configuration_utils"].PreTrainedConfig

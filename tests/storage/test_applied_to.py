@@ -392,6 +392,26 @@ def test_the_whole_model_loads_beside_its_parts_and_forgets_with_them(tmp_path):
     assert not recipe_storage.entry_of(back.config) and not recipe_storage.entry_of(back.model.language_model.config)
 
 
+def test_each_part_of_what_was_recorded_attends_as_it_does_in_the_model(tmp_path):
+    attention = {"": "eager", "text_config": "sdpa", "vision_config": "eager"}  # what lsh-attention replaces is in the text's alone
+    model = llava()
+    model.set_attn_implementation(attention)
+    model = rewritten(model, "lsh-attention(rounds=2, buckets=4, chunk=4)")
+    back = reloaded(model, tmp_path, attn_implementation=attention)
+    with torch.no_grad():
+        assert torch.equal(back(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_a_setting_of_an_inner_config_is_named(tmp_path):
+    model = rewritten(llava(), "memory(lookup=softmax, rank=2)")
+    model.save_pretrained(tmp_path)
+    config = transformers.LlavaConfig.from_pretrained(tmp_path)
+    config.text_config.num_hidden_layers = 5
+    with pytest.raises(CheckpointError) as refusal:
+        type(model).from_pretrained(tmp_path, config=config)
+    assert "text_config.num_hidden_layers is 5" in refusal.value.why and "hidden_size" not in refusal.value.why
+
+
 def test_a_part_is_rewritten_no_further(tmp_path):
     part = rewritten(llava(), "memory(lookup=softmax)").model.language_model
     back = type(part).from_pretrained(save(part, tmp_path)).eval()
