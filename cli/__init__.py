@@ -82,8 +82,10 @@ def build_parser() -> Parser:
         bundle,
         compare,
         completion,
+        convert,
         diff,
         export,
+        generate,
         inspect,
         merge,
         passes,
@@ -98,7 +100,8 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"retrofit {__version__}")
     parser.set_defaults(debug=False, several=False)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (apply, undo, inspect, plan, verify, diff, export, bundle, teach, train, merge, compare, passes):
+    commands = (apply, undo, inspect, plan, verify, diff, generate, convert, export, bundle, teach, train, merge, compare, passes)
+    for command in commands:
         command.add_parser(subparsers)
     completion.add_parser(subparsers, parser)
     return parser

@@ -229,7 +229,7 @@ def test_what_is_tested_is_what_is_supported() -> None:
 
 ORDER = (  # a package imports only those before it
     "errors runtime program surgery anatomy pipeline graphs onnx storage bundling checks undoing differences native adapters "
-    "training drawing rewriting preview streaming planning sdk passes cli __main__"
+    "training generation drawing rewriting preview streaming planning sdk passes cli __main__"
 ).split()
 FILES = {  # by the name they are imported by
     ".".join((*package.split("/"), *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): file

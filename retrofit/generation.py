@@ -1,0 +1,345 @@
+"""Text continued by a model in any of its forms.
+
+A transformers model generates with its own `generate` and its cache. ONNX files run in ONNX Runtime, on their
+states. Anything else that returns logits for every token, none of which depend on later tokens, is run again for every new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.errors import CaptureError, RetrofitError, first_line
+from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.pipeline.tokenization import (
+    BYTES,
+    Codec,
+    byte_codec,
+    config_special_ids,
+    read_tokenizer,
+    tokenizer_codec,
+    vocabulary_size,
+)
+from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.probes import (
+    accepts,
+    has_two_sides,
+    ids_name,
+    is_decoder_side,
+    is_numbering,
+    is_per_token,
+    logits_of,
+    scale_of,
+)
+from retrofit.storage.checkpoint import load
+from retrofit.storage.file_names import ONNX
+
+MOST_FOR_BYTES = 1024  # ids of a model that is given bytes where there is no tokenizer
+MOVED = 0.1  # share of the logits that rounding may move where a token is added
+PARTS = ("encoder_", "decoder_with_past_", "decoder_")  # how the names of an encoder-decoder's files begin
+STARTS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+
+Step = Callable[[Tensor], Tensor]  # the token ids so far, (1, length) → the logits of the next, (vocabulary,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """What a model wrote after a prompt."""
+
+    prompt: str
+    text: str
+    tokens: int  # generated
+    seconds: float
+    how: str  # it was generated
+    reads: str  # how text became ids
+    translated: bool = False  # an encoder read the prompt, and the text is a new one
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """How many tokens at most, and how each is chosen: the likeliest, or drawn at a temperature."""
+
+    tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@torch.no_grad()
+def continue_text(
+    path: Path,
+    prompt: str,
+    wanted: Wanted,
+    *,
+    tokenizer: Path,
+    required: bool = False,
+    config: Path | None = None,
+    allow_pickle: bool = False,
+) -> Continuation:
+    """Return what the model at `path` writes after `prompt`, read through the tokenizer in the folder `tokenizer`.
+
+    Raise `RetrofitError` where the model goes on from no text, and where there is no tokenizer and its ids are no bytes.
+    """
+    reader = read_tokenizer(tokenizer, required=required)
+    if path.suffix == ONNX:
+        return continue_in_onnxruntime(path, prompt, wanted, reader, special_ids_in(tokenizer))
+    model = load(path, config=config, allow_pickle=allow_pickle)
+    codec = codec_of(vocabulary_size(model), reader, config_special_ids(getattr(model, "config", None)), path)
+    if callable(getattr(model, "can_generate", None)) and model.can_generate():  # type: ignore[operator]
+        return continue_with_generate(model, prompt, wanted, reader, codec)
+    inputs = named_inputs(model)
+    two_sided = has_two_sides(inputs)
+    name = ids_name(inputs, decoder=two_sided)
+    if name is None:
+        raise no_text(path, "it reads no token ids, one after the other")
+    ids = encode(prompt, reader, codec, whole=two_sided)
+    fixed: dict[str, Tensor] = {}
+    if two_sided:
+        source = ids_name(inputs)
+        if source is None:
+            raise no_text(path, f"its encoder reads {', '.join(one for one in inputs if not is_decoder_side(one))}")
+        fixed = filled({key: value for key, value in inputs.items() if not is_decoder_side(key)}, source, ids)
+    own = {key: value for key, value in inputs.items() if key not in fixed}
+
+    def forward(tokens: Tensor) -> Tensor:
+        try:
+            return logits_of(model(**fixed, **filled(own, name, tokens)))[0]
+        except Exception as error:  # whatever the model's own code raises
+            raise CaptureError(
+                f"{path} does not run on {tokens.shape[1]} tokens",
+                why=first_line(error),
+                remedy="export it again with a dynamic length, or give a shorter text and fewer --tokens",
+            ) from error
+
+    begin = ids if not two_sided else start_of(special_ids_in(tokenizer), path)
+    require_next_token(forward, begin, codec, path)
+    how = "a forward of the whole text for every token"
+    return decode(lambda tokens: forward(tokens)[-1], begin, prompt, wanted, codec, how, two_sided)
+
+
+def codec_of(vocabulary: int, tokenizer: Any, special: dict[str, int], path: Path) -> Codec:
+    """Return the codec of the tokenizer, or of bytes; raise `RetrofitError` where a model of words has no tokenizer."""
+    if tokenizer is not None:
+        return tokenizer_codec(tokenizer, vocabulary, special)
+    if vocabulary > MOST_FOR_BYTES:
+        raise RetrofitError(
+            f"{path} has {vocabulary:,} ids and comes without a tokenizer",
+            why=f"text would be read as bytes, {BYTES} of these ids",
+            remedy="name the directory of its tokenizer with --tokenizer",
+        )
+    return byte_codec(vocabulary, special)
+
+
+def no_text(path: Path, why: str) -> RetrofitError:
+    return RetrofitError(
+        f"{path} does not go on from a text", why=why, remedy="give a model that predicts the next token of a text"
+    )
+
+
+def encode(prompt: str, tokenizer: Any, codec: Codec, *, whole: bool) -> Tensor:
+    """Return the ids of the prompt, (1, length), with what its tokenizer puts before them, and where it is `whole`, after them."""
+    ids = codec.encode(prompt).long() if tokenizer is None else torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long)
+    if not whole and len(ids) and int(ids[-1]) == codec.end:
+        ids = ids[:-1]
+    if not len(ids):
+        raise RetrofitError("the text holds no token", remedy="give a text to go on from")
+    return ids[None]
+
+
+def filled(inputs: Mapping[str, Any], name: str, tokens: Tensor) -> dict[str, Any]:
+    """Return the inputs for these tokens: masks without padding, numberings as long, what is of another kind as it is."""
+    found = dict(inputs)
+    for key, value in inputs.items():
+        if key == name:
+            found[key] = tokens.to(value)
+        elif is_per_token(value):
+            numbers = torch.arange(tokens.shape[1])[None] if is_numbering(value) else value[:1, -1:].expand(1, tokens.shape[1])
+            found[key] = numbers.to(value)
+    return found
+
+
+def require_next_token(forward: Callable[[Tensor], Tensor], tokens: Tensor, codec: Codec, path: Path) -> None:
+    """Raise `RetrofitError` where a forward gives no logits for each token, or such that depend on later ones."""
+    logits, longer = forward(tokens), forward(torch.cat([tokens, tokens[:, :1]], 1))
+    if logits.dim() != 2 or len(logits) != tokens.shape[1] or logits.shape[1] < codec.plain.stop:
+        raise no_text(
+            path, f"for {tokens.shape[1]} tokens it returns {'×'.join(map(str, logits.shape))} numbers, no logits of each"
+        )
+    moved = (longer[:-1] - logits).abs() > 1e-4 * scale_of(logits)
+    if float(moved.float().mean()) > MOVED:
+        raise no_text(path, "its outputs depend on later tokens: it fills gaps, or embeds")
+
+
+def continue_with_generate(model: Any, prompt: str, wanted: Wanted, tokenizer: Any, codec: Codec) -> Continuation:
+    """Return what transformers' own `generate` makes of the prompt."""
+    if model.main_input_name not in ("input_ids", "inputs_embeds") and not accepts(model, "input_ids"):
+        raise no_text(Path(model.config.name_or_path or type(model).__name__), f"it reads {model.main_input_name}")
+    two_sided = bool(getattr(model.config, "is_encoder_decoder", False))
+    ids = encode(prompt, tokenizer, codec, whole=two_sided)
+    how: dict[str, Any] = {"max_new_tokens": wanted.tokens, "do_sample": wanted.temperature > 0, "num_beams": 1}
+    if wanted.temperature > 0:
+        how.update(temperature=wanted.temperature, top_k=0, top_p=1.0)
+        torch.manual_seed(wanted.seed)
+    if getattr(model.generation_config, "pad_token_id", None) is None:
+        how["pad_token_id"] = 0
+    began = time.perf_counter()
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0]
+    seconds = time.perf_counter() - began
+    new = made[1:] if two_sided else made[ids.shape[1] :]
+    how_made = "transformers' generate, with the model's cache"
+    return Continuation(prompt, spoken(codec, new.tolist()), len(new), seconds, how_made, codec.name, two_sided)
+
+
+def decode(
+    step: Step, begin: Tensor, prompt: str, wanted: Wanted, codec: Codec, how: str, translated: bool = False
+) -> Continuation:
+    """Return what comes of one step after the other, until the text ends or there are as many tokens as wanted."""
+    generator = torch.Generator().manual_seed(wanted.seed)
+    tokens, began = begin, time.perf_counter()
+    for _ in range(wanted.tokens):
+        logits = step(tokens).float()
+        if wanted.temperature > 0:
+            new = torch.multinomial((logits / wanted.temperature).softmax(-1), 1, generator=generator)
+        else:
+            new = logits.argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, new[None].to(tokens)], 1)
+        if int(new) == codec.end:
+            break
+    made = tokens[0, begin.shape[1] :].tolist()
+    return Continuation(prompt, spoken(codec, made), len(made), time.perf_counter() - began, how, codec.name, translated)
+
+
+def spoken(codec: Codec, ids: list[int]) -> str:
+    """Return the text of the ids, without the one that ends it."""
+    return codec.decode(ids[:-1] if ids and ids[-1] == codec.end else ids)
+
+
+# ── ONNX ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def continue_in_onnxruntime(path: Path, prompt: str, wanted: Wanted, tokenizer: Any, special: dict[str, int]) -> Continuation:
+    """Return what the file, or the encoder and decoder files next to each other, make of the prompt."""
+    files = parts_at(path)
+    sessions = {name: OnnxSession(file) for name, file in files.items()}
+    decoder = sessions[PARTS[2]]
+    if "input_ids" not in decoder.inputs:
+        raise no_text(path, f"it reads {', '.join(decoder.inputs)}")
+    codec = codec_of(vocabulary_of_file(decoder, path), tokenizer, special, path)
+    cached = PARTS[1] in sessions or bool(decoder.empty_states(1))
+    if len(sessions) > 1:
+        ids, step = start_of(special, path), translating_step(sessions, encode(prompt, tokenizer, codec, whole=True))
+    else:
+        ids, step = encode(prompt, tokenizer, codec, whole=False), cached_step(decoder) if cached else whole_step(decoder)
+        if not cached:
+            require_next_token(lambda tokens: whole_logits(decoder, tokens), ids, codec, path)
+    how = f"ONNX Runtime, {'with its cache' if cached else 'the whole text for every token'}"
+    return decode(step, ids, prompt, wanted, codec, how, len(sessions) > 1)
+
+
+def parts_at(path: Path) -> dict[str, Path]:
+    """Return the files of a model by how the name of the part begins: the decoder alone, or an encoder's with it.
+
+    `path` names one of them, or is what `export` was given.
+    """
+    stem = path.name
+    for begin in PARTS:
+        stem = stem.removeprefix(begin)
+    files = {begin: path.with_name(f"{begin}{stem}") for begin in PARTS}
+    if files[PARTS[0]].is_file() and files[PARTS[2]].is_file():
+        return {begin: file for begin, file in files.items() if file.is_file()}
+    return {PARTS[2]: path}
+
+
+def vocabulary_of_file(session: OnnxSession, path: Path) -> int:
+    """Return how many logits a token has; raise `RetrofitError` where the file does not say."""
+    shapes = {one.name: one.shape for one in session.session.get_outputs()}
+    size = shapes["logits"][-1] if "logits" in shapes else None
+    if not isinstance(size, int):
+        raise no_text(path, f"it returns {', '.join(session.outputs[:3])}, and no logits of a known vocabulary")
+    return size
+
+
+def beside_tokens(tokens: Tensor) -> dict[str, Tensor]:
+    """Return what a decoder may read beside its tokens: a mask without padding, and their places."""
+    return {"attention_mask": torch.ones_like(tokens), "position_ids": torch.arange(tokens.shape[1])[None]}
+
+
+def whole_logits(session: OnnxSession, tokens: Tensor) -> Tensor:
+    return session({"input_ids": tokens, **beside_tokens(tokens), "token_type_ids": torch.zeros_like(tokens)})["logits"][0]
+
+
+def whole_step(session: OnnxSession) -> Step:
+    return lambda tokens: whole_logits(session, tokens)[-1]
+
+
+def cached_step(session: OnnxSession) -> Step:
+    """Return a step that runs the file on the tokens that it has not seen, and keeps its states."""
+    states, done = session.empty_states(1), 0
+
+    def step(tokens: Tensor) -> Tensor:
+        nonlocal states, done
+        beside, size = beside_tokens(tokens), session.tokens_per_step or tokens.shape[1]
+        outputs: Mapping[str, Tensor] = {}
+        for start in range(done, tokens.shape[1], size):
+            done = min(start + size, tokens.shape[1])
+            given = {"input_ids": tokens[:, start:done], "position_ids": beside["position_ids"][:, start:done]}
+            outputs = session({**given, "attention_mask": beside["attention_mask"][:, :done], **states})
+            states = next_step_states(outputs)
+        return outputs["logits"][0, -1]
+
+    return step
+
+
+def translating_step(sessions: Mapping[str, OnnxSession], source: Tensor) -> Step:
+    """Return a step of the decoder on the output of the encoder for `source`, with its states where there is a file for them."""
+    mask = torch.ones_like(source)
+    hidden = sessions[PARTS[0]]({"input_ids": source, "attention_mask": mask})["last_hidden_state"]
+    fixed = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
+    following = sessions.get(PARTS[1])
+    states: dict[str, Tensor] = {}
+
+    def step(tokens: Tensor) -> Tensor:
+        nonlocal states
+        if states and following is not None:
+            outputs = following({"input_ids": tokens[:, -1:], **fixed, **states})
+        else:
+            outputs = sessions[PARTS[2]]({"input_ids": tokens, **fixed})
+        states |= next_step_states(outputs)
+        return outputs["logits"][0, -1]
+
+    return step
+
+
+# ── What the files beside a tokenizer say ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def special_ids_in(folder: Path) -> dict[str, int]:
+    """Return the special ids in the configs that lie in the folder, by field; nothing where there are none."""
+    found: dict[str, int] = {}
+    for name in ("generation_config.json", "config.json"):
+        with contextlib.suppress(OSError, ValueError):
+            entries = json.loads((folder / name).read_text(encoding="utf-8"))
+            if isinstance(entries, dict):
+                for key, value in entries.items():
+                    if key.endswith("_token_id") and isinstance(value, int):
+                        found.setdefault(key, value)
+    return found
+
+
+def start_of(special: Mapping[str, int], path: Path) -> Tensor:
+    """Return the token that a decoder begins with, (1, 1); raise `RetrofitError` where no config says it."""
+    start = next((special[name] for name in STARTS if name in special), None)
+    if start is None:
+        raise RetrofitError(
+            f"{path} does not say which token its decoder begins with",
+            why="files of graphs have no config",
+            remedy="name the directory of the model that it was made from with --tokenizer: its config.json says it",
+        )
+    return torch.tensor([[start]])
