@@ -27,6 +27,7 @@ from retrofit.onnx.exporter.optimization import (
     optimize,
     remove_unused_inputs,
     separate_padding_from_pooling,
+    take_weights,
     weight_bytes,
 )
 from retrofit.onnx.exporter.parity import Parity, compare_with_torch, is_comparable, other_sizes, part_dtype, torch_rounding
@@ -253,4 +254,43 @@ def save_model(graph: onnx_ir.Model, path: Path) -> None:
     """The graph is in the file, its weights inside or, where one file cannot hold them, in `{name}_data`."""
     import onnx_ir
 
-    onnx_ir.save(graph, path, external_data=f"{path.name}_data" if weight_bytes(graph) > MOST_INLINE_BYTES else None)
+    if weight_bytes(graph) > MOST_INLINE_BYTES:
+        onnx_ir.save(graph, path, external_data=f"{path.name}_data")
+    else:
+        write_in_one_file(graph.clone(), path)
+
+
+def write_in_one_file(graph: onnx_ir.Model, path: Path) -> None:
+    """The graph is in the file, its weights written one after another as fields of the message; `graph` no longer holds them.
+
+    protobuf would hold all of them twice while it writes.
+    """
+    import onnx
+    import onnx_ir
+
+    weights = take_weights(graph)
+    for name in weights:
+        del graph.graph.initializers[name]
+    proto = onnx_ir.to_proto(graph)
+    rest = proto.graph.SerializeToString()
+    proto.ClearField("graph")
+    headers = {}
+    for name, tensor in weights.items():
+        header = onnx.TensorProto(name=name, dims=tensor.shape.numpy(), data_type=tensor.dtype.value).SerializeToString()
+        header += field_start(onnx.TensorProto.RAW_DATA_FIELD_NUMBER, tensor.nbytes)
+        headers[name] = field_start(onnx.GraphProto.INITIALIZER_FIELD_NUMBER, len(header) + tensor.nbytes) + header
+    size = len(rest) + sum(len(header) + weights[name].nbytes for name, header in headers.items())
+    with path.open("wb") as file:
+        file.write(proto.SerializeToString() + field_start(onnx.ModelProto.GRAPH_FIELD_NUMBER, size) + rest)
+        for name, header in headers.items():
+            file.write(header)
+            file.write(weights[name].tobytes())
+
+
+def field_start(number: int, size: int) -> bytes:
+    """What comes before the bytes of a field in a protobuf message: its number and kind, then how many they are, 7 bits a byte."""
+    found = bytearray([number << 3 | 2])
+    while size > 127:
+        found.append(size & 127 | 128)
+        size >>= 7
+    return bytes([*found, size])

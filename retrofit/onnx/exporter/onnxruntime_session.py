@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -49,11 +50,17 @@ def import_onnxruntime() -> Any:
 class OnnxSession:
     """An ONNX model, from its file or its bytes, that maps named tensors to named tensors on the CPU.
 
-    Its threads wait for work in a loop (`spinning`), or sleep.
+    Its threads wait for work in a loop (`spinning`), or sleep. `weights` are those that its bytes only name, as external data.
     """
 
     def __init__(
-        self, model: str | Path | bytes, threads: int | None = None, *, optimize: bool = True, spinning: bool = True
+        self,
+        model: str | Path | bytes,
+        threads: int | None = None,
+        *,
+        optimize: bool = True,
+        spinning: bool = True,
+        weights: Mapping[str, numpy.ndarray] | None = None,
     ) -> None:
         ort = import_onnxruntime()
         options = ort.SessionOptions()
@@ -64,6 +71,10 @@ class OnnxSession:
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if not optimize:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self.weights = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in (weights or {}).items()}  # no copies
+        options.add_external_initializers(list(self.weights), list(self.weights.values()))
+        if weights is not None:
+            options.add_session_config_entry("session.disable_prepacking", "1")  # a third copy, for a few short runs
         given = model if isinstance(model, bytes) else str(model)
         try:
             self.session: onnxruntime.InferenceSession = ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy
 from torch import Tensor
 
 from retrofit.errors import first_line
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
 Tensors: TypeAlias = Mapping[str, Tensor]
+LITTLE = 2**10  # bytes; a weight of no more is copied
 LARGEST = 2**30  # bytes of weights; a larger model is not copied and run to see what a fusion does to it
 PAIRWISE_RULES = {"SlicesSplit"}  # of the optimizer: tried on every pair of slices, for minutes where a graph has hundreds
 CHOOSES = {"ArgMax": 0, "ArgMin": 0, "TopK": 1}  # operators by the place of the output that says what was chosen
@@ -196,10 +198,25 @@ def is_integral(value: onnx_ir.Value | None) -> bool:
 
 
 def session_of(model: onnx_ir.Model) -> OnnxSession:
-    """The model as ONNX Runtime runs it, from no file."""
+    """The model as ONNX Runtime runs it, from no file; it reads the weights where they are, and `model` no longer holds them."""
     import onnx_ir
 
-    return OnnxSession(onnx_ir.to_proto(model).SerializeToString(), 1)
+    weights = {name: numpy.ascontiguousarray(tensor.numpy()) for name, tensor in take_weights(model).items()}
+    return OnnxSession(onnx_ir.to_proto(model).SerializeToString(), 1, weights=weights)
+
+
+def take_weights(model: onnx_ir.Model) -> dict[str, onnx_ir.TensorProtocol]:
+    """Return the larger weights by name; the model names them as external data afterwards."""
+    import onnx_ir
+
+    taken: dict[str, onnx_ir.TensorProtocol] = {}
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or tensor.nbytes <= LITTLE or value.is_graph_input() or tensor.numpy().dtype.isbuiltin != 1:
+            continue  # numpy has no bfloat16 and no half bytes
+        taken[name] = tensor
+        value.const_value = onnx_ir.ExternalTensor("weights", 0, tensor.nbytes, tensor.dtype, name=name, shape=onnx_ir.Shape(tensor.shape.numpy()))
+    return taken
 
 
 def largest_gap(outputs: Tensors, others: Tensors) -> float:
