@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--force", action="store_true", help="replace outputs that exist, and measurements of something else")
     parser.add_argument("--tokens", metavar="N", type=int, help="tokens that passes are fitted on (default: 16384, or 8192)")
     parser.add_argument(
-        "--minutes", metavar="M", type=float, help="no candidate is fitted after most of them (default: all are tried)"
+        "--minutes", metavar="M", type=float, help="the plan is the best that is known after so many (default: all are tried)"
     )
     parser.add_argument("--no-measure", action="store_true", help="do not rewrite the model by the recipe and measure it")
     parser.add_argument("--json", action="store_true", help="print the plans as JSON")
@@ -66,6 +67,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """The recipe files and the picture are on disk, a table about them on stdout, and what cannot be reached on stderr."""
+    began = time.monotonic()
     from retrofit.planning.targets import parse_targets
 
     require_path(arguments.model)
@@ -102,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
             tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
             model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+            spent = (time.monotonic() - began) / 60
             found = plan(
                 model,
                 texts,
@@ -110,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
                 tokenizer=tokenizer,
                 folder=folder,
                 tokens=arguments.tokens,
-                minutes=arguments.minutes,
+                minutes=None if arguments.minutes is None else arguments.minutes - spent,
                 measure=not arguments.no_measure,
                 seed=arguments.seed,
                 force=arguments.force,

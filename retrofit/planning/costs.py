@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from retrofit.errors import RetrofitError
 from retrofit.pipeline.tokenization import positions_named
@@ -35,8 +36,54 @@ TOKENS = 16  # decoded in a round: a multiple of the strides at which some token
 PROMPT = 32  # tokens
 FEWEST = 3  # decoded: the first is left out, and so is the time to the second
 
+COSTS, LOSSES, CHOICES, REPORT = (
+    0.3,
+    0.75,
+    0.85,
+    0.97,
+)  # shares of a limited time after which each of these ends; the rest is for files
+
 Hybrid = Callable[[], AbstractContextManager[nn.Module]]
 Inputs = Mapping[str, Any]
+
+
+class OutOfTime(BaseException):  # no code that tries something and catches what it raises may take it for a failure
+    """The time for a part of the plan is over."""
+
+
+class Deadline:
+    """The end of a time that began now, after so many minutes; None: there is none."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self.began, self.seconds = time.monotonic(), math.inf if minutes is None else 60 * minutes
+
+    @property
+    def is_set(self) -> bool:
+        return self.seconds < math.inf
+
+    def left(self, share: float = REPORT) -> float:
+        """The seconds until that share of the time is over, 0 where it is."""
+        return max(0.0, self.began + share * self.seconds - time.monotonic())
+
+    def over(self, share: float = REPORT) -> bool:
+        return self.left(share) == 0.0
+
+    def limit(self, seconds: float) -> AbstractContextManager[object]:
+        """Within this context computing raises `OutOfTime` when so many seconds are over."""
+        return contextlib.nullcontext() if seconds == math.inf else Interrupted(time.monotonic() + seconds)
+
+
+class Interrupted(TorchFunctionMode):
+    """Within this context every call of torch raises `OutOfTime` from a time on."""
+
+    def __init__(self, until: float) -> None:
+        super().__init__()
+        self.until = until
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if time.monotonic() > self.until:
+            raise OutOfTime
+        return function(*args, **(kwargs or {}))
 
 
 def seconds_of(quantity: str, model: nn.Module, window: Inputs) -> float:
@@ -111,14 +158,14 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def beside(
-    dense: Hybrid, others: Sequence[Hybrid], quantity: str, window: Inputs, most_seconds: float = SECONDS
+    dense: Hybrid, others: Sequence[Hybrid], quantity: str, window: Inputs, most_seconds: float = SECONDS, least: int = LEAST
 ) -> tuple[float, list[float]]:
-    """The seconds of the dense model, and the share of them that each of the others takes: medians over rounds."""
+    """The seconds of the dense model, and the share of them that each of the others takes: medians over at least so many rounds."""
     models = [dense, *others]
     seconds: list[list[float]] = [[] for _ in models]
     ratios: list[list[float]] = [[] for _ in others]
     began, rounds = time.monotonic(), 0
-    while rounds <= LEAST or (rounds <= MOST and goes_on(time.monotonic() - began, most_seconds * len(models), ratios)):
+    while rounds <= least or (rounds <= MOST and goes_on(time.monotonic() - began, most_seconds * len(models), ratios)):
         turns = list(range(len(models)))
         for index in turns[rounds % len(models) :] + turns[: rounds % len(models)]:
             with models[index]() as model:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +17,7 @@ from retrofit.errors import CaptureError, DoesNotFitError, PlanningError
 from retrofit.pipeline.protocol import AnyPass
 from retrofit.planning.candidates import short_spec
 from retrofit.planning.choosing import Problem, cliques_of
-from retrofit.planning.costs import SECONDS, beside
+from retrofit.planning.costs import COSTS, LEAST, LOSSES, PATIENCE, SECONDS, Deadline, Hybrid, OutOfTime, beside
 from retrofit.planning.joint_cost import Timed, joint_cost
 from retrofit.planning.joint_error import JointError, MeasuredTogether, cosines_of
 from retrofit.planning.kept_measurements import KeptMeasurements
@@ -32,7 +31,8 @@ from retrofit.training.fingerprints import short_hash
 Progress = Callable[[str], None]
 NOISE = 0.01  # of a time
 SAME = 1e-3  # of a distance that is measured again
-BUILDING = 0.6  # of the minutes given, after which no further candidate is fitted
+HURRIED = 2  # rounds of a time where little of a limited one is left
+NOT_TRIED = "not tried: the time given was over"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +63,14 @@ class Measurements:
         seed: int,
         example_inputs: Any,
         seconds: float = SECONDS,
+        deadline: Deadline | None = None,
         progress: Progress,
     ) -> None:
         self.dense, self.data, self.layers, self.candidates = dense, data, layers, tuple(candidates)
         self.quantities, self.kept, self.seed, self.example_inputs = tuple(quantities), kept, seed, example_inputs
-        self.seconds, self.say = seconds, progress
+        self.seconds, self.say, self.deadline = seconds, progress, deadline or Deadline(None)
+        self.allowance = math.inf  # seconds for one time
+        self.partial: set[int] = set()  # candidates of which not every site was measured
         self.variants: dict[int, Variant] = {}
         self.unfitted: dict[int, Variant] = {}
         self.sites: list[Site] = []
@@ -81,37 +84,80 @@ class Measurements:
 
     # Candidates, one after the other.
 
-    def measure_candidates(
-        self, minutes: float | None, wanted: Collection[str] = (), limits: Sequence[Mapping[str, float]] = ()
-    ) -> None:
+    def measure_candidates(self, wanted: Collection[str] = (), limits: Sequence[Mapping[str, float]] = ()) -> None:
         """The sites of every candidate have been measured, of those that fit and save something of what is `wanted`, where
-        something is; none is fitted when most of the `minutes` are over.
+        something is, as far as the time goes; what it did not go for is left out.
 
         First what each costs, which does not depend on values: what saves nothing need not be fitted. Then the first setting of
         every pass is fitted, and of the others, for each target in turn, what reaches its `limits` on costs with the least to
         spare, then what comes nearest to them.
         """
-        began = time.monotonic()
-        known = [number for number in range(len(self.candidates)) if self.fits(number, self.measure_costs)]
+        known = self.with_costs()
         self.unfitted.clear()
+        saving = []
         for number in self.in_turn(known, wanted, limits):
-            name = short_spec(self.candidates[number])
-            late = minutes is not None and self.sites and time.monotonic() - began > BUILDING * 60 * minutes
             if wanted and not any(self.saves(number, one) for one in wanted):
-                self.left_out[name] = f"saves nothing here: {self.least_costs(number, wanted)}"
-            elif late and f"{name} alone 0" not in self.kept.values:
-                self.left_out[name] = f"not tried: most of the {minutes:g} minutes were over"
-            elif self.fits(number, self.measure_losses):
-                found, count = self.sites_of(number), len(self.kept.values[f"{name} sites"])
-                if len(found) < count:
-                    self.left_out[name] = f"at {count - len(found)} of its {count} sites its outputs are no numbers"
-                self.sites += found
+                self.left_out[short_spec(self.candidates[number])] = f"saves nothing here: {self.least_costs(number, wanted)}"
+            else:
+                saving.append(number)
+        for place, number in enumerate(saving):
+            left = self.deadline.left(LOSSES)  # the first may take half of it, lest a slow one takes all
+            seconds = left if self.sites or place == len(saving) - 1 else left / 2
+            if self.in_time(number, self.measure_losses, seconds) or self.has_sites(number):
+                self.add_sites(number)
+
+    def with_costs(self) -> list[int]:
+        """The candidates that fit and whose costs are known: a setting of every pass before others, as far as the time goes."""
+        known: list[int] = []
+        numbers = self.firsts_first(range(len(self.candidates)))
+        for place, number in enumerate(numbers):
+            left = self.deadline.left(COSTS) if known else self.deadline.left(LOSSES) / 2  # lest one that is slow takes all
+            self.allowance = left / ((len(numbers) - place) * max(1, len(self.quantities)))
+            if self.in_time(number, self.measure_costs, left):
+                known.append(number)
+        self.allowance = math.inf
+        return sorted(known)
+
+    def in_time(self, number: int, measure: Callable[[int], None], seconds: float) -> bool:
+        """Whether a candidate could be measured in so many seconds; where not it is left out, and why is known."""
+        try:
+            with self.deadline.limit(seconds):
+                return self.fits(number, measure)
+        except OutOfTime:
+            self.left_out[short_spec(self.candidates[number])] = NOT_TRIED
+            return False
+
+    def has_sites(self, number: int) -> bool:
+        """Whether some sites of a candidate were measured, and the candidate was not refused."""
+        name = short_spec(self.candidates[number])
+        return f"{name} refused" not in self.kept.values and f"{name} uniform held out" in self.kept.values
+
+    def add_sites(self, number: int) -> None:
+        """The sites of a candidate that were measured can be chosen; those that were not are left out."""
+        name = short_spec(self.candidates[number])
+        found, count = self.sites_of(number), len(self.kept.values[f"{name} sites"])
+        measured = sum(f"{name} alone {index}" in self.kept.values for index in range(count))
+        self.left_out.pop(name, None)
+        if measured < count:
+            self.partial.add(number)
+            self.left_out[name] = f"{count - measured} of its {count} sites were not measured: the time given was over"
+        elif len(found) < count:
+            self.left_out[name] = f"at {count - len(found)} of its {count} sites its outputs are no numbers"
+        self.sites += found
+
+    def firsts_first(self, numbers: Sequence[int]) -> list[int]:
+        """The candidates, the first setting of every pass before the others."""
+        names = [self.candidates[number].name for number in numbers]
+        firsts = [number for place, number in enumerate(numbers) if names[place] not in names[:place]]
+        return [*firsts, *(number for number in numbers if number not in firsts)]
 
     def in_turn(self, numbers: Sequence[int], wanted: Collection[str], limits: Sequence[Mapping[str, float]]) -> list[int]:
         """The candidates in the order in which they are fitted."""
-        names = [self.candidates[number].name for number in numbers]
-        firsts = [number for place, number in enumerate(numbers) if names[place] not in names[:place]]
-        others = [number for number in numbers if number not in firsts]
+        ordered = self.firsts_first(numbers)
+        count = len({self.candidates[number].name for number in numbers})
+        firsts, others = ordered[:count], ordered[count:]
+        if self.deadline.is_set:  # what needs no fit is known soonest
+            firsts.sort(key=lambda number: self.candidates[number].calibrates)
 
         def saved(number: int, quantity: str) -> float:
             return -sum(self.added_by_structure(number, quantity))
@@ -154,11 +200,11 @@ class Measurements:
         if f"{name} uniform held out" not in self.kept.values:  # a fit may find more to change than was seen without it
             self.kept.put(f"{name} sites", self.describe(self.variant(number)))
             self.measure_times(number, self.variant)
+        self.measure_uniform(number)
         count = len(self.kept.values[f"{name} sites"])
-        for index in range(count):
+        for index in spread(count) if self.deadline.is_set else range(count):
             self.say(f"{name}: site {index + 1} of {count} by itself")
             self.kept.measure(f"{name} alone {index}", functools.partial(self.measure_alone, number, index))
-        self.measure_uniform(number)
 
     def saves(self, number: int, quantity: str) -> bool:
         """Whether the sites of one structure together take less of a quantity, by more than the error of a time."""
@@ -184,7 +230,8 @@ class Measurements:
         """The sites of one candidate that was measured, with what each costs and loses by itself."""
         name, found = short_spec(self.candidates[number]), []
         for index, one in enumerate(self.kept.values[f"{name} sites"]):
-            alone = self.kept.values[f"{name} alone {index}"]
+            if (alone := self.kept.values.get(f"{name} alone {index}")) is None:
+                continue
             costs = {quantity: self.kept.values[f"{name} {quantity} {one['structure']}"] for quantity in self.quantities}
             costs["memory"] = one["bytes"] / self.bytes
             if math.isfinite(alone["distance"]):
@@ -264,11 +311,15 @@ class Measurements:
 
     def share(self, replacements: Sequence[Replacement], quantity: str) -> float:
         """The time of a hybrid as a share of the dense model's, measured in turn."""
-        base, (share,) = beside(
-            self.as_dense(), [lambda: hybrid(self.dense, replacements)], quantity, self.data.window, self.seconds
-        )
+        base, (share,) = self.beside(lambda: hybrid(self.dense, replacements), quantity)
         self.kept.measure(f"dense {quantity}", lambda: base)
         return share
+
+    def beside(self, other: Hybrid, quantity: str) -> tuple[float, list[float]]:
+        """The dense model's time and the share of it that another takes; in fewer rounds where little time is left."""
+        given = min(self.allowance, self.deadline.left() / 4) / (2 * PATIENCE)  # of two models, and patience
+        hurried = given < self.seconds
+        return beside(self.as_dense(), [other], quantity, self.data.window, min(self.seconds, given), HURRIED if hurried else LEAST)
 
     def as_dense(self) -> Callable[[], AbstractContextManager[nn.Module]]:
         return lambda: contextlib.nullcontext(self.dense)
@@ -317,8 +368,8 @@ class Measurements:
         return JointError.of([site.alone for site in self.sites], cosines_of(sketches))
 
     def uniform_choices(self) -> Iterator[tuple[int, frozenset[int]]]:
-        """Each candidate in all its sites, as a choice."""
-        for number in sorted({site.candidate for site in self.sites}):
+        """Each candidate in all its sites, as a choice, where all were measured."""
+        for number in sorted({site.candidate for site in self.sites} - self.partial):
             yield number, frozenset(index for index, site in enumerate(self.sites) if site.candidate == number)
 
     def together(self, chosen: Collection[int]) -> MeasuredTogether:
@@ -354,6 +405,13 @@ class Measurements:
         for site in (self.sites[index] for index in sorted(chosen)):
             by_candidate.setdefault(short_spec(self.candidates[site.candidate]), []).append(str(site.number))
         return "; ".join(f"{name}: {' '.join(numbers)}" for name, numbers in by_candidate.items())
+
+
+def spread(count: int) -> list[int]:
+    """The numbers below `count`, each far from those before it: any first ones of them lie spread over all."""
+    bits = max(1, (count - 1).bit_length())
+    backwards = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))
+    return [number for number in backwards if number < count]
 
 
 def variant_name(candidate: AnyPass) -> str:

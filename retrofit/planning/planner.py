@@ -25,10 +25,10 @@ from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.protocol import AnyPass
 from retrofit.planning.candidates import candidates_of, limited_to, short_spec
 from retrofit.planning.choosing import Problem, choose, least_cost
-from retrofit.planning.costs import SECONDS, beside, measurable, trains
+from retrofit.planning.costs import CHOICES, SECONDS, Deadline, OutOfTime, measurable, trains
 from retrofit.planning.joint_error import JointError, MeasuredTogether
 from retrofit.planning.kept_measurements import KeptMeasurements
-from retrofit.planning.measuring import Measurements, Site
+from retrofit.planning.measuring import NOT_TRIED, Measurements, Site
 from retrofit.planning.planned_recipe import ModelPlan, PlannedLayers, PlannedRecipe, UniformSetting, Worth
 from retrofit.planning.planning_data import planning_data
 from retrofit.planning.targets import Target, parse_targets
@@ -72,11 +72,13 @@ def plan(
 
     `calibration` is text, token ids (windows, length) or batches: passes are fitted on some of it (`tokens`), choices are made on
     some, and the rest is for the report. `passes` are the candidates: objects, specs, or names of passes that propose settings; all
-    installed passes that propose some where not given. `folder` keeps the measurements, so that an interrupted plan goes on; no
-    candidate is fitted after most of the `minutes`. A time is measured for `seconds`. With `measure=False` no recipe is applied.
+    installed passes that propose some where not given. `folder` keeps the measurements, so that an interrupted plan goes on. After
+    the `minutes` the plan is the best so far, and says what they did not suffice for. A time is measured for `seconds`. With
+    `measure=False` no recipe is applied.
     A target that cannot be reached is among the plan's `unreached`. Raises `PlanningError` where none can be, where one cannot be
     read, or nothing fits.
     """
+    deadline = Deadline(minutes)
     say = progress or (lambda stage: None)
     wanted = parse_targets([targets] if isinstance(targets, str) else list(targets)) if targets else ()
     candidates = candidates_of(passes)
@@ -105,20 +107,28 @@ def plan(
             "threads": torch.get_num_threads(),
         }
         kept = KeptMeasurements(None if folder is None else Path(folder), facts, force=force)
-        measurements = Measurements(
-            dense,
-            data,
-            layers_by_depth(read_anatomy(dense, program)),
-            candidates,
-            quantities,
-            kept,
-            seed=seed,
-            example_inputs=inputs if example_inputs is not None else None,
-            seconds=seconds,
-            progress=say,
-        )
+        layers = layers_by_depth(read_anatomy(dense, program))
+        try:
+            with deadline.limit(deadline.left(CHOICES)):
+                measurements = Measurements(
+                    dense,
+                    data,
+                    layers,
+                    candidates,
+                    quantities,
+                    kept,
+                    seed=seed,
+                    example_inputs=inputs if example_inputs is not None else None,
+                    seconds=seconds,
+                    deadline=deadline,
+                    progress=say,
+                )
+        except OutOfTime:
+            raise PlanningError(
+                "the time given was over before the dense model was measured", remedy="give more minutes, or less text"
+            ) from None
         require_quality(measurements, wanted)
-        measurements.measure_candidates(minutes, wanted_costs(wanted, quantities), [limits_of(one) for one in wanted])
+        measurements.measure_candidates(wanted_costs(wanted, quantities), [limits_of(one) for one in wanted])
         return Planner(measurements, wanted, say).planned(measure)
 
 
@@ -158,9 +168,13 @@ class Planner:
 
     def __init__(self, measurements: Measurements, targets: Sequence[Target], say: Callable[[str], None]) -> None:
         self.measurements, self.targets, self.say = measurements, tuple(targets), say
+        self.deadline = measurements.deadline
         self.sites: list[Site] = measurements.sites
         if not self.sites:
             reasons = "; ".join(f"{name}: {why}" for name, why in measurements.left_out.items())
+            if NOT_TRIED in measurements.left_out.values():
+                remedy = "give more minutes: what was measured is kept, where there is a folder; or name fewer passes"
+                raise PlanningError("no candidate could be measured in the time given", why=reasons, remedy=remedy)
             raise PlanningError(
                 "no candidate fits the model and saves what is asked for", why=reasons, remedy="name other passes or settings"
             )
@@ -366,14 +380,22 @@ class Planner:
             if following == chosen:
                 break
             chosen = following
-            predicted = self.worth(chosen).distance
-            self.learn(self.measurements.together(chosen))
-            self.say(f"distance {self.worth(chosen).distance:.3f}, predicted {predicted:.3f}")
+            try:
+                with self.deadline.limit(self.deadline.left(CHOICES)):
+                    self.measure(target, chosen, timing)
+            except OutOfTime:
+                break
             if not self.is_finite(chosen):
                 break
-            for name in (limits_of(target) or (self.main(target),)) if timing else ():
-                self.learn_time(name, chosen)
         return chosen
+
+    def measure(self, target: Target, chosen: frozenset[int], timing: bool) -> None:
+        """The predictions take account of what a choice was measured to lose, and where `timing` to take."""
+        predicted = self.worth(chosen).distance
+        self.learn(self.measurements.together(chosen))
+        self.say(f"distance {self.worth(chosen).distance:.3f}, predicted {predicted:.3f}")
+        for name in (limits_of(target) or (self.main(target),)) if timing and self.is_finite(chosen) else ():
+            self.learn_time(name, chosen)
 
     def choice_at_last(self, target: Target, chosen: frozenset[int]) -> frozenset[int]:
         """The choice for a target when all targets have been timed, by which one that was settled on may just miss its own."""
@@ -473,7 +495,9 @@ class Planner:
 
     def planned_recipe(self, target: Target, chosen: frozenset[int], measure: bool) -> PlannedRecipe:
         recipe = self.recipe(chosen)
-        measured = self.rewritten_worth(recipe) if measure else None
+        measured = None
+        with suppress(OutOfTime), self.deadline.limit(self.deadline.left()):
+            measured = self.rewritten_worth(recipe) if measure else None
         layers = []
         for number, candidate in enumerate(self.measurements.candidates):
             sites = [self.sites[index] for index in sorted(chosen) if self.sites[index].candidate == number]
@@ -500,7 +524,7 @@ class Planner:
             self.say("measuring the rewritten model")
             costs = {}
             for name in one.quantities:
-                _, (costs[name],) = beside(one.as_dense(), [lambda: nullcontext(model)], name, one.data.window, one.seconds)
+                _, (costs[name],) = one.beside(lambda: nullcontext(model), name)
             found = one.held_out.measure(model)
             return {"costs": {**costs, "memory": own_bytes(model) / one.bytes}, "distance": found.distance, "loss": found.loss}
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,66 @@ def test_an_interrupted_plan_goes_on_to_the_same_plan_and_fits_nothing_again(
     for one, other in zip(again.planned, found.planned, strict=True):
         assert (one.recipe, one.predicted) == (other.recipe, other.predicted)
     assert json.loads(record.read_text())["values"].keys() >= set(lost)
+
+
+# ── A limited time ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def never_ending(spec: str) -> Any:
+    """`build_variant`, which for one candidate computes on, and takes what stops it for a failure of its own if it can."""
+    build = measuring.build_variant
+
+    def built(dense: nn.Module, candidate: Any, *given: Any, **named: Any) -> Any:
+        while candidate.spec() == parse_spec(spec).spec() and named.get("fit", True):
+            with contextlib.suppress(Exception):
+                torch.ones(8).sum()
+        return build(dense, candidate, *given, **named)
+
+    return built
+
+
+def test_minutes_limit_the_whole_plan_and_what_they_do_not_suffice_for_is_left_out(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "build_variant", never_ending(QKV))
+    began = time.monotonic()
+    found = planned(model, "memory 0.98x", minutes=0.8, folder=tmp_path / "kept")
+    assert time.monotonic() - began < 48
+    assert found.left_out[short_spec(parse_spec(QKV))] == measuring.NOT_TRIED
+    assert [one.spec for one in found.uniform] == [short_spec(parse_spec(HEAD))]
+    assert found.planned[0].predicted.costs["memory"] <= 0.98
+
+
+def test_a_candidate_of_which_some_sites_were_measured_can_be_chosen_in_those(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = measuring.Measurements.measure_alone
+
+    def one_only(self: measuring.Measurements, number: int, index: int) -> dict[str, Any]:
+        if self.candidates[number].name == "sparse-qkv" and index:
+            raise costs.OutOfTime
+        return alone(self, number, index)
+
+    monkeypatch.setattr(measuring.Measurements, "measure_alone", one_only)
+    found = planned(model, "memory 0.98x", minutes=10, folder=tmp_path / "kept", measure=False)
+    assert "sites were not measured" in found.left_out[short_spec(parse_spec(QKV))]
+    assert [one.spec for one in found.uniform] == [short_spec(parse_spec(HEAD))]
+    monkeypatch.undo()
+    assert planned(model, "memory 0.98x", folder=tmp_path / "kept", measure=False).left_out == {}
+
+
+def test_a_time_that_suffices_for_nothing_is_an_error_and_the_same_plan_goes_on(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(PlanningError) as refused:
+        planned(model, "memory 0.98x", minutes=1e-6, folder=tmp_path / "kept")
+    assert "minutes" in refused.value.remedy
+    assert planned(model, "memory 0.98x", folder=tmp_path / "kept", measure=False).planned
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 30])
+def test_sites_are_measured_far_from_those_before(count: int) -> None:
+    order = measuring.spread(count)
+    assert sorted(order) == list(range(count))
+    assert count < 4 or sorted(order[:4]) == [0, 8, 16, 24]
 
 
 def test_measurements_of_something_else_are_not_taken(found: ModelPlan, folder: Path, tmp_path: Path) -> None:

@@ -215,7 +215,9 @@ def take_weights(model: onnx_ir.Model) -> dict[str, onnx_ir.TensorProtocol]:
         if tensor is None or tensor.nbytes <= LITTLE or value.is_graph_input() or tensor.numpy().dtype.isbuiltin != 1:
             continue  # numpy has no bfloat16 and no half bytes
         taken[name] = tensor
-        value.const_value = onnx_ir.ExternalTensor("weights", 0, tensor.nbytes, tensor.dtype, name=name, shape=onnx_ir.Shape(tensor.shape.numpy()))
+        value.const_value = onnx_ir.ExternalTensor(
+            "weights", 0, tensor.nbytes, tensor.dtype, name=name, shape=onnx_ir.Shape(tensor.shape.numpy())
+        )
     return taken
 
 
