@@ -10,6 +10,7 @@ from retrofit.cli.outputs import beside, check_model_output, write_model
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
+from retrofit.errors import first_few
 from retrofit.pipeline.accounts import listed
 from retrofit.storage.file_names import is_file_name
 
@@ -124,11 +125,9 @@ def run_native(arguments: argparse.Namespace, model: Path) -> int:
         ("outputs", f"the model's: {form.measured}"),
     ]
     if form.idle:
-        rows.append(
-            ("at random", f"{', '.join(form.idle[:4])}{' …' if form.idle[4:] else ''}: without effect while others are zero")
-        )
+        rows.append(("at random", f"{first_few(form.idle, 4)}: without effect while others are zero"))
     if form.zeros:
-        rows.append(("at zero", f"{', '.join(form.zeros[:4])}{' …' if form.zeros[4:] else ''}: the model has nothing for them"))
+        rows.append(("at zero", f"{first_few(form.zeros, 4)}: the model has nothing for them"))
     if form.copied:
         rows.append(("copied", f"{form.copied:,} elements that layers of the model share"))
     print_table([*rows, ("result", str(output))])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from retrofit.differences import Differences, diff
-from retrofit.errors import CheckpointError, VerificationError, first_line
+from retrofit.errors import CheckpointError, VerificationError, first_few, first_line
 from retrofit.runtime.agreement import Arithmetic
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
@@ -173,7 +173,7 @@ def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
     if left := [*found.unexpected_keys, *sorted(added.intersection(found.missing_keys))]:
         raise CheckpointError(
             f"the adapter in {folder} is of another model than this {type(model).__name__}",
-            why=f"not both in the adapter and in the model: {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else ""),
+            why=f"not both in the adapter and in the model: {first_few(left, 1)}",
             remedy=TRAINED_ON,
         )
     whole: nn.Module = adapted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 NO_WAY_OUT = "none that retrofit offers"
@@ -78,6 +79,13 @@ class VerificationError(RetrofitError):
 def join_remedies(one: str, other: str) -> str:
     """Two ways out as one."""
     return f"{one}; or {other}" if one else other
+
+
+def first_few(items: Iterable[object], most: int = 5, between: str = ", ") -> str:
+    """Return the first few items as one text, and how many more there are: `a, b and 26 more`."""
+    names = list(map(str, items))
+    left = len(names) - most
+    return between.join(names[:most]) + (f"{between.strip(', ')} and {left:,} more" if left > 0 else "")
 
 
 def first_line(error: BaseException) -> str:

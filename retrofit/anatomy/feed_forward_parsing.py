@@ -28,6 +28,7 @@ from retrofit.anatomy.parts import Branch, Layer
 from retrofit.anatomy.sites import NearMiss, collect_near_miss
 from retrofit.anatomy.weight_matrices import matrix_of, operand_chain, product_result
 from retrofit.anatomy.weight_products import WeightProduct, nearest_products, weight_product
+from retrofit.errors import first_few
 from retrofit.program.dataflow import Dataflow
 
 REPLACED = "a feed-forward is replaced once; layers= divides the depths between passes"
@@ -132,7 +133,7 @@ def products_of(branch: Branch, region: list[fx.Node], flow: Dataflow) -> tuple[
     if not into:
         raise no_feed_forward(branch, "there is one matrix and no hidden layer", in_any_form=True)
     if extra := [product.parameter for product in products if product not in (*into, out)]:
-        raise no_feed_forward(branch, f"besides two layers of matrices it has {', '.join(extra[:3])}", in_any_form=True)
+        raise no_feed_forward(branch, f"besides two layers of matrices it has {first_few(extra, 3)}", in_any_form=True)
     if any(product.batched for product in (*into, out)):
         raise no_feed_forward(branch, "its matrices are batched")
     return out, into

@@ -15,7 +15,7 @@ from retrofit.anatomy.parts import Branch
 from retrofit.anatomy.residual_streams import Residual, residual_chains
 from retrofit.anatomy.stacks import describe_stack
 from retrofit.anatomy.weight_products import nearest_products
-from retrofit.errors import NoTransformerError
+from retrofit.errors import NoTransformerError, first_few
 from retrofit.program.aten_ops import shape
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import Dataflow
@@ -56,7 +56,7 @@ def read_anatomy(model: nn.Module, program: Program) -> Anatomy:
     stacks = tuple(describe_stack(stream.chain, stream.branches, attentions, flow, latest, notes) for stream in streams)
     outside = [one for one in attentions if not any(is_in_branch(one, stream.chain, flow) for stream in streams)]
     if outside:
-        names = ", ".join(one.result.name for one in outside[:4])
+        names = first_few((one.result.name for one in outside), 4)
         notes.append(f"{len(outside)} attention(s) outside every residual stream: {names}")
     tables = token_tables(flow)
     entries = [flow.node(stack.entry) for stack in stacks]

@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 
 from retrofit.bundling.modelling_file import ModelClass, ModellingFile, modelling_file
 from retrofit.bundling.structure import DenseState, Structure
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, first_few
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.replaying import added_parameters
@@ -226,7 +226,7 @@ def require_equal(file: Path, written: ModellingFile, name: str, config: Any, mo
     if wrong:
         raise CheckpointError(
             "the bundle is not the model that it was made of: a defect of retrofit",
-            why="; ".join(f"{key}: {ours.get(key)} where it was {theirs.get(key)}" for key in wrong[:3]),
+            why=first_few((f"{key}: {ours.get(key)} where it was {theirs.get(key)}" for key in wrong), 3, "; "),
             remedy=f"report it; {MEANWHILE}",
         )
 

@@ -8,8 +8,9 @@ from torch import nn
 
 from retrofit.checks.context import Context
 from retrofit.checks.divergence import unchanged_modules
-from retrofit.checks.finding import Finding, failed, first_few, passed
+from retrofit.checks.finding import Finding, failed, passed
 from retrofit.checks.subject import Subject
+from retrofit.errors import first_few
 from retrofit.program.cost import Cost, cost_of
 
 

@@ -58,12 +58,6 @@ def merge(findings: Mapping[str, Finding]) -> Finding:
     return Finding(status, ", ".join(measured), "\n".join(whys))
 
 
-def first_few(items: Iterable[str], most: int = 3) -> str:
-    """The first few of the items, and how many more there are."""
-    names = list(items)
-    return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
-
-
 def format_layout(shape: Iterable[int], dtype: object) -> str:
     """A tensor's shape and dtype: `2×11×97 float32`."""
     return f"{'×'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 
 from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding, Raised, attempt, failed, first_few, format_layout, passed
+from retrofit.checks.finding import Finding, Raised, attempt, failed, format_layout, passed
 from retrofit.checks.graph_hashes import GraphHashes, changed_modules, hash_modules
 from retrofit.checks.subject import Layout, Subject
+from retrofit.errors import first_few
 from retrofit.program.program import Program
 from retrofit.runtime.optional_inputs import adds_arguments
 from retrofit.runtime.probes import Inputs, describe, extent_of, is_per_token

@@ -16,7 +16,7 @@ from torch import nn
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.subject import Subject
-from retrofit.errors import CaptureError, RetrofitError
+from retrofit.errors import CaptureError, RetrofitError, first_few
 from retrofit.onnx.exporter.export_onnx import export_onnx
 from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES, ExportPart
 from retrofit.onnx.exporter.export_plan import plan_export
@@ -148,7 +148,7 @@ def part_like(running: OnnxSession, subject: Subject) -> ExportPart:
     if not found:
         raise RetrofitError(
             f"the file is no part of {type(subject.model).__name__}",
-            why=f"it takes {', '.join(list(running.inputs)[:4])}… and returns {', '.join(running.outputs[:3])}…",
+            why=f"it takes {first_few(running.inputs, 4)} and returns {first_few(running.outputs, 3)}",
             remedy="name the model that it was exported from",
         )
     return max(found, key=lambda part: len(set(part.outputs) & set(running.outputs)))

@@ -7,9 +7,10 @@ import dataclasses
 from torch import nn
 
 from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding, failed, first_few, format_layout, passed, skipped
+from retrofit.checks.finding import Finding, failed, format_layout, passed, skipped
 from retrofit.checks.fingerprint import Fingerprint, count_elements, fingerprints
 from retrofit.checks.subject import Subject
+from retrofit.errors import first_few
 from retrofit.surgery.edit import Fate
 
 
@@ -68,7 +69,7 @@ def judge(now: ParametersMeasurement, before: ParametersMeasurement | None, cont
     problems = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     problems += [f"{' and '.join(names)} were one parameter and are several" for names in untied(now, before)]
     if problems:
-        return failed(measured, first_few(problems))
+        return failed(measured, first_few(problems, between="; "))
     if context.rewrites is not None and new != context.claimed:
         return failed(measured, f"claimed are {context.claimed:,}{formulas(context)}; {unannounced(context)}")
     return passed(measured)

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding, Raised, attempt, failed, first_few, passed, skipped
+from retrofit.checks.finding import Finding, Raised, attempt, failed, passed, skipped
 from retrofit.checks.parameter_matching import is_within
 from retrofit.checks.subject import Run, Subject
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, first_few
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.full_disks import why_full
 from retrofit.runtime.probes import distance, logits_of, run, same_bits

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from retrofit.anatomy.wording import plural
-from retrofit.errors import first_line
+from retrofit.errors import first_few, first_line
 from retrofit.runtime.quiet import quiet
 from retrofit.undoing.dense_skeleton import skeleton_of
 
@@ -263,7 +263,7 @@ def extra_parameter(model: nn.Module, mixtures: Sequence[str], wanted: Wanted) -
     for shape in (*(wanted.around - outside), *(outside - wanted.around)):
         named = [name for name, one in model.named_parameters() if id(one) not in inside and tuple(one.shape) == shape]
         count = wanted.around[shape]
-        some = f": {', '.join(named[:3])}{', …' if len(named) > 3 else ''}" if len(named) > count else ""
+        some = f": {first_few(named, 3)}" if len(named) > count else ""
         place = f"outside the mixtures of {plural(wanted.layers, 'layer')}"
         return f"it has {len(named) or 'no'} parameters {described(shape)} {place}, the model {count or 'none'}{some}"
     return ""

@@ -178,7 +178,7 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
         )
     nearest = max(one.stage for one in refusals)
     said = [f"{one.architecture}: {one.why}" for one in refusals if one.stage == nearest]
-    more = f"\nand {len(refusals) - len(said[:4])} more differ" if len(refusals) > 4 else ""
+    more = f"\nand {len(refusals) - len(said[:4])} more differ" if len(refusals) > len(said[:4]) else ""
     return DoesNotFitError(
         f"{type(part).__name__} with {', '.join(recipe_storage.stored_recipe(part))} has no native form",
         why="\n".join(["no architecture of the installed transformers computes this; the nearest:", *said[:4]]) + more,

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, first_few
 from retrofit.surgery.transformers_bookkeeping import shared_names
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from retrofit.anatomy.anatomy import Anatomy
 
-SHOWN = 5  # names in an error
 Names = tuple[str, ...]
 Stacks = tuple[tuple[str, int, int, int | None], ...]
 
@@ -65,7 +64,7 @@ class AppliedTo:
             missing = [name for name in self.sites if name not in other.sites]
             more = [name for name in other.sites if name not in self.sites]
             why = "; ".join(
-                f"{what}: {shortened(names)}"
+                f"{what}: {first_few(names)}"
                 for what, names in (("no longer rewritten", missing), ("not rewritten before", more))
                 if names
             )
@@ -85,11 +84,6 @@ def heads_of(stack: Any) -> int | None:
 
 def described(stacks: Stacks) -> str:
     return ", ".join(f"{kind} of {layers} layers, {width} wide, {heads or 'no'} heads" for kind, layers, width, heads in stacks)
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Return the first few names and how many more there are."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def passes_of(record: Mapping[str, Any] | None) -> tuple[AppliedTo, ...]:

@@ -11,7 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from retrofit.anatomy.sites import NearMiss, Site
-from retrofit.errors import DoesNotFitError
+from retrofit.errors import DoesNotFitError, first_few
 from retrofit.pipeline.applied_to import AppliedTo
 from retrofit.pipeline.options import check_option, format_value, require_options
 from retrofit.runtime.memory_limit import in_gigabytes, memory_limit
@@ -200,7 +200,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
         reasons = dict.fromkeys(f"{miss.name or 'the model'}: {miss.why}" for miss in plan.near_misses)
         return DoesNotFitError(
             f"{self.name}: no {self.rewrites} of the model can be rewritten",
-            why="; ".join(list(reasons)[:MAX_REASONS]) or "the chosen layers hold none",
+            why=first_few(reasons, MAX_REASONS, "; ") or "the chosen layers hold none",
             remedy=next((miss.remedy for miss in plan.near_misses if miss.remedy), self.remedy),
             in_any_form=plan.fits_no_form,
         )

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from retrofit.errors import CheckpointError, kind_of
+from retrofit.errors import CheckpointError, first_few, kind_of
 
 OWN = (  # what transformers, sentence-transformers and tokenizers write
     *("config.json", "generation_config.json", "adapter_config.json", "training_args.bin"),
@@ -42,10 +42,9 @@ def require_replaceable(path: Path) -> None:
             )
     names = sorted(entry.name for entry in path.iterdir())
     if names and not is_model_folder(path):
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         raise CheckpointError(
             f"{path} exists and is not the directory of a model",
-            why=f"it holds {', '.join(names[:SHOWN])}{more}, and no config.json of a model; only a model is replaced by another",
+            why=f"it holds {first_few(names, SHOWN)}, and no config.json of a model; only a model is replaced by another",
             remedy="choose another name",
         )
 

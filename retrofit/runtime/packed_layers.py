@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.errors import RetrofitError
+from retrofit.errors import RetrofitError, first_few
 
 
 def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -36,9 +36,8 @@ def unpacked_linear(layer: Any) -> nn.Linear:
 def refuse_packed_layers(model: nn.Module, error: type[RetrofitError], done: str, because: str) -> None:
     """Raises `error` where the model has such layers and is to be `done`; `because` goes on about their objects."""
     if found := list(packed_layers(model)):
-        more = f" and {len(found) - 1} more" if found[1:] else ""
         raise error(
             f"{type(model).__name__} is quantized and cannot be {done}",
-            why=f"{found[0]}{more}: weights in an object of torch's engine, {because}",
+            why=f"{first_few(found, 1)}: weights in an object of torch's engine, {because}",
             remedy="unpack it first: retrofit.dequantize(model) (docs/quantization.md); what comes of it can be quantized again",
         )

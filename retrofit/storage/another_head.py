@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from retrofit.errors import CaptureError, CheckpointError, RetrofitError
+from retrofit.errors import CaptureError, CheckpointError, RetrofitError, first_few
 from retrofit.pipeline import recipe_storage, replaying
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.runtime.example_inputs import accepts, forward_parameters, named_inputs
@@ -29,7 +29,6 @@ from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
 from retrofit.surgery.edit import Edit, Fate
 from retrofit.surgery.transformers_bookkeeping import BOOKS
 
-SHOWN = 5  # names
 REGISTRIES = ("_modules", "_parameters", "_buffers")
 GONE = object()  # the value of what a module no longer holds
 
@@ -409,8 +408,7 @@ def rewrite_by_itself(common: Common, recipe: Sequence[str], why: str) -> None:
     theirs = {str(common.name(name)): tensor.shape for name, tensor in whole.state_dict().items() if common.name(name) is not None}
     other = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name) and not common.is_of_one_class(name)]
     if other:
-        more = f" and {len(other) - SHOWN} more" if other[SHOWN:] else ""
-        raise refusal(common, recipe, f"{why}; and rewritten by itself it has other parameters: {', '.join(other[:SHOWN])}{more}")
+        raise refusal(common, recipe, f"{why}; and rewritten by itself it has other parameters: {first_few(other)}")
 
 
 def refusal(common: Common, recipe: Sequence[str], why: str, remedy: str = "") -> CheckpointError:

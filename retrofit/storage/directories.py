@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, first_few
 from retrofit.pipeline.recipe_storage import refuse_bundle
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
@@ -24,7 +24,6 @@ from retrofit.storage.pipeline_directories import transformer_folder
 from retrofit.storage.weight_files import require_whole_weights
 
 LEFT_OUT = "retrofit_left_out"  # an attribute of models
-SHOWN = 5  # names
 UNCOUNTED = 100_000  # tensors, of weights that are no safetensors
 
 
@@ -83,8 +82,7 @@ def mention_left_out(model: nn.Module, names: list[str]) -> None:
     """Weights in the files that the model has no part for, as another task's head, are named in a warning and kept in mind."""
     model.__dict__[LEFT_OUT] = tuple(names)
     if names:
-        more = f" and {len(names) - SHOWN} more" if names[SHOWN:] else ""
-        warnings.warn(f"left out, as {type(model).__name__} has no part for it: {', '.join(names[:SHOWN])}{more}", stacklevel=2)
+        warnings.warn(f"left out, as {type(model).__name__} has no part for it: {first_few(names)}", stacklevel=2)
 
 
 def left_out(model: nn.Module) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, first_few
 from retrofit.pipeline import recipe_storage, replaying
 from retrofit.pipeline.applied_to import assign
 from retrofit.runtime.quiet import quiet
@@ -128,9 +128,8 @@ def require_match(missing: Iterable[str], unexpected: Iterable[str], mismatched:
     problems += [f"not in the model: {name}" for name in sorted(unexpected)]
     problems += [f"{name} is {list(saved)}, the model's {list(own)}" for name, saved, own in sorted(mismatched)]
     if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            "the weights do not fit the model", why="; ".join(problems[:5]) + more, remedy="give the config they were saved with"
+            "the weights do not fit the model", why=first_few(problems, between="; "), remedy="give the config they were saved with"
         )
 
 
@@ -143,10 +142,9 @@ def require_all_used(model: PreTrainedModel, unexpected: Iterable[str]) -> None:
     prefix = f"{model.base_model_prefix}."
     dropped = sorted(name for name in unexpected if lacks(model, name) or lacks(model, name.removeprefix(prefix)))
     if dropped:
-        more = f" and {len(dropped) - 5} more" if dropped[5:] else ""
         raise CheckpointError(
             "the weights are those of a larger model than config.json describes",
-            why=f"these would be lost: {', '.join(dropped[:5])}{more}",
+            why=f"these would be lost: {first_few(dropped)}",
             remedy="correct config.json (the number of layers, say), or remove these weights from the file",
         )
 

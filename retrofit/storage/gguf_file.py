@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 from transformers.utils import is_gguf_available
 
-from retrofit.errors import CheckpointError, RetrofitError, first_line
+from retrofit.errors import CheckpointError, RetrofitError, first_few, first_line
 from retrofit.runtime.gguf_header import AGAIN, Header, read_header
 from retrofit.runtime.memory_limit import require_memory
 from retrofit.runtime.quiet import quiet
@@ -146,10 +146,9 @@ def require_all_read(model: PreTrainedModel, header: Header) -> None:
     places = {DIVISORS, *get_gguf_hf_weights_map(model, processor)}
     dropped = [one.name for one in header.tensors if one.name not in places and one.name.removesuffix(".weight") not in places]
     if dropped:
-        more = f" and {len(dropped) - 5} more" if dropped[5:] else ""
         raise CheckpointError(
             f"transformers {transformers.__version__} does not read all of its tensors",
-            why=f"{type(model).__name__} has no place for {', '.join(dropped[:5])}{more}",
+            why=f"{type(model).__name__} has no place for {first_few(dropped)}",
         )
 
 

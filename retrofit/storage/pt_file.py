@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from retrofit.errors import CheckpointError, kind_of
+from retrofit.errors import CheckpointError, first_few, kind_of
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.archives import require_unpacked_fits
 from retrofit.runtime.memory_limit import require_memory
@@ -237,5 +237,5 @@ def is_state_dict(content: Any) -> bool:
 def describe_content(content: Any) -> str:
     """What something is, in a few words."""
     if isinstance(content, Mapping):
-        return f"a mapping with {', '.join(map(str, list(content)[:5])) or 'nothing'}"
+        return f"a mapping with {first_few(map(str, content)) or 'nothing'}"
     return kind_of(content)

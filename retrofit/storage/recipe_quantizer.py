@@ -21,7 +21,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, first_few
 from retrofit.pipeline import recipe_storage
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.transformers_quantization import is_packed
@@ -423,7 +423,7 @@ def wrong_weights(model: Any, what: str, names: list[str]) -> CheckpointError:
     place = f"{named}: " if Path(named).exists() else ""
     return CheckpointError(
         f"{place}the weights are not those of its recipe {recipe}",
-        why=f"{what}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if names[5:] else ""),
+        why=f"{what}: {first_few(names)}",
         remedy='if they are dense weights, the recipe is not theirs: remove it ("quantization_config" in a config.json)',
     )
 

@@ -18,8 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import fx, nn
 
-from retrofit.errors import CheckpointError
-from retrofit.pipeline.applied_to import shortened
+from retrofit.errors import CheckpointError, first_few
 from retrofit.pipeline.recipe_storage import stored_inputs
 from retrofit.surgery.transformers_bookkeeping import attention_of, shared_names
 
@@ -102,7 +101,7 @@ def require_equal_rewrite(model: Any, dense: Mapping[str, nn.Module], whole: Any
         }
         raise CheckpointError(
             f"the recipe was applied to another {type(model).__name__}, and rewrites this one otherwise",
-            why="; ".join([*config_differences(whole, model), *(f"{k}: {shortened(sorted(v))}" for k, v in problems.items() if v)]),
+            why="; ".join([*config_differences(whole, model), *(f"{k}: {first_few(sorted(v))}" for k, v in problems.items() if v)]),
             remedy="load it with the config it was saved with, and change the model afterwards",
         )
 

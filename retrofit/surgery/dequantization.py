@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from retrofit.errors import CheckpointError, first_line
+from retrofit.errors import CheckpointError, first_few, first_line
 from retrofit.runtime.packed_layers import packed_layers, unpacked_linear
 from retrofit.runtime.packed_rows import is_packed_tensor, unpacked
 from retrofit.runtime.usable_models import require_torch_module
@@ -59,7 +59,7 @@ def dequantize(model: Any) -> Any:
             transpose_again(model, transposed_layers(skeleton_of(model)))
         require_same_products(model, before, dtype)
     if left := [name for name, one in model.named_parameters() if is_packed(one)]:
-        raise unpackable(model, f"still packed: {', '.join(left[:5])}")
+        raise unpackable(model, f"still packed: {first_few(left)}")
     with torch.no_grad():
         for module in model.modules():  # what follows from the weights was measured on the packed ones
             if hasattr(module, "rebuild_buffers"):

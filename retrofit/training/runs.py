@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.anatomy.wording import plural
-from retrofit.errors import TrainingError
+from retrofit.errors import TrainingError, first_few
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.deferred_signals import deferred_signals
 from retrofit.runtime.drafts import aside_of, held, is_held
@@ -109,7 +109,7 @@ class TrainingRun:
             ("parameters", f"{self.parameters:,}"),
         ]
         if self.untrained:
-            some = ", ".join(self.untrained[:3]) + (f" and {len(self.untrained) - 3} more" if len(self.untrained) > 3 else "")
+            some = first_few(self.untrained, 3)
             rows.append(("not trained", f"{some}: no gradient reached {'it' if len(self.untrained) == 1 else 'them'}"))
         if self.losses:
             rows.append(("training loss", f"{self.losses[0][1]:.4f} → {self.losses[-1][1]:.4f}"))

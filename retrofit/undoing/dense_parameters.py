@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from retrofit.errors import CheckpointError, RetrofitError
+from retrofit.errors import CheckpointError, RetrofitError, first_few
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.replaying import replayed_inputs, rewritten_part
@@ -161,7 +161,7 @@ def require_same_shapes(replayed: nn.Module, model: nn.Module) -> None:
     if wrong:
         raise CheckpointError(
             f"the recipe of {type(model).__name__} does not lead to this model",
-            why=f"not the same: {', '.join(wrong[:5])}",
+            why=f"not the same: {first_few(wrong)}",
             remedy="if modules were put into it afterwards, as adapters are, merge them first: retrofit merge",
         )
 
