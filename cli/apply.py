@@ -65,6 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     passes = named_passes(arguments)
     if not passes:
         raise UsageError("no pass to apply", remedy="name one with --pass, or several in a file with --recipe; see retrofit passes")
+    from retrofit.pipeline.early_refusals import require_consistent
+
+    require_consistent(passes)
     require_path(arguments.model)
     if arguments.calibrate is not None:
         require_calibration(arguments.calibrate, passes)
@@ -96,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
         if arguments.dequantize:
             model = dequantize(model)
-        calibration = None if arguments.calibrate is None else read_calibration(arguments, model)
+        calibration, read = (None, "") if arguments.calibrate is None else read_calibration(arguments, model)
         embedded = None if calibration is None else EmbeddingComparison.of(arguments.model, model, arguments.calibrate)
         torch.manual_seed(arguments.seed)
         applied = apply_reported(
@@ -105,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = applied.model
         progress(f"writing {output}")
         write_model(model, source, output, arguments.force)
-    rows = summary(applied, output)
+    rows = summary(applied, output, read)
     if embedded is not None:
         rows.insert(-1, ("embeddings", embedded.measured(model)))
     print_table(rows)
@@ -125,10 +128,10 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
     from retrofit.streaming.streamed_apply import apply_streamed
 
     with working(arguments.debug) as progress:
-        calibration = None
+        calibration, read = None, ""
         if arguments.calibrate is not None:
             require_directory(arguments.model)
-            calibration = read_calibration(arguments, model_without_weights(transformer_folder(arguments.model)))
+            calibration, read = read_calibration(arguments, model_without_weights(transformer_folder(arguments.model)))
         applied = apply_streamed(
             arguments.model,
             output,
@@ -139,7 +142,7 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
             verify=not arguments.no_verify,
             progress=progress,
         )
-    print_table(summary(applied, output))
+    print_table(summary(applied, output, read))
     return 0
 
 
@@ -153,25 +156,28 @@ def require_calibration(files: list[Path], passes: Recipe) -> None:
             raise UsageError(f"--calibrate {file}: there is no such file or directory", remedy="check the path")
 
 
-def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> torch.Tensor:
-    """The text to fit on, as windows of the model's token ids: (windows, length)."""
+def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> tuple[torch.Tensor, str]:
+    """The text to fit on, as windows of the model's token ids, (windows, length), and how it was read."""
     from retrofit.pipeline.calibration import calibration_windows
-    from retrofit.pipeline.tokenization import read_texts, read_tokenizer
+    from retrofit.pipeline.tokenization import read_texts, read_tokenizer, reading, text_codec
     from retrofit.storage.companions import tokenizer_place
 
     place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
     tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
-    return calibration_windows(model, read_texts(arguments.calibrate), tokenizer)
+    windows = calibration_windows(model, read_texts(arguments.calibrate), tokenizer)
+    return windows, reading(text_codec(model, tokenizer), windows)
 
 
-def summary(applied: Applied, output: Path) -> list[tuple[str, str]]:
+def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
     """What was rewritten, parameters and FLOPs before and after, what was verified or left out, where the result is."""
     from retrofit.checks.registry import CHECKS
     from retrofit.storage.directories import left_out
 
     rows = separated(rewrite_rows(rewrite) for rewrite in applied.rewrites)
+    if read:
+        rows.append(("text read", read))
     rows.append(("parameters", format_change(applied.parameters_before, applied.parameters_after)))
-    rows.append(("FLOPs per token", format_change(applied.flops_before, applied.flops_after)))
+    rows.append((f"FLOPs per {applied.unit}", format_change(applied.flops_before, applied.flops_after)))
     checks = applied.report.checks if applied.report is not None else ()
     rows.append(("verified", ", ".join(check.name for check in checks if check.status == "passed") or "nothing"))
     rows.extend(("not verified", f"{check.name}: {check.why}") for check in checks if check.status != "passed")

@@ -122,8 +122,9 @@ def rows_of(figures: list[Figures], runs: list[TrainingRun | None]) -> Iterator[
         yield ["tokens trained on", *("" if run is None else f"{run.tokens:,}" for run in runs)]
     for score in dense.scores:
         yield [score, *(f"{one.scores[score]:.4f}" for one in figures)]
+    yield ["text", *(one.text for one in figures[:1])]
     yield ["parameters", *(f"{one.parameters:,}" for one in figures)]
-    yield ["FLOPs a token", *(f"{one.flops:,}" for one in figures)]
+    yield [f"FLOPs per {dense.unit}", *(f"{one.flops:,}" for one in figures)]
     yield ["memory of a forward, MiB", *(f"{one.memory / 2**20:,.0f} (×{one.memory / dense.memory:.2f})" for one in figures)]
     yield ["prefill of a window, ms", *(timing(one.prefill, dense.prefill) for one in figures)]
     if dense.decode is not None:

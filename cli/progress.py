@@ -1,9 +1,11 @@
-"""What long work is doing, on one line of a terminal."""
+"""What long work is doing: on one line of a terminal, or a plain line for each stage where stderr is a file or a pipe."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from types import TracebackType
@@ -13,24 +15,49 @@ from retrofit.cli.printable import printable
 from retrofit.cli.processes import is_first
 from retrofit.cli.terminal import console_for
 from retrofit.errors import RetrofitWarning
+from retrofit.runtime.notes import Milestone
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 
+COUNTS = re.compile(r"\d[\d,.:]*")  # by which the reports of one stage differ
+INTERVAL = 60.0  # seconds after which a stage that counts gets another plain line
+
+
 class Progress:
-    """Within this context a terminal shows a spinner, the time spent and the stage last reported; anything else gets nothing."""
+    """Within this context a terminal shows a spinner, the time spent and the stage last reported.
+
+    Anything else gets a plain line for each stage and each milestone; a stage whose reports differ in numbers alone gets one a
+    minute.
+    """
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self.stream = sys.stderr if stream is None else stream
         self.bar: Bar | None = None
+        self.plain = False
+        self.stage, self.printed = "", 0.0  # the last plain line without its numbers, and when it was written
 
     def __call__(self, stage: str) -> None:
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], description=printable(stage), visible=True)
+        elif self.plain:
+            self.print_line(stage)
+
+    def print_line(self, stage: str) -> None:
+        """The stage is on a line of its own, unless the line before said the same a moment ago."""
+        kind, now = COUNTS.sub("", stage), time.monotonic()
+        milestone = isinstance(stage, Milestone)
+        if milestone or kind != self.stage or now - self.printed >= INTERVAL:
+            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                print(f"retrofit: {printable(stage)}", file=self.stream, flush=True)
+            self.printed = now
+        if not milestone:
+            self.stage = kind
 
     def __enter__(self) -> Progress:
-        if self.stream.isatty():
+        self.plain = not self.stream.isatty()
+        if not self.plain:
             from rich.progress import Progress as Bar
             from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
             from rich.table import Column

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     output: Path = arguments.output or beside(arguments.model, "logits")
 
-    from retrofit.pipeline.tokenization import read_texts, read_tokenizer
+    from retrofit.pipeline.tokenization import read_texts, read_tokenizer, text_codec
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
     from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
@@ -84,11 +84,11 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt as interruption:
         print(printable(f"retrofit: interrupted: the same command goes on from what is in {output}"), file=sys.stderr)
         return exit_code(interruption)
-    facts = kept.facts
+    facts, read = kept.facts, text_codec(model, tokenizer).name
     print_table(
         [
             ["teacher", str(arguments.model)],
-            ["data", f"{facts.windows:,} windows of {facts.length} tokens"],
+            ["data", f"{facts.windows:,} windows of {facts.length} tokens, through {read}"],
             ["kept", f"the {facts.top} most probable of {facts.vocabulary:,} tokens, {kept.kept_share():.2%} of the probability"],
             ["loss", f"{kept.loss(range(facts.windows)):.4f}"],
             ["size", f"{kept.size() / 2**20:,.1f} MiB, {kept.size() / (facts.windows * facts.length):,.0f} bytes a token"],

@@ -169,12 +169,14 @@ class SparseLoss(Pass[SparseLossPlan]):
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.3"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "output head"
+    places_by: ClassVar[tuple[str, ...]] = ()
+    already: ClassVar[str] = "the head is sparse already"
     candidates: ClassVar[tuple[str, ...]] = ("modules=16", "modules=64")
     reference: ClassVar[MethodReference] = MethodReference(
         {MultiplicativeHead: ModuleReference(once_more.multiplicative_head)}, start=once_more.start
     )
 
-    modules: int = option(16, "S, the number of modules the vocabulary is divided into", minimum=1)
+    modules: int = option(16, "S, the number of modules the vocabulary is divided into", minimum=1, weights="within")
 
     @property
     def exact(self) -> bool:

@@ -59,6 +59,7 @@ class RecipePlan:
     parameters_after: int
     flops_before: int  # a token, forward
     flops_after: int | None  # None where the result could not be captured without its weights
+    unit: str = "token"  # whose FLOPs these are
 
     @property
     def fits(self) -> bool:
@@ -96,7 +97,7 @@ class RecipePlan:
         return [
             *separated(plan_rows(one.spec, one.exact, one.plan) for one in self.passes),
             ("parameters", format_change(self.parameters_before, self.parameters_after)),
-            ("FLOPs per token", after),
+            (f"FLOPs per {self.unit}", after),
         ]
 
     def __str__(self) -> str:
@@ -119,7 +120,7 @@ class RecipePlan:
                 for one in self.passes
             ],
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
-            "flops_per_token": {"before": self.flops_before, "after": self.flops_after},
+            "flops_per_token": {"before": self.flops_before, "after": self.flops_after, "unit": self.unit},
         }
 
 
@@ -179,7 +180,8 @@ def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, 
         report("counting the cost of the result")
         flops_before = dense.flops_per_token
         flops_after = skeleton_flops(skeleton, inputs, dense, run_counts) if done else flops_before
-    return RecipePlan(tuple(planned), count_parameters(model), count_parameters(skeleton), flops_before, flops_after), model
+    before, after = count_parameters(model), count_parameters(skeleton)
+    return RecipePlan(tuple(planned), before, after, flops_before, flops_after, dense.unit), model
 
 
 def plan_pass(one: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool) -> Plan:

@@ -21,13 +21,14 @@ from retrofit.graphs.fits_as_graph import fits_as_graph
 from retrofit.graphs.graph_module import graph_module
 from retrofit.graphs.shape_prop import propagate_shapes
 from retrofit.pipeline import recipe_storage
-from retrofit.pipeline.calibration import calibration_from
+from retrofit.pipeline.calibration import calibration_from, readable_calibration
+from retrofit.pipeline.early_refusals import refuse_early
 from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
 from retrofit.pipeline.registry import as_pass, load_pass, pass_names
 from retrofit.pipeline.replaying import added, rearranged, recipe, rewrites
-from retrofit.pipeline.running import Progress, run_passes, with_current_names
+from retrofit.pipeline.running import Progress, require_place, run_passes, with_current_names
 from retrofit.program.capture import capture
-from retrofit.program.cost import flops_per_token
+from retrofit.program.cost import flops_per_token, unit_of
 from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import device_of, named_inputs
 from retrofit.runtime.failing_module import failure_in
@@ -64,9 +65,10 @@ class Applied:
     report: Report | None
     parameters_before: int
     parameters_after: int
-    flops_before: int  # a token, forward
+    flops_before: int  # a token or another unit, forward
     flops_after: int  # 0 where they were not counted
     fates: Mapping[str, Fate] = dataclasses.field(default_factory=dict)  # of the dense parameters, by their dense names
+    unit: str = "token"  # whose FLOPs these are
 
 
 def apply(
@@ -138,6 +140,8 @@ def apply_reported(
         require_values(model, "verified", "load its weights first, or rewrite it unverified: verify=False")
     require_use(calibration, chosen)
     run_checks = named_checks(checks) if verify else ()
+    refuse_early(model, chosen)
+    calibration = readable_calibration(model, calibration)
     how = functools.partial(
         rewrite_once,
         passes=chosen,
@@ -212,6 +216,12 @@ def rewrite_once(
     else:
         inputs = named_inputs(model, example_inputs)
         dense = dataclasses.replace(dense, examples=inputs)  # on the device of this model
+    say(f"planning {passes[0].name}")
+    anatomy = read_anatomy(model, dense)
+    plan = require_place(model, passes[0], anatomy)
+    if plan.unseen and example_inputs is None:
+        raise unseen_refusal(passes[0], plan.unseen)
+    data = None if calibration is None else calibration_from(model, calibration, inputs)
     reference = None
     optional: tuple[dict[str, Any], ...] = ()
     if checks:
@@ -223,7 +233,8 @@ def rewrite_once(
     require_finite(model, reference)
     hooks = HookWatch(model)
     calls = hooks.calls(model, inputs)
-    edit = Edit(model, None if calibration is None else calibration_from(model, calibration, inputs), keep)
+    edit = Edit(model, data, keep)
+    edit.plans[passes[0].spec()] = plan
     modules = dict(model.named_modules(remove_duplicate=False))
     earlier, earlier_record = recipe_storage.stored_recipe(model), recipe_storage.stored_record(model)
     if example_inputs is not None:
@@ -233,7 +244,7 @@ def rewrite_once(
     try:
         recipe_storage.make_room(model, edit)
         config = recipe_storage.dense_config(model)
-        accounts, dense_flops = run_passes(model, passes, inputs, edit, say, dense)
+        accounts, dense_flops = run_passes(model, passes, inputs, edit, say, dense, anatomy)
         transformers_bookkeeping.keep_on_one_device(model, modules.values(), edit)
         if note:
             accounts = (dataclasses.replace(accounts[0], notes=(note, *accounts[0].notes)), *accounts[1:])
@@ -285,7 +296,9 @@ def rewrite_once(
         raise
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
-    return Applied(whole if model is fed else model, accounts, report, before, after, dense_flops, flops, edit.account())
+    return Applied(
+        whole if model is fed else model, accounts, report, before, after, dense_flops, flops, edit.account(), unit_of(dense)
+    )
 
 
 def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:

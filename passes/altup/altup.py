@@ -53,6 +53,8 @@ class AltUp(Pass[AltUpPlan]):
     summary: ClassVar[str] = "widen the residual stream K times; each layer works on one block of it and corrects the others"
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, Alg. 1"
     rewrites: ClassVar[str] = "stack"
+    places_by: ClassVar[tuple[str, ...]] = ("stacks",)
+    already: ClassVar[str] = "the stream is several blocks wide already"
     remedy: ClassVar[str] = "use stacks=all"
     way_around: ClassVar[str] = "its own code may depend on the stream's width: try embedding=recycled"
     reference: ClassVar[MethodReference] = MethodReference(
@@ -81,7 +83,7 @@ class AltUp(Pass[AltUpPlan]):
         "scalar", "p and g are scalars, matrices, or depend on the token (Gemma 3n)", choices=tuple(COEFFICIENTS)
     )
     extra: int = option(0, "extra embedding width e, divided by K−1 and projected to d (0: (K−1)·d, no projection)", minimum=0)
-    layers: str = option("all", "depths that get coefficients of their own, e.g. 0-5+8; the others keep their start")
+    layers: str = option("all", "depths that get coefficients of their own, e.g. 0-5+8; the others keep their start", depths=True)
     stacks: str = option("all", "stacks to widen", choices=("all", "encoder", "decoder"))
 
     def __post_init__(self) -> None:
@@ -410,7 +412,7 @@ def require_own_layers(stacks: list[Stack]) -> None:
 def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFitError:
     """Why a layer cannot be wrapped where what enters it does not end in the stream's width."""
     if isinstance(entering[-1], int) and entering[-1] % width == 0:
-        return DoesNotFitError("the stream is wide", why="the stream is several blocks wide already", remedy="apply altup once")
+        return DoesNotFitError("the stream is wide", why=AltUp.already, remedy="apply altup once")
     return DoesNotFitError(
         "the stream has another layout",
         why=f"what enters it is {'×'.join(map(str, entering))}, and not tokens of width {width}",

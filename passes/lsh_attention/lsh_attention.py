@@ -84,6 +84,8 @@ class LSHAttention(Pass[LSHAttentionPlan]):
     summary: ClassVar[str] = "let every token attend within buckets of locality-sensitive hashes, so that length costs no square"
     paper: ClassVar[str] = "Reformer: The Efficient Transformer, §2; Sparse is Enough in Scaling Transformers, §4"
     rewrites: ClassVar[str] = "self-attention"
+    places_by: ClassVar[tuple[str, ...]] = ("layers", "stacks")
+    already: ClassVar[str] = "it attends in buckets already"
     reference: ClassVar[MethodReference] = MethodReference(
         {BucketedAttention: ModuleReference(once_more.bucketed_attention, cached=True)},
         wiring=once_more.wiring,
@@ -97,7 +99,7 @@ class LSHAttention(Pass[LSHAttentionPlan]):
     )
     chunk: int = option(64, "C, tokens that attend at once; sequences up to one chunk run the dense attention", minimum=2)
     seed: int = option(0, "of the random rotations", minimum=0)
-    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8")
+    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8", depths=True)
     stacks: str = option("all", "which stacks are rewritten", choices=("all", "encoder", "decoder"))
 
     def __post_init__(self) -> None:
@@ -262,7 +264,7 @@ class SiteFinder:
         steps = path.split(".")
         above = (self.anatomy.model.get_submodule(".".join(steps[:count])) for count in range(1, len(steps) + 1))
         if any(isinstance(one, InterceptedAttention) for one in above):
-            raise unfit(path, "it attends in buckets already", "other options need a model that was not rewritten so")
+            raise unfit(path, LSHAttention.already, "other options need a model that was not rewritten so")
 
 
 def names_in_code(module: torch.nn.Module) -> tuple[str, ...]:

@@ -102,7 +102,7 @@ class Memory(Pass[MemoryPlan]):
     buckets: int = option(128, "n, entries in a table; by token-id it has one for each token of the vocabulary", minimum=1)
     rank: int = option(0, "r, hidden units of an entry; 0: an entry is a constant", minimum=0)
     beside: str = option("layers", "what gets a table: each layer, or each FFN", choices=("layers", "ffns"))
-    layers: str = option("all", "depths that get a table, e.g. 0-5+8")
+    layers: str = option("all", "depths that get a table, e.g. 0-5+8", depths=True)
     jitter: float = option(0.01, "ε of the noise on what the softmax lookup reads, in training", minimum=0)
     sparse: bool = option(False, "by token-id: gradients are sparse tensors, for optimizers that take them (SGD, SparseAdam)")
 

@@ -69,6 +69,8 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
     summary: ClassVar[str] = "let a decoder attend to the encoder's tokens and its own in one softmax, without cross-attention"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §4.1"
     rewrites: ClassVar[str] = "decoder layer"
+    places_by: ClassVar[tuple[str, ...]] = ("layers", "attentions", "positions")
+    already: ClassVar[str] = "its attentions are merged already"
     recovery: ClassVar[Recovery] = Recovery(align=0.25, anneal=0.5, dial=OtherTokens())
     reference: ClassVar[MethodReference] = MethodReference(
         {
@@ -91,7 +93,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
     positions: str = option(
         "none", "between a decoder's and an encoder's token: none, or as to the decoder's first token", choices=(NONE, FIRST)
     )
-    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8")
+    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8", depths=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -123,7 +125,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
         if not chosen and any(isinstance(one, MergedLayer) for one in anatomy.model.modules()):
             raise DoesNotFitError(
                 "merge-cross-attention: the model has no cross-attention left",
-                why="its attentions are merged already",
+                why=self.already,
                 remedy="other options need a model that was not rewritten so",
                 in_any_form=True,
             )

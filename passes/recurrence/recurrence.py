@@ -79,6 +79,8 @@ class Recurrence(Pass[RecurrencePlan]):
     summary: ClassVar[str] = "add a low-rank recurrent unit beside every feed-forward, which passes information on in time"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §4.3"
     rewrites: ClassVar[str] = "feed-forward"
+    places_by: ClassVar[tuple[str, ...]] = ("layers", "bidirectional")
+    already: ClassVar[str] = "it has a recurrence already"
     reference: ClassVar[MethodReference] = MethodReference(
         {RecurrentFeedForward: ModuleReference(once_more.recurrent_feed_forward, ("layer",), key="stream_out", cached=True)},
         wiring=once_more.wiring,
@@ -87,7 +89,7 @@ class Recurrence(Pass[RecurrencePlan]):
 
     rank: int = option(32, "r, width of the recurrent unit", minimum=1)
     bidirectional: bool = option(False, "in stacks that are not causal, a second unit reads from the last token to the first")
-    layers: str = option("all", "depths that get a recurrence, e.g. 0-5+8")
+    layers: str = option("all", "depths that get a recurrence, e.g. 0-5+8", depths=True)
 
     @property
     def exact(self) -> bool:
@@ -198,7 +200,7 @@ class SiteFinder:
         steps = place.path.split(".")
         above = [".".join(steps[:count]) for count in range(1, len(steps) + 1)]
         if any(isinstance(self.anatomy.model.get_submodule(path), RecurrentFeedForward) for path in above):
-            raise unfit(place.path, "it has a recurrence already", "another rank needs a model that was not rewritten so")
+            raise unfit(place.path, Recurrence.already, "another rank needs a model that was not rewritten so")
         size = self.size_read(place, call)
         if size[:-1] not in (call.size[:-1], (call.size[0] * call.size[1],)):
             raise unfit(place.path, f"it reads {size} where its layer gets {call.size}: not every token once, in order")

@@ -84,6 +84,8 @@ class Reversible(Pass[ReversiblePlan]):
     summary: ClassVar[str] = "train in memory that does not grow with depth: layers are computed again, from a reversible stream"
     paper: ClassVar[str] = "On Exact Bit-level Reversible Transformers Without Changing Architectures"
     rewrites: ClassVar[str] = "layer"
+    places_by: ClassVar[tuple[str, ...]] = ("layers", "scheme")
+    already: ClassVar[str] = "it is reversible already"
     reference: ClassVar[MethodReference] = MethodReference(
         {
             ReversibleLayer: ModuleReference(once_more.reversible_layer, ("layer",), key="stream_out", trainings=0),
@@ -95,7 +97,7 @@ class Reversible(Pass[ReversiblePlan]):
 
     scheme: str = option("exact", "exact: the dense function, trained with noise; terraformer: two streams", choices=SCHEMES)
     bits: int = option(4, "of scheme=exact: n bits of each number are kept a layer, γ = ±2⁻ⁿ", minimum=1, maximum=MOST_BITS)
-    layers: str = option("all", "depths that become reversible, e.g. 0-5+8")
+    layers: str = option("all", "depths that become reversible, e.g. 0-5+8", depths=True)
 
     @property
     def exact(self) -> bool:
@@ -236,7 +238,7 @@ class StepFinder:
         steps = layer.name.split(".")
         for count in range(1, len(steps) + 1):
             if isinstance(self.anatomy.model.get_submodule(".".join(steps[:count])), (ReversibleLayer, TwoStreamLayer)):
-                raise unfit(layer.name, "it is reversible already", "other bits need a model that was not rewritten so")
+                raise unfit(layer.name, Reversible.already, "other bits need a model that was not rewritten so")
         before, after = (shape(self.anatomy.node(end)) for end in (layer.entry, layer.exit))
         if before != after:
             raise unfit(layer.name, f"its stream enters as {before} and leaves as {after}")

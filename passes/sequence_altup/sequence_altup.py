@@ -111,6 +111,8 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, §4.2 and supplement Alg. 2"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "layer"
+    places_by: ClassVar[tuple[str, ...]] = ("layers", "stacks", "k", "method")
+    already: ClassVar[str] = "it is strided already"
     candidates: ClassVar[tuple[str, ...]] = ("k=2", "k=4")
     reference: ClassVar[MethodReference] = MethodReference(
         {
@@ -128,7 +130,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     method: str = option(
         "sequence-altup", "what the other tokens get: the anchor's correction, nothing, the window's output", choices=tuple(METHODS)
     )
-    layers: str = option("inner", "depths to stride, e.g. 1-3+5; inner: all but the first and the last; or all")
+    layers: str = option("inner", "depths to stride, e.g. 1-3+5; inner: all but the first and the last; or all", depths=True)
     stacks: str = option("all", "stacks whose layers are strided", choices=("all", "encoder", "decoder"))
 
     @property

@@ -75,6 +75,8 @@ class SharedMoE(Pass[SharedMoEPlan]):
     paper: ClassVar[str] = "Go Wider Instead of Deeper, eq. 1 to 8"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "feed-forward"
+    places_by: ClassVar[tuple[str, ...]] = ("layers", "groups", "experts", "share_attention")
+    already: ClassVar[str] = "it is a mixture of experts already"
     reference: ClassVar[MethodReference] = MethodReference(
         {MoEBlock: ModuleReference(once_more.moe_block, functions=("hidden", "tail"))}, once_more.wiring, once_more.start
     )
@@ -90,7 +92,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
     balance: float = option(0.01, "λ, the weight of the balance loss", minimum=0)
     noise: float | None = option(None, "standard deviation of the noise on the router's logits in training (none: 1/E)", minimum=0)
     reinit: float = option(0.0, "part of the hidden units of a copied expert that is re-initialised", minimum=0, maximum=1)
-    layers: str = option("all", "depths whose FFNs are replaced, e.g. 0-5+8")
+    layers: str = option("all", "depths whose FFNs are replaced, e.g. 0-5+8", depths=True)
     sources: str = option(
         SPREAD, "of each group's layers, counted from 0, those that experts are taken from, e.g. 0+2+5+9, groups apart by /"
     )
@@ -213,7 +215,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
 
     def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
         """As of every pass; with calibration data the layers that become experts are chosen first, and saved as an option."""
-        plan = self.plan(anatomy)
+        plan = self.fitting_plan(anatomy, edit)
         if edit.calibration is None or not any(len(group.sites) > 1 for group in plan.groups):
             return super().rewrite(anatomy, edit)
         if edit.keep is not None and self.sources == SPREAD:

@@ -68,6 +68,8 @@ class SparseFFN(Pass[SparseFFNPlan]):
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.1"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "feed-forward"
+    places_by: ClassVar[tuple[str, ...]] = ("layers", "sparsity", "rank", "controller")
+    already: ClassVar[str] = "another pass has replaced it already"
     candidates: ClassVar[tuple[str, ...]] = (
         "sparsity=8, active=1",
         "sparsity=8, active=2, controller=gate",
@@ -87,15 +89,15 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     recovery: ClassVar[Recovery] = Recovery(dial=ActiveUnits())
 
-    sparsity: int = option(64, "N, hidden units in a block; must divide d_ff", minimum=1)
+    sparsity: int = option(64, "N, hidden units in a block; must divide d_ff", minimum=1, weights="divides")
     active: int = option(1, "k, active hidden units of each block, up to N; N is the dense function", minimum=1)
     controller: str = option(
         "low-rank",
         "what selects the active units: a low-rank map of x, or the gate of a gated feed-forward, computed whole",
         choices=("low-rank", "gate"),
     )
-    rank: int | None = option(None, "r, width of the controller's bottleneck; none: d/N", minimum=1)
-    layers: str = option("all", "depths whose feed-forwards become sparse, e.g. 0-5+8")
+    rank: int | None = option(None, "r, width of the controller's bottleneck; none: d/N", minimum=1, weights="within")
+    layers: str = option("all", "depths whose feed-forwards become sparse, e.g. 0-5+8", depths=True)
     multiply_by_controller: bool = option(False, "multiply an active unit by the probability the controller gives it")
     scale: bool = option(False, "multiply the output weights by √(N/k), for the units that are left out")
     temperature: float = option(0.1, "τ of training: what its noise counts, or what the logits are divided by", minimum=1e-6)
@@ -168,10 +170,10 @@ class SparseFFN(Pass[SparseFFNPlan]):
         what = f"the feed-forward {site.name} cannot be made sparse"
         if site.units % self.sparsity:
             why = f"its d_ff = {site.units} is no multiple of N = {self.sparsity}; {self.divisors([site])} would do"
-            raise DoesNotFitError(what, why=why, remedy=remedy)
+            raise DoesNotFitError(what, why=why, remedy=remedy, in_any_form=True)
         if self.predicts and self.rank_for(site.width) > site.width:
             why = f"the controller's rank {self.rank} exceeds its width d = {site.width}"
-            raise DoesNotFitError(what, why=why, remedy=f"use a rank up to {site.width}")
+            raise DoesNotFitError(what, why=why, remedy=f"use a rank up to {site.width}", in_any_form=True)
         if self.controller == "gate" and not self.exact:
             gate_activation(site)
         for matrix in (*site.into, site.out):

@@ -73,6 +73,8 @@ class SparseQKV(Pass[SparseQKVPlan]):
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.2"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "attention"
+    places_by: ClassVar[tuple[str, ...]] = ("layers", "stacks", "modules", "kernel", "variant", "output")
+    already: ClassVar[str] = "its projections are sparse already"
     candidates: ClassVar[tuple[str, ...]] = ("output=keep", "")
     reference: ClassVar[MethodReference] = MethodReference(
         {
@@ -90,11 +92,13 @@ class SparseQKV(Pass[SparseQKVPlan]):
         "leave it out by layers=, or use another pass"
     )
 
-    modules: int | None = option(None, "S, modules that a projection is divided into; none: as many as query heads", minimum=1)
+    modules: int | None = option(
+        None, "S, modules that a projection is divided into; none: as many as query heads", minimum=1, weights="divides"
+    )
     kernel: int = option(3, "F, modules and tokens that a filter sees", minimum=1)
     variant: str = option("mult-conv", "what queries, keys and values come from", choices=VARIANTS)
     output: str = option("none", "what becomes of the output layer", choices=("none", "keep", *VARIANTS))
-    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8")
+    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8", depths=True)
     stacks: str = option("all", "which stacks are rewritten", choices=("all", "encoder", "decoder"))
 
     @property
@@ -198,12 +202,13 @@ class SparseQKV(Pass[SparseQKVPlan]):
     def stride(self, site: AttentionSite, letter: str, count: int, columns: int, modules: int) -> int:
         """How many modules of the queries there are for each module of a letter with `count` columns."""
         if columns % modules:
-            raise self.unfit(site, f"its {columns} columns are no multiple of modules={modules}", self.divisions(site, columns))
+            why = f"its {columns} columns are no multiple of modules={modules}"
+            raise self.unfit(site, why, self.divisions(site, columns), in_any_form=True)
         if columns % count or modules % (columns // count):
             size = columns // modules
             read = "that are read for something else than attention" if letter == REST else f"of {letter}"
             why = f"no stride over {modules} modules of {size} columns gives the {count} columns {read}"
-            raise self.unfit(site, why, self.divisions(site, columns))
+            raise self.unfit(site, why, self.divisions(site, columns), in_any_form=True)
         return columns // count
 
     def divisions(self, site: AttentionSite, columns: int) -> str:
@@ -222,7 +227,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         self, site: AttentionSite, variant: str, width: int, modules: int, size: int, strides: dict[str, int]
     ) -> ModularShape:
         if variant == "conv" and width % modules:
-            raise self.unfit(site, f"the width {width} is no multiple of modules={modules}")
+            raise self.unfit(site, f"the width {width} is no multiple of modules={modules}", in_any_form=True)
         return ModularShape(variant, width, modules, size, strides, self.kernel)
 
     def output_shape(self, site: AttentionSite, modules: int) -> ModularShape | None:
@@ -243,11 +248,13 @@ class SparseQKV(Pass[SparseQKVPlan]):
         if "conv" in kind and self.kernel > 1 and site.stream_in is None:
             raise self.unfit(site, f"no one argument of {site.name} is its input stream, so it can have no history")
         if columns % modules or width % modules:
-            raise self.unfit(site, f"modules={modules} divides not both sizes of its output layer, {columns} and {width}")
+            raise self.unfit(
+                site, f"modules={modules} divides not both sizes of its output layer, {columns} and {width}", in_any_form=True
+            )
         return self.shape(site, kind, columns, modules, width // modules, {"out": 1})
 
-    def unfit(self, site: AttentionSite, why: str, remedy: str = "") -> DoesNotFitError:
-        return DoesNotFitError(f"{self.name}: {site.name} cannot be rewritten", why=why, remedy=remedy)
+    def unfit(self, site: AttentionSite, why: str, remedy: str = "", in_any_form: bool = False) -> DoesNotFitError:
+        return DoesNotFitError(f"{self.name}: {site.name} cannot be rewritten", why=why, remedy=remedy, in_any_form=in_any_form)
 
     # The start, and the account.
 
@@ -307,7 +314,7 @@ def has_columns(model: nn.Module, path: str) -> bool:
 
 def sparse_already(miss: NearMiss) -> NearMiss:
     remedy = "other options need a model that was not rewritten so; layers= and stacks= name others"
-    return dataclasses.replace(miss, why="its projections are sparse already", remedy=remedy)
+    return dataclasses.replace(miss, why=SparseQKV.already, remedy=remedy)
 
 
 def values_of(projections: SparseProjections) -> Values:

@@ -20,10 +20,10 @@ def measure(subject: Subject, before: Cost | None = None, context: Context | Non
 
 def judge(now: Cost, before: Cost | None, context: Context) -> Finding:
     if before is None:
-        measured = f"{now.parameters:,} parameters, {now.flops_per_token:,} FLOPs a token"
+        measured = f"{now.parameters:,} parameters, {now.flops_per_token:,} FLOPs per {now.unit}"
         return passed(measured, "no dense model") if now.flops else failed(measured, "no product was found in the graph")
     parameters = f"parameters {before.parameters:,} → {now.parameters:,}"
-    measured = f"{parameters}, FLOPs a token {before.flops_per_token:,} → {now.flops_per_token:,}"
+    measured = f"{parameters}, FLOPs per {now.unit} {before.flops_per_token:,} → {now.flops_per_token:,}"
     whole = all(fate.kind != "dropped" for fate in context.fates.values())
     unclaimed = now.parameters - before.parameters - context.claimed
     if unclaimed and not context.exact:

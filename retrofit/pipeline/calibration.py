@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,23 @@ def calibration_from(model: nn.Module, given: Any, inputs: Mapping[str, Any] | N
     return Calibration(batches)
 
 
+def readable_calibration(model: nn.Module, given: Any) -> Any:
+    """`given`, texts as windows of token ids; raises `SpecError` where there is nothing in it, or too little text.
+
+    Nothing is captured, and no batch of a dataloader is read.
+    """
+    if isinstance(given, Sized) and not isinstance(given, Tensor) and not len(given):
+        raise SpecError("calibration= holds nothing", why=f"it is {kind_of(given)} of length 0", remedy=REMEDY)
+    return tokenize_texts(model, texts_of(given)) if texts_of(given) else given
+
+
+def texts_of(given: Any) -> list[str]:
+    """The texts that calibration data is, none where it is something else."""
+    if isinstance(given, str):
+        return [given]
+    return list(given) if isinstance(given, Sequence) and all(isinstance(one, str) for one in given) else []
+
+
 def require_all_arguments(model: nn.Module, batch: Mapping[str, Any]) -> None:
     """The batch has every argument that the model's forward cannot do without, else `SpecError`."""
     missing = [name for name, parameter in forward_parameters(model).items() if is_required(parameter) and name not in batch]
@@ -70,8 +87,8 @@ def as_batches(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = 
     elif isinstance(given, Tensor):
         for part in given.split(BATCH):
             yield named_batch(model, part, inputs)
-    elif isinstance(given, str) or (isinstance(given, Sequence) and given and all(isinstance(one, str) for one in given)):
-        yield from as_batches(model, tokenize_texts(model, [given] if isinstance(given, str) else given), inputs)
+    elif texts := texts_of(given):
+        yield from as_batches(model, tokenize_texts(model, texts), inputs)
     elif isinstance(given, Iterable):
         for batch in given:
             if isinstance(batch, str):
@@ -157,10 +174,10 @@ def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
 
 def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> Tensor:
     """Texts as windows of token ids, by `tokenizer`, or as bytes where that is None: (windows, length)."""
-    from retrofit.pipeline.tokenization import codec_for, positions_named, windows_of
+    from retrofit.pipeline.tokenization import positions_named, text_codec, windows_of
 
     length = min(LENGTH, positions_named(model) or length_taken(model))
-    found = windows_of(texts, codec_for(model, tokenizer), length)
+    found = windows_of(texts, text_codec(model, tokenizer), length)
     if not len(found):
         raise SpecError(f"the calibration text does not fill one window of {length} tokens", remedy="give more text")
     return found

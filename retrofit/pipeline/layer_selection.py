@@ -18,11 +18,7 @@ def selected_depths(text: str, count: int, owner: str, deepest: int = 0) -> set[
     if text == "all":
         return set(range(count))
     chosen: set[int] = set()
-    for part in text.split("+"):
-        named = DEPTHS.fullmatch(part)
-        if named is None:
-            raise SpecError(f"{owner}: cannot read layers={text}", remedy="name depths and ranges joined by +, e.g. 0-5+8")
-        first, last = int(named[1]), int(named[2] or named[1])
+    for first, last in depth_ranges(text, owner):
         if max(first, last) >= there:  # before any depth is listed: a range may be longer than memory
             raise SpecError(
                 f"{owner}: layers={text} names depth {max(first, last)}",
@@ -30,6 +26,17 @@ def selected_depths(text: str, count: int, owner: str, deepest: int = 0) -> set[
                 remedy="name depths that it has",
             )
         if last < first:
-            raise SpecError(f"{owner}: layers={text} names no depth with {part}", remedy=f"write it {last}-{first}")
+            raise SpecError(f"{owner}: layers={text} names no depth with {first}-{last}", remedy=f"write it {last}-{first}")
         chosen.update(range(first, min(last + 1, count)))
     return chosen
+
+
+def depth_ranges(text: str, owner: str) -> list[tuple[int, int]]:
+    """The first and the last depth of each part of `0-5+8`; raises `SpecError` where it cannot be read."""
+    found: list[tuple[int, int]] = []
+    for part in text.split("+"):
+        named = DEPTHS.fullmatch(part)
+        if named is None:
+            raise SpecError(f"{owner}: cannot read layers={text}", remedy="name depths and ranges joined by +, e.g. 0-5+8")
+        found.append((int(named[1]), int(named[2] or named[1])))
+    return found

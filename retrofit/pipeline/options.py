@@ -7,16 +7,28 @@ import math
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from retrofit.errors import SpecError
 
 
 def option(
-    default: Any, doc: str, *, choices: tuple[str, ...] = (), minimum: float | None = None, maximum: float | None = None
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+    depths: bool = False,
+    weights: Literal["divides", "within"] | None = None,
 ) -> Any:
-    """A field of a pass: its default, one line of documentation, and the values it accepts."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "minimum": minimum, "maximum": maximum})
+    """A field of a pass: its default, one line of documentation, and the values it accepts.
+
+    With `depths` its text names depths, `0-5+8`, or is `all` or the default. `weights` says what it is to sizes of weights: it
+    divides one, or is no larger. A model in which that holds for no weight is refused before it is captured.
+    """
+    given = {"choices": choices, "minimum": minimum, "maximum": maximum, "depths": depths, "weights": weights}
+    return dataclasses.field(default=default, metadata={"doc": doc, **given})
 
 
 def format_value(value: Any) -> str:

@@ -99,6 +99,10 @@ class Pass(abc.ABC, Generic[SomePlan]):
     summary: ClassVar[str]  # one sentence
     paper: ClassVar[str]
     calibrates: ClassVar[bool] = False  # whether it uses calibration data
+    places_by: ClassVar[tuple[str, ...] | None] = (
+        None  # options by which it finds its places, each rewritten once; None: repeatable
+    )
+    already: ClassVar[str] = "it is rewritten already"  # of such a place, after which the pass finds it no more
     rewrites: ClassVar[str] = "site"  # what a site is, for the refusal: "feed-forward", "attention", …
     reference: ClassVar[Any] = None  # a `MethodReference`: how else what it installs is computed, for the check `method`
     recovery: ClassVar[Recovery] = Recovery()
@@ -155,11 +159,17 @@ class Pass(abc.ABC, Generic[SomePlan]):
 
     def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
         """Plans for `anatomy` and carries the plan out through `edit`; raises `DoesNotFitError` where no site fits."""
-        plan = self.plan(anatomy)
-        if not plan.sites:
-            raise self.nothing_fits(plan)
+        plan = self.fitting_plan(anatomy, edit)
         self.require_room(plan, edit)
         return self.carry_out(plan, edit)
+
+    def fitting_plan(self, anatomy: Anatomy, edit: Edit | None = None) -> SomePlan:
+        """The plan for this anatomy, the one that the edit was given where it has one; raises `DoesNotFitError` without a site."""
+        plan: SomePlan | None = None if edit is None else edit.plans.get(self.spec())
+        plan = self.plan(anatomy) if plan is None else plan
+        if not plan.sites:
+            raise self.nothing_fits(plan)
+        return plan
 
     def require_room(self, plan: SomePlan, edit: Edit) -> None:
         """What the plan adds fits in memory, where it goes there, else `DoesNotFitError`."""

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.errors import DoesNotFitError
 from retrofit.pipeline.applied_to import AppliedTo
-from retrofit.pipeline.protocol import Recipe, Rewrite
+from retrofit.pipeline.protocol import AnyPass, Plan, Recipe, Rewrite
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
 from retrofit.surgery.edit import Edit
@@ -23,17 +24,24 @@ Progress = Callable[[str], None]
 
 
 def run_passes(
-    model: nn.Module, passes: Recipe, inputs: dict[str, Any], edit: Edit, say: Progress, program: Program | None = None
+    model: nn.Module,
+    passes: Recipe,
+    inputs: dict[str, Any],
+    edit: Edit,
+    say: Progress,
+    program: Program | None = None,
+    anatomy: Anatomy | None = None,
 ) -> tuple[tuple[Rewrite, ...], int]:
     """Each pass rewrites the result of the one before it; returns their accounts and the FLOPs before the first.
 
-    `program` is the model's, where it is captured already.
+    `program` is the model's, where it is captured already, and `anatomy` what was read in it.
     """
     rewrites: list[Rewrite] = []
     dense_flops = 0
     for one in passes:
         say(f"inspecting for {one.name}")
-        anatomy = inspect(model, inputs) if program is None or rewrites else read_anatomy(model, program)
+        if rewrites or anatomy is None:
+            anatomy = inspect(model, inputs) if program is None or rewrites else read_anatomy(model, program)
         dense_flops = dense_flops or flops_per_token(anatomy.program)
         say(f"rewriting with {one.spec()}")
         before, lost = parameter_sizes(model), dropped_elements(edit)
@@ -45,6 +53,7 @@ def run_passes(
         except DoesNotFitError as refusal:
             hooks.explain(refusal)
             raise
+        edit.plans.clear()  # the model is another one now
         hooks.require_kept(model, one.name)
         after = parameter_sizes(model)
         rewrites = list(with_current_names(rewrites, names, modules, edit))
@@ -53,6 +62,16 @@ def run_passes(
         found = AppliedTo.found(anatomy, [site.name for site in account.sites], shared_names(iter(names.items())))
         rewrites.append(dataclasses.replace(account, superseded=superseded, applied_to=found))
     return tuple(rewrites), dense_flops
+
+
+def require_place(model: nn.Module, one: AnyPass, anatomy: Anatomy) -> Plan:
+    """The plan of the first pass; raises `DoesNotFitError` where it has no site, and names the hooks that have a part in that."""
+    try:
+        plan: Plan = one.fitting_plan(anatomy)
+    except DoesNotFitError as refusal:
+        HookWatch(model).explain(refusal)
+        raise
+    return plan
 
 
 def with_current_names(

@@ -18,6 +18,7 @@ from retrofit.runtime import gguf_header
 
 SUFFIXES = (".txt", ".py", ".md")
 BYTES = 256
+MOST_FOR_BYTES = 1024  # ids of a model whose text is read as bytes where there is no tokenizer
 NEVER_IN_UTF8 = range(0xF8, 0x100)
 SENTINELS = 1024  # more than any window of a sensible length needs
 
@@ -106,6 +107,18 @@ def codec_for(model: nn.Module, tokenizer: Any = None) -> Codec:
     special = config_special_ids(getattr(model, "config", None))
     size = vocabulary_size(model)
     return byte_codec(size, special) if tokenizer is None else tokenizer_codec(tokenizer, size, special)
+
+
+def text_codec(model: nn.Module, tokenizer: Any = None) -> Codec:
+    """The codec that text is read by; raises `TrainingError` where it would be bytes for a vocabulary of words."""
+    size = vocabulary_size(model)
+    if tokenizer is None and size > MOST_FOR_BYTES:
+        raise TrainingError(
+            f"{type(model).__name__} has {size:,} ids and comes without a tokenizer",
+            why=f"text would be read as bytes, {BYTES} of these ids, which such a model was hardly trained on",
+            remedy="name the directory of its tokenizer with --tokenizer, or tokenizer=; data may also be given as token ids",
+        )
+    return codec_for(model, tokenizer)
 
 
 def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
@@ -199,6 +212,12 @@ def positions_named(model: nn.Module) -> int | None:
     """How many positions a transformers config says that the model is made for; None where it says nothing."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def reading(codec: Codec, windows: torch.Tensor) -> str:
+    """How text was read, and how much came of it: `the model's tokenizer: 4,096 tokens, 32 windows of 128`."""
+    count, length = windows.shape
+    return f"{codec.name}: {windows.numel():,} tokens, {count:,} window{'' if count == 1 else 's'} of {length}"
 
 
 def windows_of(texts: Iterable[str], codec: Codec, length: int) -> torch.Tensor:

@@ -30,9 +30,10 @@ class Cost:
 
     parameters: int  # elements that the graph reads, shared ones once
     flops: int  # of the whole pass
-    tokens: int  # positions the pass works on: batch × length, or batch
+    tokens: int  # what the pass works on: batch × length positions, or the inputs of a batch where they are no tokens alone
     by_module: dict[str, int]  # FLOPs in each module's own code
     read: frozenset[str] = frozenset()  # names of the parameters that the graph reads
+    unit: str = "token"  # of which there are so many
 
     @property
     def flops_per_token(self) -> int:
@@ -48,19 +49,49 @@ def cost_of(program: Program) -> Cost:
             path = program.owner[node].path if node in program.owner else ""
             by_module[path] = by_module.get(path, 0) + count
     elements = sum(value_of(node).numel() for node in read)
-    return Cost(elements, sum(by_module.values()), tokens_of(program), by_module, frozenset(read.values()))
+    return Cost(elements, sum(by_module.values()), tokens_of(program), by_module, frozenset(read.values()), unit_of(program))
 
 
 def flops_per_token(program: Program) -> int:
-    """The floating-point operations of one forward pass, divided by the positions it works on."""
+    """The floating-point operations of one forward pass, divided by the tokens it works on, or the images, or clips: `unit_of`."""
     return cost_of(program).flops_per_token
 
 
 def tokens_of(program: Program) -> int:
-    """How many positions the program works on: those of its longest input of integers, else its batch."""
-    inputs = [value for node in program.inputs if isinstance(value := node.meta.get("val"), torch.Tensor)]
-    per_token = [value.numel() for value in inputs if value.dim() == 2 and not value.is_floating_point()]
-    return max(per_token, default=0) or next((int(value.shape[0]) for value in inputs if value.dim()), 1)
+    """How many units the program works on: the positions of its longest input of integers, else its batch."""
+    inputs = inputs_of(program)
+    if unit_of(program) == "token":
+        return max(value.numel() for value in inputs if is_ids(value))
+    return next((int(value.shape[0]) for value in inputs if value.dim()), 1)
+
+
+def unit_of(program: Program) -> str:
+    """What its operations are counted for: `token`, or the whole of an input that is more than tokens, `image of 3×224×224`."""
+    inputs = inputs_of(program)
+    ids = max((int(value.shape[1]) for value in inputs if is_ids(value)), default=0)
+    signals = [value for value in inputs if value.is_floating_point() and value.dim() >= 2 and not is_per_token(value, ids)]
+    signals = [value for value in signals if [one.shape for one in signals].count(value.shape) == 1]  # keys and values are two
+    if not signals:
+        return "token" if ids else "input"
+    largest = max(signals, key=lambda value: value.numel())
+    kind = "image" if largest.dim() == 4 else "input"
+    shape = "×".join(str(int(extent)) for extent in largest.shape[1:])
+    return f"{kind} of {shape}" + (f" and {ids} tokens" if ids else "")
+
+
+def inputs_of(program: Program) -> list[torch.Tensor]:
+    """The tensors among the program's inputs."""
+    return [value for node in program.inputs if isinstance(value := node.meta.get("val"), torch.Tensor)]
+
+
+def is_per_token(value: torch.Tensor, tokens: int) -> bool:
+    """Whether an input of numbers goes with the tokens, as masks and embeddings do."""
+    return tokens in value.shape[1:] and (value.dim() < 4 or value.shape[1] == 1)
+
+
+def is_ids(value: torch.Tensor) -> bool:
+    """Whether an input has a number for each token."""
+    return value.dim() == 2 and not value.is_floating_point()
 
 
 def flops_of_run(skeleton: nn.Module, inputs: Mapping[str, Any]) -> int:

@@ -37,6 +37,10 @@ class Note(str):
         return note
 
 
+class Milestone(str):
+    """A report of progress that a log keeps beside those after it, as of an evaluation; other reports replace one another."""
+
+
 def fold_notes(notes: Iterable[str]) -> list[str]:
     """The notes in order: one table for each kind that was measured at several sites, lines that differ in numbers only as one."""
     tables: dict[tuple[str, ...], list[Note]] = {}

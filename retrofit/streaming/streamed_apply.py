@@ -28,6 +28,7 @@ from retrofit.checks.finite_weights import require_finite_weight
 from retrofit.errors import CheckpointError
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.calibration import calibration_from
+from retrofit.pipeline.early_refusals import refuse_early
 from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
 from retrofit.pipeline.running import Progress, run_passes
 from retrofit.program.capture import capture
@@ -180,6 +181,7 @@ def run_without_weights(
     """
     if mapped is not None:
         cast_as_run(model, mapped.model)
+    refuse_early(model, passes)
     data = None if calibration is None else calibration_from(model, calibration)
     order = ParametersInOrder(model)
     applied = rewrite_once(

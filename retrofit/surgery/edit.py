@@ -105,6 +105,7 @@ class Edit:
         self.layouts: dict[int, tuple[nn.Module, Rearranged, str]] = {}  # id of the dense parameter → how its successor holds it
         self.reasons: dict[int, str] = {}  # id of the dense parameter → why it was dropped
         self.journal: list[Callable[[], None]] = []
+        self.plans: dict[str, Any] = {}  # of the first pass, by its spec, where it was made before the edit
         self.notes: list[Note] = []  # of the pass under way
         self.late: list[nn.Parameter] = []  # of the pass under way: parameters whose gradient is zero until others have moved
         self.unreached: list[nn.Parameter] = []  # of the pass under way: parameters whose gradient is always zero

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from retrofit.errors import CheckpointError, RetrofitWarning, TrainingError
 from retrofit.pipeline.recipe_storage import as_ordinary_model, is_quantized, stored_recipe
 from retrofit.pipeline.replaying import added_parameters, rewritten_part
-from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.pipeline.tokenization import text_codec, windows_of
 from retrofit.runtime import usable_models
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.modes import evaluation_mode
@@ -89,7 +89,7 @@ def continue_pretraining(
     tokenizer = model.tokenizer if pipeline and tokenizer is None else tokenizer
     part = transformer_inside(model) if pipeline else model
     require_trainable(part)
-    codec = codec_for(part, tokenizer)
+    codec = text_codec(part, tokenizer)
     windows = windows_of(texts, codec, settings.length)
     apart = is_held_out(windows, settings.eval_fraction)
     if beyond := beyond_positions(part, settings.length):

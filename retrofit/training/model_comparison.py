@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import TrainingError, first_line
-from retrofit.pipeline.tokenization import Codec, codec_for, windows_of
-from retrofit.program.cost import flops_per_token
+from retrofit.pipeline.tokenization import Codec, reading, text_codec, windows_of
+from retrofit.program.cost import flops_per_token, unit_of
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.peak_memory import own_bytes, peak_bytes
@@ -47,6 +47,8 @@ class Figures:
     prefill: float  # seconds of a window
     decode: float | None  # seconds a token
     scores: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by task and metric
+    unit: str = "token"  # whose FLOPs `flops` are
+    text: str = ""  # how the text was read, and how much of it
 
 
 def compare_models(
@@ -65,7 +67,7 @@ def compare_models(
     """
     check_values(length=length, windows=most)
     dense = next(iter(models.values()))
-    codec = codec_for(dense, tokenizer)
+    codec = text_codec(dense, tokenizer)
     windows = windows_of(texts, codec, length)
     require_windows(windows)
     windows = windows[torch.linspace(0, len(windows) - 1, min(most, len(windows))).round().long()]
@@ -77,6 +79,7 @@ def compare_models(
     found: list[Figures] = []
     for name, model in models.items():
         progress(f"measuring {name}")
+        program = inspect(model).program
         own = batches if model is dense else batches_of(windows, for_loss_of(add_loss(model), objective, windows[0].long()))
         loss, divergence, agreement = predictions(model, dense, own)
         found.append(
@@ -87,9 +90,11 @@ def compare_models(
                 divergence,
                 agreement,
                 sum(parameter.numel() for parameter in model.parameters()),
-                flops_per_token(inspect(model).program),
+                flops_per_token(program),
                 memory_of(model, batches[0]),
                 *times[name],
+                unit=unit_of(program),
+                text=reading(codec, windows),
             )
         )
     return found

@@ -104,7 +104,11 @@ class TrainingRun:
         tokens = settings.batch_size * settings.length
         rows = [
             ("objective", f"{self.objective}, {self.reads}"),
-            ("data", f"{self.windows:,} windows of {settings.length} tokens, {self.held_out:,} more held out"),
+            (
+                "data",
+                f"{self.windows:,} windows of {settings.length} tokens, {self.held_out:,} more held out, "
+                f"{(self.windows + self.held_out) * settings.length:,} tokens in all",
+            ),
             ("steps", f"{settings.steps:,}, each of {plural(settings.batch_size, 'window')}"),
             ("parameters", f"{self.parameters:,}"),
         ]

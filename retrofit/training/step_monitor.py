@@ -13,6 +13,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from retrofit.errors import TrainingError
+from retrofit.runtime.notes import Milestone
 
 
 class StepMonitor(TrainerCallback):
@@ -60,6 +61,9 @@ class StepMonitor(TrainerCallback):
                     remedy="lower --lr, or give a longer --warmup",
                 )
             setattr(self, "loss" if key == "loss" else "held_out", f"  {text} {value:.4f}")
+            if key == "eval_loss" and self.progress is not None:
+                at = f"{self.stage}step {state.global_step}/{state.max_steps}"
+                self.progress(Milestone(f"{at}: held-out loss {value:.4f}"))
 
     @property
     def seconds_per_step(self) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import RetrofitWarning, TrainingError
-from retrofit.pipeline.tokenization import Codec, codec_for, windows_of
+from retrofit.pipeline.tokenization import Codec, text_codec, windows_of
 from retrofit.runtime.drafts import held, is_held
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
@@ -69,7 +69,7 @@ def teach(
             why="it makes one vector of a text",
             remedy="train with the dense model itself as the teacher",
         )
-    codec = codec_for(dense, tokenizer)
+    codec = text_codec(dense, tokenizer)
     windows = windows_of(texts, codec, length)
     require_windows(windows)
     if beyond := beyond_positions(dense, length):

@@ -36,7 +36,7 @@ from retrofit.pipeline.accounts import listed, plan_rows
 from retrofit.pipeline.protocol import Plan
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.runtime.line_folding import fold_lines
-from retrofit.runtime.notes import Note
+from retrofit.runtime.notes import Milestone, Note
 
 COMMANDS = ("apply", "inspect", "verify", "export", "train", "passes")
 
@@ -365,7 +365,20 @@ def test_progress_shows_the_stage_and_the_time_on_a_terminal_and_clears_them() -
     assert "0:00:00" in shown
     assert (shown.count(HIDE), shown.count(SHOW)) == (1, 1)
     assert "capturing" not in shown.rpartition(CLEAR)[2]
-    assert file.getvalue() == ""
+    assert file.getvalue().splitlines() == ["retrofit: reading [bold]model.pt", "retrofit: capturing"]
+
+
+def test_a_log_has_a_line_for_each_stage_and_each_milestone() -> None:
+    file = io.StringIO()
+    with Progress(file) as stage:
+        for step in range(1, 41):
+            stage(f"step {step}/40  loss {3 - step / 40:.4f}  0:{step:02d} left")
+            if step % 20 == 0:
+                stage(Milestone(f"step {step}/40: held-out loss {3 - step / 40:.4f}"))
+        stage("writing model.pt\x1b[2J")
+    lines = file.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["step", "step", "step", "writing"]
+    assert [line.split()[-1] for line in lines[1:3]] == ["2.5000", "2.0000"] and "\x1b" not in lines[3]
 
 
 def test_progress_keeps_to_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,125 @@
+"""Refusals that need no captured model: of options that the sizes of its weights rule out, and of a pass that is given twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+from torch import nn
+
+from retrofit.errors import DoesNotFitError, first_few
+from retrofit.pipeline.layer_selection import depth_ranges
+from retrofit.pipeline.options import format_value
+from retrofit.pipeline.protocol import AnyPass, Recipe
+from retrofit.pipeline.recipe_storage import is_quantized
+
+SHOWN = 8  # sizes that a refusal names
+NEAREST = 3  # values that a remedy names
+SEE_SIZES = "retrofit inspect shows the sizes of the model's matrices"
+
+
+def refuse_early(model: nn.Module, passes: Recipe) -> None:
+    """Raise `RetrofitError` where its options, earlier passes or the sizes of the weights say that a pass cannot fit."""
+    require_consistent(passes)
+    sizes = None if is_quantized(model) else WeightSizes.of(model)
+    if sizes is not None:
+        require_sizes(passes[0], sizes)  # later passes see the weights that it leaves
+
+
+def require_consistent(passes: Recipe) -> None:
+    """Raise `DoesNotFitError` where a pass is to rewrite what an equal one before it has, `SpecError` for depths unread."""
+    for number, one in enumerate(passes):
+        for field in dataclasses.fields(one):
+            text = getattr(one, field.name)
+            if field.metadata.get("depths") and text not in ("all", field.default):
+                depth_ranges(text, one.name)
+        if any(leaves_nothing(earlier, one) for earlier in passes[:number]):
+            raise DoesNotFitError(
+                f"{one.name}: it is given twice",
+                why=f"{one.already} when its second turn comes, with the same places{chosen_by(one)}",
+                remedy="give it once",
+                in_any_form=True,
+            )
+
+
+def leaves_nothing(earlier: AnyPass, later: AnyPass) -> bool:
+    """Whether the options by which the pass finds its places are the same in both."""
+    if type(earlier) is not type(later) or later.places_by is None:
+        return False
+    covers_all = {
+        field.name
+        for field in dataclasses.fields(later)
+        if field.metadata.get("depths") or "all" in field.metadata.get("choices", ())
+    }
+    pairs = ((name, getattr(earlier, name), getattr(later, name)) for name in later.places_by)
+    return all(before == after or (before == "all" and name in covers_all) for name, before, after in pairs)
+
+
+def chosen_by(one: AnyPass) -> str:
+    """The options by which a pass finds its places, with their values, as the end of a sentence."""
+    options = ", ".join(f"{name}={format_value(getattr(one, name))}" for name in one.places_by or ())
+    return f": {options}" if options else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightSizes:
+    """The extents of the dimensions of a model's weights: those of its matrices, and all, with the tables of tokens."""
+
+    matrices: frozenset[int]
+    all: frozenset[int]
+
+    @staticmethod
+    def of(model: nn.Module) -> WeightSizes | None:
+        """The sizes of the model's weights; None where they are packed."""
+        tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        tables |= {id(weight) for weight in [getattr(output_embeddings(model), "weight", None)] if weight is not None}
+        matrices, every = set[int](), set[int]()
+        for tensor in {id(one): one for one in (*model.parameters(), *model.buffers())}.values():
+            if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
+                return None
+            if tensor.dim() < 2 or tensor.dtype == torch.long:
+                continue
+            every.update(tensor.shape)
+            if id(tensor) not in tables:
+                matrices.update(tensor.shape)
+        return WeightSizes(frozenset(matrices), frozenset(every)) if matrices else None
+
+
+def output_embeddings(model: nn.Module) -> nn.Module | None:
+    """The head of a transformers model, where it has one."""
+    try:
+        return model.get_output_embeddings()  # type: ignore[operator, no-any-return]
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def require_sizes(one: AnyPass, sizes: WeightSizes) -> None:
+    """Raise `DoesNotFitError` where no size of a weight is one that an option of the pass allows."""
+    idle = {name for names in one.idle_options().values() for name in names}
+    for field in dataclasses.fields(one):
+        rule, value = field.metadata.get("weights"), getattr(one, field.name)
+        if rule is None or value is None or field.name in idle:
+            continue
+        divides = rule == "divides"
+        if any(size % value == 0 for size in sizes.matrices) if divides else value <= max(sizes.all):
+            continue
+        shown = first_few(sorted(sizes.matrices if divides else sizes.all), SHOWN)
+        raise DoesNotFitError(
+            f"{one.name}: option {field.name}={value} {'divides no' if divides else 'is above every'} size of the model's weights",
+            why=f"it is {field.metadata['doc']}; the sizes are {shown}",
+            remedy=remedy(field.name, value, sizes.matrices) if divides else f"use at most {max(sizes.all)}; {SEE_SIZES}",
+            in_any_form=True,
+        )
+
+
+def remedy(name: str, value: int, sizes: frozenset[int]) -> str:
+    """The values nearest to the one given that all sizes allow."""
+    common = math.gcd(*sizes)
+    return f"use {name}={nearest_divisors(common, value)}; {SEE_SIZES}" if common > 1 else SEE_SIZES
+
+
+def nearest_divisors(number: int, wanted: int) -> str:
+    """The divisors of a number that are nearest to the one wanted, in words."""
+    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    return " or ".join(map(str, sorted(sorted(divisors, key=lambda size: abs(math.log(size / wanted)))[:NEAREST])))

@@ -1,0 +1,165 @@
+"""What needs no captured model is refused before there is one, and what the anatomy decides before anything is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.functional_models import Functional
+from support.tiny_models import bert, gpt2, llama, t5, vit
+from torch import nn
+
+import retrofit
+from retrofit import rewriting
+from retrofit.checks.reference import Reference
+from retrofit.errors import DoesNotFitError, RetrofitError, SpecError, TrainingError, first_few
+from retrofit.pipeline.registry import as_pass, load_pass, pass_names
+
+Build = Any
+
+
+class Reached(BaseException):
+    """The work went further than it should."""
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, *places: tuple[Any, str]) -> None:
+    def reached(*args: Any, **kwargs: Any) -> None:
+        raise Reached
+
+    for owner, name in places:
+        monkeypatch.setattr(owner, name, reached)
+
+
+CAPTURE = (rewriting, "capture")
+MEASURE = (Reference, "of")
+GRAPH = (rewriting, "fits_as_graph")
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("build", "specs", "named"),
+    [
+        (llama, ["sparse-ffn(sparsity=7)"], "sparsity=7"),
+        (gpt2, ["sparse-ffn(sparsity=7)"], "sparsity=7"),
+        (bert, ["sparse-ffn(sparsity=4096)"], "sparsity=4096"),
+        (t5, ["sparse-ffn(sparsity=7)"], "sparsity=7"),
+        (vit, ["sparse-ffn(sparsity=11, active=2)"], "sparsity=11"),
+        (lambda: Functional(layers=2), ["sparse-ffn(sparsity=7)"], "sparsity=7"),
+        (llama, ["sparse-ffn(sparsity=8, rank=5000)"], "rank=5000"),
+        (llama, ["sparse-qkv(modules=7)"], "modules=7"),
+        (bert, ["sparse-qkv(modules=5, output=keep)"], "modules=5"),
+        (llama, ["sparse-loss(modules=5000)"], "modules=5000"),
+        (llama, ["altup", "altup(k=4)"], "given twice"),
+        (llama, ["sparse-ffn(sparsity=8)", "sum", "sparse-ffn(sparsity=8, active=2, layers=0)"], "given twice"),
+        (gpt2, ["sparse-loss", "sparse-loss(modules=8)"], "given twice"),
+        (llama, ["sequence-altup(k=2)", "sequence-altup(k=2)"], "given twice"),
+    ],
+)
+def test_what_options_and_sizes_decide_is_refused_before_a_capture(
+    build: Build, specs: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build()
+    before = values(model)
+    forbid(monkeypatch, CAPTURE, MEASURE, GRAPH)
+    with pytest.raises(DoesNotFitError) as caught:
+        retrofit.apply(model, *specs)
+    assert named in str(caught.value) and caught.value.why and caught.value.remedy
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_the_remedy_names_values_that_fit() -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        retrofit.apply(llama(), "sparse-ffn(sparsity=7)")
+    near = caught.value.remedy.partition("sparsity=")[2].partition(";")[0].split(" or ")
+    assert len(near) == 3
+    assert all(retrofit.plan_of(llama(), f"sparse-ffn(sparsity={size})").fits for size in near)
+
+
+@pytest.mark.parametrize(("build", "units"), [(llama, 24), (gpt2, 64), (bert, 24), (t5, 24), (vit, 24)])
+def test_no_size_that_fits_is_refused_early(build: Build, units: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    forbid(monkeypatch, CAPTURE)
+    for size in (size for size in range(1, units + 1) if units % size == 0):
+        with pytest.raises(Reached):
+            retrofit.apply(model, f"sparse-ffn(sparsity={size})")
+
+
+@pytest.mark.parametrize(
+    ("build", "specs"),
+    [
+        (llama, ["sparse-ffn(sparsity=8, layers=40)"]),
+        (llama, ["shared-moe(groups=31)"]),
+        (bert, ["sparse-ffn(sparsity=8, controller=gate)"]),
+        (t5, ["sequence-altup(k=2, stacks=encoder, layers=9)"]),
+        (vit, ["memory"]),
+    ],
+)
+def test_what_the_anatomy_decides_is_refused_before_anything_is_measured(
+    build: Build, specs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid(monkeypatch, MEASURE)
+    with pytest.raises(RetrofitError):
+        retrofit.apply(build(), *specs)
+
+
+def test_what_no_form_of_the_model_holds_is_not_tried_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid(monkeypatch, MEASURE, GRAPH)
+    for spec in ("sparse-ffn(sparsity=16, layers=1)", "sparse-qkv(modules=3)"):
+        model = llama(intermediate_size=24, hidden_size=48, num_attention_heads=4, num_key_value_heads=2)
+        with pytest.raises(DoesNotFitError):
+            retrofit.apply(model, spec)
+
+
+@pytest.mark.parametrize("layers", ["x", "1-", "0+", "-3"])
+@pytest.mark.parametrize("name", [name for name in pass_names() if "layers" in load_pass(name).__annotations__])
+def test_depths_that_cannot_be_read_need_no_model(name: str, layers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid(monkeypatch, CAPTURE)
+    with pytest.raises(SpecError):
+        retrofit.apply(llama(), f"{name}(layers={layers})")
+
+
+def test_passes_that_leave_something_may_follow_each_other() -> None:
+    for specs in (["sparse-ffn(sparsity=8, layers=0)", "sparse-ffn(sparsity=8, layers=1)"], ["memory", "memory"], ["sum", "sum"]):
+        assert len(retrofit.recipe(retrofit.apply(llama(), *specs, verify=False))) == 2
+
+
+@pytest.mark.parametrize("given", [[], (), {}, "", "too short", ["too", "short"]], ids=repr)
+def test_data_that_is_none_is_refused_before_a_capture(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid(monkeypatch, CAPTURE, MEASURE)
+    with pytest.raises(SpecError) as caught:
+        retrofit.apply(llama(vocab_size=300), "sparse-ffn(sparsity=8)", calibration=given)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("given", [iter([]), [{}], torch.zeros(0, 8, dtype=torch.long)], ids=lambda one: type(one).__name__)
+def test_data_that_turns_out_to_be_none_is_refused_before_anything_is_measured(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid(monkeypatch, MEASURE)
+    with pytest.raises(SpecError):
+        retrofit.apply(llama(), "sparse-ffn(sparsity=8)", calibration=given)
+
+
+def test_text_for_thousands_of_ids_needs_a_tokenizer() -> None:
+    text = "no model of words was trained on bytes " * 40
+    with pytest.raises(TrainingError) as caught:
+        retrofit.apply(llama(vocab_size=1025), "sparse-ffn(sparsity=8)", calibration=text)
+    assert "1,025" in caught.value.what and "--tokenizer" in caught.value.remedy
+    rewritten = retrofit.apply(llama(vocab_size=1024), "sparse-ffn(sparsity=8)", calibration=text, verify=False)
+    assert retrofit.recipe(rewritten)
+
+
+def test_a_list_that_is_cut_says_how_many_more() -> None:
+    assert first_few("abc", 3) == "a, b, c"
+    assert first_few((str(number) for number in range(30)), 4, "; ") == "0; 1; 2; 3; and 26 more"
+    with pytest.raises(DoesNotFitError) as caught:
+        retrofit.apply(bert(num_hidden_layers=7), "sparse-ffn(sparsity=8, controller=gate)", verify=False)
+    assert caught.value.why.count("it has no gate") == 4 and caught.value.why.endswith("and 3 more")
+
+
+def test_every_pass_says_by_which_options_it_finds_its_places() -> None:
+    for name in pass_names():
+        one = as_pass(name)
+        assert one.places_by is None or all(hasattr(one, option) for option in one.places_by)
