@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,8 @@ def contents(path: Path) -> dict[str, Any]:
 def require_no_complaint(ended: Any) -> None:
     """Nothing that the command said is a failure that was not foreseen."""
     assert "Traceback" not in ended.err and "not foreseen" not in ended.err, ended.err
+
+
+def only_stages(said: str) -> bool:
+    """Whether every line on stderr names a stage of the work, and none is an error, a note or a library's."""
+    return all(re.match(r"retrofit: (?!error|note)", line) for line in said.splitlines())
