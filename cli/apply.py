@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from retrofit.anatomy.wording import format_change
 from retrofit.cli.failures import UsageError
@@ -13,6 +15,7 @@ from retrofit.cli.parser import STREAMS, Subparsers, add_checks_argument, add_mo
 from retrofit.cli.progress import working
 from retrofit.cli.recipes import add_pass_arguments, named_passes
 from retrofit.cli.tables import print_table
+from retrofit.errors import RetrofitWarning
 from retrofit.pipeline.accounts import rewrite_rows, separated
 from retrofit.pipeline.registry import load_pass, pass_names
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from retrofit.pipeline.protocol import Recipe
+    from retrofit.planning.damage import Verdict
     from retrofit.rewriting import Applied
 
 EXAMPLES = """\
@@ -84,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
+    from retrofit.planning.damage import DenseOutputs, hold_back
     from retrofit.rewriting import apply_reported
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import companion_files
@@ -99,19 +104,32 @@ def run(arguments: argparse.Namespace) -> int:
         model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
         if arguments.dequantize:
             model = dequantize(model)
-        calibration, read = (None, "") if arguments.calibrate is None else read_calibration(arguments, model)
+        calibration, read, dense = None, "", None
+        if arguments.calibrate is not None:
+            windows, tokenizer, read = read_calibration(arguments, model)
+            calibration, held_back = hold_back(windows)
+            if not all(one.exact for one in passes):
+                progress("measuring the dense model on text held back")
+                text = "held-out" if len(calibration) < len(windows) else "calibration"
+                dense = DenseOutputs.of(model, held_back, tokenizer, text=text)
         embedded = None if calibration is None else EmbeddingComparison.of(arguments.model, model, arguments.calibrate)
         torch.manual_seed(arguments.seed)
         applied = apply_reported(
             model, *passes, calibration=calibration, verify=not arguments.no_verify, checks=arguments.checks, progress=progress
         )
         model = applied.model
+        verdict = None
+        if dense is not None and not all(one.exact for one in applied.rewrites):
+            progress("measuring the rewritten model on text held back")
+            verdict = dense.verdict(model)
+            if verdict.needs_training:
+                warnings.warn(str(verdict), RetrofitWarning, stacklevel=2)
         progress(f"writing {output}")
         write_model(model, source, output, arguments.force)
     rows = summary(applied, output, read)
     if embedded is not None:
         rows.insert(-1, ("embeddings", embedded.measured(model)))
-    print_table(rows)
+    print_table([*rows, *advice(arguments.model, output, applied, verdict)])
     return 0
 
 
@@ -131,7 +149,7 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
         calibration, read = None, ""
         if arguments.calibrate is not None:
             require_directory(arguments.model)
-            calibration, read = read_calibration(arguments, model_without_weights(transformer_folder(arguments.model)))
+            calibration, _, read = read_calibration(arguments, model_without_weights(transformer_folder(arguments.model)))
         applied = apply_streamed(
             arguments.model,
             output,
@@ -142,7 +160,7 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
             verify=not arguments.no_verify,
             progress=progress,
         )
-    print_table(summary(applied, output, read))
+    print_table([*summary(applied, output, read), *advice(arguments.model, output, applied, None)])
     return 0
 
 
@@ -156,8 +174,8 @@ def require_calibration(files: list[Path], passes: Recipe) -> None:
             raise UsageError(f"--calibrate {file}: there is no such file or directory", remedy="check the path")
 
 
-def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> tuple[torch.Tensor, str]:
-    """The text to fit on, as windows of the model's token ids, (windows, length), and how it was read."""
+def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> tuple[torch.Tensor, Any, str]:
+    """The text to fit on, as windows of the model's token ids, (windows, length), the tokenizer, and how the text was read."""
     from retrofit.pipeline.calibration import calibration_windows
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer, reading, text_codec
     from retrofit.storage.companions import tokenizer_place
@@ -165,7 +183,7 @@ def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> tuple[t
     place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
     tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
     windows = calibration_windows(model, read_texts(arguments.calibrate), tokenizer)
-    return windows, reading(text_codec(model, tokenizer), windows)
+    return windows, tokenizer, reading(text_codec(model, tokenizer), windows)
 
 
 def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
@@ -190,3 +208,20 @@ def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
         rows.append(("left out", f"{', '.join(dropped)}: in the files, but no part of {type(applied.model).__name__}"))
     rows.append(("result", str(output)))
     return rows
+
+
+def advice(model: Path, output: Path, applied: Applied, verdict: Verdict | None) -> list[tuple[str, str]]:
+    """What an approximate rewrite cost, and the command that is probably next."""
+    dense, result = shlex.quote(str(model)), shlex.quote(str(output))
+    train = f"retrofit train {result} --teacher {dense} --data TEXT --steps 1000"
+    compare = f"retrofit compare {dense} {result} --data TEXT"
+    if applied.unit != "token":
+        return [*([("cost", str(verdict))] if verdict is not None else []), ("next", f"retrofit export {result}")]
+    if all(one.exact for one in applied.rewrites):
+        grew = applied.parameters_after > applied.parameters_before
+        return [("next", f"retrofit train {result} --data TEXT --steps 1000" if grew else f"retrofit export {result}")]
+    if verdict is not None:
+        return [("cost", str(verdict)), ("next", train if verdict.needs_training else compare)]
+    checks = applied.report.checks if applied.report is not None else ()
+    found = next((f"{one.measured}, on random inputs; " for one in checks if one.name == "function" and one.measured), "")
+    return [("cost", f"{found}no text was given to measure a loss on"), ("next", compare)]
