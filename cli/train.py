@@ -21,7 +21,7 @@ from retrofit.training.settings import Settings, flag
 EXAMPLES = """\
 The objective is the model's own: span corruption where it has an encoder and a decoder, the next token where its outputs never
 depend on later tokens, masked tokens otherwise. A sentence-transformers directory is trained as a whole, by telling texts apart.
-Text is read through the tokenizer in MODEL or --tokenizer, else as bytes.
+Text is read through the tokenizer in MODEL or --tokenizer; as bytes where a model has none and at most 1,024 ids.
 
   retrofit train model.pt --data text.txt --steps 200        writes model.trained.pt, its curve and numbers in model.trained.run/
   retrofit train hf_dir/ --data docs/ --steps 1000 --bf16    writes hf_dir.trained/
