@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.cli.parser import MODEL, Subparsers, add_model_arguments, config_for, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
+from retrofit.runtime.line_folding import FEWEST, NUMBER, fold_lines
 
 if TYPE_CHECKING:
     from retrofit.differences import Differences, TensorDifference
@@ -71,15 +72,41 @@ def rows_of(found: Differences) -> Iterator[tuple[str, str, str, str]]:
     methods = dict.fromkeys((site.method, site.only_in) for site in found.sites)
     for method, only_in in methods:
         names = [site.name for site in found.sites if (site.method, site.only_in) == (method, only_in)]
-        said = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
+        folded = fold_lines(names)
+        said = f"{', '.join(folded[:3])}{f' and {len(folded) - 3} more' if folded[3:] else ''}"
         yield "sites", method, *((said, "") if only_in == "first" else ("", said))
     yield "parameters", f"{found.equal:,} the same", f"compared {found.compared}", ""
     for what in dict.fromkeys(one.what for one in found.tensors):
         kind = [one for one in found.tensors if one.what == what]
-        for number, one in enumerate(kind[:MOST]):
-            yield f"{what}: {len(kind):,}" if not number else "", one.name, *cells(one)
-        if kind[MOST:]:
-            yield "", f"and {len(kind) - MOST:,} more", "", ""
+        rows = list(folded_rows(kind))
+        for number, row in enumerate(rows[:MOST]):
+            yield f"{what}: {len(kind):,}" if not number else "", *row
+        if rows[MOST:]:
+            yield "", f"and {len(rows) - MOST:,} more", "", ""
+
+
+def folded_rows(tensors: Sequence[TensorDifference]) -> Iterator[tuple[str, str, str]]:
+    """One row for tensors at several depths that differ in the same way, with the range of how far their values are apart."""
+    groups: dict[tuple[str, str, str, bool], list[TensorDifference]] = {}
+    for tensor in tensors:
+        key = (NUMBER.sub("*", tensor.name), tensor.one, tensor.other, tensor.largest is None)
+        groups.setdefault(key, []).append(tensor)
+    for group in groups.values():
+        if len(group) < FEWEST:
+            yield from ((tensor.name, *cells(tensor)) for tensor in group)
+            continue
+        (name,) = fold_lines(tensor.name for tensor in group)
+        yield name, group[0].one, range_of(group) if group[0].largest is not None else group[0].other
+
+
+def range_of(group: Sequence[TensorDifference]) -> str:
+    """How far the values of several tensors are apart, the least and the most."""
+    spans = []
+    for sign, values in (("max |Δ|", [one.largest for one in group]), ("‖Δ‖/‖·‖", [one.relative for one in group])):
+        known = [value for value in values if value is not None]
+        low, high = f"{min(known):.2e}", f"{max(known):.2e}"
+        spans.append(f"{sign} {low}" if low == high else f"{sign} {low}–{high}")
+    return ", ".join(spans)
 
 
 def cells(one: TensorDifference) -> tuple[str, str]:

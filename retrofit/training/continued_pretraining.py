@@ -41,7 +41,7 @@ from retrofit.training.step_monitor import StepMonitor
 from retrofit.training.teacher import Teacher
 from retrofit.training.teaching import facts_of
 from retrofit.training.trainer_setup import Numbering, TrainerSetup, trains_on_cpu
-from retrofit.training.trainers import PretrainingTrainer
+from retrofit.training.trainers import ON_SAMPLE, PretrainingTrainer
 from retrofit.training.windows import beyond_positions, is_held_out
 
 MISSING = object()
@@ -176,6 +176,8 @@ def continue_pretraining(
         eval_losses=logged_values(history, "eval_loss"),
         rates=logged_values(history, "learning_rate"),
         seconds_per_step=watch.seconds_per_step,
+        sampled=len(trainer.sample or ()),
+        sample_loss=next((loss for _, loss in reversed(logged_values(history, ON_SAMPLE))), None),
         untrained=tuple(name for name, parameter in trained.named_parameters() if id(parameter) in idle),
         output=target,
         folder=None if target is None else folder,

@@ -94,7 +94,7 @@ def align(setup: TrainerSetup, teacher: Teacher, steps: int, progress: Callable[
         warmup=None,
         anneal=0,
         eval_every=None,
-        save_every=None,
+        save_every=None if setup.settings.save_every is None else max(1, steps // 10),
     )
     checkpoint = last_checkpoint(folder)
     model = teacher.sites.model

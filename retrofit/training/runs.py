@@ -52,6 +52,8 @@ class TrainingRun:
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)  # steps of each stage
     dials: Sequence[str] = ()  # sites that were turned by the dials of their passes, and not as mixtures
     untrained: Sequence[str] = ()  # parameters that no gradient reached in any step
+    sampled: int = 0  # windows that evaluations before the last are of; 0: all
+    sample_loss: float | None = None  # of these at the end
     output: Path | None = None
     folder: Path | None = None
 
@@ -67,6 +69,7 @@ class TrainingRun:
             values[name] = tuple((step, value) for step, value in record.get(name) or ())
         values["stages"] = record.get("stages") or {}
         values["dials"] = tuple(record.get("dials") or ())
+        values["sampled"] = record.get("sampled") or 0
         values["untrained"] = tuple(record.get("untrained") or ())
         return TrainingRun(**{**values, "settings": Settings(**record["settings"]), "output": Path(output), "folder": folder})
 
@@ -90,6 +93,21 @@ class TrainingRun:
         if (closed := self.gap_closed) is None:
             return "no gap"
         return f"{closed:.0%}" if closed <= 1 else f"all, {self.dense_loss - self.eval_losses[-1][1]:.4f} below the dense model"
+
+    @property
+    def held_out_words(self) -> str:
+        """The held-out loss at the start and at the end, of the same windows."""
+        first, last = self.eval_losses[0][1], self.eval_losses[-1][1]
+        if self.sample_loss is None:
+            return f"{first:.4f} → {last:.4f}"
+        return f"{first:.4f} → {self.sample_loss:.4f} on a sample of {plural(self.sampled, 'window')}, at the end {last:.4f} on all"
+
+    @property
+    def curve(self) -> TrainingRun:
+        """The same run, its last held-out loss that of the windows that the others are of."""
+        if self.sample_loss is None:
+            return self
+        return dataclasses.replace(self, eval_losses=(*self.eval_losses[:-1], (self.eval_losses[-1][0], self.sample_loss)))
 
     def to_dict(self) -> dict[str, Any]:
         """The run as plain data, for `json`."""
@@ -118,7 +136,7 @@ class TrainingRun:
         if self.losses:
             rows.append(("training loss", f"{self.losses[0][1]:.4f} → {self.losses[-1][1]:.4f}"))
         if self.eval_losses:
-            rows.append(("held-out loss", f"{self.eval_losses[0][1]:.4f} → {self.eval_losses[-1][1]:.4f}"))
+            rows.append(("held-out loss", self.held_out_words))
         if self.dense_loss is not None and self.start_loss is not None:
             rows.append(("rewritten", f"{self.start_loss:.4f} before any step, {self.dense_loss:.4f} the dense model"))
         if self.gap_closed_words:
@@ -328,9 +346,11 @@ def draw_run(run: TrainingRun) -> None:
         file.write(as_csv(run).encode())
     name = run.output.stem if run.output.suffix in MODEL_FILES else run.output.name
     levels = {"dense model": run.dense_loss, "rewritten, before any step": run.start_loss}
+    if run.sample_loss is not None:
+        levels["all windows held out, at the end"] = run.eval_losses[-1][1]
     draw_curves(
         run.folder / CURVE,
-        {name: run},
+        {name: run.curve},
         f"{name}: {run.objective}",
         levels={what: loss for what, loss in levels.items() if loss is not None},
         marks={"from here on all is rewritten": step} if (step := run.stages.get("anneal")) else None,

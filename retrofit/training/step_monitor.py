@@ -14,6 +14,8 @@ from transformers import TrainerCallback, TrainingArguments
 
 from retrofit.errors import TrainingError
 from retrofit.runtime.notes import Milestone
+from retrofit.training import processes
+from retrofit.training.pace import Pace
 
 
 class StepMonitor(TrainerCallback):
@@ -21,6 +23,7 @@ class StepMonitor(TrainerCallback):
 
     def __init__(self, progress: Callable[[str], None] | None, stage: str = "") -> None:
         self.progress, self.stage = progress, stage
+        self.pace = Pace(evaluations=False, checkpoints=False)
         self.seconds: list[float] = []
         self.began = 0.0
         self.loss = self.held_out = ""
@@ -42,12 +45,28 @@ class StepMonitor(TrainerCallback):
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.began)
-        if state.global_step % state.save_steps == 0:
-            control.should_log = True  # the trainer forgets in a checkpoint what it has not logged
+        self.pace.steps += self.seconds[-1]
+        self.decide(state, control)
         if self.progress is not None:
             left = round(self.seconds_per_step * (state.max_steps - state.global_step))
             step = f"{self.stage}step {state.global_step}/{state.max_steps}"
             self.progress(f"{step}{self.loss}{self.held_out}  {left // 60}:{left % 60:02d} left")
+
+    def decide(self, state: Any, control: Any) -> None:
+        """What is evaluated and saved after this step is what its cost allows; an interrupted run is saved and ends."""
+        last = state.global_step >= state.max_steps
+        if control.should_evaluate and not last:
+            control.should_evaluate = processes.in_first(lambda: self.pace.evaluation_due)
+        if control.should_save:
+            control.should_save = processes.in_first(lambda: self.pace.checkpoint_due)
+        if self.pace.interrupted:
+            control.should_save = control.should_training_stop = True
+        if control.should_save or state.global_step % state.save_steps == 0:
+            control.should_log = True  # the trainer forgets in a checkpoint what it has not logged
+
+    def on_save(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
+        if self.pace.interrupted:  # while it was written
+            control.should_training_stop = True
 
     def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, float] | None = None, **rest: Any) -> None:
         for key, text in (("loss", "loss"), ("eval_loss", "held out")):

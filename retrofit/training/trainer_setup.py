@@ -10,16 +10,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 
 from retrofit.errors import TrainingError
 from retrofit.training import processes
 from retrofit.training.objectives import Collator, Example
+from retrofit.training.pace import Pace
 from retrofit.training.settings import Settings
+from retrofit.training.step_monitor import StepMonitor
 from retrofit.training.trainers import PretrainingTrainer
 from retrofit.training.windows import WINDOW, WindowDataset, numbered_windows, ordered_windows, shuffled_windows
 
-POINTS = 100  # entries a training curve has at most
 SCHEDULER = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 SomeTrainer = TypeVar("SomeTrainer", bound=PretrainingTrainer)
 
@@ -49,10 +50,16 @@ class TrainerSetup:
     numbering: Numbering | None = None  # where a teacher's predictions are found by the number of a window
 
     def trainer(
-        self, kind: type[SomeTrainer], watch: TrainerCallback, *, folder: Path, settings: Settings, fresh: bool, **more: Any
+        self, kind: type[SomeTrainer], watch: StepMonitor, *, folder: Path, settings: Settings, fresh: bool, **more: Any
     ) -> SomeTrainer:
         """A trainer of this kind for the steps of `settings`, which keeps its checkpoints in `folder`."""
+        trained = sum(one.numel() * one.element_size() for one in self.learner.parameters() if one.requires_grad)
+        held = sum(one.numel() * one.element_size() for one in self.learner.parameters())
+        watch.pace = Pace(
+            evaluations=settings.eval_every is None, checkpoints=settings.save_every is None, checkpoint_bytes=held + 2 * trained
+        )
         trainer = kind(
+            pace=watch.pace,
             model=self.learner,
             args=self.arguments(folder, settings, fresh=fresh),
             data_collator=self.collator,
@@ -85,7 +92,7 @@ class TrainerSetup:
             save_strategy="steps" if self.saving else "no",
             save_steps=settings.save_steps,
             save_total_limit=1,
-            logging_steps=max(1, settings.steps // POINTS),
+            logging_steps=settings.log_steps,
             logging_nan_inf_filter=False,
             average_tokens_across_devices=False,  # every window has as many labels: the mean of the processes' means is the mean
             log_level="error",

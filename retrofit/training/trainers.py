@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import WEIGHTS_NAME
 
 from retrofit.runtime.modes import evaluation_mode
@@ -21,10 +22,12 @@ from retrofit.training.hidden_states import HiddenStates
 from retrofit.training.kept_teacher import KeptTeacher
 from retrofit.training.outputs import without_labels
 from retrofit.training.own_dials import write_place
+from retrofit.training.pace import Pace
 from retrofit.training.settings import Settings
 from retrofit.training.teacher import Teacher
 from retrofit.training.whole_checkpoints import require_whole_checkpoint
 
+ON_SAMPLE = "eval_sample_loss"  # what the last evaluation logs beside the loss of all windows
 Entered = TypeVar("Entered")
 
 
@@ -34,8 +37,12 @@ class PretrainingTrainer(Trainer):
     The parameters in `new` have `new_rate`, where it is given, for their highest learning rate.
     """
 
-    def __init__(self, new: Iterable[nn.Parameter] = (), new_rate: float | None = None, **rest: Any) -> None:
+    def __init__(self, pace: Pace, new: Iterable[nn.Parameter] = (), new_rate: float | None = None, **rest: Any) -> None:
         super().__init__(**rest)
+        self.pace = pace
+        data: Any = self.eval_dataset
+        batch = self.args.per_device_eval_batch_size
+        self.sample = None if data is None else pace.sample(len(data), self.args.max_steps, batch)
         self.new, self.new_rate = {id(one) for one in new}, new_rate
         self.step: contextlib.ExitStack | None = None  # what lasts until the gradients of a step are computed
 
@@ -62,22 +69,39 @@ class PretrainingTrainer(Trainer):
         return optimizer
 
     def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
-        """The mean loss of the batches held out, of which each of several processes computes its own."""
-        if processes.count() == 1:
-            return super().evaluate(*args, **named)
+        """The mean loss of the windows held out, or before the last step of a sample, where the pace has one.
+
+        Each of several processes computes its own batches.
+        """
+        with self.pace.timed_evaluation():
+            if processes.count() == 1 and self.sample is None:
+                return super().evaluate(*args, **named)
+            data: Any = self.eval_dataset
+            if self.sample is None:
+                metrics = {"eval_loss": self.held_out_loss(range(len(data)))}
+            else:
+                metrics = {"eval_loss": self.held_out_loss(self.sample)}
+                if self.state.global_step >= self.state.max_steps:
+                    others = sorted(set(range(len(data))).difference(self.sample))
+                    metrics[ON_SAMPLE] = metrics["eval_loss"]
+                    ours, theirs = len(self.sample) * metrics["eval_loss"], len(others) * self.held_out_loss(others)
+                    metrics["eval_loss"] = (ours + theirs) / len(data)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def held_out_loss(self, chosen: Sequence[int]) -> float:
+        """The mean loss of these windows held out."""
         assert self.model is not None and self.data_collator is not None
         data: Any = self.eval_dataset
         size = self.args.per_device_eval_batch_size
         losses: list[tuple[Any, int]] = []
         with evaluation_mode(self.model), torch.no_grad(), self.compute_loss_context_manager():
-            for chosen, counts in self.shared_batches(len(data), size):
-                rows = [data[row] for row in chosen]
+            for batch, counts in self.shared_batches(len(chosen), size):
+                rows = [data[chosen[place]] for place in batch]
                 loss = self.compute_loss(self.model, self._prepare_inputs(self.data_collator(rows)))
                 losses.append((loss, len(rows) if counts else 0))
-        metrics = {"eval_loss": processes.weighted_mean(losses, self.args.device)}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return processes.weighted_mean(losses, self.args.device)
 
     def shared_batches(self, rows: int, size: int) -> Iterator[tuple[range, bool]]:
         """The rows of each batch that this process computes, and whether they count."""
@@ -92,13 +116,16 @@ class PretrainingTrainer(Trainer):
         torch.save(self.model.state_dict(), Path(output_dir) / WEIGHTS_NAME)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with whole_checkpoint(Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"):
+        folder = Path(self.args.output_dir or ".") / f"checkpoint-{self.state.global_step}"
+        with self.pace.timed_checkpoint(), whole_checkpoint(folder):
             super()._save_checkpoint(*args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
         if isinstance(resume_from_checkpoint, str):
             self.require_checkpoint(Path(resume_from_checkpoint))
-        return super().train(resume_from_checkpoint, *rest, **named)
+        saved = self.args.save_strategy != SaveStrategy.NO and processes.count() == 1
+        with self.pace.ending_after_a_step() if saved else contextlib.nullcontext():
+            return super().train(resume_from_checkpoint, *rest, **named)
 
     def require_checkpoint(self, folder: Path) -> None:
         """The checkpoint is whole, else `TrainingError`."""

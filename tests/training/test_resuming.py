@@ -44,7 +44,7 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(tmp_path: Path, name
 def test_a_loss_is_the_mean_over_the_same_steps_where_a_run_goes_on_between_two_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retrofit.training.trainer_setup.POINTS", 2)  # every fourth step, and where a checkpoint is written
+    monkeypatch.setattr("retrofit.training.settings.POINTS", 2)  # every fourth step, and where a checkpoint is written
     settings = changed(save_every=3)
     expected = continue_pretraining(llama(), TEXTS, settings)
     with pytest.raises(Unplugged):
