@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from retrofit.anatomy.anatomy import Anatomy
-from retrofit.anatomy.folding import Fold, fold_layers
+from retrofit.anatomy.folding import Fold, fold_sequence
 from retrofit.anatomy.parts import Branch, Stack
 from retrofit.anatomy.surroundings import Piece, Surroundings
 from retrofit.anatomy.wording import compact
 from retrofit.drawing.faces import BODY, BRACKET, NAME
-from retrofit.drawing.layer_picture import BRANCH_AT, EDGE, NARROWEST, Frame, Inlet, panel_width
+from retrofit.drawing.layer_picture import BRANCH_AT, EDGE, NARROWEST, UNTOUCHED, Frame, Inlet, panel_width
 from retrofit.drawing.placement import Placement
+from retrofit.drawing.rewrites import RewrittenSites, blocks_of
 from retrofit.drawing.sheet import Point
 
 MARGIN, GUTTER = 36.0, 84.0
@@ -31,6 +32,8 @@ class Column:
     frame: Frame = dataclasses.field(default_factory=lambda: Frame(0, 0))
     inlets: list[Inlet] = dataclasses.field(default_factory=list)
     stem_entries: list[tuple[Piece, Point]] = dataclasses.field(default_factory=list)  # left edges of the stem's boxes
+    sites: RewrittenSites = UNTOUCHED
+    blocks: int = 1  # of the stream, each as wide as the layers
     floor: float = 0.0  # above what it shares with others
     entry: float = 0.0  # where other stacks join the stream, below the first layer
     top: float = 0.0
@@ -65,7 +68,11 @@ class Layout:
 
 def lay_out(anatomy: Anatomy, around: Surroundings, placement: Placement) -> Layout:
     """Every piece around the stacks has its place; modules without parameters have none."""
-    columns = tuple(Column(stack, fold_layers(stack.layers)) for stack in anatomy.stacks)
+    sites = RewrittenSites.of(anatomy)
+    columns = tuple(
+        Column(stack, fold_sequence([sites.kind(layer) for layer in stack.layers]), sites=sites, blocks=blocks_of(anatomy, stack))
+        for stack in anatomy.stacks
+    )
     shared = []
     for piece in (*around.embeddings, *around.stem) if columns else ():
         if piece.part is None and piece.parameters == 0:
@@ -97,7 +104,7 @@ def nodes_in_piece(piece: Piece, placement: Placement) -> list[str]:
 
 
 def column_width(column: Column) -> float:
-    panels = [panel_width(layer) for layer in column.stack.layers]
+    panels = [panel_width(layer, column.sites) for layer in column.stack.layers]
     pieces = [piece_width(piece) for piece in (*column.stem, *column.tail, *filter(None, [column.head]))]
     return max([BRANCH_AT + NARROWEST + EDGE, *panels, *pieces])
 

@@ -10,6 +10,7 @@ from retrofit.anatomy.parts import Branch, Layer
 from retrofit.anatomy.wording import compact, heads, layer_range, owner, shapes, sharing
 from retrofit.drawing.faces import BODY, FAINT, NAME, TITLE, Face
 from retrofit.drawing.placement import Norms
+from retrofit.drawing.rewrites import RewrittenSites, wrapped
 from retrofit.drawing.sheet import Point, Sheet
 
 STREAM, WIRE = "#475569", "#64748b"
@@ -25,6 +26,7 @@ MOST_SHAPES = 5
 LABEL = Face(10.5)
 
 NONE = Norms({}, {}, {}, ())
+UNTOUCHED = RewrittenSites()
 
 # role: title, fill, edge
 LOOKS = {
@@ -80,28 +82,34 @@ class Inlet:
     point: Point
 
 
-def branch_lines(branch: Branch, layer: Layer) -> list[tuple[str, Face]]:
+def branch_lines(branch: Branch, layer: Layer, sites: RewrittenSites) -> list[tuple[str, Face]]:
     """The lines of a branch's box below its title."""
     lines = [(text, BODY) for text in [heads(branch)] if text]
     matrices = shapes(branch)
     if len(matrices) > MOST_SHAPES:
         matrices[MOST_SHAPES - 1 :] = [f"{len(matrices) - MOST_SHAPES + 1} more"]
-    return lines + [(text, BODY) for text in matrices] + [(text, NAME) for text in [owner(branch, layer)] if text]
+    lines += [(text, BODY) for text in matrices] + [(text, NAME) for text in [owner(branch, layer)] if text]
+    return lines + rewritten_lines(branch, layer, sites)
+
+
+def rewritten_lines(branch: Branch, layer: Layer, sites: RewrittenSites) -> list[tuple[str, Face]]:
+    """What passes did to a branch."""
+    return wrapped(sites.at_branch(branch, layer), WIDEST - 2 * PAD)
 
 
 def branch_title(branch: Branch) -> str:
     return ("Gated " + LOOKS[branch.role][0].lower()) if branch.gated else LOOKS[branch.role][0]
 
 
-def box_width(branch: Branch, layer: Layer) -> float:
+def box_width(branch: Branch, layer: Layer, sites: RewrittenSites) -> float:
     """How wide the box of a branch has to be, within limits."""
     first = TITLE.width(branch_title(branch)) + 20 + BODY.width(compact(branch.parameters))
-    widest = max([first, *(face.width(text) for text, face in branch_lines(branch, layer))])
+    widest = max([first, *(face.width(text) for text, face in branch_lines(branch, layer, sites))])
     return min(max(widest + 2 * PAD, NARROWEST), WIDEST)
 
 
-def box_height(branch: Branch, layer: Layer, brief: bool) -> float:
-    return 2 * PAD - 3 + LINE * (1 if brief else 1 + len(branch_lines(branch, layer)))
+def box_height(branch: Branch, layer: Layer, brief: bool, sites: RewrittenSites) -> float:
+    return 2 * PAD - 3 + LINE * (1 + len((rewritten_lines if brief else branch_lines)(branch, layer, sites)))
 
 
 def parallel_branches(layer: Layer) -> list[list[int]]:
@@ -115,11 +123,11 @@ def parallel_branches(layer: Layer) -> list[list[int]]:
     return groups
 
 
-def panel_width(layer: Layer) -> float:
+def panel_width(layer: Layer, sites: RewrittenSites = UNTOUCHED) -> float:
     """How wide a panel has to be for all branches of `layer`."""
     needed = NARROWEST
     for group in parallel_branches(layer):
-        widest = max(box_width(layer.branches[index], layer) for index in group)
+        widest = max(box_width(layer.branches[index], layer, sites) for index in group)
         needed = max(needed, len(group) * widest + (len(group) - 1) * BESIDE)
     return BRANCH_AT + needed + EDGE
 
@@ -134,8 +142,8 @@ def panel_lines(layers: Sequence[Layer], same: str, norms: Sequence[str]) -> lis
 class LayerPicture:
     """Draws layers into one column of a sheet, upwards."""
 
-    def __init__(self, sheet: Sheet, frame: Frame) -> None:
-        self.sheet, self.frame = sheet, frame
+    def __init__(self, sheet: Sheet, frame: Frame, sites: RewrittenSites = UNTOUCHED) -> None:
+        self.sheet, self.frame, self.sites = sheet, frame, sites
         self.inlets: list[Inlet] = []
         self.drawn: dict[Hashable, str] = {}  # structure → the layers it was drawn in full for
         self.brief = False  # whether the current layer was drawn before
@@ -152,18 +160,20 @@ class LayerPicture:
             y = self.branches(layer, group, norms, y)
             y = self.stream_norms([norm for index in group for norm in norms.stream.get(index, ())], layer, y)
         lines = panel_lines(layers, f"as {same}" if self.brief else "", norms.unplaced)
-        top = y - HEADER - LINE * (len(lines) - 1)
-        self.header(layers, positions, lines, top)
+        left, right = frame.clear
+        done = wrapped(self.sites.at_layer(layer), right - left)
+        top = y - HEADER - LINE * (len(lines) + len(done) - 1)
+        self.header(layers, positions, [*((text, BODY if place else NAME) for place, text in enumerate(lines)), *done], top)
         self.sheet.panel(frame.left, top, frame.width, bottom - top, PANEL, PANEL_EDGE)
         return top
 
-    def header(self, layers: Sequence[Layer], positions: Sequence[int], lines: Sequence[str], top: float) -> None:
+    def header(self, layers: Sequence[Layer], positions: Sequence[int], lines: Sequence[tuple[str, Face]], top: float) -> None:
         left, right = self.frame.clear
         size = f"{compact(layers[0].parameters)}{' each' if len(layers) > 1 and not sharing(layers) else ''}"
         self.sheet.text(left, top + 23, layer_range(positions).capitalize(), TITLE, width=right - left - BODY.width(size) - 12)
         self.sheet.text(right, top + 23, size, BODY, "end")
-        for number, line in enumerate(lines):
-            self.sheet.text(left, top + 39 + LINE * number, line, BODY if number else NAME, width=right - left)
+        for number, (line, face) in enumerate(lines):
+            self.sheet.text(left, top + 39 + LINE * number, line, face, width=right - left)
 
     def branches(self, layer: Layer, group: Sequence[int], norms: Norms, y: float) -> float:
         """The branches of `group` side by side between one tap and one ⊕; returns the upper edge of the ⊕."""
@@ -180,7 +190,7 @@ class LayerPicture:
         fork = level + STEP / 2 if shared else tap
         level -= STEP / 2 if shared else 0
         floor = level - max(map(len, before.values())) * (PILL_HEIGHT + STEP)
-        roof = floor - max(box_height(layer.branches[index], layer, self.brief) for index in group)
+        roof = floor - max(box_height(layer.branches[index], layer, self.brief, self.sites) for index in group)
         join = roof - max(map(len, after.values())) * (PILL_HEIGHT + STEP) - JOIN
         for place, index in enumerate(group):
             offset = BRANCH_AT + place * (width + BESIDE)
@@ -206,7 +216,7 @@ class LayerPicture:
         baseline = y + PAD + 10
         sheet.text(x + PAD, baseline, branch_title(branch), TITLE, width=width - 2 * PAD - BODY.width(size) - 8)
         sheet.text(x + width - PAD, baseline, size, BODY, "end")
-        for text, face in [] if self.brief else branch_lines(branch, layer):
+        for text, face in (rewritten_lines if self.brief else branch_lines)(branch, layer, self.sites):
             baseline += LINE
             sheet.text(x + PAD, baseline, text, face, width=width - 2 * PAD)
 

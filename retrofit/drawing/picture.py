@@ -24,15 +24,26 @@ from retrofit.drawing.columns import (
     nodes_in_piece,
 )
 from retrofit.drawing.faces import BODY, BRACKET, FACTS, HEADLINE, MUTED, NAME, TITLE, Face
-from retrofit.drawing.layer_picture import LOOKS, STREAM, STREAM_AT, WIRE, Frame, LayerPicture
+from retrofit.drawing.layer_picture import LINE, LOOKS, STREAM, STREAM_AT, WIRE, Frame, LayerPicture
 from retrofit.drawing.placement import Placement
+from retrofit.drawing.rewrites import RewrittenSites, wrapped
 from retrofit.drawing.sheet import Point, Sheet, plainly_styled
 
 BETWEEN, RISE = 18.0, 16.0  # between layers; between other boxes
 PART_FILL, PART_EDGE = "#eef2f6", "#8695a8"
 PART_HEIGHT, BAR_HEIGHT = 48.0, 30.0
-THICK = 5.0
+THICK, THIN, APART, MOST_LANES = 5.0, 2.2, 4.4, 6  # of the stream: one line, or one for each block
 MEMORY = LOOKS["cross-attention"][2]
+
+
+def stream_width(width: int, blocks: int) -> str:
+    return f"width {width}" if blocks == 1 else f"{blocks} blocks of width {width}"
+
+
+def lanes(stream: float, blocks: int) -> list[float]:
+    """Where the lines of the stream's blocks are, next to one another, up to as many as there is room for."""
+    shown = min(blocks, MOST_LANES)
+    return [stream + APART * (place - (shown - 1) / 2) for place in range(shown)]
 
 
 def svg(anatomy: Anatomy) -> str:
@@ -48,6 +59,7 @@ class Picture:
         self.anatomy = anatomy
         self.placement = Placement(anatomy)
         self.around = surroundings(anatomy)
+        self.sites = RewrittenSites.of(anatomy)
         self.layout = lay_out(anatomy, self.around, self.placement)
         self.columns = self.layout.columns
         self.sheet = Sheet()
@@ -75,7 +87,10 @@ class Picture:
         name = type(anatomy.model).__name__
         facts = [plural(anatomy.parameters, "parameter")]
         if anatomy.stacks:
-            facts += [f"width {anatomy.width}", plural(sum(len(stack.layers) for stack in anatomy.stacks), "layer")]
+            blocks = max(column.blocks for column in self.columns)
+            facts += [stream_width(anatomy.width, blocks), plural(sum(len(stack.layers) for stack in anatomy.stacks), "layer")]
+        if self.sites.methods:
+            facts.append(f"rewritten by {', '.join(self.sites.methods)}")
         line = " · ".join(facts)
         top = min((column.top for column in self.columns), default=0.0) - 76
         right = max(right, 2 * MARGIN + HEADLINE.width(name), 2 * MARGIN + FACTS.width(line))
@@ -101,15 +116,17 @@ class Picture:
             y = self.draw_piece(piece, frame.left, frame.right, y)
             column.stem_entries.append((piece, (frame.left, (lower + y) / 2)))
             y -= RISE
-        self.label_stream(frame, y - 4, " · ".join([stack.kind, f"width {stack.width}", *["causal"] * stack.causal]), BODY)
+        facts = [stack.kind, stream_width(stack.width, column.blocks), *["causal"] * stack.causal]
+        self.label_stream(frame, y - 4, " · ".join(facts), BODY)
         column.entry = y - 8
-        layers = LayerPicture(sheet, frame)
+        layers = LayerPicture(sheet, frame, self.sites)
         y = self.draw_folds(column, layers, column.folds, leaves(column.folds), y - 24) + BETWEEN - RISE
         column.inlets = layers.inlets
         for piece in (*column.tail, *filter(None, [column.head])):
             y = self.draw_piece(piece, frame.left, frame.right, y) - RISE
         y += RISE if column.head else 0
-        sheet.wire([(frame.stream, column.floor + (RISE if column.floor else 0)), (frame.stream, y)], STREAM, THICK)
+        for x in lanes(frame.stream, column.blocks):
+            sheet.wire([(x, column.floor + (RISE if column.floor else 0)), (x, y)], STREAM, THICK if column.blocks == 1 else THIN)
         if column.head or not self.has_readers(index):
             sheet.wire([(frame.stream, y), (frame.stream, y - 28)], WIRE, 2, arrow=True)
             self.label_stream(frame, y - 12, "logits" if column.head else "output", BODY)
@@ -154,27 +171,39 @@ class Picture:
         """A module outside the layers, its lower edge at `y`; returns its upper edge."""
         if piece.part is None:
             return self.draw_bar(piece, left, right, y)
-        sheet, width, top = self.sheet, right - left, y - PART_HEIGHT
+        sheet, width = self.sheet, right - left
+        done = wrapped(self.sites.at_module(piece.names or (piece.name,)), width - 24)
+        height = PART_HEIGHT + LINE * len(done)
+        top = y - height
         is_head, shape = piece is self.around.head, dimensions(piece)
         size = "tied" if is_head and self.around.tied else compact(piece.parameters or 0)
-        sheet.box(left, top, width, PART_HEIGHT, PART_FILL, PART_EDGE)
+        sheet.box(left, top, width, height, PART_FILL, PART_EDGE)
         sheet.text(left + 12, top + 20, "Head" if is_head else "Embedding", TITLE)
         sheet.text(right - 12, top + 20, size, BODY, "end")
         sheet.text(left + 12, top + 37, piece.name, NAME, width=width - 36 - BODY.width(shape))
         sheet.text(right - 12, top + 37, shape, BODY, "end")
+        self.write_lines(left + 12, top + 37, done)
         if is_head or (self.anatomy.embedding is not None and piece.part.parameter == self.anatomy.embedding.parameter):
-            self.tied.append((right, top + PART_HEIGHT / 2))
+            self.tied.append((right, top + height / 2))
         return top
 
     def draw_bar(self, piece: Piece, left: float, right: float, y: float) -> float:
         """A module that is neither embedding nor head, its class left out where there is no room for it."""
-        width, top, aside = right - left, y - BAR_HEIGHT, class_and_size(piece)
+        width, aside = right - left, class_and_size(piece)
+        done = wrapped(self.sites.at_module(piece.names or (piece.name,)), width - 24)
+        top = y - BAR_HEIGHT - LINE * len(done)
         if NAME.width(piece.name) + BODY.width(aside) > width - 40:
             aside = "" if piece.parameters is None else compact(piece.parameters)
-        self.sheet.box(left, top, width, BAR_HEIGHT, PART_FILL, PART_EDGE)
+        self.sheet.box(left, top, width, y - top, PART_FILL, PART_EDGE)
         self.sheet.text(right - 12, top + 19, aside, BODY, "end", width / 2)
         self.sheet.text(left + 12, top + 19, piece.name, NAME, width=width - 40 - min(BODY.width(aside), width / 2))
+        self.write_lines(left + 12, top + 19, done)
         return top
+
+    def write_lines(self, x: float, y: float, lines: Sequence[tuple[str, Face]]) -> None:
+        """The lines below the baseline `y`."""
+        for number, (text, face) in enumerate(lines, start=1):
+            self.sheet.text(x, y + LINE * number, text, face)
 
     def has_readers(self, index: int) -> bool:
         """Whether another stack begins from this one's result or attends to it."""

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.drawings import apart, boxes, drawing, labels, layers_told, parameters_told, within
+from support import tiny_models
+from support.drawings import apart, boxes, drawing, labels, layers_told, parameters_told, wires, within
 from torch import nn
 from transformers import (
     BertConfig,
@@ -28,9 +29,12 @@ from transformers import (
     ViTForImageClassification,
 )
 
+import retrofit
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect
+from retrofit.drawing.layer_picture import STREAM
 from retrofit.drawing.placement import Placement
+from retrofit.drawing.rewrites import RewrittenSites
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 8}
 
@@ -127,3 +131,66 @@ def test_parameters_that_no_output_hangs_on_are_counted_elsewhere() -> None:
     assert "parameters of no part above" in str(inspect(model))
     assert parameters_told(str(inspect(model))) == sum(parameter.numel() for parameter in model.parameters())
     assert "elsewhere" not in str(anatomy_of(llama))
+
+
+# ── Rewritten models ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def deep(name: str = "llama") -> Any:
+    """A tiny model of six layers, in each stack where it has two."""
+    depth = {"t5": "num_layers", "gpt2": "n_layer"}.get(name, "num_hidden_layers")
+    return getattr(tiny_models, name)(**{depth: 6})
+
+
+REWRITES = {
+    "altup(k=3)": {f"altup: works on block {number} of 3" for number in range(3)},
+    "sequence-altup(k=2)": {"sequence-altup: computes one token in 2"},
+    "shared-moe(groups=0, experts=4)": {"E=4 experts"},
+    "sparse-ffn(sparsity=4, active=2)": {"2 hidden units of 4 active"},
+    "memory(lookup=softmax)": {"memory: plus a table"},
+}
+
+
+@pytest.mark.parametrize("spec", REWRITES)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+def test_a_rewritten_model_shows_what_was_done_where(spec: str, name: str, tmp_path: Path) -> None:
+    """Also once it was saved and loaded."""
+    model = retrofit.apply(deep(name), spec, verify=False)
+    model.save_pretrained(tmp_path / "saved")
+    for one in (model, retrofit.load(tmp_path / "saved")):
+        shown = drawing(inspect(one))
+        text = " ".join(labels(shown))
+        assert [wanted for wanted in REWRITES[spec] if wanted not in text] == []
+        assert f"rewritten by {spec.partition('(')[0]}" in text
+        for box, other in itertools.combinations(boxes(shown), 2):
+            assert apart(box, other) or within(box, other) or within(other, box)
+
+
+def test_the_blocks_of_a_stream_are_lines_next_to_one_another() -> None:
+    def lines_of_stream(model: nn.Module) -> list[float]:
+        thick = max(wires(drawing(inspect(model)), STREAM), key=lambda wire: abs(wire[0][1] - wire[1][1]))
+        length = abs(thick[0][1] - thick[1][1])
+        found = [begin[0] for begin, end in wires(drawing(inspect(model)), STREAM) if abs(abs(begin[1] - end[1]) - length) < 1]
+        return sorted(set(found))
+
+    assert len(lines_of_stream(deep())) == 1
+    for spec, blocks in (("altup(k=2)", 2), ("altup(k=3)", 3), ("altup(k=2, embedding=recycled)", 2), ("sum", 1)):
+        model = retrofit.apply(deep(), spec, verify=False)
+        assert len(lines_of_stream(model)) == blocks, spec
+        assert (f"{blocks} blocks of width 16" in " ".join(labels(drawing(inspect(model))))) == (blocks > 1)
+
+
+def test_layers_that_work_on_other_blocks_have_panels_of_their_own() -> None:
+    shown = labels(drawing(inspect(retrofit.apply(deep(), "altup(k=2)", verify=False))))
+    assert {"Layers 0, 2, 4", "Layers 1, 3, 5", "×3"} <= {*shown}
+
+
+def test_what_was_done_to_one_branch_is_said_in_its_box() -> None:
+    model = retrofit.apply(deep(), "sparse-ffn(sparsity=4, active=2, layers=1)", "sparse-qkv(layers=1)", verify=False)
+    anatomy = inspect(model)
+    sites = RewrittenSites.of(anatomy)
+    (stack,) = anatomy.stacks
+    assert not any(sites.at_branch(branch, stack.layers[0]) for branch in stack.layers[0].branches)
+    said = {branch.role: sites.at_branch(branch, stack.layers[1]) for branch in stack.layers[1].branches}
+    assert [role for role, texts in said.items() if any(text.startswith("sparse-ffn") for text in texts)] == ["moe"]
+    assert not any(text.startswith("sparse-ffn") for text in said["self-attention"])
