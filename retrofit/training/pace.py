@@ -33,6 +33,8 @@ class Pace:
         self.checkpoint = checkpoint_bytes / BYTES_A_SECOND
         self.began = time.perf_counter()
         self.received: list[int] = []  # signals
+        self.stopped: KeyboardInterrupt | None = None  # raised between two steps
+        self.ends_after_a_step = False  # where it is interrupted
 
     def sample(self, windows: int, steps: int, batch: int) -> list[int] | None:
         """Return the windows held out that an evaluation before the last is of, spread over all; None: all of them."""
@@ -69,8 +71,8 @@ class Pace:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal waits for the step to end and be saved."""
-        return bool(self.received)
+        """Whether the run is to be saved after this step, and to end."""
+        return bool(self.received) or self.stopped is not None
 
     @contextlib.contextmanager
     def ending_after_a_step(self) -> Iterator[None]:
@@ -78,8 +80,10 @@ class Pace:
 
         The block is to end after the step that `interrupted` is seen in.
         """
+        self.ends_after_a_step = True
         if threading.current_thread() is not threading.main_thread():
             yield
+            self.raise_stopped()
             return
         before: dict[int, Any] = {}
 
@@ -102,3 +106,8 @@ class Pace:
             restore()
         if self.received:
             signal.raise_signal(self.received[0])
+        self.raise_stopped()
+
+    def raise_stopped(self) -> None:
+        if self.stopped is not None:
+            raise self.stopped

@@ -93,8 +93,8 @@ def align(setup: TrainerSetup, teacher: Teacher, steps: int, progress: Callable[
         lr_new=None,
         warmup=None,
         anneal=0,
-        eval_every=None,
-        save_every=None if setup.settings.save_every is None else max(1, steps // 10),
+        eval_every=None if setup.settings.eval_every is None else max(1, steps // 10),
+        save_every=None if setup.settings.paces_checkpoints else max(1, steps // 10),
     )
     checkpoint = last_checkpoint(folder)
     model = teacher.sites.model

@@ -160,6 +160,12 @@ def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
     refuse_held(folder)
     if folder.exists() and not ours:
         raise TrainingError(f"{folder} is in the way", why="it is not the folder of a training run", remedy="name another -o")
+    if resume and not has_checkpoint(folder) and is_finished(read_record(folder)):
+        raise TrainingError(
+            f"the run to resume in {folder} is finished, and kept no checkpoint",
+            why="without --save-every and --eval-every a run writes none in its first minute",
+            remedy=f"to go on from its result, train {output}; to train anew, --force without --resume",
+        )
     if resume and not has_checkpoint(folder):
         raise TrainingError(f"there is no run to resume in {folder}", why="it holds no checkpoint", remedy="leave out --resume")
     if output.exists() and not force:

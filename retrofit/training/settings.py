@@ -36,7 +36,9 @@ class Settings:
         minimum=1,
     )
     save_every: int | None = option(
-        None, "steps between checkpoints (as often as takes a twentieth of the time, none in the first minute)", minimum=1
+        None,
+        "steps between checkpoints (as --eval-every, if given; else often enough to take a twentieth of the time, after a minute)",
+        minimum=1,
     )
     seed: int = option(0, "order of the windows, and what is hidden in them", minimum=0)
     align: int | None = option(
@@ -103,9 +105,16 @@ class Settings:
         return max(1, self.steps // POINTS)
 
     @property
+    def paces_checkpoints(self) -> bool:
+        """Whether no option says after which steps there are checkpoints."""
+        return self.save_every is None and self.eval_every is None
+
+    @property
     def save_steps(self) -> int:
         """Those between checkpoints, or between the steps after which one may be written (nothing is forgotten there)."""
-        return self.log_steps if self.save_every is None else self.save_every
+        if self.paces_checkpoints:
+            return self.log_steps
+        return self.eval_steps if self.save_every is None else self.save_every
 
 
 CHANGEABLE_ON_RESUME = ("steps", "eval_every", "save_every", "device", "warmup")  # between a run and its resumption

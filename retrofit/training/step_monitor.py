@@ -46,11 +46,16 @@ class StepMonitor(TrainerCallback):
             torch.cuda.synchronize()
         self.seconds.append(time.perf_counter() - self.began)
         self.pace.steps += self.seconds[-1]
-        self.decide(state, control)
         if self.progress is not None:
             left = round(self.seconds_per_step * (state.max_steps - state.global_step))
             step = f"{self.stage}step {state.global_step}/{state.max_steps}"
-            self.progress(f"{step}{self.loss}{self.held_out}  {left // 60}:{left % 60:02d} left")
+            try:
+                self.progress(f"{step}{self.loss}{self.held_out}  {left // 60}:{left % 60:02d} left")
+            except KeyboardInterrupt as interruption:
+                if not self.pace.ends_after_a_step:
+                    raise
+                self.pace.stopped = interruption
+        self.decide(state, control)
 
     def decide(self, state: Any, control: Any) -> None:
         """What is evaluated and saved after this step is what its cost allows; an interrupted run is saved and ends."""

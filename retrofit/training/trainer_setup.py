@@ -56,7 +56,7 @@ class TrainerSetup:
         trained = sum(one.numel() * one.element_size() for one in self.learner.parameters() if one.requires_grad)
         held = sum(one.numel() * one.element_size() for one in self.learner.parameters())
         watch.pace = Pace(
-            evaluations=settings.eval_every is None, checkpoints=settings.save_every is None, checkpoint_bytes=held + 2 * trained
+            evaluations=settings.eval_every is None, checkpoints=settings.paces_checkpoints, checkpoint_bytes=held + 2 * trained
         )
         trainer = kind(
             pace=watch.pace,

@@ -123,7 +123,7 @@ class PretrainingTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *rest: Any, **named: Any) -> Any:
         if isinstance(resume_from_checkpoint, str):
             self.require_checkpoint(Path(resume_from_checkpoint))
-        saved = self.args.save_strategy != SaveStrategy.NO and processes.count() == 1
+        saved = self.pace.checkpoints and self.args.save_strategy != SaveStrategy.NO and processes.count() == 1
         with self.pace.ending_after_a_step() if saved else contextlib.nullcontext():
             return super().train(resume_from_checkpoint, *rest, **named)
 

@@ -21,7 +21,7 @@ from retrofit.training.settings import Settings
 torch.set_num_threads(1)  # models this small are slower on several
 
 TEXTS = ["".join(f"Line {number}: {number} squared is {number * number}.\n" for number in range(120))]
-SMALL = Settings(steps=8, batch_size=2, length=32, lr=3e-3, eval_every=4, save_every=4, device="cpu")
+SMALL = Settings(steps=8, batch_size=2, length=32, lr=3e-3, eval_every=4, device="cpu")
 LAYERS: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 

@@ -387,7 +387,7 @@ def test_an_interruption_while_sites_are_aligned_says_how_to_go_on(
     with monkeypatch.context() as patched:
         patched.setattr("retrofit.cli.progress.Progress.__call__", press_ctrl_c)
         assert main([*given, *short]) == 130
-    assert f"align{os.sep}checkpoint-2 is whole, the same command with --resume" in capsys.readouterr().err
+    assert f"align{os.sep}checkpoint-3 is whole, the same command with --resume" in capsys.readouterr().err
     assert main([*given, *short, "--resume"]) == 0
 
 
