@@ -59,9 +59,10 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--dequantize", action="store_true", help="unpack the weights of a quantized model first")
     add_checks_argument(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print what would be rewritten, and write nothing")
     parser.add_argument("--no-verify", action="store_true", help="skip the checks of the rewritten model")
     parser.add_argument("--seed", metavar="N", type=seed, default=0, help="seed of whatever starts at random (default: 0)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, json=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -81,6 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         other = "--no-verify" if arguments.no_verify else "--stream"
         why = "nothing is checked" if arguments.no_verify else "a stream makes the checks that it can"
         raise UsageError(f"--checks {arguments.checks} does not go with {other}", why=why, remedy="leave one of them out")
+    if arguments.dry_run:
+        from retrofit.cli.inspect import print_plan
+
+        return print_plan(arguments, passes)
     output = arguments.output or default_output(arguments.model, [one.name for one in passes])
     check_model_output(output, arguments.force, arguments.model)
     if arguments.stream:

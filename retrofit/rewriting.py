@@ -51,7 +51,7 @@ from retrofit.surgery.edit import Edit, Fate, Keep
 from retrofit.surgery.user_hooks import HookWatch
 
 Model = TypeVar("Model", bound=nn.Module)
-BECOMES_GRAPH = "the modules of the model cannot hold this, so the result is a graph module on the same parameters"
+BECOMES_GRAPH = "the modules of the model cannot hold this, so the result is a graph module on the same parameters, saved as .pt2"
 SEE_EVERYTHING = "pass example_inputs= with all that the model is to read, an image at the places of its tokens say"
 GRAPH_WAY_OUT = "rewrite its graph, without its class, cache and generate: retrofit.apply(model, …, emit='graph')"
 

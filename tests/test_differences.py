@@ -59,6 +59,27 @@ def test_the_command_tells_recipes_apart(widened: Any, tmp_path: Path, capsys: p
     assert main(["diff", two, two, "--exit-code"]) == 0
 
 
+def test_what_is_the_same_at_many_depths_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = tiny_models.llama(num_hidden_layers=6), tiny_models.llama(num_hidden_layers=6)
+    with torch.no_grad():
+        for number, layer in enumerate(other.model.layers, start=1):
+            layer.mlp.up_proj.weight[0, 0] += number
+        other.lm_head.weight[0, 0] += 0.5
+    retrofit.save(one, tmp_path / "one")
+    retrofit.save(other, tmp_path / "other")
+    retrofit.save(retrofit.apply(one, "altup(k=2)", verify=False), tmp_path / "wide")
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "other")]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "weight" in line]
+    assert len(rows) == 2
+    (folded,) = [line for line in rows if "up_proj" in line]
+    assert "6 × model.layers.0–5.mlp.up_proj.weight" in folded and "1.00e+00–6.00e+00" in folded and "values: 7" in rows[0]
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "wide")]) == 0
+    said = capsys.readouterr().out
+    assert "6 × model.layers.0–5" in said and "and 3 more" not in said
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "other"), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["tensors"]) == 7
+
+
 def test_an_entry_that_is_absent_is_told_from_one_that_is_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = tiny_models.llama(), tiny_models.llama()
     one.config.update({"mine": "a", "set": None, "neither": None})

@@ -319,6 +319,9 @@ def card(model: nn.Module, kind: type, recipe: list[str], classes: list[ModelCla
             f'model = {auto}.from_pretrained("this directory", trust_remote_code=True)',
             "```",
             "",
+            'Its tokenizer, if it has one, is a stock one, and runs no code: `AutoTokenizer.from_pretrained("this directory", '
+            "trust_remote_code=False)`. Without the argument transformers asks, because of the model's code.",
+            "",
             "retrofit rewrites it no further: that needs the directory that it was bundled from.",
         ]
     )
