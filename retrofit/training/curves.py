@@ -13,7 +13,7 @@ from retrofit.runtime.atomic_writes import whole_file
 Points = tuple[tuple[int, float], ...]  # (step, loss)
 
 COLOURS = ("#1f5fa8", "#d1592a", "#3a8a4f", "#8b4fa3", "#7a6a1f")  # distinguishable with any kind of colour vision
-SMOOTHED = 20  # the mean is over a share of this of a noisy line
+SMOOTHED = 10  # means are over a tenth of a noisy line
 SIZE, DPI = (7.2, 4.2), 160  # inches
 
 
@@ -62,7 +62,9 @@ def draw_curves(
                 smooth = f"{name}, training: mean of {over} entries"
                 axes.plot(*zip(*running_means(run.losses, over), strict=True), color=colour, linewidth=1.2, alpha=0.7, label=smooth)
         if run.eval_losses:
-            axes.plot(*zip(*run.eval_losses, strict=True), "o-", color=colour, markersize=4, label=f"{name}, held out")
+            axes.plot(
+                *zip(*run.eval_losses, strict=True), "o-", color=colour, markersize=4, label=f"{name}, held out", clip_on=False
+            )
             last = run.eval_losses[-1]
             axes.annotate(
                 f"{last[1]:.3f}", last, (6, 0), textcoords="offset points", va="center", color=colour, annotation_clip=False

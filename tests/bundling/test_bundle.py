@@ -273,6 +273,26 @@ def test_what_came_with_the_model_is_there_and_the_card_says_what_it_is(first: P
         assert (here / name).read_bytes() == (original / name).read_bytes()
 
 
+def test_its_tokenizer_is_loaded_without_a_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card says how; whoever is asked would answer by failing."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "the": 1, "dog": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = retrofit.apply(tiny_models.llama(), "sum", verify=False)
+    retrofit.save(model, tmp_path / "model", tokenizer=transformers.PreTrainedTokenizerFast(tokenizer_object=words))
+    retrofit.bundle(tmp_path / "model", tmp_path / "bundle")
+
+    def asked(*question: object) -> str:
+        raise AssertionError(question)
+
+    monkeypatch.setattr("builtins.input", asked)
+    card = (tmp_path / "bundle" / "README.md").read_text()
+    assert 'AutoTokenizer.from_pretrained("this directory", trust_remote_code=False)' in card
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "bundle", trust_remote_code=False)
+    assert tokenizer("the dog")["input_ids"] == [1, 2]
+
+
 # The command, and what is refused
 
 

@@ -6,12 +6,13 @@ import dataclasses
 import errno
 import os
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from retrofit.errors import CheckpointError
@@ -40,6 +41,27 @@ def test_every_run_has_its_colour_and_a_single_one_its_training_loss(tmp_path: P
     assert ink(one, COLOURS[0]) > 500 and ink(one, COLOURS[1]) == 0
     assert ink(two, COLOURS[0]) > 500 and ink(two, COLOURS[1]) > 500
     assert ink(one, COLOURS[0], 0.35) > 5 * ink(two, COLOURS[0], 0.35)  # what is left there is the edges of lines
+
+
+def test_a_noisy_line_is_smoothed_and_the_axis_ends_at_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Axes] = []
+    limits = Axes.set_xlim
+
+    def noted(self: Axes, *arguments: Any, **more: Any) -> Any:
+        seen.append(self)
+        return limits(self, *arguments, **more)
+
+    monkeypatch.setattr(Axes, "set_xlim", noted)
+    noisy = tuple((step, 5.0 - step / 100 + (-1) ** step) for step in range(1, 101))
+    draw_curves(tmp_path / "noisy.png", {"dense": Recorded(noisy, ((0, 5.0), (100, 4.0)))}, "Noisy")
+    axes = seen[-1]
+    assert axes.get_xlim() == (0, 100)
+    raw, smooth, _ = (line.get_ydata() for line in axes.get_lines())
+    assert np.abs(np.diff(raw)).min() > 1.5 > 0.5 > np.abs(np.diff(smooth[10:])).max()
+    assert smooth[-1] == pytest.approx(np.mean(raw[-10:]))
+    assert [line.get_label() for line in axes.get_lines()][1:] == ["dense, training: mean of 10 entries", "dense, held out"]
+    draw_curves(tmp_path / "short.png", {"dense": Recorded(FALLING, FALLING)}, "Short")
+    assert len(seen[-1].get_lines()) == 2
 
 
 def test_more_runs_than_colours_and_runs_without_evaluation_are_drawn(tmp_path: Path) -> None:
