@@ -6,6 +6,7 @@ figure is kept in the JSON file; the next call goes on from there.
 
     python benchmarks/learning/strided_layers.py -o strided_layers.json
     python benchmarks/learning/strided_layers.py -o strided_layers.json --steps 250 --seeds 3
+    PYTHONPATH=tests python benchmarks/learning/strided_layers.py -o strided_layers.json --smollm2   # layers 1 and 2 of SmolLM2
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.training.windows import is_held_out
 
 STRIDES = (2, 4)
+SMOLLM2_SPEC = "sequence-altup(k=2, layers=1-2)"
 TRAINED = ("0-5", "1-4", "1-2", "4-5")  # choices of layers that --steps trains, k = 2
 
 
@@ -35,10 +37,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="train so long, too")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--smollm2", action="store_true", help="only layers 1 and 2 of SmolLM2, k = 2")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dense = DenseModel().trained(options.output.parent)
     kept = Kept(options.output)
+    if options.smollm2:
+        measure_smollm2(kept)
+        return
+    dense = DenseModel().trained(options.output.parent)
     windows = windows_of(TEXTS, codec_for(dense), LENGTH)
     held_out = windows[is_held_out(windows, HELD_OUT)].long()
     layers = len(list(retrofit.inspect(dense).layers))
@@ -56,6 +62,21 @@ def main() -> None:
                     key_of(chosen, teacher, seed, options), functools.partial(trained, dense, chosen, options, seed, teacher)
                 )
     print(table(kept.values, layers, options))
+
+
+def measure_smollm2(kept: Kept) -> None:
+    """The losses of SmolLM2 with layers 1 and 2 strided are kept, each in nats a token of its held-out text."""
+    from support.real_models import REAL_MODELS
+
+    real = REAL_MODELS["SmolLM2"]
+
+    def strided(calibrated: bool) -> float:
+        data = real.calibration() if calibrated else None
+        return real.measure(retrofit.apply(real.load(), SMOLLM2_SPEC, calibration=data, verify=False))
+
+    kept.measure("SmolLM2", lambda: real.measure(real.load()))
+    kept.measure(f"SmolLM2, {SMOLLM2_SPEC}", lambda: strided(False))
+    kept.measure(f"SmolLM2, {SMOLLM2_SPEC}, calibrated", lambda: strided(True))
 
 
 def key_of(layers: str, teacher: bool, seed: int, options: argparse.Namespace) -> str:
