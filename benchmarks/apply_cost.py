@@ -1,6 +1,7 @@
 """What `retrofit.apply` costs on a model of a billion parameters: time against that of reading it, memory against the model's.
 
     python benchmarks/apply_cost.py --threads 2
+    PYTHONPATH=tests python benchmarks/apply_cost.py --commands build/commands    # every command, on SmolLM2
 
 A model with the shape of TinyLlama 1.1B and random weights is saved once to a temporary directory. Everything is measured in a
 process of its own: reading it with `from_pretrained`, its file dropped from the page cache first and again with it there; then
@@ -9,6 +10,11 @@ process held before it read the model: the model itself counts, whether its weig
 Seconds are those that passed; busy are those that the process kept a processor, which say more on a machine that others use too.
 With `--by-check` each verified row is followed by what its parts took: busy seconds, forwards of the model, and the most memory
 that was resident meanwhile.
+
+With `--commands FOLDER` the commands of `retrofit` are run as a user does, on SmolLM2 and a text that comes with Python, with
+every pass that finds something to rewrite in it. Each is a row: the seconds that passed, those that it kept processors busy, the
+most memory that was resident, its exit code. Rows are kept in the folder: a run that was stopped goes on where it was. `--only
+WORD` runs some, `--again` runs them anew.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -186,6 +193,87 @@ def report(options: argparse.Namespace) -> None:
                     print(f"    {name:<38}{busy:18.2f}{int(forwards):5} forwards{peak / 1e9:9.2f} GB")
 
 
+# ── Every command ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+EXACT = ("altup --k 2", "sum", "memory", "reversible", "recurrence", "lsh-attention", "shared-moe --groups 0")
+APPROXIMATE = (
+    "sparse-ffn --sparsity 8 --active 4",
+    "sparse-qkv",
+    "sparse-loss",
+    "shared-moe --groups 15",
+    "sequence-altup --k 2 --layers 1-2",
+)
+TRAINING = "--steps 20 --batch-size 2 --length 128"
+
+
+def command_lines() -> list[str]:
+    """The commands in an order in which each finds what those before it wrote."""
+    return [
+        "inspect smol",
+        *(f"inspect smol --pass {one}" for one in (*EXACT, *APPROXIMATE)),
+        *(f"apply --pass {one} smol -o {one.split()[0]} --force" for one in EXACT),
+        "apply --checks quick --pass altup --k 2 smol -o quick --force",
+        *(f"apply --pass {one} smol -o {one.split()[0]}-start --force" for one in APPROXIMATE),
+        *(f"apply --pass {one} --calibrate text.txt smol -o {one.split()[0]}-fitted --force" for one in APPROXIMATE),
+        'plan smol --calibrate text.txt --target "decode 1.1x" --minutes 6 -o plan.json --force',
+        "verify altup --against smol",
+        "compare smol altup --data text.txt",
+        "diff smol altup",
+        "undo altup -o undone --force",
+        "export altup -o altup.onnx --force",
+        "bundle altup -o bundled --force",
+        f"train altup --data text.txt {TRAINING} -o trained --force",
+        f"train sparse-ffn-start --teacher smol --data text.txt {TRAINING} -o taught --force",
+    ]
+
+
+def prepare(folder: Path) -> None:
+    """SmolLM2 with its tokenizer is in `smol`, the documentation of Python in `text.txt`."""
+    from support.real_models import documentation, load_smollm2, smollm2_tokenizer
+
+    import retrofit
+
+    (folder / "text.txt").write_text(documentation(), encoding="utf-8")
+    if not (folder / "smol" / "tokenizer.json").is_file():
+        retrofit.save(retrofit.dequantize(load_smollm2()), folder / "smol")
+        smollm2_tokenizer().save_pretrained(folder / "smol")
+
+
+def run_command(line: str, folder: Path, threads: int) -> dict[str, Any]:
+    """What one command took, in a process of its own; what it said is in the folder."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    start = time.perf_counter()
+    with (folder / "said.txt").open("ab") as said:
+        said.write(f"\n$ retrofit {line}\n".encode())
+        said.flush()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "retrofit", *shlex.split(line)], cwd=folder, env=environment, stdout=said, stderr=said
+        )
+        _, status, used = os.wait4(process.pid, 0)
+    passed = time.perf_counter() - start
+    code = os.waitstatus_to_exitcode(status)
+    return {"seconds": passed, "busy": used.ru_utime + used.ru_stime, "peak": used.ru_maxrss * 1024, "code": code}
+
+
+def report_commands(options: argparse.Namespace) -> None:
+    """A row for each command; those in the folder's results are not run again."""
+    folder = options.commands.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    prepare(folder)
+    kept = folder / "commands.json"
+    rows: dict[str, Any] = json.loads(kept.read_text()) if kept.is_file() else {}
+    print(f"SmolLM2-135M, {options.threads} thread(s)\n\n{'retrofit':<84}{'seconds':>9}{'busy':>9}{'peak GB':>9}")
+    for line in command_lines():
+        key = f"{options.threads} {line}"
+        wanted = options.only is None or options.only in line
+        if wanted and (options.again or key not in rows):
+            rows[key] = run_command(line, folder, options.threads)
+            kept.write_text(json.dumps(rows, indent=1))
+        if wanted and (row := rows.get(key)):
+            failed = f"  exit code {row['code']}" if row["code"] else ""
+            print(f"{line:<84}{row['seconds']:9.1f}{row['busy']:9.1f}{row['peak'] / 1e9:9.2f}{failed}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="1b")
@@ -195,12 +283,19 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=("no", "yes"), default=("no", "yes"), help="without and with verification")
     parser.add_argument("--report", action="store_true", help="show what verification found")
     parser.add_argument("--by-check", action="store_true", help="show what each part of a verified rewriting took")
+    parser.add_argument(
+        "--commands", metavar="FOLDER", type=Path, help="run every command on SmolLM2, and keep there what they took"
+    )
+    parser.add_argument("--only", metavar="WORD", help="of the commands, those with this in them")
+    parser.add_argument("--again", action="store_true", help="run commands again that were run")
     parser.add_argument("--stage", choices=("all", "save", "measure"), default="all", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--spec", help=argparse.SUPPRESS)
     parser.add_argument("--verify", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.stage == "save":
+    if options.commands is not None:
+        report_commands(options)
+    elif options.stage == "save":
         save_model(options)
         print(json.dumps({}))
     elif options.stage == "measure":
