@@ -27,10 +27,11 @@ class RecalledLayers:
         self.model = model
         self.calls: list[list[tuple[str, Any]]] = []  # of each batch
         self.returned: dict[str, int] = {}  # by the path of a module: how many layers had returned when it was first called
-        for batch in batches:
-            self.calls.append(self.record(batch, [path for path in paths if path]))
-        if batches and not self.is_faithful(batches[0]):
-            self.calls = [[] for _ in batches]
+        recorded = [path for path in paths if path]
+        if batches:
+            first = first_row(batches[0])  # to try it, once for each layer
+            self.calls = [self.record(first, recorded)]
+            self.calls = [self.record(one, recorded) for one in batches] if self.is_faithful(first) else [[] for _ in batches]
 
     @torch.no_grad()
     def record(self, batch: Batch, paths: Sequence[str]) -> list[tuple[str, Any]]:
@@ -84,6 +85,14 @@ class RecalledLayers:
             for path, values in outputs.items():
                 stack.enter_context(forward_replaced(self.model.get_submodule(path), values))
             yield
+
+
+def first_row(batch: Batch) -> dict[str, Any]:
+    """The first window of a batch."""
+    sizes = {value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()}
+    if len(sizes) != 1:
+        return dict(batch)
+    return {name: value[:1] if isinstance(value, Tensor) and value.dim() else value for name, value in batch.items()}
 
 
 @contextlib.contextmanager
