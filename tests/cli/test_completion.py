@@ -20,7 +20,7 @@ from retrofit.pipeline.registry import load_pass, pass_names
 PARSER = build_parser()
 COMMANDS = {
     *("apply", "inspect", "plan", "verify", "export", "bundle", "teach", "train", "compare", "passes", "completion"),
-    *("undo", "merge", "diff"),
+    *("undo", "merge", "diff", "generate", "convert"),
 }
 
 

@@ -132,6 +132,16 @@ def test_a_recipe_stays(suffix: str, llama, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, rewritten(ids).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_a_dry_run_of_apply_says_what_inspect_does_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    retrofit.save(tiny_models.llama(), tmp_path / "model")
+    wanted = ["--pass", "altup", "--k", "2", str(tmp_path / "model")]
+    assert main(["inspect", *wanted]) == 0
+    plan = capsys.readouterr().out
+    assert main(["apply", "--dry-run", *wanted]) == 0
+    assert capsys.readouterr().out == plan
+    assert [one.name for one in tmp_path.iterdir()] == ["model"]
+
+
 def test_a_graph_becomes_no_directory(tmp_path: Path, llama, capsys: pytest.CaptureFixture[str]) -> None:
     retrofit.save(llama, tmp_path / "model.pt2")
     assert main(["convert", str(tmp_path / "model.pt2"), "-o", str(tmp_path / "out")]) == 2
