@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps([dataclasses.asdict(one) for one in figures], indent=2))
         return 0
     print_table(rows_of(figures, [run_of(path) for path in paths]))
+    print_table([("next", f"retrofit export {shlex.quote(figures[-1].name)}")])
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -91,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_output(file, arguments.force)
     folder = output.with_suffix(".measured")
 
-    from retrofit.pipeline.tokenization import read_texts, read_tokenizer
+    from retrofit.pipeline.calibration import calibration_windows
+    from retrofit.pipeline.tokenization import read_texts, read_tokenizer, reading, text_codec
     from retrofit.planning.front_picture import draw_front
     from retrofit.planning.planner import plan
     from retrofit.storage.checkpoint import load
@@ -119,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
                 force=arguments.force,
                 progress=progress,
             )
+            read = reading(text_codec(model, tokenizer), calibration_windows(model, texts, tokenizer))
     except KeyboardInterrupt as interruption:
         print(printable(f"retrofit: interrupted: the same command goes on from what is in {folder}"), file=sys.stderr)
         return exit_code(interruption)
@@ -129,7 +132,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([found.to_dict(one) for one in found.planned], indent=2))
     else:
-        print_plans(found, written, picture)
+        print_plans(found, written, picture, read)
+        first = shlex.join(["--calibrate", str(arguments.calibrate[0]), "--recipe", str(files[0])])
+        if found.planned:
+            print_table([("next", f"retrofit apply {shlex.quote(str(arguments.model))} {first}")])
     for error in found.unreached.values():
         report(error, sys.stderr)
     return max((exit_code(error) for error in found.unreached.values()), default=0)
@@ -154,10 +160,12 @@ def output_files(output: Path, targets: tuple[Target, ...]) -> list[Path]:
     return [output.with_name(f"{output.stem}.{word}{output.suffix}") for word in words]
 
 
-def print_plans(found: ModelPlan, files: Mapping[Target, Path], picture: Path) -> None:
-    """Each plan as a table, then what was not tried, and where the results are."""
+def print_plans(found: ModelPlan, files: Mapping[Target, Path], picture: Path, read: str) -> None:
+    """Each plan as a table, then what was not tried, how the text was read, and where the results are."""
     from retrofit.planning.planned_recipe import rows_of
 
     for one in found.planned:
         print_table([*rows_of(found, one), ("recipe file", str(files[one.target])), ("", "")])
-    print_table([*(("left out", f"{name}: {why}") for name, why in found.left_out.items()), ("picture", str(picture))])
+    print_table(
+        [*(("left out", f"{name}: {why}") for name, why in found.left_out.items()), ("text read", read), ("picture", str(picture))]
+    )

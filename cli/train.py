@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -133,6 +134,9 @@ def run(arguments: argparse.Namespace) -> int:
         return interrupted(output, interruption)
     if is_first():
         print(printable(str(result), lines=True))
+        if not is_pipeline(arguments.model):
+            dense = str(arguments.model) if teacher is None else "DENSE" if isinstance(teacher, Path) else str(arguments.teacher)
+            print(printable(f"{'next':<14} retrofit compare {shlex.quote(dense)} {shlex.quote(str(output))} --data TEXT"))
     return 0
 
 
