@@ -204,7 +204,8 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         if not depths:
             where = "between the first and the last" if inner else f"at depth {self.layers}"
             why = f"it has {count} layer{'s' if count > 1 else ''}, none {where}"
-            near_misses.append(NearMiss(stack.name, why, "use layers=all" if inner else "", in_any_form=True))
+            remedy = "use layers=1, the last alone, or layers=all" if count > 1 else "use layers=all"
+            near_misses.append(NearMiss(stack.name, why, remedy if inner else "", in_any_form=True))
         return depths
 
     # How their arguments follow the tokens.
