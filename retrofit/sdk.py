@@ -148,6 +148,8 @@ from retrofit.runtime.conditional import cond as cond
 from retrofit.runtime.conditional import holds_one_way as holds_one_way
 from retrofit.runtime.example_inputs import forward_parameters as forward_parameters
 from retrofit.runtime.exporting import is_exporting as is_exporting
+from retrofit.runtime.counted_work import counted as counted
+from retrofit.runtime.counted_work import side_by_side as side_by_side
 from retrofit.runtime.modes import evaluation_mode as evaluation_mode
 from retrofit.runtime.packed_rows import has_rows_apart as has_rows_apart
 from retrofit.runtime.packed_rows import is_packed_tensor as is_packed_tensor

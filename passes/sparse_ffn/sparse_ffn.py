@@ -11,8 +11,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,16 +40,27 @@ from retrofit.sdk import (
     Site,
     SpecError,
     collect_near_miss,
+    evaluation_mode,
     feed_forwards,
     install_feed_forward,
     linear,
     option,
     selected_depths,
+    side_by_side,
     weight_and_bias,
 )
 
 ENERGY = "energy kept of the outputs"  # what calibration measures at each site
 OUTPUT = "relative error of the outputs on tokens held out"  # the same, where the output matrix is fitted
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseBlock:
+    """A sparse feed-forward before it is installed."""
+
+    block: SparseFeedForward
+    rearranged: list[tuple[nn.Parameter, nn.Parameter, Rearranged]]  # the dense parameter, the new one, its layout
+    findings: list[tuple[str, dict[str, float], dict[str, Any]]]  # as `Edit.note` takes them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,8 +232,24 @@ class SparseFFN(Pass[SparseFFNPlan]):
     def apply(self, plan: SparseFFNPlan, edit: Edit) -> None:
         sites = [site.bound_to(edit.model) for site in plan.feed_forwards]
         inputs = self.record_inputs(sites, edit) if not self.exact else {}
-        for site in sites:
-            self.replace(site, inputs.get(site.path), edit)
+
+        def make(site: FeedForward) -> SparseBlock:
+            return self.make(site, edit.model, inputs.get(site.path))
+
+        with evaluation_mode(edit.model):
+            made = side_by_side(make, sites, "fitting feed-forward", self.bytes_of_a_fit(inputs, sites))
+        for site, new in zip(sites, made, strict=True):
+            for heading, finding, how in new.findings:
+                edit.note(heading, site.name, finding, **how)
+            install_feed_forward(site, new.block, edit)
+            for dense, parameter, layout in new.rearranged:
+                edit.rearrange_parameter(dense, parameter, new.block, layout, "a row for each hidden unit, in blocks")
+
+    @staticmethod
+    def bytes_of_a_fit(inputs: Mapping[str, Tensor], sites: Sequence[FeedForward]) -> int:
+        """What the fit of one feed-forward holds: its inputs whitened, its units' shares in half precision, moments in float64."""
+        tokens = max(map(len, inputs.values()), default=0)
+        return max((4 * tokens * site.width + 2 * tokens * site.units + 24 * site.units**2 for site in sites), default=0)
 
     def record_inputs(self, sites: Sequence[FeedForward], edit: Edit) -> dict[str, Tensor]:
         """The input of each feed-forward on the calibration data, by path: (tokens, d); empty without data."""
@@ -233,14 +260,15 @@ class SparseFFN(Pass[SparseFFNPlan]):
         recorded = record_inputs(edit.model, edit.calibration, widths)
         return {path: recorded[first] for path, first in first_modules.items() if first in recorded}
 
-    def replace(self, site: FeedForward, x: Tensor | None, edit: Edit) -> None:
-        """A sparse feed-forward replaces the dense one; `x`, (tokens, d), is its calibration input."""
-        model, rank = edit.model, self.rank_for(site.width)
+    def make(self, site: FeedForward, model: nn.Module, x: Tensor | None) -> SparseBlock:
+        """Return the sparse feed-forward that replaces a dense one; `x`, (tokens, d), is its calibration input."""
+        rank = self.rank_for(site.width)
         has_values = not model.get_parameter(site.out.weight).is_meta
         fitted_rank = rank if self.controller == "low-rank" else None
         start = fit_start(site, model, self.sparsity, self.active, fitted_rank, x) if has_values and not self.exact else None
         order = None if start is None else start.order
         rearranged: list[tuple[nn.Parameter, nn.Parameter, Rearranged]] = []
+        findings: list[tuple[str, dict[str, float], dict[str, Any]]] = []
 
         def rearrange(parameter: nn.Parameter, layout: Rearranged) -> nn.Parameter:
             values = parameter.detach() if order is None or not layout.order else layout.ordered(parameter.detach(), order)
@@ -283,15 +311,13 @@ class SparseFFN(Pass[SparseFFNPlan]):
             for name, values in vars(start.controller).items() if start.controller is not None else ():
                 getattr(block, name).copy_(values)
             if start.finding:
-                edit.note(ENERGY, site.name, start.finding, form=".1%")
+                findings.append((ENERGY, start.finding, {"form": ".1%"}))
         if x is not None and start is not None and self.fits_output:
             held_out = held_out_tokens(len(x))
             before, after = fit_output(block, x[~held_out], x[held_out])
             columns = {"output matrix fitted": after.of_tokens, "as it was": before.of_tokens}
-            edit.note(OUTPUT, site.name, columns, form=".3f", worst="highest")
-        install_feed_forward(site, block, edit)
-        for dense, new, layout in rearranged:
-            edit.rearrange_parameter(dense, new, block, layout, "a row for each hidden unit, in blocks")
+            findings.append((OUTPUT, columns, {"form": ".3f", "worst": "highest"}))
+        return SparseBlock(block, rearranged, findings)
 
 
 def blocks_of(number: int) -> str:

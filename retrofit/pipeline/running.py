@@ -16,6 +16,7 @@ from retrofit.pipeline.applied_to import AppliedTo
 from retrofit.pipeline.protocol import AnyPass, Plan, Recipe, Rewrite
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
+from retrofit.runtime.counted_work import reported_to
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import shared_names
 from retrofit.surgery.user_hooks import HookWatch
@@ -48,7 +49,7 @@ def run_passes(
         names, modules = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
         hooks = HookWatch(model)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), reported_to(say):
                 account = one.rewrite(anatomy, edit)
         except DoesNotFitError as refusal:
             hooks.explain(refusal)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retrofit.runtime.counted_work import counted
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.probes import run
@@ -35,7 +36,7 @@ class Calibration:
         """
         waiting = set(watchers)
         with evaluation_mode(model):
-            for batch in self.batches:
+            for batch in counted(self.batches, "running the model on text, batch", len(self.batches)):
                 inputs = named_inputs(model, batch)
                 real = real_tokens(model, inputs)
                 handles = [self.watch(model.get_submodule(path), path, watchers[path], real, waiting) for path in waiting]
