@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from retrofit.planning.damage import Verdict
     from retrofit.rewriting import Applied
 
+TOKENS = 16_384  # that passes are fitted on: benchmarks/sparse_ffn_calibration.py --tokens
+
 EXAMPLES = """\
 An option after --pass belongs to that pass. What passes there are and what options they have: retrofit passes [NAME]
 
@@ -55,6 +57,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer for --calibrate lies, if not in MODEL")
     parser.add_argument(
+        "--tokens", metavar="N", type=int, help=f"tokens of the text that are fitted on, spread over it (default: {TOKENS})"
+    )
+    parser.add_argument(
         "--stream", action="store_true", help="with one site in memory at a time: for directories of safetensors larger than memory"
     )
     parser.add_argument("--dequantize", action="store_true", help="unpack the weights of a quantized model first")
@@ -76,8 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     if arguments.calibrate is not None:
         require_calibration(arguments.calibrate, passes)
-    elif arguments.tokenizer is not None:
-        raise UsageError("--tokenizer without --calibrate", why="no text is read", remedy="leave it out, or name a text")
+    elif arguments.tokenizer is not None or arguments.tokens is not None:
+        option = "--tokens" if arguments.tokenizer is None else "--tokenizer"
+        raise UsageError(f"{option} without --calibrate", why="no text is read", remedy="leave it out, or name a text")
+    if arguments.tokens is not None and arguments.tokens < 1:
+        raise UsageError(f"--tokens {arguments.tokens}", why="passes are fitted on at least one", remedy="give a number above zero")
     if arguments.checks != "all" and (arguments.no_verify or arguments.stream):
         other = "--no-verify" if arguments.no_verify else "--stream"
         why = "nothing is checked" if arguments.no_verify else "a stream makes the checks that it can"
@@ -113,6 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.calibrate is not None:
             windows, tokenizer, read = read_calibration(arguments, model)
             calibration, held_back = hold_back(windows)
+            calibration, fitted = fitted_on(calibration, arguments.tokens)
+            read = f"{read}; {fitted}"
             if not all(one.exact for one in passes):
                 progress("measuring the dense model on text held back")
                 text = "held-out" if len(calibration) < len(windows) else "calibration"
@@ -154,7 +164,9 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
         calibration, read = None, ""
         if arguments.calibrate is not None:
             require_directory(arguments.model)
-            calibration, _, read = read_calibration(arguments, model_without_weights(transformer_folder(arguments.model)))
+            windows, _, read = read_calibration(arguments, model_without_weights(transformer_folder(arguments.model)))
+            calibration, fitted = fitted_on(windows, arguments.tokens)
+            read = f"{read}; {fitted}"
         applied = apply_streamed(
             arguments.model,
             output,
@@ -189,6 +201,15 @@ def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> tuple[t
     tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
     windows = calibration_windows(model, read_texts(arguments.calibrate), tokenizer)
     return windows, tokenizer, reading(text_codec(model, tokenizer), windows)
+
+
+def fitted_on(windows: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, str]:
+    """Windows of about so many tokens, at even distances over the text, and how many that are, in words; at least one window."""
+    from retrofit.runtime.calibration_split import spread
+
+    count, length = windows.shape[:2]
+    kept = windows[spread(range(count), max(1, (tokens or TOKENS) // length))]
+    return kept, f"{kept[..., 0].numel() * length:,} of {count * length:,} tokens fitted on"
 
 
 def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:

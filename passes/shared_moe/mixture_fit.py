@@ -30,6 +30,7 @@ from retrofit.sdk import (
     Edit,
     FeedForward,
     Matrix,
+    counted,
     evaluation_mode,
     set_aside,
     split_calibration,
@@ -211,7 +212,7 @@ def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, reno
     starts: dict[str, MixtureStart] = {}
     several = [group for group in groups if len(group.sites) > 1]
     fitted, held_out = (record_inputs(several, edit.model, part) for part in split_calibration(edit.calibration, TOKENS))
-    for group in several:
+    for group in counted(several, "fitting mixture", len(several)):
         if not all(site.path in fitted and site.path in held_out for site in group.sites):
             continue
         x, held_x = ([inputs[site.path] for site in group.sites] for inputs in (fitted, held_out))

@@ -391,6 +391,12 @@ def test_calibration_text_reaches_the_passes_as_ids(here: Path, monkeypatch: pyt
     assert main([*apply, "--calibrate", "text.txt", "--calibrate", "other.txt"]) == 2
     assert set(given[-1].flatten().tolist()) >= {a, b, a + 2, a + 3}, "both files are read"
     assert main([*apply, "--calibrate", "text.txt", "--calibrate", "nowhere.txt"]) == 2 and len(given) == 2
+    Path("long.txt").write_text("abcdefgh" * 2000)
+    assert main([*apply, "--calibrate", "long.txt"]) == 2
+    length = given[-1].shape[1]
+    assert main([*apply, "--calibrate", "long.txt", "--tokens", str(5 * length + 1)]) == 2
+    assert given[-1].shape == (5, length)
+    assert main([*apply, "--calibrate", "long.txt", "--tokens", "1"]) == 2 and given[-1].shape == (1, length)
 
 
 # What it refuses
@@ -469,6 +475,7 @@ def test_an_option_out_of_range_is_named(arguments: list[str], says: list[str], 
         (["inspect", "gpt2/model.safetensors"], ["gpt2/model.safetensors", "give the Hugging Face directory, gpt2"]),
         (["compare", "model.pt", "other.pt", "--data", "bare.pt", "--lm-eval-limit", "3"], ["without --lm-eval", "TASK"]),
         (["apply", "--pass", "sparse-ffn", "--sparsity", "4", "--tokenizer", "gpt2", "gpt2"], ["--tokenizer without --calibrate"]),
+        (["apply", "--pass", "sparse-ffn", "--sparsity", "4", "--tokens", "9", "gpt2"], ["--tokens without --calibrate"]),
     ],
     ids=" ".join,
 )
