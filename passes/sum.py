@@ -116,9 +116,12 @@ def owns(module: nn.Module, weight: nn.Parameter) -> bool:
 
 def other_holders(model: nn.Module, weight: nn.Parameter, sites: Sequence[Site]) -> list[str]:
     """The paths of the embeddings that hold the token table outside of the sites: the one that a model sets in both its stacks."""
-    inside = tuple(f"{site.name}." for site in sites)
-    embeddings = ((path, module) for path, module in model.named_modules() if isinstance(module, nn.Embedding))
-    return [path for path, module in embeddings if module.weight is weight and not f"{path}.".startswith(inside)]
+    found: list[str] = []
+    for path, module in model.named_modules():
+        inside = tuple(f"{one}." for one in (*(site.name for site in sites), *found))  # a table that was summed before holds its own
+        if isinstance(module, nn.Embedding) and module.weight is weight and not f"{path}.".startswith(inside):
+            found.append(path)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
