@@ -205,11 +205,10 @@ def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> tuple[t
 
 def fitted_on(windows: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, str]:
     """Windows of about so many tokens, at even distances over the text, and how many that are, in words; at least one window."""
-    from retrofit.runtime.calibration_split import spread
-
     count, length = windows.shape[:2]
-    kept = windows[spread(range(count), max(1, (tokens or TOKENS) // length))]
-    return kept, f"{kept[..., 0].numel() * length:,} of {count * length:,} tokens fitted on"
+    most = min(count, max(1, (tokens or TOKENS) // length))
+    kept = windows[[(index + 1) * count // most - 1 for index in range(most)]]
+    return kept, f"fitted on {len(kept) * length:,} of {count * length:,} tokens"
 
 
 def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:

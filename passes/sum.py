@@ -118,7 +118,7 @@ def other_holders(model: nn.Module, weight: nn.Parameter, sites: Sequence[Site])
     """The paths of the embeddings that hold the token table outside of the sites: the one that a model sets in both its stacks."""
     found: list[str] = []
     for path, module in model.named_modules():
-        inside = tuple(f"{one}." for one in (*(site.name for site in sites), *found))  # a table that was summed before holds its own
+        inside = tuple(f"{one}." for one in (*(site.name for site in sites), *found))  # a summed table has its own
         if isinstance(module, nn.Embedding) and module.weight is weight and not f"{path}.".startswith(inside):
             found.append(path)
     return found
