@@ -20,11 +20,11 @@ from torch import Tensor
 from retrofit.errors import CaptureError, RetrofitError, first_line
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.pipeline.tokenization import (
-    BYTES,
     Codec,
     byte_codec,
     config_special_ids,
     read_tokenizer,
+    require_readable,
     tokenizer_codec,
     vocabulary_size,
 )
@@ -42,7 +42,6 @@ from retrofit.runtime.probes import (
 from retrofit.storage.checkpoint import load
 from retrofit.storage.file_names import ONNX
 
-MOST_FOR_BYTES = 1024  # ids of a model that is given bytes where there is no tokenizer
 MOVED = 0.1  # share of the logits that rounding may move where a token is added
 PARTS = ("encoder_", "decoder_with_past_", "decoder_")  # how the names of an encoder-decoder's files begin
 STARTS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
@@ -125,16 +124,9 @@ def continue_text(
 
 
 def codec_of(vocabulary: int, tokenizer: Any, special: dict[str, int], path: Path) -> Codec:
-    """Return the codec of the tokenizer, or of bytes; raise `RetrofitError` where a model of words has no tokenizer."""
-    if tokenizer is not None:
-        return tokenizer_codec(tokenizer, vocabulary, special)
-    if vocabulary > MOST_FOR_BYTES:
-        raise RetrofitError(
-            f"{path} has {vocabulary:,} ids and comes without a tokenizer",
-            why=f"text would be read as bytes, {BYTES} of these ids",
-            remedy="name the directory of its tokenizer with --tokenizer",
-        )
-    return byte_codec(vocabulary, special)
+    """Return the codec of the tokenizer, or of bytes; raise `TrainingError` where a model of words has no tokenizer."""
+    require_readable(str(path), vocabulary, tokenizer)
+    return byte_codec(vocabulary, special) if tokenizer is None else tokenizer_codec(tokenizer, vocabulary, special)
 
 
 def no_text(path: Path, why: str) -> RetrofitError:

@@ -111,14 +111,18 @@ def codec_for(model: nn.Module, tokenizer: Any = None) -> Codec:
 
 def text_codec(model: nn.Module, tokenizer: Any = None) -> Codec:
     """The codec that text is read by; raises `TrainingError` where it would be bytes for a vocabulary of words."""
-    size = vocabulary_size(model)
+    require_readable(type(model).__name__, vocabulary_size(model), tokenizer)
+    return codec_for(model, tokenizer)
+
+
+def require_readable(name: str, size: int, tokenizer: Any) -> None:
+    """Raise `TrainingError` where a model of so many ids has no tokenizer, and text would be bytes for a vocabulary of words."""
     if tokenizer is None and size > MOST_FOR_BYTES:
         raise TrainingError(
-            f"{type(model).__name__} has {size:,} ids and comes without a tokenizer",
+            f"{name} has {size:,} ids and comes without a tokenizer",
             why=f"text would be read as bytes, {BYTES} of these ids, which such a model was hardly trained on",
             remedy="name the directory of its tokenizer with --tokenizer, or tokenizer=; data may also be given as token ids",
         )
-    return codec_for(model, tokenizer)
 
 
 def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
