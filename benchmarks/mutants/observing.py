@@ -268,7 +268,7 @@ def attempt(folder: Path, trial: Trial, reference: bytes, program: Any) -> Row:
 
     def up_to_the_first_failure(rewritten: Any, measured: Any, *arguments: Any, **keywords: Any) -> Any:
         for name in names:
-            report = check(rewritten, measured, *arguments, **keywords, checks=(name,))
+            report = check(rewritten, measured, *arguments, **{**keywords, "checks": (name,)})
             if not report.ok:
                 break
             keywords["program"] = keywords["program"] or capture_result(rewritten, measured.inputs, ())

@@ -29,14 +29,16 @@ Maps = tuple[Tensor, Tensor, Tensor]  # C1, C2, c
 def train_controller(contributions: Contributions, x: Tensor, white: Tensor, order: Tensor, n: int, start: Maps) -> Maps:
     """C1, C2 and c after training from `start`, all for `white`, which is x, (tokens, d), whitened; units come in `order`.
 
-    The same arguments give the same result.
+    The same arguments give the same result. Units are laid out by their place in a block, (N, blocks): a softmax along a row of a
+    few numbers takes twenty times as long.
     """
+    order, start = by_place(order, n), (start[0], by_place(start[1], n), by_place(start[2], n))
     computed = [(shares(c)[:, order].square().half(), c.double().square().sum(1)) for _, c in contributions.chunks(x)]
     target, energy = torch.cat([share for share, _ in computed]), torch.cat([one for _, one in computed])
     chances = (1 - MASSIVE) / len(x) + MASSIVE * energy.cpu() / energy.sum().cpu().clamp_min(1e-30)
     c1, c2, bias = start
-    blocks = (white[:BATCH] @ c1 @ c2 + bias).unflatten(1, (-1, n))
-    scale = SPREAD / (blocks - blocks.mean(-1, keepdim=True)).square().mean().sqrt().clamp_min(1e-30)
+    places = (white[:BATCH] @ c1 @ c2 + bias).unflatten(1, (n, -1))
+    scale = SPREAD / (places - places.mean(1, keepdim=True)).square().mean().sqrt().clamp_min(1e-30)
     generator = torch.Generator().manual_seed(0)
     with torch.enable_grad():
         maps = [one.clone().requires_grad_() for one in (c1, scale * c2, scale * bias)]
@@ -44,10 +46,20 @@ def train_controller(contributions: Contributions, x: Tensor, white: Tensor, ord
         for step in range(STEPS):
             adam.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARM) * (1 + math.cos(math.pi * step / STEPS)) / 2
             drawn = torch.multinomial(chances, BATCH, replacement=True, generator=generator).to(white.device)
-            logits = (white[drawn] @ maps[0] @ maps[1] + maps[2]).unflatten(1, (-1, n))
-            loss = -(target[drawn].float().unflatten(1, (-1, n)) * logits.log_softmax(-1)).sum() / BATCH
+            logits = (white[drawn] @ maps[0] @ maps[1] + maps[2]).unflatten(1, (n, -1))
+            loss = -(target[drawn].float().unflatten(1, (n, -1)) * logits.log_softmax(1)).sum() / BATCH
             adam.zero_grad()
             loss.backward()
             adam.step()
     c1, c2, bias = (one.detach() for one in maps)
-    return c1, c2, bias
+    return c1, by_block(c2, n), by_block(bias, n)
+
+
+def by_place(values: Tensor, n: int) -> Tensor:
+    """Values of units in blocks of n, (…, d_ff), with the first units of all blocks first."""
+    return values.unflatten(-1, (-1, n)).mT.flatten(-2)
+
+
+def by_block(values: Tensor, n: int) -> Tensor:
+    """The inverse of `by_place`."""
+    return by_place(values, values.shape[-1] // n)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.feed_forward_models import IDS, Gated, Model, Plain
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
 from retrofit.errors import VerificationError
@@ -162,3 +164,16 @@ def test_the_check_method_reports_a_matrix_that_was_not_fitted(fault: str, monke
     model = Model(D, Plain(D, D_FF, "relu", True)).eval()
     with pytest.raises(VerificationError, match="its output matrix was not fitted"):
         retrofit.apply(model, SparseFFN(sparsity=N), example_inputs={"ids": IDS}, calibration=WINDOWS)
+
+
+@pytest.mark.parametrize("text", [20_000, 2_500], ids=["long", "short"])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("way", [{"active": 4}, {"active": 2}, {"active": 2, "controller": "gate"}], ids=str)
+def test_the_check_method_leaves_matrices_alone_that_were_fitted_to_text(way: dict[str, Any], seed: int, text: int) -> None:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    words = " ".join(topics[name] for name in sorted(topics))[:text]
+    spec = SparseFFN(sparsity=8, **way)
+    applied = apply_reported(model, spec, calibration=[words], checks=("method",), count_flops=False)
+    assert applied.report is not None and applied.report["method"].status == "passed"
