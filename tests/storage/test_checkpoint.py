@@ -526,7 +526,7 @@ def test_another_head_in_the_file_is_left_out(tmp_path):
         loaded = load(tmp_path / "model")
     assert torch.equal(loaded.norm.weight, model.model.norm.weight)
     assert left_out(loaded) == ("lm_head.weight",) and left_out(model) == ()
-    rows = summary(Applied(loaded, (), None, 1, 1, 1, 1), tmp_path / "out")
+    rows = summary(Applied(loaded, (), None, 1, 1, 1, 1), tmp_path / "out", "")
     assert ("left out", "lm_head.weight: in the files, but no part of LlamaModel") in rows
 
 
