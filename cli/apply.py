@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from retrofit.planning.damage import Verdict
     from retrofit.rewriting import Applied
 
-TOKENS = 16_384  # that passes are fitted on: benchmarks/sparse_ffn_calibration.py --tokens
+TOKENS = 16_384  # that passes are fitted on: benchmarks/sparse_ffn_real.py --tokens shows what more or fewer are worth
 
 EXAMPLES = """\
 An option after --pass belongs to that pass. What passes there are and what options they have: retrofit passes [NAME]
