@@ -166,6 +166,7 @@ def test_the_check_method_reports_a_matrix_that_was_not_fitted(fault: str, monke
         retrofit.apply(model, SparseFFN(sparsity=N), example_inputs={"ids": IDS}, calibration=WINDOWS)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("text", [20_000, 2_500], ids=["long", "short"])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("way", [{"active": 4}, {"active": 2}, {"active": 2, "controller": "gate"}], ids=str)
