@@ -78,7 +78,7 @@ def blocks_at(anatomy: Anatomy, node: str, width: int) -> int:
     """Return how many times as wide as `width` the stream is at a node of the graph."""
     shape = anatomy.graph.nodes.get(node, {}).get("shape") or ()
     wide = shape[-1] if shape and isinstance(shape[-1], int) else width
-    return max(1, wide // width) if wide % width == 0 else 1
+    return max(1, wide // width) if width and wide % width == 0 else 1
 
 
 def wrapped(texts: Iterable[str], width: float, face: Face = REWRITTEN) -> list[tuple[str, Face]]:
