@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from retrofit.cli.parser import MODEL, Subparsers, add_model_arguments, config_for, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.tables import print_table
+from retrofit.errors import first_few
 from retrofit.runtime.line_folding import FEWEST, NUMBER, fold_lines
 
 if TYPE_CHECKING:
@@ -72,8 +73,7 @@ def rows_of(found: Differences) -> Iterator[tuple[str, str, str, str]]:
     methods = dict.fromkeys((site.method, site.only_in) for site in found.sites)
     for method, only_in in methods:
         names = [site.name for site in found.sites if (site.method, site.only_in) == (method, only_in)]
-        folded = fold_lines(names)
-        said = f"{', '.join(folded[:3])}{f' and {len(folded) - 3} more' if folded[3:] else ''}"
+        said = first_few(fold_lines(names), 3)
         yield "sites", method, *((said, "") if only_in == "first" else ("", said))
     yield "parameters", f"{found.equal:,} the same", f"compared {found.compared}", ""
     for what in dict.fromkeys(one.what for one in found.tensors):
