@@ -15,10 +15,10 @@ EXPORTED = on("gpt2", "sequence-altup(k=3, layers=all)", "onnx")  # of two token
 
 layers = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/strided_layers.py")
 anchors = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/anchors.py")
-call = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/layer_call.py")
-dims = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/token_dims.py")
+call = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/arguments.py")
+dims = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/arguments.py")
 growing = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/growing_anchors.py")
-placed = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/placed_anchors.py")
+placed = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/anchor_cache.py")
 whole = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/sequence_altup.py")
 
 MUTANTS = [
@@ -197,7 +197,7 @@ MUTANTS = [
     call(
         "the mask's keys are the first ones, not every k-th",
         "tensor = take(tensor, dim, indices, batch)",
-        "tensor = take(tensor, dim, slice(0, anchors.count) if number and number == last and layer is None else indices, batch)",
+        "tensor = take(tensor, dim, slice(0, anchors.count) if number and number == last and key_indices is None else indices, batch)",
         trials=DEFAULT,
     ),
     call(
@@ -250,7 +250,7 @@ MUTANTS = [
     ),
     growing(
         "a cropped cache keeps the anchors of the tokens that were cropped",
-        "                setattr(one, name, value.narrow(SERIES[name], 0, self.stored))\n",
+        "                setattr(layer, name, value.narrow(SERIES[name], 0, self.stored))\n",
         "                pass\n",
         trials=DEFAULT,
         test="tests/passes/sequence_altup/test_sequence_altup.py::test_tokens_can_be_taken_back",

@@ -9,6 +9,8 @@ tokens between are anchors too (`is_computed`), the same in every layer, and the
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ Indices = slice | Tensor  # along one dimension: a slice for all rows, or (rows,
 
 
 def take(value: Tensor, dim: int, indices: Indices, batch: int | None = 0) -> Tensor:
-    """The entries of `value` at `indices` along `dim`; `batch` is the dimension of the rows, None where it has none."""
+    """Return the entries of `value` at `indices` along `dim`; `batch` is the dimension of the rows, None where it has none."""
     if isinstance(indices, slice):
         return value[(slice(None),) * dim + (indices,)]
     if indices.shape[0] == 1:
@@ -69,7 +71,7 @@ def hide_keys(mask: Tensor, dim: int, visible: Tensor, batch: int | None, zero_i
 
 
 def is_computed(position: Tensor, k: int, dense_share: float) -> Tensor:
-    """Which positions are multiples of k, or in the evenly spread `dense_share` of the others, which a larger one contains."""
+    """Return which positions are multiples of k, or in the evenly spread `dense_share` of the others; larger shares contain it."""
     anchors = position % k == 0
     return anchors | (position.double() * GOLDEN_RATIO % 1.0 < dense_share) if dense_share else anchors
 
@@ -96,11 +98,11 @@ class EvenAnchors:
         return torch.arange(self.first, self.first + self.count * self.k, self.k, device=device)[None]
 
     def pick(self, x: Tensor) -> Tensor:
-        """The anchors' states: (batch, T, d) gives (batch, anchors, d)."""
+        """Return the anchors' states: (batch, T, d) gives (batch, anchors, d)."""
         return x[:, self.first :: self.k].contiguous()  # the memory layout that layers get from the model's own code
 
     def window_means(self, x: Tensor) -> Tensor:
-        """The mean over each anchor's window, of a sequence that begins with an anchor: (batch, anchors, d)."""
+        """Return the mean over each anchor's window, of a sequence that begins with an anchor: (batch, anchors, d)."""
         missing = self.count * self.k - self.length
         sums = torch.nn.functional.pad(x, (0, 0, 0, missing)).unflatten(1, (self.count, self.k)).sum(2)
         sizes = torch.full((self.count, 1), self.k, dtype=x.dtype, device=x.device)
@@ -116,12 +118,12 @@ class EvenAnchors:
         return torch.cat([earlier.expand(-1, head, -1), first_tokens(spread, self.length - head)], 1)
 
     def is_anchor(self, x: Tensor) -> Tensor:
-        """Which tokens of `x` are anchors: (1, T, 1)."""
+        """Return which tokens of `x` are anchors: (1, T, 1)."""
         return ((torch.arange(self.length, device=x.device) - self.first) % self.k == 0)[None, :, None]
 
 
 def first_tokens(x: Tensor, length: int) -> Tensor:
-    """The first tokens of `x`: (batch, T, d) gives (batch, length, d).
+    """Return the first tokens of `x`: (batch, T, d) gives (batch, length, d).
 
     While a program is exported, as a copy: a tracer asks of a view whether it is the whole, which binds the parity of T.
     """
@@ -174,11 +176,11 @@ class CountedAnchors:
         return self.index
 
     def pick(self, x: Tensor) -> Tensor:
-        """The anchors' states: (batch, T, d) gives (batch, anchors, d)."""
+        """Return the anchors' states: (batch, T, d) gives (batch, anchors, d)."""
         return take(x, 1, self.index)
 
     def window_means(self, x: Tensor) -> Tensor:
-        """The mean over the real tokens of each anchor's window, of sequences that begin with an anchor: (batch, anchors, d)."""
+        """Return the mean over the real tokens of each window, of sequences that begin with an anchor: (batch, anchors, d)."""
         slots = torch.where(self.real, self.slot, self.count).expand(x.shape[0], -1)
         sums = x.new_zeros(x.shape[0], self.count + 1, x.shape[2]).scatter_add(1, slots.unsqueeze(-1).expand_as(x), x)
         sizes = x.new_zeros(x.shape[0], self.count + 1).scatter_add(1, slots, x.new_ones(slots.shape))
@@ -191,7 +193,7 @@ class CountedAnchors:
         return take(torch.cat([earlier, values], 1), 1, torch.where(self.early, 0, self.slot + 1))
 
     def is_anchor(self, x: Tensor) -> Tensor:
-        """Which tokens of `x` are anchors: (rows, T, 1)."""
+        """Return which tokens of `x` are anchors: (rows, T, 1)."""
         return self.anchors.unsqueeze(-1)
 
 
@@ -205,3 +207,31 @@ class NoAnchors:
 
 
 Anchors = EvenAnchors | CountedAnchors
+
+
+@dataclasses.dataclass
+class RaggedAnchors:
+    """Values of anchors in the order of their columns, (batch, n, …) each. Entries that are not valid are holes, and come first."""
+
+    columns: Tensor  # (batch, n), of the sequence
+    valid: Tensor  # (batch, n)
+    values: tuple[Tensor, ...]
+
+    def append(self, columns: Tensor, valid: Tensor, values: tuple[Tensor, ...]) -> RaggedAnchors:
+        """These entries and then the new ones."""
+        joined = tuple(torch.cat(pair, 1) for pair in zip(self.values, values, strict=True))
+        return RaggedAnchors(torch.cat([self.columns, columns], 1), torch.cat([self.valid, valid], 1), joined)
+
+    def compact(self, valid: Tensor, most: int | None = None) -> RaggedAnchors:
+        """Return the valid entries of each row, its last `most` at the most, with as few holes before them as possible."""
+        width = int(valid.sum(1).max()) if valid.numel() else 0
+        if width == valid.shape[1] and most is None and bool((valid[:, 1:] >= valid[:, :-1]).all()):
+            return RaggedAnchors(self.columns, valid, self.values)
+        width = width if most is None else min(width, most)
+        order = torch.argsort(valid.int(), dim=1, stable=True)[:, valid.shape[1] - width :]
+
+        def pick(value: Tensor) -> Tensor:
+            index = order.view(*order.shape, *[1] * (value.dim() - 2)).expand(-1, -1, *value.shape[2:])
+            return value.gather(1, index)
+
+        return RaggedAnchors(pick(self.columns), pick(valid), tuple(pick(value) for value in self.values))

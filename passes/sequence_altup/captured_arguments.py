@@ -1,4 +1,8 @@
-"""Which arguments a model's layers receive, recorded in captures: of its example inputs, and of a larger batch of longer ones."""
+"""Which arguments a model's layers receive, recorded in captures: of its example inputs, and of a larger batch of longer ones.
+
+Nobody says which extents of the inputs are batch and which length. What is certain: integers of two dimensions are one a token, and
+whatever is as long as they are grows with them. Everything else is guessed, and the model decides by running or failing.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
-from retrofit.passes.sequence_altup.argument_paths import ArgumentPath, named_arguments, positional_names, tensors_in
-from retrofit.passes.sequence_altup.larger_inputs import larger_inputs, length_of
-from retrofit.passes.sequence_altup.token_dims import TokenDims, token_dims_at_call, unpadded_tokens
+from retrofit.passes.sequence_altup.arguments import (
+    ArgumentPath,
+    TokenDims,
+    named_arguments,
+    positional_names,
+    tensors_in,
+    token_dims_at_call,
+    unpadded_tokens,
+)
 from retrofit.sdk import (
     Call,
     CaptureError,
@@ -24,13 +35,71 @@ from retrofit.sdk import (
     accepts,
     capture,
     forward_parameters,
+    is_numbering,
     is_per_token,
     mask_value,
     preserve_state,
 )
 
+MORE = 8  # tokens
+
+
+# ── Larger inputs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def length_of(inputs: Mapping[str, Any]) -> int:
+    """Return the number of tokens of the longest input that has one integer for each; 0 where there is none."""
+    return max((int(value.shape[1]) for value in inputs.values() if is_per_token(value)), default=0)
+
+
+def larger_inputs(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Guesses at the inputs for twice the batch and more tokens, the likeliest first."""
+    length = length_of(inputs)
+    yield resize_inputs(
+        inputs, lambda value: {1: value.shape[1] + MORE} if is_per_token(value) or is_as_long(value, length) else {}
+    )
+    if not length:
+        return
+    yield resize_inputs(inputs, lambda value: {1: value.shape[1] + MORE} if is_as_long(value, length) else {})
+    rest = [tensor for tensor in pytree.tree_leaves(dict(inputs)) if isinstance(tensor, Tensor) and not is_as_long(tensor, length)]
+    for dim in range(1, max((tensor.dim() for tensor in rest), default=0)):  # everything twice as long as it was
+        yield resize_inputs(inputs, functools.partial(doubled_extents, length=length, dim=dim))
+
+
+def doubled_extents(value: Tensor, length: int, dim: int) -> dict[int, int]:
+    """Twice the tokens; for a tensor that is not as long as they are, twice the extent along `dim`."""
+    along = 1 if is_as_long(value, length) else dim
+    return {along: 2 * value.shape[along]} if along < value.dim() else {}
+
+
+def is_as_long(value: Tensor, length: int) -> bool:
+    return value.dim() > 1 and length > 0 and value.shape[1] == length
+
+
+def resize_inputs(inputs: Mapping[str, Any], extents: Callable[[Tensor], Mapping[int, int]]) -> dict[str, Any]:
+    """Return the inputs with each row twice and of the `extents` by dimension; numberings are continued, other values repeated."""
+    leaves = [tensor for tensor in pytree.tree_leaves(dict(inputs)) if isinstance(tensor, Tensor) and tensor.dim()]
+    rows = next((int(tensor.shape[0]) for tensor in leaves), 1)
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.dim():
+            return value
+        numbers = is_per_token(value) and not value.is_meta and is_numbering(value)
+        for dim, extent in extents(value).items():
+            if dim < value.dim():
+                value = value.index_select(dim, torch.arange(extent, device=value.device) % value.shape[dim])
+        if numbers:
+            value = torch.arange(value.shape[1], dtype=value.dtype, device=value.device).expand(value.shape)
+        return torch.cat([value, value]) if value.shape[0] % rows == 0 else value
+
+    return pytree.tree_map(change, dict(inputs))  # type: ignore[no-any-return]
+
+
 TensorType = tuple[torch.Size, torch.dtype]
 MARKER = torch.int32  # of masks, to distinguish them from other integers, which are of 64 bits
+
+
+# ── Captures ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +169,7 @@ class ArgumentCaptures:
     # What the captures say of one layer.
 
     def is_tokens_first(self, layer: Layer, stream: ArgumentPath) -> bool | None:
-        """Whether the layer's stream is (tokens, batch, width) and not (batch, tokens, width); None where it is neither."""
+        """Return whether the layer's stream is (tokens, batch, width) and not (batch, tokens, width); None where it is neither."""
         first, second = self.first.shapes(layer)[stream], self.larger.shapes(layer)[stream]
         if len(first) != 3:
             return None
@@ -110,7 +179,7 @@ class ArgumentCaptures:
         return bool(rows[0]) if rows else None
 
     def is_mask_in_container(self, layer: Layer, path: ArgumentPath, dims: TokenDims) -> bool:
-        """Whether a tensor inside a container, which is no argument in the graph, says which tokens are real."""
+        """Return whether a tensor inside a container, which is no argument in the graph, says which tokens are real."""
         if len(dims.positions) == 2:
             return dims.rank == 4
         if dims.rank != 2 or self.marked is None:
@@ -119,7 +188,7 @@ class ArgumentCaptures:
         return received is not None and received[1] in (torch.bool, MARKER)
 
     def reads_as_unpadded(self, node: fx.Node | None, dims: TokenDims) -> bool:
-        """Whether a mask of the larger capture, which has no padding, reads as one: some models write masks in ways of their own.
+        """Return whether a mask of the larger capture, which has no padding, reads so: some models write masks in their own way.
 
         A mask computed from tables without values, as those of a model that is being loaded, is assumed to.
         """
@@ -135,12 +204,16 @@ class ArgumentCaptures:
         return self.mask_answers[node, dims]
 
     def tables_of(self, node: fx.Node | None) -> list[Tensor | None]:
-        """The buffers and constants that a value of the larger capture is computed from."""
+        """Return the buffers and constants that a value of the larger capture is computed from."""
         if node is None:
             return []
         program, flow = self.larger.program, self.larger.flow
         named = {**program.buffers, **program.constants}
-        return [program.values.get(name) for one, name in named.items() if one in flow.position and flow.reaches(one, node)]
+        return [
+            program.values.get(name)
+            for node_of_table, name in named.items()
+            if node_of_table in flow.position and flow.reaches(node_of_table, node)
+        ]
 
     # Capturing.
 
@@ -154,7 +227,7 @@ class ArgumentCaptures:
         return self.capture_arguments(inputs, frozenset())
 
     def with_masks(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs, with masks for the token ids where the model takes any and none is given."""
+        """Return the inputs, with masks for the token ids where the model takes any and none is given."""
         known, extended = forward_parameters(self.model), dict(inputs)
         for name, value in inputs.items():
             if isinstance(value, Tensor) and is_per_token(value) and name.endswith("input_ids"):
@@ -164,7 +237,7 @@ class ArgumentCaptures:
         return extended
 
     def with_positions(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs, with positions where the model takes any and none are given."""
+        """Return the inputs, with positions where the model takes any and none are given."""
         ids = inputs.get("input_ids")
         if ids is None or ids.dim() != 2 or not accepts(self.model, "position_ids"):
             return inputs
@@ -181,7 +254,7 @@ class ArgumentCaptures:
             found: dict[ArgumentPath, TensorType] = {}
             for name, value in arguments:
                 try:
-                    found.update((where, (one.shape, one.dtype)) for where, one in tensors_in(value, (name,)))
+                    found.update((where, (tensor.shape, tensor.dtype)) for where, tensor in tensors_in(value, (name,)))
                 except DoesNotFitError:
                     objects.setdefault(path, {})[name] = type(value).__name__
             tensors[path, call] = found

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from retrofit.passes.sequence_altup.anchor_keys import AnchorKeys
-from retrofit.passes.sequence_altup.anchor_layer import AnchorLayer, MaskArgument
-from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, EvenAnchors, Indices
-from retrofit.passes.sequence_altup.placed_anchors import PlacedAnchorLayer
-from retrofit.passes.sequence_altup.ragged import RaggedAnchors
+from retrofit.passes.sequence_altup.anchor_cache import AnchorKeys, AnchorLayer, PlacedAnchorLayer
+from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, EvenAnchors, Indices, RaggedAnchors
+from retrofit.passes.sequence_altup.arguments import MaskArgument
 from retrofit.sdk import SLACK, CaptureError, RetrofitError
 
 SERIES = {"keys": 2, "values": 2, "indexed": 1}  # what is stored of each anchor, and along which dimension
@@ -51,7 +49,7 @@ class GrowingAnchorLayer(AnchorLayer):
 
     @property
     def kept(self) -> int:
-        """How many corrections are stored: that of the last anchor, and as many as cropping may need again."""
+        """Return how many corrections are stored: that of the last anchor, and as many as cropping may need again."""
         return SLACK // self.k + 2
 
     @property
@@ -61,7 +59,7 @@ class GrowingAnchorLayer(AnchorLayer):
 
     @property
     def stored(self) -> int:
-        """How many anchors are stored, while all rows have the same."""
+        """Return how many anchors are stored, while all rows have the same."""
         return -(-self.tokens // self.k) - self.dropped
 
     def offset(self, length: int) -> int:
@@ -88,7 +86,7 @@ class GrowingAnchorLayer(AnchorLayer):
 
     def begin_ragged(self, batch: int, device: torch.device) -> None:
         """From here on rows may have different anchors."""
-        for name in [name for name, one in self.histories.items() if getattr(one, "follows_from_keys", False)]:
+        for name in [name for name, history in self.histories.items() if getattr(history, "follows_from_keys", False)]:
             del self.histories[name]  # keys change places when holes are closed
         self.real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
         columns = (torch.arange(self.stored, device=device) + self.dropped) * self.k
@@ -102,8 +100,8 @@ class GrowingAnchorLayer(AnchorLayer):
     def make_room(self, new: Anchors, key_extents: Callable[[], list[int]]) -> None:
         """In a static cache attention is given as many entries at every step: kernels are chosen, or built, for each number."""
         room = self.room_for(new.count, key_extents)
-        for one in (self, *self.secondary):
-            one.room = room
+        for layer in (self, *self.secondary):
+            layer.room = room
 
     def room_for(self, count: int, key_extents: Callable[[], list[int]]) -> int:
         """That number; 0 where the cache grows, or masks say nothing of what it has room for."""
@@ -133,9 +131,9 @@ class GrowingAnchorLayer(AnchorLayer):
         return keys.clamp(0, extent - 1), visible
 
     def series(self) -> list[tuple[AnchorKeys, str, Tensor]]:
-        """What is stored of each anchor: by which cache layer, under which name, the values."""
+        """Return what is stored of each anchor: by which cache layer, under which name, the values."""
         layers = (self, *self.secondary)
-        return [(one, name, value) for one in layers for name in SERIES if (value := getattr(one, name)) is not None]
+        return [(layer, name, value) for layer in layers for name in SERIES if (value := getattr(layer, name)) is not None]
 
     def sees_all(self, new: Anchors) -> bool:
         if self.valid is None or new.valid is None:
@@ -149,8 +147,8 @@ class GrowingAnchorLayer(AnchorLayer):
         return keys & order.tril(self.valid.shape[1])
 
     def advance(self, new: Anchors, real: Tensor | None, length: int, corrections: Tensor | None) -> None:
-        for one in (self, *self.secondary):
-            one.count_tokens(length)
+        for layer in (self, *self.secondary):
+            layer.count_tokens(length)
         if self.real is None:
             self.tokens += length
             if corrections is not None:
@@ -178,29 +176,29 @@ class GrowingAnchorLayer(AnchorLayer):
         gone = -(-self.offset(1) // self.k) - self.dropped
         if gone > 0:
             if self.records_past:
-                values = tuple(one[:, :gone] for one in self.values_by_anchor())
+                values = tuple(layer[:, :gone] for layer in self.values_by_anchor())
                 columns = (torch.arange(gone, device=values[0].device) + self.dropped) * self.k
                 columns = columns.expand(len(values[0]), -1)
                 self.keep_left(RaggedAnchors(columns, torch.ones_like(columns, dtype=torch.bool), values))
             self.dropped += gone
-            for one, name, value in self.series():
-                setattr(one, name, value.narrow(SERIES[name], gone, value.shape[SERIES[name]] - gone))
+            for layer, name, value in self.series():
+                setattr(layer, name, value.narrow(SERIES[name], gone, value.shape[SERIES[name]] - gone))
         self.note_lost()
 
     def values_by_anchor(self) -> tuple[Tensor, ...]:
-        """What is stored of each anchor: (batch, anchors, …) each."""
+        """Return what is stored of each anchor: (batch, anchors, …) each."""
         return tuple(value.transpose(1, SERIES[name]) for _, name, value in self.series())
 
     @property
     def records_past(self) -> bool:
-        """Whether tokens may be removed after a window is full: assisted decoding asks a cache for that."""
+        """Return whether tokens may be removed after a window is full: assisted decoding asks a cache for that."""
         return bool(getattr(self.counter, "record_past", False))
 
     def keep_left(self, out: RaggedAnchors) -> None:
         """These anchors have left the window; cropping by up to SLACK tokens may need them again."""
         left = out if self.left is None else self.left.append(out.columns, out.valid, out.values)
         left = left.compact(left.valid & (left.columns >= self.offset(1) - SLACK))
-        self.left = RaggedAnchors(left.columns, left.valid, tuple(one.clone() for one in left.values))  # no views of all
+        self.left = RaggedAnchors(left.columns, left.valid, tuple(value.clone() for value in left.values))  # no views of all
 
     def note_lost(self) -> None:
         """From here on nothing before the window can be brought back, or nothing far before it where the past is recorded."""
@@ -216,8 +214,8 @@ class GrowingAnchorLayer(AnchorLayer):
         left = self.left
         back = left.compact(left.valid & (left.columns >= first))
         self.left = left.compact(left.valid & (left.columns < first))
-        for (one, name, value), earlier in zip(self.series(), back.values, strict=True):
-            setattr(one, name, torch.cat([earlier.transpose(1, SERIES[name]), value], SERIES[name]))
+        for (layer, name, value), earlier in zip(self.series(), back.values, strict=True):
+            setattr(layer, name, torch.cat([earlier.transpose(1, SERIES[name]), value], SERIES[name]))
         if self.columns is None or self.valid is None:
             self.dropped -= back.columns.shape[1]
         else:
@@ -233,8 +231,8 @@ class GrowingAnchorLayer(AnchorLayer):
         self.note_lost()
         ragged = stored.compact(real & inside)
         self.columns, self.valid = ragged.columns, ragged.valid
-        for (one, name, _), value in zip(self.series(), ragged.values, strict=True):
-            setattr(one, name, value.transpose(1, SERIES[name]))
+        for (layer, name, _), value in zip(self.series(), ragged.values, strict=True):
+            setattr(layer, name, value.transpose(1, SERIES[name]))
         if self.ragged is not None:
             self.ragged = self.ragged.compact(self.ragged.valid & (self.ragged.columns < self.tokens), self.kept)
 
@@ -257,7 +255,7 @@ class GrowingAnchorLayer(AnchorLayer):
 
     def carried(self) -> dict[str, Tensor]:
         """Raises `CaptureError` where states are stored that no exported program carries."""
-        held = [one for one in self.histories.values() if not getattr(one, "follows_from_keys", False)]
+        held = [history for history in self.histories.values() if not getattr(history, "follows_from_keys", False)]
         if self.keys is None or self.values is None or self.indexed is not None or self.recurrent or self.secondary or held:
             raise CaptureError(
                 f"the strided layer {self.name} keeps more than the keys and values of one attention",
@@ -288,7 +286,7 @@ class GrowingAnchorLayer(AnchorLayer):
         if self.real is None:
             removed: int | Tensor = -(-self.tokens // self.k) - -(-max(0, self.tokens - count) // self.k)
         else:
-            before, after = (-(-one.sum(1) // self.k) for one in (self.real, self.real[:, : max(0, self.tokens - count)]))
+            before, after = (-(-layer.sum(1) // self.k) for layer in (self.real, self.real[:, : max(0, self.tokens - count)]))
             removed = before - after
         for history in self.histories.values():
             history.take_back(removed)
@@ -305,8 +303,8 @@ class GrowingAnchorLayer(AnchorLayer):
             if self.stored < 0:
                 raise self.cropped_too_far()
             gone = -(-(self.tokens + count) // self.k) - self.dropped - self.stored
-            for one, name, value in self.series():
-                setattr(one, name, value.narrow(SERIES[name], 0, self.stored))
+            for layer, name, value in self.series():
+                setattr(layer, name, value.narrow(SERIES[name], 0, self.stored))
             assert self.corrections is not None
             self.corrections = self.corrections[:, : max(0, self.corrections.shape[1] - gone)]
             lost = not self.corrections.shape[1]
@@ -334,8 +332,8 @@ class GrowingAnchorLayer(AnchorLayer):
 
     def each_row(self, change: Callable[[Tensor], Tensor]) -> None:
         """Everything that has rows is changed by `change`."""
-        for one, name, value in self.series():
-            setattr(one, name, change(value))
+        for layer, name, value in self.series():
+            setattr(layer, name, change(value))
         for name in ("corrections", "real", "columns", "valid"):
             value = getattr(self, name)
             if value is not None:
@@ -382,7 +380,7 @@ class IndexedAnchorLayer(GrowingAnchorLayer):
         return 0  # the indexer's keys grow, and choose among as many
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """All the indexer's keys, (batch, anchors, width), the new ones last."""
+        """Return all the indexer's keys, (batch, anchors, width), the new ones last."""
         stored = self.indexed
         self.indexed = indexer_key_states if stored is None else torch.cat([stored, indexer_key_states], 1)
         return self.indexed

@@ -1,4 +1,4 @@
-"""Strided layers once more, token by token: the reference that the check `method` holds the pass against."""
+"""The reference of strided layers, token by token, with which the check `method` compares the pass."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from retrofit.sdk import Inside, Observed, OneOf, Problems, SiteCall, Wrapper
 
 
 def strided_layer(call: SiteCall) -> Tensor:
-    """What each token gets from its anchor: the last token at or before it whose position is a multiple of k."""
+    """Return what each token gets from its anchor: the last token at or before it whose position is a multiple of k."""
     layer: Any = call.module
     options = call.options
     stream = call.argument(place_of(call, layer))
     x = stream.transpose(0, 1) if layer.tokens_first else stream
-    before = sum(one.kept["tokens"] for one in call.before)
+    before = sum(past.kept["tokens"] for past in call.before)
     batch, tokens = x.shape[:2]
     call.kept["tokens"] = tokens
     real = real_tokens(call, batch, before + tokens)
@@ -30,7 +30,7 @@ def strided_layer(call: SiteCall) -> Tensor:
 
 
 def place_of(call: SiteCall, layer: Any) -> tuple[int | None, str | None]:
-    """Where the stream enters: `stream` is its path, a name or a position."""
+    """Return where the stream enters: `stream` is its path, a name or a position."""
     name = layer.stream[0]
     if isinstance(name, int):
         return name, None
@@ -39,7 +39,7 @@ def place_of(call: SiteCall, layer: Any) -> tuple[int | None, str | None]:
 
 
 def real_tokens(call: SiteCall, batch: int, tokens: int) -> Tensor:
-    """Which tokens so far are no padding, as the model's input says: (batch, tokens)."""
+    """Return which tokens so far are no padding, as the model's input says: (batch, tokens)."""
     for name, value in call.inputs.items():
         if name.endswith("attention_mask") and isinstance(value, Tensor) and value.shape == (batch, tokens):
             return value.bool()
@@ -61,7 +61,7 @@ def anchor_columns(real: list[bool], k: int) -> list[int]:
 def call_layer(
     call: SiteCall, layer: Any, x: Tensor, anchors: list[list[int]], before: int
 ) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-    """The layer on the new anchors: by row and column its input and its result, with those of earlier calls."""
+    """Return the layer on the new anchors: by row and column its input and its result, with those of earlier calls."""
     known: dict[tuple[int, int], tuple[Tensor, Tensor]] = dict(call.before[-1].kept["anchors"]) if call.before else {}
     new, slots = slots_of(call, anchors, before, x.shape[1])
     count = len(slots[0])
@@ -70,7 +70,10 @@ def call_layer(
         inputs = torch.stack(rows)
         if call.options.method == "average-pooling":  # the filled slots come last, and are means of nothing
             inputs = torch.stack(
-                [F.pad(one[: len(columns)], (0, 0, 0, count - len(columns))) for one, columns in zip(rows, new, strict=True)]
+                [
+                    F.pad(packed_row[: len(columns)], (0, 0, 0, count - len(columns)))
+                    for packed_row, columns in zip(rows, new, strict=True)
+                ]
             )
         whole = all(len(columns) == count for columns in new)
         packed = inputs.transpose(0, 1) if layer.tokens_first else inputs
@@ -85,7 +88,7 @@ def call_layer(
 
 
 def slots_of(call: SiteCall, anchors: list[list[int]], before: int, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-    """The columns of each row's new anchors, and those that the layer gets: as many in each row, some of them filled in."""
+    """Return the columns of each row's new anchors, and those that the layer gets: as many in each row, some of them filled in."""
     new = [sorted({column for column in row[before:] if column >= before}) for row in anchors]
     count = max(map(len, new)) if call.cached else -(-tokens // call.options.k)
     slots = []
@@ -96,19 +99,19 @@ def slots_of(call: SiteCall, anchors: list[list[int]], before: int, tokens: int)
 
 
 def fills_first(call: SiteCall) -> bool:
-    """Whether the filled slots come before the others: in the first call on a cache, of which earlier tokens are none."""
+    """Return whether the filled slots come before the others: in the first call on a cache, of which earlier tokens are none."""
     return call.cached and not call.before
 
 
 def inside(call: SiteCall) -> Inside:
-    """The model's inputs as what the layer holds sees them: of the new anchors alone, the mask of those before them too.
+    """Return the model's inputs as what the layer holds sees them: of the new anchors alone, the mask of those before them too.
 
     The filled slots are not of the sequence afterwards: each row goes on behind its own anchors.
     """
     layer: Any = call.module
     stream = call.argument(place_of(call, layer))
     tokens, batch = (stream.shape[0], stream.shape[1]) if layer.tokens_first else (stream.shape[1], stream.shape[0])
-    before = sum(one.kept["tokens"] for one in call.before)
+    before = sum(past.kept["tokens"] for past in call.before)
     real = real_tokens(call, batch, before + tokens)
     anchors = [anchor_columns(row.tolist(), call.options.k) for row in real]
     new, slots = slots_of(call, anchors, before, tokens)
@@ -132,7 +135,7 @@ def inside(call: SiteCall) -> Inside:
 
 
 def layer_input(call: SiteCall, x: Tensor, anchors: list[list[int]], row: int, column: int, before: int) -> Tensor:
-    """What the layer sees for an anchor: the token, or the mean of its window."""
+    """Return what the layer sees for an anchor: the token, or the mean of its window."""
     if call.options.method != "average-pooling":
         return x[row, column - before]
     real = real_tokens(call, len(x), before + x.shape[1])[row]
@@ -141,7 +144,7 @@ def layer_input(call: SiteCall, x: Tensor, anchors: list[list[int]], row: int, c
 
 
 def strided_arguments(call: SiteCall, columns: list[int], x: Tensor) -> Mapping[Any, Any]:
-    """Every other argument as it was, or cut down to the anchors along each dimension that is as long as the sequence.
+    """Return every other argument as it was, or cut down to the anchors along each dimension that is as long as the sequence.
 
     One row for the whole batch may have become a row for each sequence; the width of (batch, tokens, width) may be that number too.
     """
@@ -157,8 +160,8 @@ def strided_arguments(call: SiteCall, columns: list[int], x: Tensor) -> Mapping[
                     value = value.index_select(dim, torch.tensor(columns, device=value.device))
             return value
         if isinstance(value, (tuple, list)):
-            return [cut(one, expands, has_width) for one in value]
-        return {key: cut(one, expands, has_width) for key, one in value.items()} if isinstance(value, dict) else value
+            return [cut(item, expands, has_width) for item in value]
+        return {key: cut(item, expands, has_width) for key, item in value.items()} if isinstance(value, dict) else value
 
     arguments: dict[Any, Any] = {**dict(enumerate(call.args)), **call.kwargs}
     return {
@@ -209,18 +212,19 @@ def wiring(observed: Observed) -> Problems:
 
 
 def layers_beside(path: str, model: nn.Module, kinds: set[type[nn.Module]]) -> list[str]:
-    """The layers of all lists that the owner of this one's list holds, the two halves of a U say, in order; none without a list."""
+    """Return the layers of all lists that the owner of this layer's list holds (two halves of a U, say); none without a list."""
     steps = path.split(".")
     if not isinstance(model.get_submodule(".".join(steps[:-1])), nn.ModuleList):
         return []
     outer = next(n for n in range(len(steps)) if isinstance(model.get_submodule(".".join(steps[:n])), nn.ModuleList))
     owner = ".".join(steps[: max(outer - 1, 0)])
-    lists = [one for one in model.get_submodule(owner).named_modules(prefix=owner) if isinstance(one[1], nn.ModuleList)]
-    return [f"{name}.{index}" for name, held in lists for index, one in enumerate(held) if type(unwrapped(one)) in kinds]
+    modules = model.get_submodule(owner).named_modules(prefix=owner)
+    lists = [(name, module) for name, module in modules if isinstance(module, nn.ModuleList)]
+    return [f"{name}.{index}" for name, held in lists for index, layer in enumerate(held) if type(unwrapped(layer)) in kinds]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside all that wrap it."""
+    """Return the module inside all that wrap it."""
     while isinstance(module, Wrapper):
         module = module.layer
     return module

@@ -70,27 +70,28 @@ class DenseModel:
 
 
 def fit_scalars(edit: Edit, dense: DenseModel) -> None:
-    """The strided layers have fitted scalars; how far the predictions and each layer are off before and after is noted."""
+    """Fit the scalars of the strided layers, and note the distance of the predictions and of each layer before and after."""
     layers = {path: strided_layer(edit.model, path) for path in dense.fitted}
     held_out = {path: regression(layer, dense.held_out[path]) for path, layer in layers.items()}
     before = {path: error_of(layer, START, *held_out[path]) for path, layer in layers.items()}
     solutions = {path: solve(*regression(layer, dense.fitted[path])) for path, layer in layers.items()}
     solutions = {
-        path: one if error_of(layers[path], one, *held_out[path]) <= before[path] else START for path, one in solutions.items()
+        path: scalars if error_of(layers[path], scalars, *held_out[path]) <= before[path] else START
+        for path, scalars in solutions.items()
     }
 
     def bounded(path: str, scalars: Scalars, towards: Scalars) -> Scalars:
         """`scalars`, or as far towards them from those of `towards` as the layer's error is not above that of the start."""
         tried = (moved(towards, scalars, share) for share in (1.0, *SHARES[1:]))
-        return next((one for one in tried if error_of(layers[path], one, *held_out[path]) <= before[path]), towards)
+        return next((nearer for nearer in tried if error_of(layers[path], nearer, *held_out[path]) <= before[path]), towards)
 
     candidates = [dict.fromkeys(layers, START)]
-    candidates += [{path: moved(START, one, share) for path, one in solutions.items()} for share in SHARES]
+    candidates += [{path: moved(START, scalars, share) for path, scalars in solutions.items()} for share in SHARES]
     distances = [distance_with(candidate, layers, edit.model, dense.predictions) for candidate in candidates]
     nearest = candidates[distances.index(min(distances))]
     set_all(layers, nearest)
-    scalars = [layer.get_parameter(name) for layer in layers.values() for name in NAMES]
-    dense.predictions.descend(edit.model, scalars, STEPS, RATE)
+    parameters = [layer.get_parameter(name) for layer in layers.values() for name in NAMES]
+    dense.predictions.descend(edit.model, parameters, STEPS, RATE)
     candidates.append({path: bounded(path, scalars_of(layer), nearest[path]) for path, layer in layers.items()})
     distances.append(distance_with(candidates[-1], layers, edit.model, dense.predictions))
     set_all(layers, candidates[distances.index(min(distances))])
@@ -112,14 +113,14 @@ def strided_layer(model: nn.Module, path: str) -> SequenceAltUpLayer:
 def distance_with(
     scalars: Mapping[str, Scalars], layers: Mapping[str, SequenceAltUpLayer], model: nn.Module, predictions: DensePredictions
 ) -> float:
-    """How far the model's predictions are from the dense ones with these scalars."""
+    """Return how far the model's predictions are from the dense ones with these scalars."""
     set_all(layers, scalars)
     return predictions.distance(model)
 
 
 def moved(begin: Scalars, end: Scalars, share: float) -> Scalars:
-    """The scalars whose a1, c and b lie so far on the way from those of `begin` to those of `end`."""
-    a1, c, b = (one + share * (other - one) for one, other in zip(linear(begin), linear(end), strict=True))
+    """Return the scalars whose a1, c and b lie so far on the way from those of `begin` to those of `end`."""
+    a1, c, b = (start + share * (goal - start) for start, goal in zip(linear(begin), linear(end), strict=True))
     return (a1, 0.0, 1.0) if b == 1 else (a1, (c + b * a1) / (1 - b), b)
 
 
@@ -130,7 +131,7 @@ def linear(scalars: Scalars) -> tuple[float, float, float]:
 
 
 def regression(layer: SequenceAltUpLayer, calls: Sequence[RecordedCall]) -> tuple[Tensor, Tensor]:
-    """The three terms of y for each token, and the dense layer's y: (3, tokens, d) and (tokens, d)."""
+    """Return the three terms of y for each token, and the dense layer's y: (3, tokens, d) and (tokens, d)."""
     terms = []
     with evaluation_mode(layer):
         for scalars in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)):  # c = 0, c = 1, c = 0
@@ -141,7 +142,7 @@ def regression(layer: SequenceAltUpLayer, calls: Sequence[RecordedCall]) -> tupl
 
 
 def solve(terms: Tensor, y: Tensor) -> Scalars:
-    """The scalars whose weighted squared error is least, of the terms (3, tokens, d) to y (tokens, d)."""
+    """Return the scalars whose weighted squared error is least, of the terms (3, tokens, d) to y (tokens, d)."""
     weighted = (terms * token_weights(y, *terms).unsqueeze(-1)).flatten(1).double()
     flat, target = terms.flatten(1).double(), y.flatten().double()
     a1, c, b = least_squares(weighted @ flat.t(), weighted @ target, torch.tensor([1.0, -1.0, 1.0]).to(flat)).tolist()
@@ -154,13 +155,13 @@ def solve(terms: Tensor, y: Tensor) -> Scalars:
 
 
 def least_squares(gram: Tensor, right: Tensor, start: Tensor) -> Tensor:
-    """The solution of the normal equations with a ridge towards `start`."""
+    """Return the solution of the normal equations with a ridge towards `start`."""
     ridge = (RIDGE * gram.diagonal().mean()).clamp_min(torch.finfo(gram.dtype).tiny)
     return torch.linalg.solve(gram + ridge * torch.eye(len(gram)).to(gram), right + ridge * start)
 
 
 def error_of(layer: SequenceAltUpLayer, scalars: Scalars, terms: Tensor, y: Tensor) -> float:
-    """The weighted relative error with these scalars in the dtype of the layer."""
+    """Return the weighted relative error with these scalars in the dtype of the layer."""
     a1, c, b = linear(tuple(float(layer.a1.detach().new_tensor(value)) for value in scalars))  # type: ignore[arg-type]
     return float(weighted_error(a1 * terms[0] + c * terms[1] + b * terms[2], y, token_weights(y, *terms)))
 

@@ -15,15 +15,15 @@ from typing import ClassVar
 
 from torch import fx, nn
 
-from retrofit.passes.sequence_altup import reference as once_more
-from retrofit.passes.sequence_altup.anchor_layer import MaskArgument
-from retrofit.passes.sequence_altup.argument_inference import Dims, infer_arguments, mask_argument, returned_arguments
-from retrofit.passes.sequence_altup.argument_paths import ArgumentPath, argument_path
+from retrofit.passes.sequence_altup import reference as method_reference
+from retrofit.passes.sequence_altup.arguments import ArgumentPath, MaskArgument, TokenDims, argument_path
 from retrofit.passes.sequence_altup.captured_arguments import ArgumentCaptures, CapturedArguments, new_arguments_with_cache
-from retrofit.passes.sequence_altup.cross_layer_values import CrossLayerValue, arguments_from_layers, cross_layer_values
 from retrofit.passes.sequence_altup.layer_requirements import (
     Candidate,
+    Dims,
+    infer_arguments,
     is_inside_strided,
+    mask_argument,
     require_all_calls,
     require_all_tokens_read,
     require_fitting_consumers,
@@ -36,11 +36,11 @@ from retrofit.passes.sequence_altup.layer_requirements import (
     require_readable_arguments,
     require_stream_returned,
     require_unstrided,
+    returned_arguments,
 )
 from retrofit.passes.sequence_altup.scalar_fit import DenseModel, fit_scalars
-from retrofit.passes.sequence_altup.strided_layers import METHODS, OutputKey, StridedLayer
-from retrofit.passes.sequence_altup.token_dial import ComputedTokens
-from retrofit.passes.sequence_altup.token_dims import TokenDims
+from retrofit.passes.sequence_altup.strided_layers import METHODS, ComputedTokens, OutputKey, StridedLayer
+from retrofit.passes.sequence_altup.token_flow import CrossLayerValue, arguments_from_layers, cross_layer_values
 from retrofit.sdk import (
     NO_STREAM,
     Anatomy,
@@ -80,7 +80,7 @@ class StridedLayerPlan:
     tokens_first: bool  # the stream is (tokens, batch, width)
 
     def wrapped(self, layer: nn.Module, k: int, method: str) -> StridedLayer:
-        """The layer, strided."""
+        """Return the strided layer."""
         return METHODS[method](
             layer,
             k,
@@ -117,11 +117,11 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     reference: ClassVar[MethodReference] = MethodReference(
         {
             StridedLayer: ModuleReference(
-                once_more.strided_layer, ("layer",), key="stream_out", cached=True, inside=once_more.inside
+                method_reference.strided_layer, ("layer",), key="stream_out", cached=True, inside=method_reference.inside
             )
         },
-        wiring=once_more.wiring,
-        start=once_more.start,
+        wiring=method_reference.wiring,
+        start=method_reference.start,
     )
     recovery: ClassVar[Recovery] = Recovery(dial=ComputedTokens())
     remedy: ClassVar[str] = "name layers that are modules of their own with layers=, or use another pass"
@@ -146,7 +146,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         layers = self.plan_layers(anatomy, chosen, captures, near_misses) if chosen else ()
         each = 3 if self.method == "sequence-altup" else 0
         return SequenceAltUpPlan(
-            tuple(Site(one.path, f"computes one token in {self.k} ({self.method})") for one in layers),
+            tuple(Site(layer_plan.path, f"computes one token in {self.k} ({self.method})") for layer_plan in layers),
             tuple(near_misses),
             new_parameters=each * len(layers),
             formula=f"{each} · {len(layers)} layers = {each * len(layers)}",
@@ -156,10 +156,10 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
 
     def apply(self, plan: SequenceAltUpPlan, edit: Edit) -> None:
         has_scalars = self.method == "sequence-altup"
-        dense = DenseModel.record(edit, [one.path for one in plan.layers]) if has_scalars and self.k > 1 else None
-        for one in plan.layers:
-            wrapper = one.wrapped(edit.model.get_submodule(one.path), self.k, self.method)
-            edit.replace_module(one.path, wrapper)
+        dense = DenseModel.record(edit, [layer.path for layer in plan.layers]) if has_scalars and self.k > 1 else None
+        for layer in plan.layers:
+            wrapper = layer.wrapped(edit.model.get_submodule(layer.path), self.k, self.method)
+            edit.replace_module(layer.path, wrapper)
             if has_scalars and dense is None:  # at b = 1 the correction takes back what a2 (with k = 1: a1 too) adds
                 for name in ("a2",) if self.k > 1 else ("a1", "a2"):
                     edit.expect_late_gradient(wrapper.get_parameter(name))
@@ -169,7 +169,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     # Which layers.
 
     def choose_layers(self, anatomy: Anatomy, near_misses: list[NearMiss]) -> list[tuple[Stack, Layer]]:
-        """The layers that the options name and the anatomy allows, each module once."""
+        """Return the layers that the options name and the anatomy allows, each module once."""
         chosen: dict[str, tuple[Stack, Layer]] = {}
         for stack in anatomy.stacks:
             if all(is_inside_strided(anatomy.model, layer.name) for layer in stack.layers):
@@ -188,7 +188,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         return list(chosen.values())
 
     def depths(self, stack: Stack, deepest: int, near_misses: list[NearMiss]) -> set[int]:
-        """The depths of a stack that the options name."""
+        """Return the depths of a stack that the options name."""
         if self.stacks not in ("all", stack.kind):
             near_misses.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.stacks}", in_any_form=True))
             return set()
@@ -213,14 +213,14 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     def plan_layers(
         self, anatomy: Anatomy, chosen: list[tuple[Stack, Layer]], captures: ArgumentCaptures, near_misses: list[NearMiss]
     ) -> tuple[StridedLayerPlan, ...]:
-        """The layers of those chosen that can be strided, and how."""
+        """Return the layers of those chosen that can be strided, and how."""
         new = new_cache_arguments(anatomy, captures)
         fitting: dict[str, tuple[Candidate, Dims]] = {}
         for stack, layer in chosen:
-            one = Candidate(stack, layer, anatomy.model.get_submodule(layer.name), self.k, captures)
+            candidate = Candidate(stack, layer, anatomy.model.get_submodule(layer.name), self.k, captures)
             with collect_near_miss(layer.name, near_misses):
                 require_known_cache_arguments(layer, new)
-                fitting[layer.name] = one, self.check(one)
+                fitting[layer.name] = candidate, self.check(candidate)
         streams = streams_of_layers(anatomy, captures.larger)
         for path, why in self.failing_alone(fitting, streams, captures).items():
             remedy = "layers= names depths without it; sparse-ffn and shared-moe save elsewhere"
@@ -230,16 +230,16 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         while misfit := first_misfit(fitting, values):
             near_misses.append(misfit)
             del fitting[misfit.name]
-        return tuple(plan_layer(one, dims, streams, fitting) for one, dims in fitting.values())
+        return tuple(plan_layer(candidate, dims, streams, fitting) for candidate, dims in fitting.values())
 
     def failing_alone(
         self, fitting: Mapping[str, tuple[Candidate, Dims]], streams: Mapping[Call, fx.Node], captures: ArgumentCaptures
     ) -> dict[str, str]:
-        """The layers whose own code fails where they are called with anchors, and why: tried on the dense model's calls."""
-        replayed = self.layers not in ("all", "inner") and any(one.is_meta for one in captures.model.parameters())
+        """Return the layers whose own code fails where they are called with anchors, and why: tried on the dense model's calls."""
+        replayed = self.layers not in ("all", "inner") and any(candidate.is_meta for candidate in captures.model.parameters())
         if self.k == 1 or replayed:  # the layers that a recipe names were tried
             return {}
-        plans = {path: plan_layer(one, dims, streams, {}) for path, (one, dims) in fitting.items()}
+        plans = {path: plan_layer(candidate, dims, streams, {}) for path, (candidate, dims) in fitting.items()}
 
         def trial_of(plan: StridedLayerPlan) -> Trial:
             return lambda layer, args, kwargs: plan.wrapped(layer, self.k, self.method)(*args, **kwargs)
@@ -251,19 +251,19 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         captures.values_decided |= bool(failed)
         return failed
 
-    def check(self, one: Candidate) -> Dims:
-        """How the layer's arguments follow the tokens; raises `DoesNotFitError` where it cannot be strided."""
-        require_one_stream_argument(one)
-        require_one_position_per_token(one)
-        require_stream_returned(one)
-        require_readable_arguments(one)
-        require_gradient(one)
+    def check(self, candidate: Candidate) -> Dims:
+        """Return how the layer's arguments follow the tokens; raise `DoesNotFitError` where it cannot be strided."""
+        require_one_stream_argument(candidate)
+        require_one_position_per_token(candidate)
+        require_stream_returned(candidate)
+        require_readable_arguments(candidate)
+        require_gradient(candidate)
         if self.k > 1:
-            require_all_tokens_read(one)
-            require_no_numbering(one, replayed=self.layers not in ("all", "inner"))
-        dims = infer_arguments(one)
+            require_all_tokens_read(candidate)
+            require_no_numbering(candidate, replayed=self.layers not in ("all", "inner"))
+        dims = infer_arguments(candidate)
         if self.k > 1:
-            require_padding_shown(one, dims.values())
+            require_padding_shown(candidate, dims.values())
         return dims
 
     # As which it is saved.
@@ -271,10 +271,10 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     def resolve(
         self, anatomy: Anatomy, layers: tuple[StridedLayerPlan, ...], values_decided: bool, near_misses: list[NearMiss]
     ) -> SequenceAltUp:
-        """The options by which a model without values gets the same layers strided."""
+        """Return the options by which a model without values gets the same layers strided."""
         if not values_decided:
             return self
-        strided = {one.path for one in layers}
+        strided = {layer_plan.path for layer_plan in layers}
         found: dict[str, set[tuple[int, ...]]] = {}
         for stack in anatomy.stacks:
             if self.stacks in ("all", stack.kind):
@@ -309,7 +309,7 @@ def new_cache_arguments(anatomy: Anatomy, captures: ArgumentCaptures) -> dict[st
 
 
 def streams_of_layers(anatomy: Anatomy, captured: CapturedArguments) -> dict[Call, fx.Node]:
-    """Every call of a layer's module, and the stream it returns."""
+    """Return every call of a layer's module, and the stream it returns."""
     layers = [layer for layer in anatomy.layers if layer.name and NO_STREAM not in (layer.stream_in, layer.stream_out)]
     keys = {layer.name: layer.stream_places()[1] for layer in layers}
     calls = (call for call in captured.program.calls if call.path in keys)
@@ -317,7 +317,7 @@ def streams_of_layers(anatomy: Anatomy, captured: CapturedArguments) -> dict[Cal
 
 
 def first_misfit(fitting: Mapping[str, object], values: list[CrossLayerValue]) -> NearMiss | None:
-    """The first layer that cannot be strided, as a layer that is not strided needs something of it for every token."""
+    """Return the first layer that cannot be strided, as a layer that is not strided needs something of it for every token."""
     misses: list[NearMiss] = []
     for path in fitting:
         with collect_near_miss(path, misses):
@@ -325,21 +325,23 @@ def first_misfit(fitting: Mapping[str, object], values: list[CrossLayerValue]) -
     return misses[0] if misses else None
 
 
-def plan_layer(one: Candidate, dims: Dims, streams: Mapping[Call, fx.Node], strided: Mapping[str, object]) -> StridedLayerPlan:
-    """The layer as it is to be strided, together with the other `strided` ones: what these compute is of anchors already."""
+def plan_layer(
+    candidate: Candidate, dims: Dims, streams: Mapping[Call, fx.Node], strided: Mapping[str, object]
+) -> StridedLayerPlan:
+    """Return the layer as it is to be strided, together with the other `strided` ones: what these compute is of anchors already."""
     dims = dict(dims)
-    for key, producer in arguments_from_layers(one.captured.flow, one.call, streams).items():
-        path = argument_path(one.module, key) if key is not None else ()
+    for key, producer in arguments_from_layers(candidate.captured.flow, candidate.call, streams).items():
+        path = argument_path(candidate.module, key) if key is not None else ()
         if producer.path in strided and path in dims:
             dims[path] = dataclasses.replace(dims[path], positions=(), shows_padding=False)
-    stream_in, stream_out = one.layer.stream_places()
+    stream_in, stream_out = candidate.layer.stream_places()
     return StridedLayerPlan(
-        one.layer.name,
+        candidate.layer.name,
         stream_in,
         stream_out,
         dims,
-        returned_arguments(one),
-        tuple(one.captured.objects.get(one.layer.name, ())),
-        mask_argument(one, dims),
-        one.tokens_first,
+        returned_arguments(candidate),
+        tuple(candidate.captured.objects.get(candidate.layer.name, ())),
+        mask_argument(candidate, dims),
+        candidate.tokens_first,
     )

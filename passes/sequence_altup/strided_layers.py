@@ -12,11 +12,15 @@ The papers' baselines: stride-and-skip, y_i = ỹ_i at anchors and x_i between t
 what the layer computes from the window's mean (layers in a row pool once, for the mean of equal tokens is the token).
 
 Alternating Updates for Efficient Transformers (NeurIPS 2023), §4.2, §5.4 and supplement E, Alg. 2. Which tokens are anchors is in
-`anchors`, how a call's other arguments are cut down to them in `layer_call`, what decoding stores in `growing_anchors`.
+`anchors`, how a call's other arguments are cut down to them in `arguments`, what decoding stores in `growing_anchors`.
+
+How a strided layer turns from the dense layer into its own: it computes fewer and fewer of the tokens between its anchors.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -24,14 +28,26 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from retrofit.passes.sequence_altup.anchor_layer import AnchorLayer, MaskArgument
+from retrofit.passes.sequence_altup.anchor_cache import (
+    AnchorLayer,
+    changed_states,
+    copy_states,
+    find_anchor_layer,
+    restore_states,
+    store_anchor_layer,
+    view_of,
+)
 from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, EvenAnchors, NoAnchors
-from retrofit.passes.sequence_altup.argument_paths import ArgumentPath, argument_path, positional_names
-from retrofit.passes.sequence_altup.cache_view import find_anchor_layer, store_anchor_layer, view_of
+from retrofit.passes.sequence_altup.arguments import (
+    ArgumentPath,
+    LayerCall,
+    MaskArgument,
+    TokenDims,
+    argument_path,
+    positional_names,
+    to_mask,
+)
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
-from retrofit.passes.sequence_altup.layer_call import LayerCall
-from retrofit.passes.sequence_altup.recurrent_states import changed_states, copy_states, restore_states
-from retrofit.passes.sequence_altup.token_dims import TokenDims, to_mask
 from retrofit.sdk import DoesNotFitError, Wrapper, batch_first, cache_among, with_item
 
 OutputKey = int | str | None  # of an item in what a layer returns; None: the value itself
@@ -80,7 +96,7 @@ class StridedLayer(Wrapper):
             return self.decode(call, cache)
         anchors = self.anchors(call)
         x = self.layer_input(call.x, anchors)
-        strided_args, strided_kwargs = call.strided(self.turn(x), anchors, None, 0)
+        strided_args, strided_kwargs = call.strided(self.turn(x), anchors)
         output = self.layer(*strided_args, **strided_kwargs)
         key = self.output_key(output)
         corrections = self.correction(x, self.turn(output if key is None else output[key]))
@@ -88,7 +104,7 @@ class StridedLayer(Wrapper):
         return with_item(call.restore_arguments(output, self.returned), key, self.turn(y))
 
     def anchors(self, call: LayerCall) -> Anchors:
-        """Which tokens of a whole sequence are computed."""
+        """Return which tokens of a whole sequence are computed."""
         real = call.real(0, 0)
         if real is None and not self.dense_share:
             return EvenAnchors(0, call.x.shape[1], self.k)
@@ -98,7 +114,7 @@ class StridedLayer(Wrapper):
 
     @torch.compiler.disable
     def decode(self, call: LayerCall, cache: Cache) -> Any:
-        """The call with a cache: the layer runs where there are anchors among the new tokens."""
+        """Return the layer's output with a cache: the layer runs where there are anchors among the new tokens."""
         if self.dense_share:
             raise DoesNotFitError(
                 "a strided layer that is being annealed was called with a cache",
@@ -125,10 +141,10 @@ class StridedLayer(Wrapper):
     def run(
         self, call: LayerCall, cache: Cache, stored: AnchorLayer, anchors: Anchors, offset: int
     ) -> tuple[Any, Tensor, OutputKey]:
-        """What the layer returns for the anchors, their corrections, and the stream's key in what it returned."""
+        """Return what the layer returns for the anchors, their corrections, and the stream's key in what it returned."""
         x = self.layer_input(call.x, anchors)
         stored.make_room(anchors, call.key_extents)
-        args, kwargs = call.strided(self.turn(x), anchors, stored, offset)
+        args, kwargs = call.strided(self.turn(x), anchors, functools.partial(stored.key_indices, anchors, offset))
         view = view_of(cache, stored, anchors.valid)
         args = [view if value is cache else value for value in args]
         kwargs = {key: view if value is cache else value for key, value in kwargs.items()}
@@ -148,7 +164,7 @@ class StridedLayer(Wrapper):
         return call.restore_arguments(output, self.returned), corrections, key
 
     def advancing_rows(self, anchors: Anchors, stored: AnchorLayer) -> Tensor | None:
-        """The rows (batch) with an anchor, whose recurrent states may advance; None where there are no such states."""
+        """Return the rows (batch) with an anchor, whose recurrent states may advance; None where there are no such states."""
         if anchors.valid is None or not stored.recurrent:
             return None
         if anchors.count > 1 and not bool(anchors.valid.all()):
@@ -175,21 +191,21 @@ class StridedLayer(Wrapper):
         call.set_argument(args, kwargs, path, to_mask(stored.visible(anchors), dtype))
 
     def turn(self, stream: Tensor) -> Tensor:
-        """The stream with the batch first from the layer's own layout, and back."""
+        """Return the stream with the batch first from the layer's own layout, and back."""
         return batch_first(stream, self.tokens_first)
 
     def output_key(self, output: Any) -> OutputKey:
-        """The stream's key in what the layer returned."""
+        """Return the stream's key in what the layer returned."""
         return None if isinstance(output, Tensor) else self.stream_out
 
     def stream_of(self, output: Any) -> Tensor:
-        """The stream in what the layer returned, in the layer's own layout."""
+        """Return the stream in what the layer returned, in the layer's own layout."""
         key = self.output_key(output)
         stream: Tensor = output if key is None else output[key]
         return stream
 
     def output_template(self, output: Any, key: OutputKey) -> Any:
-        """What `rebuild_output` needs: the type of the output, which of its items are the cache, the stream's key."""
+        """Return what `rebuild_output` needs: the type of the output, which of its items are the cache, the stream's key."""
         if key is None:
             return None
         items = output.items() if isinstance(output, Mapping) else enumerate(output)
@@ -197,7 +213,7 @@ class StridedLayer(Wrapper):
         return type(output), kinds, key
 
     def rebuild_output(self, template: Any, call: LayerCall, cache: Cache) -> tuple[Any, OutputKey]:
-        """An output like the layer's last one: the arguments that it returns are there, what it would have computed is None."""
+        """Return an output like the layer's last: with the arguments that it returns, and None for what it would have computed."""
         if template is None:
             return None, None
         kind, kinds, key = template
@@ -216,15 +232,15 @@ class StridedLayer(Wrapper):
         """The method's own parameters are there."""
 
     def layer_input(self, x: Tensor, anchors: Anchors) -> Tensor:
-        """What the layer computes on: (batch, anchors, d)."""
+        """Return what the layer computes on: (batch, anchors, d)."""
         return anchors.pick(x)
 
     def correction(self, x: Tensor, y: Tensor) -> Tensor:
-        """What each anchor spreads over its window, from the layer's input and output: (batch, anchors, d)."""
+        """Return what each anchor spreads over its window, from the layer's input and output: (batch, anchors, d)."""
         return y
 
     def update(self, x: Tensor, corrections: Tensor, anchors: Anchors | NoAnchors, earlier: Tensor | None) -> Tensor:
-        """The stream after the layer; `earlier` is the correction of the last anchor before these tokens."""
+        """Return the stream after the layer; `earlier` is the correction of the last anchor before these tokens."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -277,3 +293,19 @@ METHODS: dict[str, type[StridedLayer]] = {
     "stride-and-skip": StrideAndSkipLayer,
     "average-pooling": AveragePoolingLayer,
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputedTokens:
+    """The dial of annealing: at 0 it is the dense layer, all tokens computed and a1, a2, b = 1, 0, 1; at 1 it is the method."""
+
+    name: str = "the share of the tokens that are computed"
+
+    def fits(self, site: nn.Module) -> bool:
+        return any(isinstance(module, StridedLayer) for module in site.modules())
+
+    def turn(self, site: nn.Module, share: float) -> None:
+        """Stop computing this share of the tokens between anchors."""
+        for module in site.modules():
+            if isinstance(module, StridedLayer):
+                module.dense_share = 1.0 - share

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import retrofit
 from retrofit.errors import DoesNotFitError
 from retrofit.passes import SequenceAltUp
-from retrofit.passes.sequence_altup.token_numbering import is_stride_invariant
+from retrofit.passes.sequence_altup.token_flow import is_stride_invariant
 from retrofit.pipeline.replaying import rewrites
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import retrofit
 from retrofit.errors import DoesNotFitError
 from retrofit.passes import SequenceAltUp
-from retrofit.passes.sequence_altup.larger_inputs import MORE, larger_inputs
+from retrofit.passes.sequence_altup.captured_arguments import MORE, larger_inputs
 
 
 @given(rows=st.integers(1, 3), length=st.integers(3, 9), width=st.integers(10, 12))

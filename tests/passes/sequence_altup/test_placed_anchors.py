@@ -11,10 +11,10 @@ from torch.nn import functional as F
 from transformers.cache_utils import DynamicCache
 
 from retrofit.errors import DoesNotFitError
+from retrofit.passes.sequence_altup.anchor_cache import PlacedAnchorLayer
+from retrofit.passes.sequence_altup.arguments import TokenDims
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
-from retrofit.passes.sequence_altup.placed_anchors import PlacedAnchorLayer
 from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
-from retrofit.passes.sequence_altup.token_dims import TokenDims
 
 D, K, PADS = 4, 3, (0, 5)
 MASK = ("mask",)

@@ -15,10 +15,13 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from retrofit.errors import DoesNotFitError
-from retrofit.passes.sequence_altup.layer_call import LayerCall
-from retrofit.passes.sequence_altup.strided_layers import AveragePoolingLayer, SequenceAltUpLayer, StrideAndSkipLayer
-from retrofit.passes.sequence_altup.token_dial import ComputedTokens
-from retrofit.passes.sequence_altup.token_dims import TokenDims, infer_token_dims
+from retrofit.passes.sequence_altup.arguments import LayerCall, TokenDims, infer_token_dims
+from retrofit.passes.sequence_altup.strided_layers import (
+    AveragePoolingLayer,
+    ComputedTokens,
+    SequenceAltUpLayer,
+    StrideAndSkipLayer,
+)
 
 D = 4
 DIMS = {

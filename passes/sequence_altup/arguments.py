@@ -1,0 +1,318 @@
+"""The arguments of a layer's calls: by name and path, along which dimensions they follow the tokens, and cut down to the anchors.
+
+Token dimensions are inferred from two captures of the model, at two batch sizes and two lengths: a dimension that changed with the
+length is one of tokens, the first of two that of the queries, the last that of the keys. At call time the extents say what the
+shapes at rewriting left open: while decoding, a dimension as long as the new tokens is about these, any other is about the keys in
+the cache as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from retrofit.passes.sequence_altup.anchors import Anchors, Indices, hide_keys, take
+from retrofit.sdk import DoesNotFitError, argument_place, with_item
+
+ArgumentPath = tuple[int | str, ...]  # a tensor in the arguments of a call: keyword or position, then indices into containers
+MaskArgument = tuple[ArgumentPath, torch.dtype]  # the argument by which a layer receives its mask, and the mask's type
+KeyIndices = Callable[
+    [int, torch.device], tuple[Indices, Tensor | None]
+]  # of keys in a cache: their indices in a mask, which are visible
+
+
+# ── By name and path ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def positional_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the keywords of the module's positional arguments, in order."""
+    names: list[str] = []
+    while (keyword := argument_place(module, len(names))[1]) is not None:
+        names.append(keyword)
+    return tuple(names)
+
+
+def argument_path(module: nn.Module, key: int | str) -> ArgumentPath:
+    """Return the path of the argument `key`: its keyword where it has one."""
+    position, keyword = argument_place(module, key)
+    return (keyword if keyword is not None else position or 0,)
+
+
+def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[int | str, Any]]:
+    """Yield every argument of a call by its keyword, by its position where the signature gives it no name."""
+    for position, value in enumerate(args):
+        yield names[position] if position < len(names) else position, value
+    yield from kwargs.items()
+
+
+def tensors_in(value: Any, path: ArgumentPath) -> Iterator[tuple[ArgumentPath, Tensor]]:
+    """Yield the tensors of an argument, in containers too; raise `DoesNotFitError` for other objects."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (tuple, list)):
+        for position, item in enumerate(value):
+            yield from tensors_in(item, (*path, position))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensors_in(item, (*path, key))
+    elif not is_without_tokens(value):
+        raise DoesNotFitError(
+            f"a strided layer received {path[0]}, a {type(value).__name__}",
+            why="what it holds of each token is unknown, and the layer sees one token in k only",
+            remedy="use attn_implementation='sdpa' or 'eager', and a cache of transformers.Cache",
+        )
+
+
+def is_without_tokens(value: Any) -> bool:
+    """Return whether an argument holds nothing that follows the tokens."""
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, Cache)) or callable(value)
+
+
+def map_tensors(value: Any, path: ArgumentPath, change: Callable[[ArgumentPath, Tensor], Tensor]) -> Any:
+    """Return an argument with each of its tensors changed; containers are copied."""
+    if isinstance(value, Tensor):
+        return change(path, value)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(item, (*path, position), change) for position, item in enumerate(value)]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return type(value)((key, map_tensors(item, (*path, key), change)) for key, item in value.items())
+    return value
+
+
+HIDDEN = -5e3  # masks that are added hide a key by −1e4 or less; no bias of a trained attention comes near
+
+Shapes = Mapping[ArgumentPath, torch.Size]  # of the tensors in a call
+
+
+# ── Dimensions of tokens ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenDims:
+    """A tensor's dimensions that run along tokens, queries before keys, and whether it shows which tokens are padding."""
+
+    rank: int
+    positions: tuple[int, ...]
+    batch: int | None  # the dimension whose extent is the batch, or a multiple of it
+    shows_padding: bool = False
+    zero_is_real: bool = False  # of a mask by tokens alone: added, or true where there is padding
+
+
+NO_TOKENS = TokenDims(0, (), None)
+
+
+def infer_token_dims(
+    first: Shapes, second: Shapes, stream: ArgumentPath, tokens_first: bool = False
+) -> dict[ArgumentPath, TokenDims]:
+    """Return the token dimensions of the tensors of two calls with streams (batch, tokens, width), or (tokens, batch, width)."""
+    (batch, length), (other_batch, other_length) = (
+        (size[1], size[0]) if tokens_first else size[:2] for size in (first[stream], second[stream])
+    )
+    found: dict[ArgumentPath, TokenDims] = {}
+    for path in first.keys() & second.keys():
+        pairs = list(zip(first[path], second[path], strict=False))
+        if len(first[path]) != len(second[path]):
+            continue
+        positions = tuple(dim for dim, pair in enumerate(pairs) if pair == (length, other_length))
+        rows = [dim for dim, (a, b) in enumerate(pairs) if dim not in positions and a != b and a * other_batch == b * batch]
+        found[path] = TokenDims(len(pairs), positions, rows[0] if rows else None)
+    return found
+
+
+def token_dims_at_call(value: Tensor, known: TokenDims | None) -> TokenDims | None:
+    """Return the token dimensions of a tensor in a call: the `known` ones if of its rank, or those of a mask; None if unknown."""
+    if known is not None and known.rank == value.dim():
+        return known
+    if known is not None and known.shows_padding and value.dim() == 2:
+        return TokenDims(2, (1,), 0, shows_padding=True)
+    if value.dim() == 4 and (known is None or known.shows_padding):
+        return TokenDims(4, (2, 3), 0, shows_padding=True)
+    return NO_TOKENS if value.dim() == 0 else None
+
+
+# ── Masks ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def to_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """`visible` as a mask of that type: boolean, or added to the scores."""
+    if dtype == torch.bool:
+        return visible
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+
+
+def unpadded_tokens(mask: Tensor, dims: TokenDims, batch: int, start: int, length: int) -> Tensor:
+    """Return which of the `length` tokens from key `start` on are no padding, as `mask` shows: (1 or batch, length)."""
+    dim = dims.positions[-1]
+    if len(dims.positions) == 2 and mask.shape[dims.positions[0]] == length:
+        visible = mask_diagonal(mask, start, length, *dims.positions)  # a token sees itself unless it is padding
+    else:
+        visible = mask.narrow(dim, start, length).movedim(dim, -1)
+    if visible.is_floating_point():
+        visible = visible > (HIDDEN if mask.dim() > 2 or dims.zero_is_real else 0.5)
+    elif dims.zero_is_real:
+        visible = visible == 0
+    elif visible.dtype != torch.bool:
+        visible = visible != 0
+    rows = dims.batch
+    if rows is None or mask.shape[rows] == 1:
+        return visible.reshape(-1, length).any(0, keepdim=True)
+    return visible.movedim(rows, 0).reshape(batch, -1, length).any(1)
+
+
+def mask_diagonal(mask: Tensor, start: int, length: int, queries: int, keys: int) -> Tensor:
+    """Return the entry of each of the `length` queries for the key at its own index plus `start`, along a new last dimension."""
+    if isinstance(start, int):
+        return mask.diagonal(start, queries, keys).narrow(-1, 0, length)
+    mask = mask.movedim((queries, keys), (-2, -1))  # while a program is traced, `start` may be symbolic
+    columns = (start + torch.arange(length, device=mask.device)).view(-1, 1)
+    return mask.gather(-1, columns.expand(*mask.shape[:-1], 1)).squeeze(-1)
+
+
+# ── A call ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass
+class LayerCall:
+    """The arguments of one call: the stream x (batch, T, d), the tensors that follow its tokens, the rest."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    names: tuple[str, ...]
+    stream: ArgumentPath
+    x: Tensor
+    tensors: dict[ArgumentPath, tuple[Tensor, TokenDims]]
+
+    @staticmethod
+    def read(
+        args: Any,
+        kwargs: dict[str, Any],
+        names: tuple[str, ...],
+        stream: ArgumentPath,
+        token_dims: Mapping[ArgumentPath, TokenDims],
+        unread: Collection[int | str] = (),
+    ) -> LayerCall:
+        """Raises `DoesNotFitError` where an argument, `unread` ones apart, differs from those when the model was rewritten.
+
+        New integers, (batch, T, …), for which the layer has no parameter follow the tokens: some models pass their labels to every
+        layer.
+        """
+        found: dict[ArgumentPath, tuple[Tensor, TokenDims]] = {}
+        new: dict[ArgumentPath, Tensor] = {}
+        x = None
+        for name, value in named_arguments(args, kwargs, names):
+            for path, tensor in tensors_in(value, (name,)) if name not in unread else ():
+                if path == stream:
+                    x = tensor
+                    continue
+                dims = token_dims_at_call(tensor, token_dims.get(path))
+                if dims is None:
+                    new[path] = tensor
+                elif dims.positions:
+                    found[path] = tensor, dims
+        if x is None:
+            raise DoesNotFitError(f"a strided layer was called without its stream, {stream[0]}", why="it computes on nothing else")
+        for path, tensor in new.items():
+            if path[0] in names or path in token_dims or tensor.is_floating_point() or tensor.shape[:2] != x.shape[:2]:
+                raise DoesNotFitError(
+                    f"a strided layer received {path[0]} of shape {tuple(tensor.shape)}",
+                    why="it received none when the model was rewritten, so how it follows the tokens is unknown",
+                    remedy="rewrite with example_inputs= that lead to the same arguments",
+                )
+            found[path] = tensor, TokenDims(tensor.dim(), (1,), 0)
+        return LayerCall(tuple(args), kwargs, names, stream, x, found)
+
+    @property
+    def shows_padding(self) -> bool:
+        """Return whether any of the arguments shows which tokens are padding."""
+        return any(dims.shows_padding for _, dims in self.tensors.values())
+
+    @property
+    def mask(self) -> MaskArgument | None:
+        """The argument that is a mask by queries and keys, and its type."""
+        found = ((path, tensor.dtype) for path, (tensor, dims) in self.tensors.items() if dims.shows_padding and dims.rank == 4)
+        return next((argument for argument in found if len(argument[0]) == 1), None)
+
+    def key_extents(self) -> list[int]:
+        """By how many keys the arguments are that follow the keys; none where no mask is among them."""
+        length = self.x.shape[1]
+        found = [(tensor.shape[dims.positions[-1]], dims) for tensor, dims in self.tensors.values()]
+        of_keys = [(extent, dims) for extent, dims in found if len(dims.positions) > 1 or extent != length]
+        return [extent for extent, _ in of_keys] if any(dims.shows_padding for _, dims in of_keys) else []
+
+    def set_argument(self, args: list[Any], kwargs: dict[str, Any], path: ArgumentPath, value: Any) -> None:
+        """The argument at `path` is `value`."""
+        name = path[0]
+        if isinstance(name, str) and (name in kwargs or self.names.index(name) >= len(args)):
+            kwargs[name] = value
+        else:
+            args[name if isinstance(name, int) else self.names.index(name)] = value
+
+    def real(self, before: int, offset: int) -> Tensor | None:
+        """Return which of the tokens after `before` others are no padding, (1 or batch, T); None if no argument shows it."""
+        batch, length = self.x.shape[:2]
+        start = before - offset
+        masks = [
+            unpadded_tokens(mask, dims, batch, start, length)
+            for mask, dims in self.tensors.values()
+            if dims.shows_padding and mask.shape[dims.positions[-1]] >= start + length
+        ]
+        for mask in masks[1:]:
+            masks[0] = masks[0] & mask
+        return masks[0] if masks else None
+
+    def strided(self, x: Tensor, anchors: Anchors, key_indices: KeyIndices | None = None) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of the anchors, with `x` (batch, anchors, d) as the stream."""
+        length = self.x.shape[1]
+        position = {name: position for position, name in enumerate(self.names)}
+        of_anchors: dict[ArgumentPath, Tensor] = {self.stream: x}
+        for path, (tensor, dims) in self.tensors.items():
+            of_anchors[path] = self.stride(tensor, dims, anchors, key_indices, length)
+
+        def change(path: ArgumentPath, tensor: Tensor) -> Tensor:
+            return of_anchors.get(path, tensor)
+
+        args = list(self.args)
+        kwargs = dict(self.kwargs)
+        for name in {path[0] for path in of_anchors}:
+            if isinstance(name, str) and name in kwargs:
+                kwargs[name] = map_tensors(kwargs[name], (name,), change)
+            else:
+                at = name if isinstance(name, int) else position[name]
+                args[at] = map_tensors(args[at], (name,), change)
+        return args, kwargs
+
+    def stride(self, tensor: Tensor, dims: TokenDims, anchors: Anchors, key_indices: KeyIndices | None, length: int) -> Tensor:
+        """Return the part of a tensor that is about the anchors: queries are new ones, keys are also those of the cache."""
+        last, batch = len(dims.positions) - 1, dims.batch
+        for number, dim in enumerate(dims.positions):
+            extent = tensor.shape[dim]
+            if extent == 1 and length != 1 and number < last:
+                continue  # one row of a mask for all queries
+            is_of_queries = number < last or (last == 0 and extent == length)
+            if is_of_queries or key_indices is None:
+                indices: Indices = anchors.indices
+                visible = anchors.valid
+            else:
+                indices, visible = key_indices(extent, tensor.device)
+            tensor = take(tensor, dim, indices, batch)
+            batch = 0 if batch is None and tensor.shape[0] == self.x.shape[0] else batch  # it has a row for each sequence now
+            if dims.shows_padding and number == last and visible is not None:
+                tensor = hide_keys(tensor, dim, visible, batch, dims.zero_is_real)
+        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()  # attention kernels want masks by rows
+
+    def restore_arguments(self, output: Any, returned: Mapping[int | str, ArgumentPath]) -> Any:
+        """`output`, in which the arguments that the layer returns, `returned` by their key in the output, are whole again."""
+        for key, path in returned.items():
+            if isinstance(output, (tuple, list)) and isinstance(key, int) and key < len(output) and output[key] is not None:
+                output = with_item(output, key, self.argument(path))
+        return output
+
+    def argument(self, path: ArgumentPath) -> Any:
+        """Return the argument at `path`; None where it was left out."""
+        return next((value for name, value in named_arguments(self.args, self.kwargs, self.names) if name == path[0]), None)
