@@ -122,6 +122,8 @@ class Interruption:
             del before[signal.SIGINT]  # ignored, as under nohup, or somebody else's
 
         def unraisable(dropped: Any) -> None:
+            if issubclass(dropped.exc_type, MemoryError):
+                return  # of code in C, which goes on or raises another: no trace on the terminal
             if not issubclass(dropped.exc_type, KeyboardInterrupt):
                 hook(dropped)
                 return

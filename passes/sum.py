@@ -63,6 +63,11 @@ class SummedTable(SummedEmbedding, nn.Embedding):
     Where `num_embeddings` is set, as `resize_token_embeddings` does, the extra embedding gets as many rows, new ones of zeros.
     """
 
+    def __init__(self, layer: nn.Embedding, extra: nn.Embedding) -> None:
+        nn.Module.__init__(self)  # `nn.Embedding.__init__` would make a table; `layer` has it
+        self.layer, self.extra = layer, extra
+        self.place = argument_place(layer, 0)
+
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("weight", *nn.Embedding.__constants__):
             setattr(self.layer, name, value)

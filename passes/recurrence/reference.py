@@ -23,6 +23,7 @@ def recurrent_feed_forward(call: SiteCall) -> Tensor:
     earlier = sum(one.kept["tokens"] for one in call.before)
     call.kept["tokens"] = rows.shape[1]
     real = unpadded(call, len(rows), rows.shape[1], earlier + rows.shape[1])
+    call.kept["unpadded"] = torch.full((len(rows),), rows.shape[1]) if real is None else real.expand(len(rows), -1).sum(1)
     state = call.before[-1].kept["state"] if call.before else None
     low = projected(rows, unit.w_in[:, : options.rank])
     h, call.kept["state"] = read(low, unit.forwards, options.rank, real, state, range(rows.shape[1]))
@@ -69,7 +70,8 @@ def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | N
     """Which of the last `tokens` tokens the model's input says are no padding; None where no mask of that size says.
 
     The model's own mask is believed where it is given no `attention_mask`, as it may make one of lengths or token ids, or one with
-    places for more than the stream's tokens; and that places behind all it was given, which it fills a window with, are hidden.
+    places for more than the stream's tokens; where that has fewer places, as a cache leaves none for what was padding, if it shows
+    as many new tokens in each row; and that places behind all it was given, which it fills a window with, are hidden.
     """
     given = [value for value in call.inputs.values() if isinstance(value, Tensor) and value.dim() == 2 and len(value) == batch]
     masks = [one for name, one in call.inputs.items() if name.endswith("attention_mask") and any(one is value for value in given)]
@@ -79,6 +81,10 @@ def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | N
     own = (call.kwargs.get("recurrence") or {}).get("real")
     if own is not None and all(mask.shape[1] > so_far for mask in masks):
         return own.bool()  # type: ignore[no-any-return]
+    if own is not None and tokens < so_far:
+        before = sum((one.kept["unpadded"] for one in call.before), torch.zeros(batch, dtype=torch.long))
+        new = own.bool().expand(batch, -1)
+        return new if all(torch.equal(mask.bool().sum(1) - before, new.sum(1)) for mask in masks) else None
     length = max((value.shape[1] for value in given if value.shape[1] < tokens), default=0)
     if tokens < so_far or own is None or not length or bool(own[:, length:].any()):
         return None

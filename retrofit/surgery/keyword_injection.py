@@ -63,7 +63,9 @@ class InjectingCopy:
         copy: nn.Module = object.__new__(type(module))
         copy.__dict__.update({**module.__dict__, "_modules": {**children, **changed}})
         forward: Any = module.__dict__.get("forward")
-        if getattr(forward, "__self__", None) is module:  # what replaces the forward runs the copy's children
+        if isinstance(forward, ForwardReplacement):  # it runs the copy's children
+            copy.__dict__["forward"] = forward.on(copy)
+        elif getattr(forward, "__self__", None) is module:
             copy.__dict__["forward"] = MethodType(forward.__func__, copy)
         self.copies.append((module, copy))
         return copy
@@ -124,6 +126,10 @@ class ForwardReplacement:
     def run(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Return what the forward returns on `module`, which is the forward's own or a copy of it."""
         raise NotImplementedError
+
+    def on(self, module: nn.Module) -> Any:
+        """Return the forward for `module`, a copy of the one it replaces; torch.compile cannot trace `__func__`, bound to it."""
+        return lambda *args, **kwargs: self.run(module, args, kwargs)
 
     @property
     def __self__(self) -> nn.Module:

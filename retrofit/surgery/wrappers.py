@@ -86,7 +86,7 @@ class Wrapper(nn.Module):
     adds_branches = False
 
     def __init__(self, layer: nn.Module) -> None:
-        nn.Module.__init__(self)  # a subclass may be another kind of module too, whose parameters `layer` has
+        super().__init__()  # as Dynamo traces it: nn.Module.__init__(self) breaks the graph
         self.layer = layer
 
     def __getattr__(self, name: str) -> Any:

@@ -25,7 +25,7 @@ from retrofit.errors import DoesNotFitError
 from retrofit.passes.shared_moe.mixture_of_experts import Router
 from retrofit.runtime.wrapped_models import is_adapted
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
-from retrofit.surgery.keyword_injection import InjectingForward, own_forward
+from retrofit.surgery.keyword_injection import ForwardReplacement, InjectingForward, own_forward
 from retrofit.surgery.transformers_bookkeeping import transformers_parts
 
 IDS = torch.arange(3, 19)[None]
@@ -118,6 +118,24 @@ def test_a_copy_of_a_replaced_forward_injects_into_a_nested_one() -> None:
     model.forward = InjectingForward(model, ["transformer.h.0"], lambda args, kwargs: {"b": 2})
     outputs(model)
     assert {"a", "b"} <= set(seen[-1]) and vars(model.transformer)["forward"] is inner
+
+
+def test_a_copy_of_a_replaced_forward_is_compiled_in_one_graph() -> None:
+    model = gpt2()
+    expected = outputs(model)
+    for layer in model.transformer.h:
+        layer.forward = TakingKeywords(layer)
+    model.transformer.forward = InjectingForward(model.transformer, ["h.0"], lambda args, kwargs: {"a": 1})
+    model.forward = InjectingForward(model, ["transformer.h.1"], lambda args, kwargs: {"b": 2})
+    torch.compiler.reset()
+    torch.testing.assert_close(outputs(torch.compile(model, fullgraph=True, backend="eager")), expected)
+
+
+class TakingKeywords(ForwardReplacement):
+    """Takes the keywords `a` and `b`, which the layer's own code does not know."""
+
+    def run(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        return type(self.module).forward(module, *args, **{name: value for name, value in kwargs.items() if name not in "ab"})
 
 
 @pytest.mark.parametrize("recipe", SPLIT)

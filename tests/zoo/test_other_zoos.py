@@ -26,7 +26,6 @@ REFUSED = {  # by model and pass: what the reason says
     ("nn.TransformerDecoder", "merge-cross-attention"): "one matrix makes q in it",
     ("nn.Transformer", "merge-cross-attention"): "its projections are not in the module that attends",
     ("recurrent", "sequence-altup"): SEVERAL,
-    ("recurrent", "recurrence"): SEVERAL,
     ("recurrent", "sparse-qkv"): SEVERAL,
     ("vision transformer", "sum"): "no token",
     ("vision transformer", "lsh-attention"): "its scores are written out",
