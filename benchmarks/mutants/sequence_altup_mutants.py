@@ -197,7 +197,8 @@ MUTANTS = [
     call(
         "the mask's keys are the first ones, not every k-th",
         "tensor = take(tensor, dim, indices, batch)",
-        "tensor = take(tensor, dim, slice(0, anchors.count) if number and number == last and key_indices is None else indices, batch)",
+        "tensor = take(tensor, dim, slice(0, anchors.count) "
+        "if number and number == last and key_indices is None else indices, batch)",
         trials=DEFAULT,
     ),
     call(
