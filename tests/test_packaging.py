@@ -327,11 +327,11 @@ def test_the_command_line_is_a_module_too(module: str) -> None:
 
 
 def test_the_readme_names_what_is_supported() -> None:
-    matrix = {name.lower(): support for name, support in re.findall(r"^\| (\w+) \| (.+?) \|$", README, re.MULTILINE)}
-    assert f"≥ {PROJECT['requires-python'].removeprefix('>=')}" in matrix["python"]
+    text = re.sub(r"\s+", " ", README)
+    assert f"Python ≥ {PROJECT['requires-python'].removeprefix('>=')}" in text
     for requirement in map(Requirement, PROJECT["dependencies"]):
         if requirement.name in ("torch", "transformers"):
-            first, last = re.fullmatch(r"([\d.]+) to ([\d.]+)", matrix[requirement.name]).groups()
+            first, last = re.search(rf"\b{requirement.name} ([\d.]+) to (\d+\.\d+)", text).groups()
             after_last = f"{last.split('.')[0]}.{int(last.split('.')[1]) + 1}"
             assert str(requirement.specifier) in (f"<{after_last},>={first}", f">={first},<{after_last}")
 

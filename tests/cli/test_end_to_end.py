@@ -590,35 +590,28 @@ def test_the_commands_of_the_readme_work(here: Path, capsys: pytest.CaptureFixtu
     Path("text.txt").write_text(README * 20, encoding="utf-8")
     Path("held_out.txt").write_text(README, encoding="utf-8")
     lines = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
-    commands = {
-        "apply",
-        "inspect",
-        "plan",
-        "verify",
-        "teach",
-        "train",
-        "compare",
-        "passes",
-        "export",
-        "bundle",
-        "undo",
-        "diff",
-        "completion",
-    }
-    assert {line[1] for line in lines} == commands
+    assert {"inspect", "apply", "train", "compare", "export"} <= {line[1] for line in lines}
     for line in lines:
         assert line[0] == "retrofit"
-        small = {"200": "2", "decode 1.3x": "memory 0.99x"}  # what is tested is that the command works, not how well
-        arguments = [small.get(argument, argument) for argument in line[1:]]
-        if arguments[0] in ("teach", "train", "compare"):
+        arguments = ["2" if argument == "200" else argument for argument in line[1:]]  # that it works, not how well
+        if arguments[0] in ("train", "compare"):
             arguments += ["--length", "16"]
-        if arguments[0] == "plan":
-            arguments += ["--pass", "shared-moe", "--experts", "1", "--k", "1", "--tokens", "512"]
         assert main(arguments) == 0, (line, capsys.readouterr().err)
 
 
-def test_the_python_of_the_readme_works(tmp_path: Path) -> None:
-    (code,) = blocks("python")
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=180)
+def test_the_python_of_the_readme_works(here: Path) -> None:
+    """Pasted from the top; the pass of one's own is applied."""
+    Path("gpt2").rename("smollm2")
+    words = {word: index for index, word in enumerate(["[UNK]", "The", "capital", "of", "France", "is"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained("smollm2")
+    code = "".join(blocks("python"))
+    code += """
+dense = AutoModelForCausalLM.from_pretrained("smollm2")
+before = dense(**prompt).logits
+assert (retrofit.apply(dense, HalveFFN(), verify=False)(**prompt).logits - before).abs().max() > 1e-3
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    assert "AltUp(k=2" in done.stdout
+    assert "width" in done.stdout and Path("smollm2.altup").is_dir()
