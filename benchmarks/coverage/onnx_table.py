@@ -92,11 +92,10 @@ def read_back(model: Any, made: Any, inputs: dict[str, Any]) -> float:
     """How far the files as modules, states and all, lie from ONNX Runtime on fresh inputs of another shape."""
     import torch
 
-    from retrofit.onnx.exporter.export_onnx import other_sizes
-    from retrofit.onnx.exporter.export_plan import plan_export
+    from retrofit.onnx.exporter.export_onnx import other_sizes, plan_export
     from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
     from retrofit.onnx.importer.from_onnx import from_onnx
-    from retrofit.onnx.importer.naming import argument_name
+    from retrofit.onnx.importer.weights import argument_name
     from retrofit.runtime.example_inputs import named_inputs
     from retrofit.runtime.probes import distance
 

@@ -17,9 +17,8 @@ from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.subject import Subject
 from retrofit.errors import CaptureError, RetrofitError, first_few
-from retrofit.onnx.exporter.export_onnx import export_onnx
-from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES, ExportPart
-from retrofit.onnx.exporter.export_plan import plan_export
+from retrofit.onnx.exporter.export_onnx import export_onnx, plan_export
+from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, ExportPart
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
 from retrofit.onnx.exporter.parity import compare_with_torch, is_comparable, other_sizes
 from retrofit.pipeline.replaying import recipe

@@ -17,7 +17,7 @@ from support import zoo
 import retrofit
 from retrofit.onnx.exporter import optimization
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
-from retrofit.onnx.importer.graph_builder import GraphBuilder
+from retrofit.onnx.importer.from_onnx import GraphBuilder
 from retrofit.runtime.probes import distance
 
 PARITY = 2e-6

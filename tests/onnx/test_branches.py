@@ -17,9 +17,9 @@ from support.onnx_files import decode_greedily
 
 import retrofit
 from retrofit.errors import CaptureError
-from retrofit.onnx.exporter import branches, export_onnx
-from retrofit.onnx.exporter.branches import make_branches
+from retrofit.onnx.exporter import export_onnx, optimization
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.optimization import make_branches
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.operators.table import CHOICE
 from retrofit.passes import SequenceAltUp, SparseFFN
@@ -202,7 +202,7 @@ def test_another_If_by_values_is_still_refused(strided, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_file_whose_branches_compute_something_else_keeps_none(strided, tmp_path: Path, monkeypatch) -> None:
     model, _ = strided
-    sound = branches.make_branches
+    sound = optimization.make_branches
 
     def unsound(graph: onnx_ir.Model) -> int:
         made = sound(graph)
@@ -213,7 +213,7 @@ def test_a_file_whose_branches_compute_something_else_keeps_none(strided, tmp_pa
                 node.attributes["else_branch"] = onnx_ir.AttrGraph("else_branch", then)
         return made
 
-    monkeypatch.setattr(branches, "make_branches", unsound)
+    monkeypatch.setattr(optimization, "make_branches", unsound)
     file = retrofit.export_onnx(model, tmp_path / "model.onnx").files[0]
     (step,) = [step for step in file.steps if step.name == "branches"]
     assert not step.kept and step.why.startswith("the outputs move")

@@ -26,7 +26,7 @@ from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, Retr
 from retrofit.graphs.graph_module import graph_module
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.onnx.importer.from_onnx import from_onnx
-from retrofit.onnx.importer.naming import argument_name
+from retrofit.onnx.importer.weights import argument_name
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.rewriting import apply_reported
 from retrofit.runtime.probes import distance, resized

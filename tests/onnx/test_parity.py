@@ -20,7 +20,7 @@ from retrofit.checks.verify import verify_onnx
 from retrofit.errors import CaptureError
 from retrofit.onnx.exporter import export_onnx as exporting
 from retrofit.onnx.exporter import parity
-from retrofit.onnx.exporter.export_part import ExportPart, WholeModel
+from retrofit.onnx.exporter.export_parts import ExportPart, WholeModel
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.precision import Widened
 from retrofit.runtime.probes import distance

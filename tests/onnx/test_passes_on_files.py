@@ -17,7 +17,7 @@ from support.onnx_files import decode_greedily, translate
 import retrofit
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.onnx.importer.from_onnx import from_onnx
-from retrofit.onnx.importer.naming import argument_name
+from retrofit.onnx.importer.weights import argument_name
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.runtime.probes import distance, resized
 

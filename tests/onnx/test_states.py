@@ -13,9 +13,8 @@ from torch.nn import functional as F
 import retrofit
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.onnx.exporter.cache_states import growth_axes, new_like
-from retrofit.onnx.exporter.decoder_part import Decoder
-from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES
-from retrofit.onnx.exporter.export_plan import plan_export
+from retrofit.onnx.exporter.export_onnx import plan_export
+from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, Decoder
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.runtime.probes import distance
 

@@ -316,7 +316,7 @@ def test_a_wrong_packing_is_found(exported: tuple[Any, Path], tmp_path: Path, mo
     monkeypatch.setattr(
         weight_quantization, "dequantize_blocks", lambda sizes, packed, scales: own_numbers(sizes, packed, scales / 1.02)
     )
-    own_numbers = __import__("retrofit.onnx.importer.dequantization", fromlist=["dequantize_blocks"]).dequantize_blocks
+    own_numbers = __import__("retrofit.onnx.importer.weights", fromlist=["dequantize_blocks"]).dequantize_blocks
     monkeypatch.setattr(weight_quantization, "block_packed", off_by_one_step)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64)).eval()

@@ -19,8 +19,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
+from retrofit.onnx.importer.model_file import only_user
 from retrofit.onnx.importer.operators.table import MICROSOFT
-from retrofit.onnx.importer.rows_of_heads import only_user
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -39,19 +39,19 @@ HEADS, WIDTH = 1, 3  # axes of (batch, heads, tokens, width)
 
 
 def rotate_by_token(model: onnx_ir.Model) -> int:
-    """Every rotation whose angles are those of two equal halves is ONNX Runtime's `RotaryEmbedding`; returns how many there are."""
+    """Replace each rotation by angles of two equal halves by ONNX Runtime's `RotaryEmbedding`; return how many there were."""
     import onnx_ir
 
     known: dict[tuple[Value, Value, str], list[Value]] = {}
     count = 0
     for node in [node for node in model.graph if (node.domain, node.op_type) == (FOUND, "RotaryEmbedding")]:
         x, cos, sin = node.inputs
-        if x is None or cos is None or sin is None or x.shape is None or not all(has_equal_halves(one) for one in (cos, sin)):
+        if x is None or cos is None or sin is None or x.shape is None or not all(has_equal_halves(angles) for angles in (cos, sin)):
             continue
         tape = onnx_ir.tape.Tape()
         key = (cos, sin, str(x.shape[0]))  # layers share their angles
         if key not in known:
-            known[key] = [token_numbers(tape, x, cos), *(angle_table(tape, one) for one in (cos, sin))]
+            known[key] = [token_numbers(tape, x, cos), *(angle_table(tape, angles) for angles in (cos, sin))]
         if not isinstance(heads := x.shape[HEADS], int):
             continue
         replace(node, tape, tape.op("RotaryEmbedding", [x, *known[key]], {"interleaved": 0, "num_heads": heads}, domain=MICROSOFT))
@@ -61,7 +61,7 @@ def rotate_by_token(model: onnx_ir.Model) -> int:
 
 
 def has_equal_halves(value: Value) -> bool:
-    """Whether the value is (batch or 1, 1, tokens, width) and its last axis holds the same twice, which its nodes show."""
+    """Return whether the value is (batch or 1, 1, tokens, width) and its last axis holds the same twice, which its nodes show."""
     if value.shape is None or len(value.shape) != 4 or value.shape[1] != 1 or not isinstance(value.shape[WIDTH], int):
         return False
     while (node := value.producer()) is not None:
@@ -81,7 +81,7 @@ def has_equal_halves(value: Value) -> bool:
 
 
 def takes_whole_rows(node: Node) -> bool:
-    """Whether the node gathers along another axis than the last, everywhere the same for all of the last."""
+    """Return whether the node gathers along another axis than the last, everywhere the same for all of the last."""
     index = node.inputs[1] if node.op_type == "GatherElements" else None
     expand = None if index is None else index.producer()
     before = None if expand is None or expand.op_type != "Expand" else expand.inputs[0]
@@ -91,7 +91,7 @@ def takes_whole_rows(node: Node) -> bool:
 
 
 def angle_table(tape: Tape, angles: Value) -> Value:
-    """The first halves of (batch, 1, tokens, width), one row a token of the batch."""
+    """Return the first halves of (batch, 1, tokens, width), one row a token of the batch."""
     width = angles.shape[WIDTH]  # type: ignore[index]
     assert isinstance(width, int)
     ends = [constant(tape, [end]) for end in (0, width // 2, WIDTH, 1)]
@@ -99,10 +99,10 @@ def angle_table(tape: Tape, angles: Value) -> Value:
 
 
 def token_numbers(tape: Tape, x: Value, angles: Value) -> Value:
-    """The row of the table for each token of x: (batch, tokens). Angles of one row count for the whole batch."""
+    """Return the row of the table for each token of x: (batch, tokens). Angles of one row count for the whole batch."""
     sizes = tape.op("Shape", [angles], {"start": 0, "end": 3})
-    zero, one = constant(tape, 0), constant(tape, 1)
-    rows = tape.op("Range", [zero, tape.op("ReduceProd", [sizes], {"keepdims": 0}), one])
+    zero, step = constant(tape, 0), constant(tape, 1)
+    rows = tape.op("Range", [zero, tape.op("ReduceProd", [sizes], {"keepdims": 0}), step])
     batch, tokens = (tape.op("Shape", [value], {"start": axis, "end": axis + 1}) for value, axis in ((angles, 0), (angles, 2)))
     numbers = tape.op("Reshape", [rows, tape.op("Concat", [batch, tokens], {"axis": 0})])
     if x.shape is not None and angles.shape is not None and x.shape[0] == angles.shape[0]:
@@ -124,7 +124,7 @@ class Cached:
 
 
 def attend_on_cache(model: onnx_ir.Model) -> int:
-    """Every attention on a cache takes it as it lies, in ONNX Runtime's `MultiHeadAttention`; returns how many there are."""
+    """Replace each attention on a cache by ONNX Runtime's `MultiHeadAttention`, on the cache as it is; return their number."""
     import onnx_ir
 
     count = 0
@@ -140,17 +140,17 @@ def attend_on_cache(model: onnx_ir.Model) -> int:
         tape = onnx_ir.tape.Tape()
         both = (keys, values)
         inputs: list[Value | None] = [heads.as_rows(tape, tokens_first(tape, query, heads.queries * heads.width))]
-        inputs += [one.earlier if one.own is None else tokens_first(tape, one.own, heads.keys * heads.width) for one in both]
+        inputs += [kv.earlier if kv.own is None else tokens_first(tape, kv.own, heads.keys * heads.width) for kv in both]
         inputs += [None, None, None if mask is None else heads.mask_rows(tape, mask, query)]
-        inputs += [one.earlier for one in both if one.own is not None]
+        inputs += [kv.earlier for kv in both if kv.own is not None]
         attributes: dict[str, int | float] = {"num_heads": heads.keys}
         if (scale := node.attributes.get("scale")) is not None and scale.value is not None:
             attributes["scale"] = scale.as_float()
         outputs = 1 if keys.own is None else 3
         found, *present = tape.op_multi_out("MultiHeadAttention", inputs, attributes, num_outputs=outputs, domain=MICROSOFT)
-        for one, now in zip(both, present, strict=False):
-            now.shape, now.type = one.every.shape, one.every.type
-            return_instead(model.graph, one.every, now)
+        for kv, now in zip(both, present, strict=False):
+            now.shape, now.type = kv.every.shape, kv.every.type
+            return_instead(model.graph, kv.every, now)
         place_result(node, tape, heads.as_tokens(tape, found), heads)
         count += 1
     clean(model)
@@ -167,7 +167,7 @@ class Heads:
 
     @property
     def sharing(self) -> int:
-        """How many queries share a head of keys."""
+        """Return how many queries share a head of keys."""
         return self.queries // self.keys
 
     def as_rows(self, tape: Tape, query: Value) -> Value:
@@ -180,7 +180,7 @@ class Heads:
         )
 
     def as_tokens(self, tape: Tape, rows: Value) -> Value:
-        """The other way round."""
+        """Return rows as tokens again."""
         if self.sharing == 1:
             return rows
         apart = tape.op("Reshape", [rows, constant(tape, [0, self.sharing, -1, self.keys, self.width])])
@@ -189,11 +189,11 @@ class Heads:
         )
 
     def mask_rows(self, tape: Tape, mask: Value, query: Value) -> Value:
-        """The mask (batch or 1, heads or 1, tokens or 1, all tokens) with a row for each that `as_rows` makes."""
+        """Return the mask (batch or 1, heads or 1, tokens or 1, all tokens) with a row for each that `as_rows` makes."""
         assert mask.shape is not None and query.shape is not None
         if mask.shape[2] is None or mask.shape[2] != query.shape[2]:  # one row for all tokens
-            one = constant(tape, [1])
-            sizes = tape.op("Concat", [one, one, tape.op("Shape", [query], {"start": 2, "end": 3}), one], {"axis": 0})
+            single = constant(tape, [1])
+            sizes = tape.op("Concat", [single, single, tape.op("Shape", [query], {"start": 2, "end": 3}), single], {"axis": 0})
             mask_of_tokens = tape.op("Expand", [mask, sizes])
         else:
             mask_of_tokens = mask
@@ -207,7 +207,7 @@ class Heads:
 
 
 def cached(value: Value | None) -> Cached | None:
-    """What the keys or values are made of, repeated for queries or not; None where none of it is the graph's input."""
+    """Return what the keys or values are made of, repeated for queries or not; None where none of it is the graph's input."""
     value = value if value is None else unrepeated(value)
     if value is None or value.shape is None:
         return None
@@ -223,17 +223,17 @@ def cached(value: Value | None) -> Cached | None:
 
 
 def is_filled_in(value: Value) -> bool:
-    """Whether the value is the graph's input with room behind it, into which others were put: what a strided layer keeps."""
+    """Return whether the value is the graph's input with room behind it, into which others were put: what a strided layer keeps."""
     kinds: list[str] = []
-    one: Value | None = value
-    while one is not None and (node := one.producer()) is not None and len(kinds) < len(FILLED):
+    filled: Value | None = value
+    while filled is not None and (node := filled.producer()) is not None and len(kinds) < len(FILLED):
         kinds.append(node.op_type)
-        one = node.inputs[0]
-    return tuple(kinds) == FILLED and one is not None and one.is_graph_input()
+        filled = node.inputs[0]
+    return tuple(kinds) == FILLED and filled is not None and filled.is_graph_input()
 
 
 def unrepeated(value: Value) -> Value:
-    """The value before each of its heads was repeated, (batch, heads, 1 → times, tokens, width); itself where none was."""
+    """Return the value before each of its heads was repeated, (batch, heads, 1 → times, tokens, width); itself where none was."""
     reshape = value.producer()
     expand = None if reshape is None or reshape.op_type != "Reshape" or reshape.inputs[0] is None else reshape.inputs[0].producer()
     unsqueeze = None if expand is None or expand.op_type != "Expand" or expand.inputs[0] is None else expand.inputs[0].producer()
@@ -250,7 +250,7 @@ def unrepeated(value: Value) -> Value:
 
 
 def heads_of(query: Value, keys: Cached, values: Cached) -> Heads | None:
-    """The heads of an attention, (batch, heads, tokens, width) each; None where these are not known, or not of one width."""
+    """Return the heads of an attention, (batch, heads, tokens, width) each; None where these are not known, or not of one width."""
     found = []
     for value in (query, keys.every, values.every):
         if value.shape is None or len(value.shape) != 4:
@@ -278,12 +278,12 @@ def tokens_first(tape: Tape, value: Value, width: int) -> Value:
 
 
 def is_swap(node: Node) -> bool:
-    """Whether the node turns (batch, heads, tokens, width) into (batch, tokens, heads, width), or back."""
+    """Return whether the node turns (batch, heads, tokens, width) into (batch, tokens, heads, width), or back."""
     return node.op_type == "Transpose" and list(node.attributes["perm"].as_ints()) == SWAPPED
 
 
 def place_result(node: Node, tape: Tape, found: Value, heads: Heads) -> None:
-    """What reads the attention's result reads `found`, (batch, tokens, heads · width): its axes are turned only where they must be.
+    """Replace the attention's result by `found`, (batch, tokens, heads · width), and swap its axes only where they must be.
 
     Usually they are turned back behind it. In between, rows that see nothing may be made zero.
     """
@@ -317,17 +317,17 @@ def place_result(node: Node, tape: Tape, found: Value, heads: Heads) -> None:
 
 
 def is_by_row(condition: Value | None, number: Value | None) -> bool:
-    """Whether the condition is (batch, 1, tokens, 1) and the number a single one."""
+    """Return whether the condition is (batch, 1, tokens, 1) and the number a single one."""
     if condition is None or number is None or condition.shape is None or number.shape is None:
         return False
     return len(condition.shape) == 4 and condition.shape[1] == condition.shape[3] == 1 and set(number.shape) <= {1}
 
 
-def same_shape(one: Value, other: Value) -> bool:
-    """Whether two values have one shape, as far as the graph says."""
-    if one.shape is None or other.shape is None:
+def same_shape(first: Value, second: Value) -> bool:
+    """Return whether two values have one shape, as far as the graph says."""
+    if first.shape is None or second.shape is None:
         return False
-    return all(extent is not None for extent in one.shape.dims) and one.shape == other.shape
+    return all(extent is not None for extent in first.shape.dims) and first.shape == second.shape
 
 
 # The graph.
@@ -357,9 +357,9 @@ def clean(model: onnx_ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
-def return_instead(graph: onnx_ir.Graph | onnx_ir.Function, one: Value, now: Value) -> None:
+def return_instead(graph: onnx_ir.Graph | onnx_ir.Function, old: Value, new: Value) -> None:
     """Where the graph returned `one` it returns `now`, under the same name."""
     for place, output in enumerate(graph.outputs):
-        if output is one:
-            graph.outputs[place] = now
-            now.name, one.name = one.name, f"{one.name}_before"
+        if output is old:
+            graph.outputs[place] = new
+            new.name, old.name = old.name, f"{old.name}_before"

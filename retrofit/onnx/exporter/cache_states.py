@@ -50,7 +50,7 @@ class Carrier(Protocol):
 
 
 def states_of(cache: Any) -> States:
-    """The tensors that the cache holds, layer by layer; raises `CaptureError` where it is no list of layers."""
+    """Return the tensors that the cache holds, layer by layer; raises `CaptureError` where it is no list of layers."""
     if isinstance(cache, EncoderDecoderCache):
         sides = {"decoder": states_of(cache.self_attention_cache), "encoder": states_of(cache.cross_attention_cache)}
         named = [(with_side(name, side), value) for side, states in sides.items() for name, value in states.items()]
@@ -84,7 +84,7 @@ class StateSlot:
 
     @property
     def word(self) -> str:
-        """What the state is called."""
+        """Return what the state is called."""
         name = self.attribute.removesuffix("_states")
         return name if self.alone else f"{name}.{self.entry}"
 
@@ -104,7 +104,7 @@ class StateSlot:
 
 
 def state_slots(layer: Any) -> list[StateSlot]:
-    """Where the layer holds tensors other than its keys and values."""
+    """Return where the layer holds tensors other than its keys and values."""
     found = []
     for name, value in vars(layer).items():
         if name in KEY_AND_VALUE:
@@ -113,19 +113,19 @@ def state_slots(layer: Any) -> list[StateSlot]:
             found.append(StateSlot(name))
         elif isinstance(value, (Mapping, list)):
             items = value.items() if isinstance(value, Mapping) else enumerate(value)
-            entries = [key for key, one in items if is_state(one)]
+            entries = [key for key, item in items if is_state(item)]
             found += [StateSlot(name, key, len(entries) == 1) for key in entries]
     return found
 
 
 def cache_slots(cache: Cache) -> list[tuple[int, StateSlot]]:
-    """Where the cache itself holds a tensor for each layer, apart from its list of layers, with the number of the layer."""
+    """Return where the cache itself holds a tensor for each layer, apart from its list of layers, with the number of the layer."""
     lists = [(name, value) for name, value in vars(cache).items() if isinstance(value, list)]
-    return [(index, StateSlot(name, index)) for name, value in lists for index, one in enumerate(value) if is_state(one)]
+    return [(index, StateSlot(name, index)) for name, value in lists for index, entry in enumerate(value) if is_state(entry)]
 
 
 def extra_states(cache: Any) -> list[str]:
-    """The names of the states that the cache holds apart from keys and values, memories, and what carriers declare."""
+    """Return the names of the states that the cache holds apart from keys and values, memories, and what carriers declare."""
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         return []
     layers = ((index, layer) for index, layer in enumerate(cache.layers) if not isinstance(layer, Carrier))
@@ -134,7 +134,7 @@ def extra_states(cache: Any) -> list[str]:
 
 
 def token_strides(cache: Any) -> dict[str, int]:
-    """How many tokens one entry of a state covers, by the state's name, for the keys and values where that is more than one."""
+    """Return, by name, how many tokens one entry of the keys and values covers, where that is more than one."""
     if isinstance(cache, EncoderDecoderCache):
         return {with_side(name, "decoder"): every for name, every in token_strides(cache.self_attention_cache).items()}
     carriers = ((index, layer) for index, layer in enumerate(cache.layers) if isinstance(layer, Carrier))
@@ -142,7 +142,7 @@ def token_strides(cache: Any) -> dict[str, int]:
 
 
 def memory_states(cache: Cache) -> States:
-    """What modules keep in the cache, apart from what they make again of its keys where it is not there."""
+    """Return what modules keep in the cache, apart from what they make again of its keys where it is not there."""
     stored = cache.histories if isinstance(cache, CacheWithHistories) else {}
     held = {name: memory for name, memory in stored.items() if not getattr(memory, "follows_from_keys", False)}
     if others := [name for name, memory in held.items() if not isinstance(memory, TokenHistory)]:
@@ -155,7 +155,7 @@ def memory_states(cache: Cache) -> States:
 
 
 def is_state(value: Any) -> TypeGuard[Tensor]:
-    """Whether a value is about sequences, and no number that the layer has from its config."""
+    """Return whether a value is about sequences, and no number that the layer has from its config."""
     return isinstance(value, Tensor) and value.dim() > 1
 
 
@@ -166,23 +166,23 @@ def with_side(name: str, side: str) -> str:
 
 
 def is_on_side(name: str, side: str) -> bool:
-    """Whether a state is a key or value of that side."""
+    """Return whether a state is a key or value of that side."""
     return not name.startswith(MEMORY) and f".{side}." in name
 
 
 def state_before_tokens(name: str, state: Tensor, growing: Mapping[str, int] = MappingProxyType({})) -> Tensor:
-    """The state before any token: keys and values of none, as what grows along an axis that `growing` gives; a memory of zeros."""
+    """Return the state before any token: empty along an axis that grows (keys, values, `growing`), else zeros."""
     axis = growing.get(name, 2) if grows(name, growing) else None
     return torch.zeros_like(state) if axis is None else state.narrow(axis, 0, 0)
 
 
 def grows(name: str, growing: Mapping[str, int]) -> bool:
-    """Whether a state has an entry for each token, or every few of them."""
+    """Return whether a state has an entry for each token, or every few of them."""
     return name in growing or (not name.startswith(MEMORY) and name.rpartition(".")[2] in GROWING)
 
 
 def growth_axes(after: Mapping[int, States]) -> dict[str, int]:
-    """The axis of every state that gains an entry with each token, of states by the number of tokens before them.
+    """Return the axis of every state that gains an entry with each token, of states by the number of tokens before them.
 
     Raises `CaptureError` for one other than keys, values and memories that neither grows with each token nor keeps its size.
     """
@@ -207,12 +207,12 @@ def growth_axes(after: Mapping[int, States]) -> dict[str, int]:
 
 
 def layer_number(name: str) -> float:
-    """Where a state stands among the others: memories come last."""
+    """Return where a state stands among the others: memories come last."""
     return float("inf") if name.startswith(MEMORY) else int(name.partition(".")[0])
 
 
 def build_cache(template: Cache, states: Mapping[str, Tensor]) -> Cache:
-    """A cache like the template that holds these states; sliding layers hold everything, and the masks still apply the window."""
+    """Return a cache like the template that holds these states; sliding layers hold everything, and masks apply the window."""
     own = cache_slots(template)
     if own and not states:
         return cast(Cache, new_like(template))
@@ -236,7 +236,7 @@ def build_cache(template: Cache, states: Mapping[str, Tensor]) -> Cache:
 
 
 def build_layers(templates: Sequence[Any], states: Mapping[str, Tensor]) -> list[Any]:
-    """The cache's layers like these templates, each of which holds its states already."""
+    """Return the cache's layers like these templates, each of which holds its states already."""
     made, common = [], States()
     for index, template in enumerate(templates):
         own = {name.partition(".")[2]: value for name, value in states.items() if layer_number(name) == index}
@@ -249,7 +249,7 @@ def build_layers(templates: Sequence[Any], states: Mapping[str, Tensor]) -> list
 
 
 def build_layer(template: Any, own: States) -> Any:
-    """A cache layer that grows with each token and holds these states already; one that never holds any stays as it is."""
+    """Return a cache layer that grows with each token and holds these states already; one that never holds any stays as it is."""
     if state_slots(template):
         return layer_with_states(template, own) if own else new_like(template)
     if getattr(template, "keys", None) is None:
@@ -262,7 +262,7 @@ def build_layer(template: Any, own: States) -> Any:
 
 
 def new_like(template: Any) -> Any:
-    """A cache layer, or a cache, like the template before any token.
+    """Return a cache layer, or a cache, like the template before any token.
 
     A layer with a window and other states becomes one that holds all keys and values.
     """
@@ -271,7 +271,7 @@ def new_like(template: Any) -> Any:
         kind = HYBRID
     parameters = inspect.signature(kind).parameters
     known = {name: getattr(template, name) for name in parameters if hasattr(template, name)}
-    needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in VARIABLE]
+    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in VARIABLE]
     if lacking := [name for name in needed if name not in known]:
         raise CaptureError(
             f"a {kind.__name__} of the model's cache cannot be constructed anew",
@@ -282,7 +282,7 @@ def new_like(template: Any) -> Any:
 
 
 def layer_with_states(template: Any, states: States) -> Any:
-    """A cache layer like the template that holds these states and is past its first token; it may write into what it is given."""
+    """Return a cache layer like the template, past its first token, with these states, which it may write into."""
     made = new_like(template)
     for name, value in vars(template).items():
         if name in vars(made) and not isinstance(value, Tensor):
@@ -295,7 +295,7 @@ def layer_with_states(template: Any, states: States) -> Any:
 
 
 def token_history(last: Tensor) -> TokenHistory:
-    """The memory whose last values are `last`; there are none before them, as an exported decoder takes nothing back."""
+    """Return the memory whose last values are `last`; there are none before them, as an exported decoder takes nothing back."""
     memory = TokenHistory(last.shape[1], last)
     memory.values = torch.cat([last.new_zeros(last.shape[0], SLACK, *last.shape[2:]), last], 1)
     return memory

@@ -1,27 +1,40 @@
 """`export_onnx`: a model as ONNX files that ONNX Runtime runs, with dynamic batch and length, its cache as inputs and outputs.
 
-Each part of the model (`retrofit.onnx.exporter.export_plan`) is traced, optimized and compared with torch on inputs of other
-shapes than it was traced with before any file gets its name.
+The plan says which files a model becomes, and whether the states in them reproduce the outputs of whole sequences. Each part is
+traced, optimized and compared with torch on inputs of other shapes than it was traced with before any file gets its name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, first_line
-from retrofit.onnx.exporter.branches import branch_file
-from retrofit.onnx.exporter.export_part import ExportPart
-from retrofit.onnx.exporter.export_plan import CacheMode, ExportPlan, plan_export
+from retrofit.onnx.exporter.cache_states import (
+    states_of,
+)
+from retrofit.onnx.exporter.export_parts import (
+    LENGTH,
+    PAST_KEY_VALUES,
+    PRESENT,
+    Decoder,
+    Encoder,
+    ExportPart,
+    FirstStep,
+    NextStep,
+    WholeModel,
+)
 from retrofit.onnx.exporter.onnxruntime_session import missing_packages
 from retrofit.onnx.exporter.optimization import (
     RewriteStep,
+    branch_file,
     count_nodes,
     fuse_operators,
     optimize,
@@ -30,21 +43,170 @@ from retrofit.onnx.exporter.optimization import (
     take_weights,
     weight_bytes,
 )
-from retrofit.onnx.exporter.parity import Parity, compare_with_torch, is_comparable, other_sizes, part_dtype, torch_rounding
-from retrofit.onnx.exporter.quantized_parity import QuantizedParity, compare_quantized, matching, parameters_by_value
+from retrofit.onnx.exporter.parity import (
+    Parity,
+    QuantizedParity,
+    compare_quantized,
+    compare_with_torch,
+    is_comparable,
+    matching,
+    other_sizes,
+    parameters_by_value,
+    part_dtype,
+    torch_rounding,
+)
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.onnx.exporter.weight_quantization import quantize_weights
 from retrofit.pipeline import recipe_storage
+from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.atomic_writes import whole_files
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.model_folders import as_path
 from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.probes import (
+    accepts,
+    can_generate,
+    has_two_sides,
+    ids_name,
+    logits_of,
+)
 from retrofit.runtime.state_preservation import preserve_state
 from retrofit.runtime.usable_models import require_module, require_values
 from retrofit.runtime.wrapped_models import transformer_inside
 
 if TYPE_CHECKING:
     import onnx_ir
+
+
+CacheMode: TypeAlias = Literal["auto", "past", "none"]
+
+
+# ── The plan ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportPlan:
+    """The parts that a model is exported as, and why they keep no cache where they could have."""
+
+    parts: tuple[ExportPart, ...]
+    why_no_cache: str = ""
+
+    @property
+    def cached(self) -> bool:
+        return any(name.startswith(PRESENT) for part in self.parts for name in part.outputs)
+
+
+@torch.no_grad()
+def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -> ExportPlan:
+    """Return the parts of the model, with its cache as tensors where it has one, for `auto`, and else with the reason in the plan.
+
+    Raises `CaptureError` for `past` where there is no such cache.
+    """
+    two_sided = has_two_sides(inputs) and accepts(model, "encoder_outputs") and callable(getattr(model, "get_encoder", None))
+    why = ""
+    if cache == "past" and ids_name(inputs) is None:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be exported with its cache",
+            why="it reads no token ids, one after the other",
+            remedy="export it with cache=none",
+        )
+    if cache != "none" and ids_name(inputs) is not None and (two_sided or can_generate(model, inputs) or cache == "past"):
+        try:
+            return ExportPlan(
+                require_exact_states(
+                    encoder_decoder_parts(model, inputs, returns_states=True) if two_sided else (Decoder(model, inputs),),
+                    Arithmetic(model, {**inputs, "use_cache": False}),
+                )
+            )
+        except Exception as error:  # whatever the model's own code raises
+            why = str(error) if isinstance(error, RetrofitError) else first_line(error)
+            if cache == "past":
+                raise CaptureError(
+                    f"{type(model).__name__} cannot be exported with its cache", why=why, remedy="export it with cache=none"
+                ) from error
+    return ExportPlan(
+        encoder_decoder_parts(model, inputs, returns_states=False) if two_sided else (WholeModel(model, inputs),), why
+    )
+
+
+def encoder_decoder_parts(model: nn.Module, inputs: Mapping[str, Any], returns_states: bool) -> tuple[ExportPart, ...]:
+    encoder = Encoder(model, inputs)
+    first = FirstStep(model, encoder, returns_states)
+    return (encoder, first, NextStep(model, encoder)) if returns_states else (encoder, first)
+
+
+def require_exact_states(parts: tuple[ExportPart, ...], arithmetic: Arithmetic) -> tuple[ExportPart, ...]:
+    """Return the parts, where each that goes on from states gives what the whole sequence gives; else `CaptureError`."""
+    for part in parts:
+        if isinstance(part, Decoder):
+            comparison = compare_decoder(part, arithmetic)
+        elif isinstance(part, NextStep):
+            comparison = compare_next_step(part, arithmetic)
+        else:
+            continue
+        if not comparison.agrees:
+            raise CaptureError(
+                "the model's cache is more than its tensors",
+                why=f"put together again from them it is {comparison.measured} from the full forward",
+            )
+    return parts
+
+
+def compare_decoder(part: Decoder, arithmetic: Arithmetic) -> Comparison:
+    """Steps on the states against one forward of all; where they do not agree, with a mask of the step's tokens alone.
+
+    A model whose own steps are as far from its forward as its rounding explains (some keep the decays of a sum in float32) is held
+    against these steps.
+    """
+    tokens = part.tokens(2, 12, 1)
+
+    def ways() -> tuple[Tensor, Tensor]:
+        return logits_in_steps(part, tokens), logits_of(part.model(**{part.ids: tokens, "use_cache": False}))
+
+    def own_ways() -> tuple[Tensor, Tensor]:
+        return logits_in_steps(part, tokens), part.logits_on_own_cache(tokens, ends_of_steps(part))
+
+    comparison = arithmetic.compare(ways)
+    if not comparison.agrees and "attention_mask" in part.extras:
+        part.masks_new_tokens_only = True
+        other = arithmetic.compare(ways)
+        part.masks_new_tokens_only = other.agrees
+        comparison = other if other.agrees else comparison
+    if not comparison.agrees and comparison.gap <= arithmetic.explained:
+        return arithmetic.compare(own_ways, in_doubt=True)
+    return comparison
+
+
+def ends_of_steps(part: Decoder) -> Sequence[int]:
+    return (7, 12) if LENGTH in part.sizes else range(1, 13)
+
+
+def logits_in_steps(part: Decoder, tokens: Tensor) -> Tensor:
+    """Return the logits of the tokens, 12 of them, taken step by step on the states."""
+    states, logits_so_far = part.past(tokens[:, :0]), []
+    for start, end in itertools.pairwise((0, *ends_of_steps(part))):
+        logits, *after = part({**part.step(tokens[:, :end], start), **states})
+        states = {PAST_KEY_VALUES + name: value for name, value in zip(part.states, after, strict=True)}
+        logits_so_far.append(logits)
+    return torch.cat(logits_so_far, 1)
+
+
+def compare_next_step(part: NextStep, arithmetic: Arithmetic) -> Comparison:
+    """Return a step on the states against one forward of everything."""
+    cut = 2
+
+    def ways() -> tuple[Tensor, Tensor]:
+        start = part.start(part.sizes, 1)
+        whole = logits_of(part.output(start))
+        shorter = {**start, "input_ids": start["input_ids"][:, :cut]}
+        states = {PAST_KEY_VALUES + name: value for name, value in states_of(part.first_output(shorter).past_key_values).items()}
+        return part({**start, "input_ids": start["input_ids"][:, cut:]} | states)[0], whole[:, cut:]
+
+    return arithmetic.compare(ways)
+
+
+# ── The export ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 SUFFIX = ".onnx"
 NOT_IN_GROUPS = "sizes are dynamic in a file: a model that takes rows in groups, or some lengths only, cannot be exported"
@@ -90,12 +252,12 @@ class ExportedFile:
 
     @property
     def note(self) -> str:
-        """Where the two chose differently between candidates that nearly tie: how, and by how little."""
+        """Return where the two chose differently between candidates that nearly tie: how, and by how little."""
         return "" if self.parity is None else self.parity.note
 
     @property
     def measured(self) -> str:
-        """How far the file lies from torch, in words."""
+        """Return how far the file lies from torch, in words."""
         return "not run" if self.parity is None else self.parity.measured
 
 
@@ -172,14 +334,14 @@ def export_result(plan: ExportPlan, files: list[ExportedFile], folder: Path) -> 
 
 
 def file_name(part: ExportPart, path: Path) -> str:
-    """The name of the file of a part: `decoder_model.onnx` where the whole model would be `model.onnx`."""
+    """Return the name of the file of a part: `decoder_model.onnx` where the whole model would be `model.onnx`."""
     return part.name.removesuffix("model") + path.name
 
 
 def export_part(
     part: ExportPart, path: Path, model: nn.Module, fuse: bool, progress: Callable[[str], None], weights: Weights | None = None
 ) -> ExportedFile:
-    """The part is in the file at `path`, and agrees with torch there."""
+    """Write the part to the file at `path`, and compare it with torch; raise `CaptureError` where it does not agree."""
     progress(f"tracing {path.name}")
     check_other_sizes_run(part)
     graph = trace_part(part)
@@ -190,7 +352,9 @@ def export_part(
     steps: list[RewriteStep] = []
     if fuse:
         examples = [part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part)[:2], start=1)]
-        graph, steps = fuse_operators(graph, examples, functools.cache(lambda: max(torch_rounding(part, one) for one in examples)))
+        graph, steps = fuse_operators(
+            graph, examples, functools.cache(lambda: max(torch_rounding(part, inputs) for inputs in examples))
+        )
     graph.producer_name = "retrofit"
     graph.metadata_props["retrofit.part"] = part.name
     graph.metadata_props["retrofit.recipe"] = "\n".join(recipe_storage.stored_recipe(model))
@@ -226,7 +390,7 @@ def require_agreement(parity: Parity | None, path: Path, model: nn.Module) -> No
 def pack_weights(
     graph: onnx_ir.Model, path: Path, part: ExportPart, weights: Weights, comparable: bool
 ) -> tuple[Parity | None, PackedWeights]:
-    """The graph, its weights packed, is in the file at `path`, and compared with torch where that can be."""
+    """Write the graph, its weights packed, to the file at `path`, and compare it with torch where that is possible."""
     before = weight_bytes(graph)
     parameters = parameters_by_value(part.model)
     done = quantize_weights(graph, BITS[weights], lambda matrix: bool(matching(matrix, parameters)))
@@ -288,7 +452,7 @@ def write_in_one_file(graph: onnx_ir.Model, path: Path) -> None:
 
 
 def field_start(number: int, size: int) -> bytes:
-    """What comes before the bytes of a field in a protobuf message: its number and kind, then how many they are, 7 bits a byte."""
+    """Return the bytes before those of a field in a protobuf message: its number and kind, then its length, 7 bits a byte."""
     found = bytearray([number << 3 | 2])
     while size > 127:
         found.append(size & 127 | 128)

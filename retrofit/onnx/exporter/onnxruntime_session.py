@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import RetrofitError, first_line
-from retrofit.onnx.exporter.export_part import PAST_KEY_VALUES, PRESENT
+from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, PRESENT
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -31,7 +31,7 @@ DTYPES = {
 
 
 def missing_packages(*packages: str) -> list[str]:
-    """Those of the packages that are missing here."""
+    """Return those of the packages that are missing here."""
     return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
@@ -80,11 +80,11 @@ class OnnxSession:
             self.session: onnxruntime.InferenceSession = ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
         except Exception as error:
             raise RetrofitError("ONNX Runtime cannot load the model", why=first_line(error), remedy=LATER_RUNTIME) from error
-        self.inputs = {one.name: one for one in self.session.get_inputs()}
-        self.outputs = [one.name for one in self.session.get_outputs()]
+        self.inputs = {argument.name: argument for argument in self.session.get_inputs()}
+        self.outputs = [argument.name for argument in self.session.get_outputs()]
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
-        """The outputs; inputs that the model does not take are left out. Raises `RetrofitError` where it does not run."""
+        """Return the outputs; inputs that the model does not take are left out. Raises `RetrofitError` where it does not run."""
         if lacking := [name for name in self.inputs if name not in inputs]:
             raise RetrofitError(f"the model also takes {', '.join(lacking)}", remedy="give every input that its file declares")
         feed = {name: inputs[name].detach().cpu().contiguous().numpy() for name in self.inputs}
@@ -96,21 +96,21 @@ class OnnxSession:
 
     @property
     def tokens_per_step(self) -> int | None:
-        """How many tokens a step takes; None where it may be any number."""
+        """Return how many tokens a step takes; None where it may be any number."""
         extent = self.inputs["input_ids"].shape[1]
         return extent if isinstance(extent, int) else None
 
     def empty_states(self, batch: int) -> dict[str, Tensor]:
-        """The states before any token: keys and values of none, memories of zeros."""
+        """Return the states before any token: keys and values of none, memories of zeros."""
         states = {}
-        for name, one in self.inputs.items():
+        for name, argument in self.inputs.items():
             if name.startswith(PAST_KEY_VALUES):
                 dynamic = iter((batch, 0))
-                shape = [extent if isinstance(extent, int) else next(dynamic) for extent in one.shape]
-                states[name] = torch.zeros(shape, dtype=DTYPES[one.type])
+                shape = [extent if isinstance(extent, int) else next(dynamic) for extent in argument.shape]
+                states[name] = torch.zeros(shape, dtype=DTYPES[argument.type])
         return states
 
 
 def next_step_states(outputs: Tensors) -> dict[str, Tensor]:
-    """The states among a step's outputs, as the next step's inputs."""
+    """Return the states among a step's outputs, as the next step's inputs."""
     return {PAST_KEY_VALUES + name.removeprefix(PRESENT): value for name, value in outputs.items() if name.startswith(PRESENT)}

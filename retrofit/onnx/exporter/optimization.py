@@ -3,6 +3,12 @@
 `optimize` folds constants, merges equal computations and drops what nothing reads. The fusions put ONNX Runtime's own operators in
 the place of what they compute: norms, GELU, rotary embeddings, attention. They match the form of a graph and not its meaning, so
 each is tried on a copy: the copy must load, and agree on inputs of two other shapes.
+
+Last, in a file that was compared with torch, a choice between two results by one truth value becomes an `If` (`branch_file`).
+`torch.where` computes both: in a step without an anchor a layer that `sequence-altup` has strided would be computed for nothing.
+Here the nodes that only one of the results needs become a branch. All choices by one condition that do not follow from one another
+are one `If`, because they mostly share what they need: a layer's output, its keys, its values. An import reads such an `If` as the
+choice it was (`CHOICE`). Fusions, packing, and whatever else looks at nodes before sees them in one graph.
 """
 
 from __future__ import annotations
@@ -10,19 +16,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy
+import torch
 from torch import Tensor
 
 from retrofit.errors import first_line
 from retrofit.onnx.exporter.attention_fusion import attend_on_cache, rotate_by_token
+from retrofit.onnx.exporter.export_parts import LENGTH, PAST, ExportPart, other_sizes
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
+from retrofit.onnx.importer.operators.table import CHOICE
 from retrofit.runtime.probes import distance
 
 if TYPE_CHECKING:
     import onnx_ir
+
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 LITTLE = 2**10  # bytes; a weight of no more is copied
@@ -64,7 +75,7 @@ def optimize(model: onnx_ir.Model, rounds: int = 2) -> onnx_ir.Model:
 
 
 def separate_padding_from_pooling(model: onnx_ir.Model) -> None:
-    """What is padded with a number before its largest are taken stays so.
+    """Keep the padding before a pooling of the largest numbers apart from it.
 
     ONNX Runtime's optimizer merges the padding into the pooling (`Pad_Fusion`), which pads with less than anything. A maximum with
     that in between changes nothing, and the two are no neighbours.
@@ -92,7 +103,7 @@ def fusions() -> dict[str, Callable[[onnx_ir.Model], int]]:
     from onnxscript.rewriter.ort_fusions import _core as ort
 
     def in_turn(*fuse: Callable[[onnx_ir.Model], int]) -> Callable[[onnx_ir.Model], int]:
-        return lambda model: sum(one(model) for one in fuse)
+        return lambda model: sum(fusion(model) for fusion in fuse)
 
     find = functools.partial(ort.fuse_sdpa, apply_shape_inference=True)
     place = (ort.fuse_gqa, ort.fuse_mha1, ort.fuse_mha2, ort.fuse_mha_scale, ort.fuse_mha_bias, ort.replace_sdpa_by_mha)
@@ -109,7 +120,7 @@ def fusions() -> dict[str, Callable[[onnx_ir.Model], int]]:
 def fuse_operators(
     model: onnx_ir.Model, examples: Sequence[Tensors], rounding: Callable[[], float] = lambda: 0.0
 ) -> tuple[onnx_ir.Model, list[RewriteStep]]:
-    """The model with every fusion that leaves what it computes on the examples as it is, and an account of all.
+    """Return the model with every fusion that leaves what it computes on the examples as it is, and an account of all.
 
     `rounding` measures how far the model's own rounding moves its outputs, and is asked where a fusion moves them.
     """
@@ -157,7 +168,7 @@ class SameChoices:
         self.made = [{f"{name}{GIVEN}": outputs.pop(name) for name in chosen} for outputs in self.expected]
 
     def gap(self, other: onnx_ir.Model) -> float:
-        """How far another model's outputs lie from this one's, with its choices."""
+        """Return how far another model's outputs lie from this one's, with its choices."""
         session = self.session(other)
         results = [session({**example, **made}) for example, made in zip(self.examples, self.made, strict=True)]
         return max(largest_gap(found, outputs) for found, outputs in zip(results, self.expected, strict=True))
@@ -185,7 +196,7 @@ class SameChoices:
 
 
 def choosing_nodes(model: onnx_ir.Model) -> list[onnx_ir.Node]:
-    """The nodes that choose by the largest or smallest numbers, those of branches left out, in the graph's order.
+    """Return the nodes that choose by the largest or smallest numbers, those of branches left out, in the graph's order.
 
     By numbers that are rounded: of integers the largest is the largest in any arithmetic.
     """
@@ -193,12 +204,12 @@ def choosing_nodes(model: onnx_ir.Model) -> list[onnx_ir.Node]:
 
 
 def is_integral(value: onnx_ir.Value | None) -> bool:
-    """Whether a value is known to be of integers."""
+    """Return whether a value is known to be of integers."""
     return value is not None and value.dtype is not None and value.dtype.is_integer()
 
 
 def session_of(model: onnx_ir.Model) -> OnnxSession:
-    """The model as ONNX Runtime runs it, from no file; it reads the weights where they are, and `model` no longer holds them."""
+    """Return a session of the model without a file; it reads the weights in place, and `model` no longer holds them."""
     import onnx_ir
 
     weights = {name: numpy.ascontiguousarray(tensor.numpy()) for name, tensor in take_weights(model).items()}
@@ -222,7 +233,7 @@ def take_weights(model: onnx_ir.Model) -> dict[str, onnx_ir.TensorProtocol]:
 
 
 def largest_gap(outputs: Tensors, others: Tensors) -> float:
-    """The largest distance between outputs of one name."""
+    """Return the largest distance between outputs of one name."""
     return max(distance(outputs[name], other) for name, other in others.items())
 
 
@@ -234,11 +245,164 @@ def remove_unused_inputs(model: onnx_ir.Model) -> None:
 
 
 def count_nodes(model: onnx_ir.Model) -> int:
-    """The nodes of the graph, those of its branches included."""
+    """Return the nodes of the graph, those of its branches included."""
     return sum(1 for _ in model.graph.all_nodes())
 
 
 def weight_bytes(model: onnx_ir.Model) -> int:
-    """The bytes of the model's weights."""
+    """Return the bytes of the model's weights."""
     held = [value.const_value for value in model.graph.initializers.values()]
     return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+
+# ── Branches ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+PRODUCTS = frozenset(("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "Conv"))  # a branch without one is not worth an `If`
+THEN, ELSE = 1, 2  # the places of a choice's two results among its inputs
+STEPS = range(1, 5)  # numbers of tokens before one more, at which a file with branches is compared with the same without
+
+
+def branch_file(graph: onnx_ir.Model, path: Path, part: ExportPart) -> RewriteStep | None:
+    """Write the file at `path`, of this graph, with branches for what it chooses between; return None where it chooses nothing.
+
+    The account says why not, where ONNX Runtime computes something else with them.
+    """
+    import onnx_ir
+
+    if not choices(graph.graph):
+        return None
+    model = onnx_ir.load(path)
+    if not make_branches(model):
+        return None
+    other = path.with_name(f"branched.{path.name}")
+    try:
+        onnx_ir.save(model, other)  # weights that lie in a file of their own stay there
+        gap = gap_between(path, other, part)
+        why = "" if gap <= TOLERANCE else f"the outputs move by {gap:.1e}"
+        if not why:
+            other.replace(path)
+    except Exception as error:  # a graph that ONNX Runtime does not take in branches
+        why = first_line(error)
+    finally:
+        other.unlink(missing_ok=True)
+    return RewriteStep("branches", count_nodes(graph), count_nodes(model), not why, why)
+
+
+@torch.no_grad()
+def gap_between(path: Path, other: Path, part: ExportPart) -> float:
+    """Return the distance between the outputs of two files at the worst of several sizes, single tokens after others included."""
+    sizes = other_sizes(part)
+    if PAST in part.sizes:
+        sizes += [{**dict.fromkeys(part.sizes, 1), LENGTH: part.least, PAST: past} for past in STEPS]
+    inputs = [part.example(extents, seed) for seed, extents in enumerate(sizes, start=7)]
+    expected, found = ([session(given) for given in inputs] for session in map(OnnxSession, (path, other)))  # one after the other
+    return max(largest_gap(result, other_result) for result, other_result in zip(found, expected, strict=True))
+
+
+def make_branches(model: onnx_ir.Model) -> int:
+    """Choices in the model's graph that are worth it are `If`s; returns how many of these were made."""
+    groups = [(condition, group) for condition, nodes in choices(model.graph).items() for group in by_depth(model.graph, nodes)]
+    return sum(make_branch(model.graph, condition, group) for condition, group in groups)
+
+
+def choices(graph: onnx_ir.Graph) -> dict[onnx_ir.Value, list[onnx_ir.Node]]:
+    """Return the nodes that choose between two results by one truth value, by that value, in the graph's order."""
+    found: dict[onnx_ir.Value, list[onnx_ir.Node]] = {}
+    for node in graph:
+        if (node.domain, node.op_type) != ("", "Where") or any(value is None or value.shape is None for value in node.inputs):
+            continue
+        condition, chosen, other = node.inputs
+        shape = node.outputs[0].shape
+        if all(extent == 1 for extent in condition.shape) and chosen.shape == other.shape == shape:  # type: ignore[union-attr]
+            found.setdefault(condition, []).append(node)  # type: ignore[arg-type]
+    return found
+
+
+def by_depth(graph: onnx_ir.Graph, chosen: list[onnx_ir.Node]) -> list[list[onnx_ir.Node]]:
+    """Return the choices by how many others lie on the longest way to each: those of a group do not follow from one another."""
+    depths: dict[onnx_ir.Node, int] = {}
+    groups: dict[int, list[onnx_ir.Node]] = {}
+    wanted = set(chosen)
+    for node in graph:
+        depth = max((depths.get(before, 0) for value in values_read(node) if (before := value.producer()) is not None), default=0)
+        if node in wanted:
+            depth += 1
+            groups.setdefault(depth, []).append(node)
+        depths[node] = depth
+    return [groups[depth] for depth in sorted(groups)]
+
+
+def nodes_inside(node: onnx_ir.Node) -> Iterator[onnx_ir.Node]:
+    """Yield the nodes of the node's branches, and of theirs."""
+    import onnx_ir
+
+    for attribute in node.attributes.values():
+        if attribute.type == onnx_ir.AttributeType.GRAPH:
+            yield from attribute.as_graph().all_nodes()
+
+
+def values_read(node: onnx_ir.Node) -> Iterator[onnx_ir.Value]:
+    """Yield what the node reads, in its branches too."""
+    yield from (value for reader in (node, *nodes_inside(node)) for value in reader.inputs if value is not None)
+
+
+def make_branch(graph: onnx_ir.Graph, condition: onnx_ir.Value, group: list[onnx_ir.Node]) -> int:
+    """Make the choices of a group, outside of branches, one `If`; return how many, 0 where no product would be saved."""
+    import onnx_ir
+
+    group = [node for node in group if node.graph is graph]
+    sides = [needed_only_by(graph, group, place) for place in (THEN, ELSE)]
+    if not any(part.op_type in PRODUCTS for side in sides for node in side for part in (node, *nodes_inside(node))):
+        return 0
+    names = [str(node.outputs[0].name) for node in group]
+    branches = [
+        branch_graph(graph, side, [node.inputs[place] for node in group], f"{names[0]}_{word}")
+        for side, place, word in zip(sides, (THEN, ELSE), ("then", "else"), strict=True)
+    ]
+    made = onnx_ir.node(
+        "If",
+        [condition],
+        dict(zip(("then_branch", "else_branch"), branches, strict=True)),
+        num_outputs=len(group),
+        name=f"{names[0]}_chosen",
+    )
+    made.metadata_props[CHOICE] = "Where"
+    graph.insert_before(group[0], made)
+    for node, value, name in zip(group, made.outputs, names, strict=True):
+        (chosen,) = node.outputs
+        value.shape, value.type = chosen.shape, chosen.type
+        chosen.replace_all_uses_with(value, replace_graph_outputs=True)
+        chosen.name, value.name = None, name
+    graph.remove(group, safe=True)
+    graph.sort()
+    return 1
+
+
+def needed_only_by(graph: onnx_ir.Graph, group: list[onnx_ir.Node], place: int) -> list[onnx_ir.Node]:
+    """Return the nodes that nothing reads but the choices at that place, and one another; in the graph's order."""
+    around = {inner: node for node in graph for inner in nodes_inside(node)}
+    chosen, needed = set(group), set()
+    for node in reversed(graph):
+        uses = [use for value in node.outputs for use in value.uses()]
+        apart = uses and not any(value.is_graph_output() for value in node.outputs)
+        if apart and all((user in chosen and at == place) or around.get(user, user) in needed for user, at in uses):
+            needed.add(node)
+    return [node for node in graph if node in needed]
+
+
+def branch_graph(graph: onnx_ir.Graph, nodes: list[onnx_ir.Node], results: list[onnx_ir.Value | None], name: str) -> onnx_ir.Graph:
+    """Return the nodes as a graph of their own that returns the results; what comes from elsewhere passes through it."""
+    import onnx_ir
+
+    graph.remove(nodes)
+    own, outputs = list(nodes), []
+    for place, value in enumerate(results):
+        assert value is not None
+        if value.producer() not in nodes or value in outputs:
+            same = onnx_ir.node("Identity", [value], name=f"{name}_{place}")
+            same.outputs[0].shape, same.outputs[0].type, same.outputs[0].name = value.shape, value.type, f"{name}_{place}"
+            own.append(same)
+            value = same.outputs[0]
+        outputs.append(value)
+    return onnx_ir.Graph([], outputs, nodes=own, name=name)

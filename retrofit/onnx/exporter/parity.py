@@ -8,6 +8,13 @@ measured how far the outputs move where weights move by a step of their dtype.
 A model that chooses (an expert, an active unit) may choose differently where two candidates nearly tie. What the file chose is
 known: it is run with its `ArgMax` and `TopK` as further outputs, torch makes the same choices, and the same must hold. How near the
 ties were is measured in torch, in float64.
+
+Of a file with packed weights there are two questions, one after the other. With float arithmetic (MatMulNBits without an accuracy
+level, and without ONNX Runtime's optimizer, which gives products with an unpacked matrix one) it must agree with torch, whose
+weights are the packed ones' numbers for as long as that takes: then only rounding is left, judged as in any file. As it is run, the
+file rounds what packed matrices multiply to 8 bits as well, a scale for each block of 32. Such a step is of the size of the
+weights' own, so its outputs may lie a few times as far from those of float arithmetic as packing the weights moved the model; where
+it makes other choices (an active unit, an expert), that is said, and not judged by the distance.
 """
 
 from __future__ import annotations
@@ -15,19 +22,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from retrofit.errors import first_line
-from retrofit.onnx.exporter.export_part import LENGTH, ExportPart, Tensors
+from retrofit.errors import CaptureError, first_line
+from retrofit.onnx.exporter.export_parts import ExportPart, Tensors, other_sizes
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.onnx.exporter.optimization import CHOOSES, choosing_nodes, largest_gap
+from retrofit.onnx.exporter.weight_quantization import QuantizedWeight
 from retrofit.runtime.choices import Choices, OtherChoicesError
 from retrofit.runtime.precision import Widened
 from retrofit.runtime.probes import TOLERANCE, distance
+
+if TYPE_CHECKING:
+    import onnx
+
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-6, torch.float16: 2e-2}  # gaps that say nothing: 16 roundings of one number
 FARTHER = 16  # times as far from float64 as torch's outputs, a file's may lie: its kernels are others (a DFT is 11 times as far)
@@ -56,7 +69,7 @@ class Parity:
 
 
 def is_comparable(dtype: torch.dtype) -> bool:
-    """Whether ONNX Runtime computes in that dtype on the CPU."""
+    """Return whether ONNX Runtime computes in that dtype on the CPU."""
     return dtype in ROUNDING
 
 
@@ -64,17 +77,9 @@ def part_dtype(part: ExportPart) -> torch.dtype:
     return next((value.dtype for value in part.parameters() if value.is_floating_point()), torch.float32)
 
 
-def other_sizes(part: ExportPart) -> list[dict[str, int]]:
-    """Sizes that the part was not traced with: larger and smaller ones, the least that it runs at, and none before."""
-    nothing = {size: 0 if size.startswith("past") else extent + 3 for size, extent in part.sizes.items()}
-    larger = {size: extent + 1 + place for place, (size, extent) in enumerate(part.sizes.items())}
-    least = {size: part.least if size == LENGTH else 1 for size in part.sizes}
-    return [larger, nothing, least] if any(size.startswith("past") for size in part.sizes) else [larger, least]
-
-
 @torch.no_grad()
 def compare_with_torch(path: Path, part: ExportPart, *, optimize: bool = True) -> Parity:
-    """How far the file lies from the part, on the worst of several shapes; raises `RetrofitError` where it does not run.
+    """Return how far the file lies from the part, on the worst of several shapes; raises `RetrofitError` where it does not run.
 
     Without `optimize` ONNX Runtime runs the file node by node, as it is.
     """
@@ -83,11 +88,11 @@ def compare_with_torch(path: Path, part: ExportPart, *, optimize: bool = True) -
         inputs = part.example(sizes, seed)
         parity = compare_outputs(running(inputs), part, inputs)
         found.append(parity if parity.agrees else compare_choosing_alike(path, part, inputs, parity, optimize=optimize))
-    return max(found, key=lambda one: (not one.agrees, bool(one.note), one.wide is not None, one.gap))
+    return max(found, key=lambda parity: (not parity.agrees, bool(parity.note), parity.wide is not None, parity.gap))
 
 
 def compare_outputs(outputs: Tensors, part: ExportPart, inputs: Tensors, choosing: Context = contextlib.nullcontext) -> Parity:
-    """Whether the outputs are those of the part but for rounding; `choosing` makes the choices of the part within it."""
+    """Return whether the outputs are those of the part but for rounding; `choosing` makes the choices of the part within it."""
     dtype = part_dtype(part)
     with choosing():
         expected = outputs_of(part, inputs, outputs)
@@ -108,20 +113,20 @@ def compare_outputs(outputs: Tensors, part: ExportPart, inputs: Tensors, choosin
     far = {name: distance(outputs[name], value) for name, value in wide.items()}
 
     def judged() -> Parity:
-        limits = {name: max(ROUNDING[dtype], FARTHER * one) for name, one in own.items()}
+        limits = {name: max(ROUNDING[dtype], FARTHER * rounding) for name, rounding in own.items()}
         worst = max(far, key=lambda name: far[name] / limits[name])
         return Parity(gap, far[worst] <= limits[worst], limits[worst], far[worst], own[worst])
 
     found = judged()
     if not found.agrees:
-        for name, one in rounding_of_weights(part, inputs, wide, choosing).items():
-            own[name] = max(own[name], one)
+        for name, rounding in rounding_of_weights(part, inputs, wide, choosing).items():
+            own[name] = max(own[name], rounding)
         found = judged()
     return found
 
 
 def rounding_of_weights(part: ExportPart, inputs: Tensors, wide: Tensors, choosing: Context) -> dict[str, float]:
-    """How far the outputs lie from `wide`, those in float64, where some weights move by a step; the most of a few draws.
+    """Return how far the outputs lie from `wide`, those in float64, where some weights move by a step; the most of a few draws.
 
     Choices are made as with the weights as they are; 0 where the code does not let them be.
     """
@@ -132,7 +137,7 @@ def rounding_of_weights(part: ExportPart, inputs: Tensors, wide: Tensors, choosi
         for seed in range(DRAWS):
             with moved_weights(part, seed), Widened(torch.float64), Choices(recorded.made):
                 found = outputs_of(part, inputs, wide)
-            moved = {name: max(one, distance(found[name], wide[name])) for name, one in moved.items()}
+            moved = {name: max(gap, distance(found[name], wide[name])) for name, gap in moved.items()}
     except OtherChoicesError:
         return dict.fromkeys(wide, 0.0)
     return moved
@@ -141,7 +146,7 @@ def rounding_of_weights(part: ExportPart, inputs: Tensors, wide: Tensors, choosi
 @contextlib.contextmanager
 def moved_weights(part: ExportPart, seed: int) -> Iterator[None]:
     """Within this context some of the weights are the next larger or smaller number of their dtype, or the one after."""
-    generator, own = torch.Generator().manual_seed(seed), [(one, one.data) for one in part.parameters()]
+    generator, own = torch.Generator().manual_seed(seed), [(parameter, parameter.data) for parameter in part.parameters()]
     try:
         for parameter, data in own:
             if data.is_floating_point():
@@ -155,13 +160,13 @@ def moved_weights(part: ExportPart, seed: int) -> Iterator[None]:
 
 
 def outputs_of(part: ExportPart, inputs: Tensors, names: Collection[str]) -> Tensors:
-    """What the part returns in torch, as far as the file returns it too."""
+    """Return what the part returns in torch, as far as the file returns it too."""
     return {name: value for name, value in zip(part.outputs, part(inputs), strict=True) if name in names}
 
 
 @torch.no_grad()
 def torch_rounding(part: ExportPart, inputs: Tensors) -> float:
-    """How far torch's outputs lie from those in float64, the worst of them; 0 where the model's code refuses float64."""
+    """Return how far torch's outputs lie from those in float64, the worst of them; 0 where the model's code refuses float64."""
     expected = outputs_of(part, inputs, part.outputs)
     try:
         with Widened(torch.float64):
@@ -173,7 +178,7 @@ def torch_rounding(part: ExportPart, inputs: Tensors) -> float:
 
 
 def rounding_of_same_choices(part: ExportPart, inputs: Tensors, wide: Tensors, own: dict[str, float]) -> dict[str, float]:
-    """How far torch's outputs lie from those in float64 where it chooses as there: else a choice would pass for rounding."""
+    """Return how far torch's outputs lie from those in float64 where it chooses as there: else a choice would pass for rounding."""
     if max(own.values()) <= TOLERANCE[part_dtype(part)]:
         return own
     try:
@@ -183,11 +188,11 @@ def rounding_of_same_choices(part: ExportPart, inputs: Tensors, wide: Tensors, o
             choosing_so = outputs_of(part, inputs, wide)
     except OtherChoicesError:
         return own
-    return {name: min(one, distance(choosing_so[name], wide[name])) for name, one in own.items()}
+    return {name: min(gap, distance(choosing_so[name], wide[name])) for name, gap in own.items()}
 
 
 def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found: Parity, *, optimize: bool = True) -> Parity:
-    """The comparison where torch makes the file's choices; as it was where these are no near-ties, or cannot be made."""
+    """Return the comparison with the file's choices made in torch too; as it was where these are no near-ties, or cannot be."""
     outputs, chosen = run_with_choices(path, inputs, optimize=optimize)
     made: list[Choices] = []
 
@@ -200,7 +205,7 @@ def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found:
     except OtherChoicesError:
         return found
     choices = made[-1]  # in float64, where that was needed
-    changed = max(one.changed for one in made)
+    changed = max(attempt.changed for attempt in made)
     if not changed or choices.margin > TIE[part_dtype(part)] or len(choices.made) != len(chosen):
         return found
     fell = f"{changed} choice{'s' if changed > 1 else ''} within {choices.margin:.1e} of a tie fell otherwise"
@@ -208,7 +213,7 @@ def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found:
 
 
 def run_with_choices(path: Path, inputs: Tensors, *, optimize: bool = True) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The file's outputs, and what its operators chose, in their order."""
+    """Return the file's outputs, and what its operators chose, in their order."""
     import onnx
     import onnx_ir
 
@@ -225,3 +230,129 @@ def run_with_choices(path: Path, inputs: Tensors, *, optimize: bool = True) -> t
     finally:
         beside.unlink(missing_ok=True)
     return {name: value for name, value in outputs.items() if name in own}, [outputs[name] for name in names]
+
+
+# ── Packed weights ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+FARTHER_QUANTIZED = 8  # times as far as packing the weights moved the outputs, rounding what they multiply may move them
+LEAST_LIMIT = 1e-2  # relative to the largest output: 8 bits have steps of 1/127 of a block's largest number
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedParity:
+    """What was found about a file with packed weights; distances are relative to the largest output."""
+
+    exact: Parity  # the file in float arithmetic against torch with the packed weights' numbers
+    moved: float  # how far packing the weights moved torch's outputs
+    rounded: float  # how far rounding what they multiply moves the file's
+    choices: int  # how many choices fall otherwise with that
+
+    @property
+    def measured(self) -> str:
+        """The distances in words."""
+        fell = f", {self.choices} choices fall otherwise" if self.choices else ""
+        return f"packing the weights moves the outputs by {self.moved:.1e}, rounding what they multiply by {self.rounded:.1e}{fell}"
+
+
+def parameters_by_value(model: nn.Module) -> dict[int, list[nn.Parameter]]:
+    """Return the matrices among the model's parameters by a sum of their bits."""
+    found: dict[int, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            found.setdefault(checksum(parameter), []).append(parameter)
+    return found
+
+
+def checksum(matrix: Tensor) -> int:
+    """Return the same for a matrix and its transpose."""
+    return int(matrix.detach().float().contiguous().view(torch.int32).sum(dtype=torch.int64))
+
+
+def matching(matrix: Tensor, parameters: dict[int, list[nn.Parameter]]) -> list[tuple[nn.Parameter, bool]]:
+    """Return the parameters that the matrix of a graph is, each with whether it is its transpose."""
+    found = []
+    for parameter in parameters.get(checksum(matrix), []):
+        for transposed in (False, True):
+            if torch.equal(parameter.detach().t() if transposed else parameter.detach(), matrix):
+                found.append((parameter, transposed))
+                break
+    return found
+
+
+@contextlib.contextmanager
+def representing(weights: Sequence[QuantizedWeight], model: nn.Module) -> Iterator[None]:
+    """Within this context the model's weights are the numbers that the packed ones stand for."""
+    parameters = parameters_by_value(model)
+    places = [(parameter, turned, weight.after) for weight in weights for parameter, turned in matching(weight.before, parameters)]
+    own = [parameter.data for parameter, _, _ in places]
+    try:
+        for parameter, turned, numbers in places:
+            parameter.data = (numbers.t() if turned else numbers).contiguous().to(parameter.dtype)
+        yield
+    finally:
+        for (parameter, _, _), data in zip(places, own, strict=True):
+            parameter.data = data
+
+
+@torch.no_grad()
+def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedWeight]) -> QuantizedParity:
+    """Return how the file at `path` compares; raises `CaptureError` where it computes something else than the model."""
+    import onnx
+
+    graph = onnx.load(path, load_external_data=False)
+    compute_in_float(graph.graph)
+    beside = path.with_name(f".{uuid.uuid4().hex}.onnx")
+    try:
+        onnx.save(graph, beside)
+        before = [
+            outputs_of(part, part.example(sizes, seed), part.outputs) for seed, sizes in enumerate(other_sizes(part), start=7)
+        ]
+        with representing(weights, part.model):
+            exact = compare_with_torch(beside, part, optimize=False)
+            inputs = [part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part), start=7)]
+            moved = max(largest_gap(outputs_of(part, given, part.outputs), old) for given, old in zip(inputs, before, strict=True))
+        if not exact.agrees:
+            raise CaptureError(
+                f"{path.name} would compute something else than {type(part.model).__name__} with the packed weights' numbers",
+                why=f"in float arithmetic ONNX Runtime's outputs lie {exact.measured}",
+                remedy="report it; fuse=False exports a plainer graph, and weights=None leaves the weights as they are",
+            )
+        rounded, fell = compare_files(path, beside, part)
+    finally:
+        beside.unlink(missing_ok=True)
+    limit = max(LEAST_LIMIT, FARTHER_QUANTIZED * moved)
+    if not fell and not rounded <= limit:
+        raise CaptureError(
+            f"{path.name} lies too far from {type(part.model).__name__}",
+            why=f"rounding what packed matrices multiply moves the outputs by {rounded:.1e}, more than {limit:.1e}",
+            remedy="export it with its weights as they are",
+        )
+    return QuantizedParity(exact, moved, rounded, fell)
+
+
+def compute_in_float(graph: onnx.GraphProto) -> None:
+    """No product in the graph or its branches rounds what it multiplies."""
+    for node in graph.node:
+        for attribute in list(node.attribute):
+            if attribute.name == "accuracy_level":
+                node.attribute.remove(attribute)
+            elif attribute.HasField("g"):
+                compute_in_float(attribute.g)
+
+
+def compare_files(path: Path, other: Path, part: ExportPart) -> tuple[float, int]:
+    """Return how far the outputs of two files lie apart at the worst of several sizes, and how many of their choices differ."""
+    import onnx
+
+    gaps, fell = [], 0
+    chooses = any(node.op_type in CHOOSES for node in onnx.load(path, load_external_data=False).graph.node)
+    for seed, sizes in enumerate(other_sizes(part), start=7):
+        inputs = part.example(sizes, seed)
+        if chooses:
+            (found, chosen), (expected_, expected) = run_with_choices(path, inputs), run_with_choices(other, inputs, optimize=False)
+            fell += sum(int((a != b).sum()) for a, b in zip(chosen, expected, strict=True))
+        else:
+            found, expected_ = OnnxSession(path)(inputs), OnnxSession(other, optimize=False)(inputs)
+        gaps.append(largest_gap(found, expected_))
+    return max(gaps), fell

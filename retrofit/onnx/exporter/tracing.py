@@ -2,11 +2,17 @@
 
 transformers keeps, for its own ONNX exporter, a list of obstacles (operations that ONNX lacks, shapes that torch would
 specialise on); the same patches are in place while a part is traced here.
+
+A tracer records what it assumed about the dynamic sizes: its guards. Where one of them fails at other sizes, the model's
+code took a branch, or went through a loop so many times, that is right for some sizes only. A guard may also be idle, and the model
+itself may end there (a table of positions). So the program is run at the first such size, and compared with the model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import re
 import traceback
@@ -15,17 +21,130 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.errors import CaptureError, first_line
-from retrofit.onnx.exporter.dynamic_size_check import check_every_size
-from retrofit.onnx.exporter.export_part import PAST, ExportPart
+from retrofit.onnx.exporter.export_parts import LENGTH, PAST, PER, TOTAL, ExportPart, Sizes
 from retrofit.program.tracing_contexts import disable_stack_traces, silence_tracer
 from retrofit.runtime.conditional import both_kept
 from retrofit.runtime.packed_layers import refuse_packed_layers
+from retrofit.runtime.probes import distance, tolerance_of
 
 if TYPE_CHECKING:
     import onnx_ir
+
+
+# ── Guards ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+LARGEST = 2**13  # sizes that are looked at
+Axes = Mapping[str, Mapping[int, str]]
+Shapes = dict[str, list[int]]
+
+
+def check_every_size(exported: torch.export.ExportedProgram, part: ExportPart, example: Mapping[str, Tensor], axes: Axes) -> None:
+    """Raises `CaptureError` where the program computes something else than the model where a guard of the tracer fails."""
+    for size, extent in guard_boundaries(exported, part.sizes, example, axes):
+        try:
+            inputs = part.example({**part.sizes, size: extent}, 5)
+            results = run_without_guards(exported, inputs)
+            with torch.no_grad():
+                expected = part(inputs)
+        except Exception:  # the model does not run either, or a table ends there
+            continue
+        if results is None or any(
+            distance(result, dense) > 10 * tolerance_of(dense) for result, dense in zip(results, expected, strict=True)
+        ):
+            raise CaptureError(
+                f"the {size} is not dynamic: at {extent} the model's code takes another path than at {part.sizes[size]}",
+                why="it was traced with the latter; a loop over pieces of the sequence is such code, or a choice by its length",
+                remedy="rewrite that code without the loop or the choice; a decoder may be exported with its cache (cache=past)",
+            )
+
+
+def run_without_guards(exported: torch.export.ExportedProgram, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...] | None:
+    """Return the program's outputs without its guards, None where it does not run; raise where a table ends before the inputs."""
+    ranges = exported._range_constraints
+    exported._range_constraints = {}
+    try:
+        with torch.no_grad():
+            found: tuple[Tensor, ...] = exported.module(check_guards=False)(dict(inputs))
+    except Exception as error:
+        if "out of range" in str(error):  # which a file says as well
+            raise
+        return None
+    finally:
+        exported._range_constraints = ranges
+    return found
+
+
+def guard_boundaries(
+    exported: torch.export.ExportedProgram, traced: Sizes, example: Mapping[str, Tensor], axes: Axes
+) -> list[tuple[str, int]]:
+    """Return where guards stop holding: dynamic sizes with the first extent above or below the traced one at which one fails."""
+    now = {name: list(value.shape) for name, value in example.items()}
+    guards = [guard for guard in map(compile_guard, getattr(exported, "_guards_code", None) or []) if guard(now)]
+    found = set()
+    for size, extent in traced.items():
+        at = functools.cache(lambda other, size=size: shapes_at(now, axes, traced, {size: other}))  # type: ignore[misc]
+        above = [extent + 2**step for step in range(LARGEST.bit_length())]
+        below = [max(0 if size == PAST else 1, extent - 2**step) for step in range(extent.bit_length() + 1)]
+        for guard, tried in itertools.product(guards, (above, below)):
+            broken = next((place for place, other in enumerate(tried) if not guard(at(other))), None)
+            if broken is not None:
+                kept, lost = tried[broken - 1] if broken else extent, tried[broken]
+                while abs(lost - kept) > 1:
+                    middle = (kept + lost) // 2
+                    kept, lost = (middle, lost) if guard(at(middle)) else (kept, middle)
+                found.add((size, lost))
+    return sorted(found)
+
+
+def shapes_at(now: Shapes, axes: Axes, traced: Sizes, other: Sizes) -> Shapes:
+    """Return the shapes of the inputs, which are `now` with the sizes as traced, at other sizes."""
+    sizes = {**traced, **other}
+
+    def more(size: str) -> int:
+        if size == TOTAL:
+            return more(LENGTH) + more(PAST)
+        whole, _, every = size.partition(PER)
+        step = int(every or 1)
+        return -(-sizes[whole] // step) + traced[whole] // -step if whole in sizes else 0
+
+    found = {name: list(shape) for name, shape in now.items()}
+    for name, dynamic in axes.items():
+        for axis, size in dynamic.items():
+            found[name][axis] += more(size)
+    return found
+
+
+def compile_guard(guard: str) -> Callable[[Shapes], bool]:
+    """Return a test of shapes by the guard, an expression in `L['inputs'][name].size()[axis]`; true if of another kind."""
+    code = compile(guard, "<guard>", "eval")
+
+    def holds(shapes: Shapes) -> bool:
+        inputs = {name: ShapeOnly(shape) for name, shape in shapes.items()}
+        try:
+            return bool(eval(code, {"__builtins__": {"max": max, "min": min, "abs": abs}, "L": {"inputs": inputs}}))
+        except Exception:
+            return True
+
+    return holds
+
+
+class ShapeOnly:
+    """Something of this shape."""
+
+    def __init__(self, shape: list[int]) -> None:
+        self.shape = shape
+
+    def size(self) -> list[int]:
+        return self.shape
+
+
+# ── Tracing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 WRAPPED = "model"  # the attribute of a part that holds the model
 OTHER_CODE = r"[/\\](torch|onnxscript|onnx_ir|retrofit[/\\]onnx|transformers[/\\](utils|exporters))[/\\]|contextlib"  # its files
@@ -33,7 +152,7 @@ SCOPES = "pkg.torch.onnx.name_scopes"  # where torch writes down the modules tha
 
 
 def trace_part(part: ExportPart) -> onnx_ir.Model:
-    """The part as an ONNX model with its names and dynamic sizes; raises `CaptureError` where torch cannot make one."""
+    """Return the part as an ONNX model with its names and dynamic sizes; raises `CaptureError` where torch cannot make one."""
     axes = part.axes()
     example = part.example(part.sizes)
     refuse_packed_layers(part.model, CaptureError, "exported to ONNX", "which torch.export does not trace")
@@ -92,7 +211,7 @@ def constrain_sizes(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mappi
 def size_names(
     exported: torch.export.ExportedProgram, example: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]
 ) -> dict[str, str]:
-    """The name of every dynamic size by its torch symbol; raises `CaptureError` where torch has fixed one."""
+    """Return the name of every dynamic size by its torch symbol; raises `CaptureError` where torch has fixed one."""
     values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     placed = [values[name] for name in exported.graph_signature.user_inputs if isinstance(name, str)]
     found: dict[str, str] = {}
@@ -113,7 +232,7 @@ def size_names(
 
 
 def translate_to_onnx(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
-    """The ONNX model of an exported program, before any optimization."""
+    """Return the ONNX model of an exported program, before any optimization."""
     from transformers.exporters import exporter_onnx, utils
 
     unsqueeze_complex_as_pairs(exported.graph_module)
@@ -141,7 +260,7 @@ def make_topk_extents_dynamic(model: onnx_ir.Model) -> None:
             reached.extend(after)
             met.update(after)
             if value.shape is not None:
-                value.shape = onnx_ir.Shape([None if one == extent else one for one in value.shape])
+                value.shape = onnx_ir.Shape([None if size == extent else size for size in value.shape])
 
 
 def unsqueeze_complex_as_pairs(module: torch.fx.GraphModule) -> None:
@@ -241,7 +360,7 @@ def ask_sizes_once(model: onnx_ir.Model) -> None:
 
 
 def named(extent: onnx_ir.SymbolicDim, symbols: Mapping[str, str]) -> onnx_ir.SymbolicDim | str:
-    """The extent with the names of dynamic sizes in place of torch's symbols: fusions compare extents of inputs with others."""
+    """Return the extent with names of dynamic sizes for torch's symbols: fusions compare extents of inputs with others."""
     if extent.value is None:
         return extent
     said = str(extent.value)

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from retrofit.errors import RetrofitError
 from retrofit.onnx.exporter.optimization import CHOOSES
-from retrofit.onnx.importer.dequantization import dequantize_blocks
 from retrofit.onnx.importer.operators.table import MICROSOFT
+from retrofit.onnx.importer.weights import dequantize_blocks
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -63,7 +63,7 @@ class Product:
 
 
 def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor], bool]) -> list[QuantizedWeight]:
-    """The matrices of the graph that are `wanted` are packed in `bits` bits, in place; returns what was done to each.
+    """Pack the `wanted` matrices of the graph in `bits` bits, in place; return what was done to each.
 
     Raises `RetrofitError` where ONNX Runtime is missing, whose packing it is, and where no matrix could be packed.
     """
@@ -96,15 +96,15 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
 
 
 def matrices_that_choose(model: onnx_ir.Model) -> set[onnx_ir.Value]:
-    """The initializers of which nothing but a choice is computed: those of a controller, of a router."""
+    """Return the initializers of which nothing but a choice is computed: those of a controller, of a router."""
     alone: set[onnx_ir.Node] = set()  # nodes whose results nothing but choices read
     for node in reversed(list(model.graph.all_nodes())):
-        users = {user for one in node.outputs for user, _ in one.uses()}
-        is_output = any(one.is_graph_output() for one in node.outputs)
+        users = {user for value in node.outputs for user, _ in value.uses()}
+        is_output = any(value.is_graph_output() for value in node.outputs)
         if node.op_type in CHOOSES or (users and users <= alone and not is_output):
             alone.add(node)
-    read = {one for node in alone for one in node.inputs if one is not None and one.is_initializer()}
-    return {one for one in read if {user for user, _ in one.uses()} <= alone}
+    read = {value for node in alone for value in node.inputs if value is not None and value.is_initializer()}
+    return {value for value in read if {user for user, _ in value.uses()} <= alone}
 
 
 def share_copies(model: onnx_ir.Model) -> None:
@@ -112,13 +112,13 @@ def share_copies(model: onnx_ir.Model) -> None:
     import onnx_ir
 
     kept: dict[int, list[tuple[onnx_ir.Value, Tensor]]] = {}
-    held = [one for one in model.graph.initializers.values() if one.const_value is not None and not one.is_graph_output()]
-    matrices = [one for one in held if one.dtype == onnx_ir.DataType.FLOAT and one.shape is not None and len(one.shape) == 2]
-    for value in sorted(matrices, key=lambda one: not any(is_row_gather(node) for node, _ in one.uses())):  # what is gathered first
+    held = [w for w in model.graph.initializers.values() if w.const_value is not None and not w.is_graph_output()]
+    matrices = [w for w in held if w.dtype == onnx_ir.DataType.FLOAT and w.shape is not None and len(w.shape) == 2]
+    for value in sorted(matrices, key=lambda w: not any(is_row_gather(node) for node, _ in w.uses())):  # gathered ones first
         matrix = numbers_of(value)
         same = kept.setdefault(int(matrix.view(torch.int32).sum(dtype=torch.int64)), [])
-        original = next((one for one, other in same if torch.equal(other, matrix)), None)
-        turned = next((one for one, other in same if torch.equal(other.t(), matrix)), None)
+        original = next((w for w, other in same if torch.equal(other, matrix)), None)
+        turned = next((w for w, other in same if torch.equal(other.t(), matrix)), None)
         if original is None and turned is None:
             same.append((value, matrix))
             continue
@@ -134,7 +134,7 @@ def share_copies(model: onnx_ir.Model) -> None:
 
 
 def readers_of(value: onnx_ir.Value) -> tuple[list[Product], list[Any]] | None:
-    """The products with the matrix and the nodes that gather rows of it; None where anything else reads it, or nothing does."""
+    """Return the products with the matrix and the nodes that gather its rows; None where anything else reads it, or nothing."""
     products, gathers = [], []
     for node, place in value.uses():
         if is_row_gather(node) and place == 0:
@@ -154,7 +154,7 @@ def is_row_gather(node: onnx_ir.Node) -> bool:
 
 
 def multiplies_by(node: onnx_ir.Node, place: int) -> bool | None:
-    """Whether the node is a product with the matrix's transpose, False for one with the matrix; None where it is neither."""
+    """Return whether the node is a product with the matrix's transpose, False for one with the matrix; None where it is neither."""
     given = {name: attribute.value for name, attribute in node.attributes.items()}
     if place != 1:
         return None
@@ -169,7 +169,7 @@ def multiplies_by(node: onnx_ir.Node, place: int) -> bool | None:
 
 
 def users_of_transpose(node: onnx_ir.Node) -> list[onnx_ir.Node] | None:
-    """The products with the transpose that the node makes; None where it makes none, or anything else reads that."""
+    """Return the products with the transpose that the node makes; None where it makes none, or anything else reads that."""
     if (node.domain, node.op_type) != ("", "Transpose") or node.outputs[0].is_graph_output():
         return None
     uses = node.outputs[0].uses()
@@ -240,7 +240,7 @@ def pack_rows(model: Any, value: Any, products: list[Product], gathers: list[Any
 
     before, name = numbers_of(value), str(value.name)
     readers = [only_product(gather) for gather in gathers]
-    summed = all(one is not None and not one.transposed for one in readers)
+    summed = all(reader is not None and not reader.transposed for reader in readers)
     columns = before.norm(dim=0).clamp_min(TINY) if summed else torch.ones(before.shape[1])
     q, rows, after = row_packed(model, value, before, columns)
     scales = constant(model, f"{name}_scales", rows.numpy())
@@ -265,7 +265,7 @@ def pack_rows(model: Any, value: Any, products: list[Product], gathers: list[Any
 
 
 def row_packed(model: Any, value: Any, weight: Tensor, columns: Tensor) -> tuple[Any, Tensor, Tensor]:
-    """The matrix in int8, the scales of its rows beside those of its `columns`, and the numbers that all these stand for."""
+    """Return the matrix in int8, the scales of its rows beside those of its `columns`, and the numbers that all these stand for."""
     even = weight / columns
     scales = even.abs().amax(1).clamp_min(TINY) / LARGEST_INT8
     whole = (even / scales.unsqueeze(1)).round().clamp(-LARGEST_INT8, LARGEST_INT8)
@@ -274,7 +274,7 @@ def row_packed(model: Any, value: Any, weight: Tensor, columns: Tensor) -> tuple
 
 
 def column_of(model: Any, value: Any, scales: Tensor) -> Any:
-    """The scales of rows as an initializer (rows, 1)."""
+    """Return the scales of rows as an initializer (rows, 1)."""
     return constant(model, f"{value.name}_row_scales", scales.unsqueeze(1).numpy())
 
 
@@ -296,7 +296,7 @@ def gathered_numbers(q: Any, indices: Any) -> list[Any]:
 
 
 def only_product(gather: Any) -> Product | None:
-    """The product that alone reads what a node gathers, without anything added to it; None where that is read otherwise."""
+    """Return the product that alone reads what a node gathers, without anything added to it; None where that is read otherwise."""
     rows = gather.outputs[0]
     uses = [] if rows.is_graph_output() else rows.uses()
     if len(uses) != 1:
@@ -330,12 +330,12 @@ def scale_product(model: Any, product: Product, scales: Any, columns: Any, indic
 
 
 def numbers_of(value: Any) -> Tensor:
-    """The matrix of an initializer."""
+    """Return the matrix of an initializer."""
     return torch.from_numpy(np.array(value.const_value.numpy()))
 
 
 def constant(model: Any, name: str, array: np.ndarray[Any, Any]) -> Any:
-    """The array as an initializer of the model; one that is there already under the name."""
+    """Return the array as an initializer of the model; one that is there already under the name."""
     import onnx_ir
 
     if name not in model.graph.initializers:

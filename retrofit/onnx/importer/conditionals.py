@@ -65,19 +65,19 @@ class BranchTrial:
         for way in (THEN, OTHERWISE):
             with contextlib.suppress(Exception):  # a branch need not run at the other's sizes
                 results[way] = getattr(conditional, way)(*operands)
-        agreed = len(results) == 2 and all(agree(one, other) for one, other in zip(results[THEN], results[OTHERWISE], strict=True))
+        agreed = len(results) == 2 and all(agree(a, b) for a, b in zip(results[THEN], results[OTHERWISE], strict=True))
         return BranchTrial(frozenset(results), agreed)
 
 
-def agree(one: Any, other: Any) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return bool(one == other)
-    return one.shape == other.shape and one.dtype == other.dtype and (one.numel() == 0 or distance(one, other) <= TOLERANCE)
+def agree(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return bool(a == b)
+    return a.shape == b.shape and a.dtype == b.dtype and (a.numel() == 0 or distance(a, b) <= TOLERANCE)
 
 
 def select_general_branches(module: fx.GraphModule, examples: Iterable[Mapping[str, Tensor]]) -> None:
     """Every conditional in the module has its `general` branch selected by running both on the examples."""
-    conditionals = [one for one in module.modules() if isinstance(one, SizeConditional)]
+    conditionals = [part for part in module.modules() if isinstance(part, SizeConditional)]
     if not conditionals:
         return
     with record_trials(conditionals), torch.no_grad():
@@ -89,10 +89,10 @@ def select_general_branches(module: fx.GraphModule, examples: Iterable[Mapping[s
 @contextlib.contextmanager
 def record_trials(conditionals: Sequence[SizeConditional]) -> Iterator[None]:
     """Within this context the conditionals record what their branches compute; after it they select the general one."""
-    for one in conditionals:
-        one.trials = []
+    for conditional in conditionals:
+        conditional.trials = []
     try:
         yield
     finally:
-        for one in conditionals:
-            one.select_general()
+        for conditional in conditionals:
+            conditional.select_general()

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import CaptureError
-from retrofit.onnx.importer.naming import argument_name
-from retrofit.onnx.importer.values import DTYPES
-from retrofit.onnx.importer.weights import Weights
+from retrofit.onnx.importer.operators.table import DTYPES
+from retrofit.onnx.importer.weights import Weights, argument_name
 from retrofit.runtime.example_inputs import BATCH, LENGTH, TARGET_LENGTH
 
 if TYPE_CHECKING:
@@ -30,23 +29,23 @@ def is_state_input(value: onnx_ir.Value) -> bool:
 
 
 def state_key(value: onnx_ir.Value) -> str:
-    """What a state is called both as an input and as an output."""
+    """Return what a state is called both as an input and as an output."""
     return re.sub(r"^(past_key_values|past|present)", "", str(value.name))
 
 
 def only_selects_a_branch(value: onnx_ir.Value) -> bool:
-    """Whether all that an input does is to select the branch of an `If`."""
+    """Return whether all that an input does is to select the branch of an `If`."""
     users = value.consumers()
     return bool(users) and not value.is_graph_output() and all(node.op_type == "If" and node.inputs[0] is value for node in users)
 
 
 def refuse_odd_inputs(inputs: Sequence[onnx_ir.Value], path: Path) -> None:
     """Raises `CaptureError` for an input that is no tensor of numbers, and for two that would be one argument."""
-    for one in inputs:
-        if one.dtype not in DTYPES:
+    for value in inputs:
+        if value.dtype not in DTYPES:
             raise CaptureError(
-                f"{path}: the input {one.name} is no tensor of numbers",
-                why=f"its type is {getattr(one.dtype, 'name', 'not given')}",
+                f"{path}: the input {value.name} is no tensor of numbers",
+                why=f"its type is {getattr(value.dtype, 'name', 'not given')}",
                 remedy="export the model without it",
             )
     refuse_same_names("inputs", inputs, path)
@@ -55,49 +54,49 @@ def refuse_odd_inputs(inputs: Sequence[onnx_ir.Value], path: Path) -> None:
 def refuse_same_names(what: str, values: Sequence[onnx_ir.Value], path: Path) -> None:
     """Raises `CaptureError` where two of the inputs, or outputs, would be one argument, or one entry of the result."""
     by_name: dict[str, str] = {}
-    for one in values:
-        name = argument_name(str(one.name))
+    for value in values:
+        name = argument_name(str(value.name))
         if name in by_name:
             raise CaptureError(
                 f"{path} has two {what} of one name",
-                why=f"{by_name[name]} and {one.name} are both called {name}",
+                why=f"{by_name[name]} and {value.name} are both called {name}",
                 remedy="export it with other names",
             )
-        by_name[name] = str(one.name)
+        by_name[name] = str(value.name)
 
 
 def file_examples(inputs: Sequence[onnx_ir.Value], weights: Weights, batch: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
-    """An example of each input by argument: ids that its table has, masks of ones, positions counted, noise for what is real."""
+    """Return an example of each input by argument: ids that its table has, masks of ones, counted positions, noise elsewhere."""
     generator = torch.Generator().manual_seed(0)
     examples = {}
     shapes = example_shapes(inputs, batch, length)
     past = TARGET_LENGTH if any(map(is_state_input, inputs)) else 0
-    for one in inputs:
-        name, dtype, shape = str(one.name), DTYPES[one.dtype], shapes[one]  # type: ignore[index]
+    for value in inputs:
+        name, dtype, shape = str(value.name), DTYPES[value.dtype], shapes[value]  # type: ignore[index]
         if dtype.is_floating_point and MASK_WORD not in name:
-            value = torch.randn(shape, generator=generator).to(dtype)
+            example = torch.randn(shape, generator=generator).to(dtype)
         elif MASK_WORD in name:
-            value = torch.ones(shape, dtype=dtype)
+            example = torch.ones(shape, dtype=dtype)
         elif POSITION_WORD in name:
-            value = (past + torch.arange(shape[-1])).expand(shape).contiguous().to(dtype)
+            example = (past + torch.arange(shape[-1])).expand(shape).contiguous().to(dtype)
         else:
-            value = torch.randint(table_rows(one, weights), shape, generator=generator).to(dtype)
-        examples[argument_name(name)] = value
+            example = torch.randint(table_rows(value, weights), shape, generator=generator).to(dtype)
+        examples[argument_name(name)] = example
     return examples
 
 
 def example_shapes(inputs: Sequence[onnx_ir.Value], batch: int, length: int) -> dict[onnx_ir.Value, tuple[int, ...]]:
-    """The shape of an example of each input; where there are states, masks cover these and the tokens after them."""
+    """Return the shape of an example of each input; where there are states, masks cover these and the tokens after them."""
     shapes: dict[onnx_ir.Value, tuple[int, ...]] = {}
     symbols: dict[str, int] = {}
     states = any(map(is_state_input, inputs))
-    for one in sorted(inputs, key=lambda one: (MASK_WORD in str(one.name), is_state_input(one))):
-        extent = min(TARGET_LENGTH, length) if str(one.name).startswith("decoder_") else length
-        if states and (is_state_input(one) or MASK_WORD in str(one.name)):
-            extent = TARGET_LENGTH if is_state_input(one) else TARGET_LENGTH + length
-        shape = list(one.shape or ())
+    for value in sorted(inputs, key=lambda value: (MASK_WORD in str(value.name), is_state_input(value))):
+        extent = min(TARGET_LENGTH, length) if str(value.name).startswith("decoder_") else length
+        if states and (is_state_input(value) or MASK_WORD in str(value.name)):
+            extent = TARGET_LENGTH if is_state_input(value) else TARGET_LENGTH + length
+        shape = list(value.shape or ())
         dynamic = [axis for axis, dim in enumerate(shape) if not isinstance(dim, int) or dim < 1]
-        if len(shape) == IMAGE_RANK and DTYPES[one.dtype].is_floating_point and not is_state_input(one):  # type: ignore[index]
+        if len(shape) == IMAGE_RANK and DTYPES[value.dtype].is_floating_point and not is_state_input(value):  # type: ignore[index]
             extent = -(-length * PIXELS // STRIDE) * STRIDE
         for at, axis in enumerate(dynamic):
             symbol = str(getattr(shape[axis], "value", None) or "")
@@ -106,19 +105,19 @@ def example_shapes(inputs: Sequence[onnx_ir.Value], batch: int, length: int) -> 
                 part = re.search(r"_per_(\d+)$", symbol)  # a part of another extent, rounded up
                 own = -(-extent // int(part[1])) if part else extent
                 shape[axis] = symbols.setdefault(symbol, own) if symbol else own
-        shapes[one] = tuple(map(int, shape))  # type: ignore[arg-type]
+        shapes[value] = tuple(map(int, shape))  # type: ignore[arg-type]
     return shapes
 
 
 def table_rows(ids: onnx_ir.Value, weights: Weights) -> int:
-    """How many rows the table has that the input looks up; 1 where it looks up none."""
+    """Return how many rows the table has that the input looks up; 1 where it looks up none."""
     reached, rows = [ids], 0
-    for one in reached:
-        for node in one.consumers():
-            if node.op_type == "Gather" and node.inputs[1] is one and weights.is_matrix(node.inputs[0]):
-                rows = max(rows, weights.shape(node.inputs[0])[0])  # type: ignore[arg-type]
-            elif node.op_type == "EmbedLayerNormalization" and node.inputs[0] is one:
-                rows = max(rows, weights.shape(node.inputs[2])[0])  # type: ignore[arg-type]
-            elif node.op_type in ID_OPERATORS:
-                reached.extend(output for output in node.outputs if output not in reached)
+    for followed in reached:
+        for reader in followed.consumers():
+            if reader.op_type == "Gather" and reader.inputs[1] is followed and weights.is_matrix(reader.inputs[0]):
+                rows = max(rows, weights.shape(reader.inputs[0])[0])  # type: ignore[arg-type]
+            elif reader.op_type == "EmbedLayerNormalization" and reader.inputs[0] is followed:
+                rows = max(rows, weights.shape(reader.inputs[2])[0])  # type: ignore[arg-type]
+            elif reader.op_type in ID_OPERATORS:
+                reached.extend(output for output in reader.outputs if output not in reached)
     return max(rows, 1)

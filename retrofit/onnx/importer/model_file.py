@@ -1,7 +1,20 @@
-"""An ONNX file read with `onnx_ir`: its functions inlined, its external data mapped into memory, its constants as torch tensors."""
+"""An ONNX file read with `onnx_ir`: its functions inlined, its external data mapped into memory, its constants as torch tensors.
+
+Files of the operator sets 7 to 12 are brought to the oldest set that is read by onnx's own version converter. It is given the graph
+without its weights: it needs their shapes only, and it serializes what it is given.
+
+Attention that the exporter wrote with queries as rows of the heads of keys that they share is read as what it means. Read node by
+node, rows would pass for tokens (`retrofit/onnx/exporter/attention_fusion.py` says why they are written so):
+
+    rows = Reshape(Transpose(Reshape(q)))         (batch, tokens, heads · width) → (batch, sharing · tokens, keys · width)
+    MultiHeadAttention(rows, k, v, repeated mask)                    its heads are those of the keys
+    Reshape(Transpose(Reshape(…)))                rows as tokens again
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +23,200 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import CheckpointError, first_line
-from retrofit.onnx.importer.older_sets import OLDEST_OPSET, convert_to_oldest
-from retrofit.onnx.importer.operators.table import MICROSOFT
-from retrofit.onnx.importer.values import DTYPES, TYPES_OF_NUMBERS
+from retrofit.onnx.importer.operators.table import DTYPES, MICROSOFT, TYPES_OF_NUMBERS
 from retrofit.runtime.memory_limit import require_memory
 
 if TYPE_CHECKING:
+    import onnx
     import onnx_ir
+
+    Value = onnx_ir.Value
+    Node = onnx_ir.Node
+
+
+# ── Older operator sets ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+OLDEST_OPSET = 13  # the operator set from which on axes are inputs and softmax is of one axis
+OLDEST_CONVERTED = 7  # the one from which on operands broadcast as they do in numpy
+NEWEST_OLD_RESIZE = 10  # up to this set resizing has no choice of coordinates
+LARGE = 1024  # elements from which on a weight is kept from the converter
+EXPORT_AGAIN = f"export the model again with operator set {OLDEST_OPSET} or later, such as torch.onnx.export(…, opset_version=17)"
+
+
+def convert_to_oldest(model: onnx_ir.Model, opset: int, path: Path) -> onnx_ir.Model:
+    """Return the model of the file at `path`, of the operator set `opset`, in the oldest set that is read, without a copy.
+
+    Raises `CheckpointError` with the operator and the set for which there is no conversion.
+    """
+    import onnx_ir
+
+    if opset < OLDEST_CONVERTED:
+        raise CheckpointError(
+            f"{path} is of operator set {opset}",
+            why=f"{OLDEST_OPSET} and later are read, {OLDEST_CONVERTED} to {OLDEST_OPSET - 1} are converted: "
+            "before these operands broadcast along an axis that is named",
+            remedy=EXPORT_AGAIN,
+        )
+    inputs = [value.name for value in model.graph.inputs]
+    weights = take_weights(model.graph)
+    proto = onnx_ir.to_proto(model)
+    for name, weight in weights.items():
+        if name not in inputs:
+            told = onnx_ir.Value(name=name, type=weight.type, shape=onnx_ir.Shape(weight.shape))
+            proto.graph.input.append(onnx_ir.to_proto(told))
+    converted = onnx_ir.from_proto(convert(proto, opset, path))
+    converted.metadata_props.update(model.metadata_props)
+    put_weights(converted.graph, weights)
+    if opset <= NEWEST_OLD_RESIZE:
+        keep_old_coordinates(converted.graph)
+    return converted
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """What the converter learns of a weight, and its values."""
+
+    type: onnx_ir.TypeProtocol
+    shape: tuple[int, ...]
+    tensor: onnx_ir.TensorProtocol
+
+
+def take_weights(graph: onnx_ir.Graph) -> dict[str, Weight]:
+    """Return the large initializers of the graph by name, which it no longer has; the others are in memory."""
+    import onnx_ir
+
+    taken = {}
+    for name, value in list(graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None:
+            continue
+        if tensor.size < LARGE:
+            value.const_value = onnx_ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=name) if tensor.size else tensor
+        else:
+            extents = tuple(int(extent) for extent in tensor.shape)  # type: ignore[arg-type]
+            taken[name] = Weight(onnx_ir.TensorType(tensor.dtype), extents, tensor)
+            del graph.initializers[name]
+    return taken
+
+
+def put_weights(graph: onnx_ir.Graph, weights: dict[str, Weight]) -> None:
+    """The inputs that stood for the weights are initializers again, and no inputs."""
+    for value in list(graph.inputs):
+        if value.name in weights:
+            graph.inputs.remove(value)
+            value.const_value = weights[value.name].tensor
+            graph.register_initializer(value)
+
+
+def convert(proto: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProto:
+    """Return the converted model; raises `CheckpointError` where an operator has no conversion."""
+    for target in range(opset + 1, OLDEST_OPSET + 1):
+        converted, problem = convert_once(proto, target)
+        if converted is None:
+            step = f"from set {target - 1} to {target}"
+            raise CheckpointError(
+                f"{path} is of operator set {opset}: {culprit(proto, target, problem)} cannot be converted {step}",
+                why=problem if "%" not in problem else "onnx has no such operator",
+                remedy=EXPORT_AGAIN,
+            )
+        proto = converted
+    return proto
+
+
+def convert_once(proto: onnx.ModelProto, target: int) -> tuple[onnx.ModelProto | None, str]:
+    """Return the model in the set `target`, or None and what the converter says against it."""
+    from onnx import version_converter
+
+    try:
+        return version_converter.convert_version(proto, target), ""
+    except Exception as error:  # the converter's own kinds, and RuntimeError
+        message = " ".join(str(error).split())
+        return None, re.sub(r"^.*?Assertion `.*?` failed: ", "", message) or type(error).__name__
+
+
+def culprit(proto: onnx.ModelProto, target: int, problem: str) -> str:
+    """Return the operator against which the converter says this, with its first node: the one that it says it of also alone."""
+    from onnx import helper
+
+    for node in proto.graph.node:
+        inputs = [helper.make_tensor_value_info(name, helper.TensorProto.FLOAT, None) for name in dict.fromkeys(node.input) if name]
+        outputs = [helper.make_empty_tensor_value_info(name) for name in node.output if name]
+        alone = helper.make_model(helper.make_graph([node], "node", inputs, outputs), opset_imports=proto.opset_import)
+        if convert_once(alone, target)[1] == problem:
+            return f"the operator {node.op_type} (the node {node.name or node.output[0]})"
+    return "an operator of it"
+
+
+def keep_old_coordinates(graph: onnx_ir.Graph) -> None:
+    """Resizing computes as it did up to set 10: a place of the result lies at its number divided by the scale."""
+    import onnx_ir
+
+    for part in (graph, *graph.subgraphs()):
+        for node in part:
+            if node.op_type == "Resize" and not node.domain:
+                node.attributes["coordinate_transformation_mode"] = onnx_ir.AttrString(
+                    "coordinate_transformation_mode", "asymmetric"
+                )
+                node.attributes["nearest_mode"] = onnx_ir.AttrString("nearest_mode", "floor")
+
+
+TO_ROWS, TO_TOKENS = (0, 3, 1, 2, 4), (0, 2, 3, 1, 4)
+# ── Rows of heads ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+REPEATS = ("Tile", "Reshape")  # what makes the rows' mask: of one for all heads, of one for each
+
+
+def read_rows_as_heads(model: onnx_ir.Model) -> None:
+    """Each such attention is one `MultiHeadAttention` of all queries, with `kv_num_heads` of keys and values."""
+    import onnx_ir
+
+    for node in [node for node in model.graph if (node.domain, node.op_type) == (MICROSOFT, "MultiHeadAttention")]:
+        apart = turned(node.inputs[0], TO_ROWS)
+        end = only_user(only_user(only_user(node)))
+        if apart is None or end is None or (back := turned(end.outputs[0], TO_TOKENS)) is None:
+            continue
+        query, (_, _, keys, sharing, _) = apart
+        if back[0] is not node.outputs[0] or node.attributes["num_heads"].as_int() != keys:
+            continue
+        mask = node.inputs[5] if len(node.inputs) > 5 else None
+        repeat = None if mask is None else mask.producer()
+        if mask is not None and (repeat is None or repeat.op_type not in REPEATS):
+            continue
+        node.replace_input_with(0, query)
+        if repeat is not None:
+            node.replace_input_with(5, repeat.inputs[0])
+        node.attributes["num_heads"] = onnx_ir.AttrInt64("num_heads", keys * sharing)
+        node.attributes["kv_num_heads"] = onnx_ir.AttrInt64("kv_num_heads", keys)
+        if end.outputs[0].is_graph_output():
+            node.outputs[0].name, end.outputs[0].name = end.outputs[0].name, node.outputs[0].name
+        end.outputs[0].replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
+
+
+def turned(value: Value | None, axes: tuple[int, ...]) -> tuple[Value, list[int]] | None:
+    """Return what `Reshape(Transpose(Reshape(·)))` of these axes was made of, and the sizes of the first; None where it is none."""
+    import onnx_ir
+
+    last = None if value is None else value.producer()
+    swap = None if last is None or last.op_type != "Reshape" or last.inputs[0] is None else last.inputs[0].producer()
+    if swap is None or swap.op_type != "Transpose" or tuple(swap.attributes["perm"].as_ints()) != axes or swap.inputs[0] is None:
+        return None
+    first = swap.inputs[0].producer()
+    if first is None or first.op_type != "Reshape" or first.inputs[0] is None or first.inputs[1] is None:
+        return None
+    sizes = onnx_ir.convenience.get_const_tensor(first.inputs[1])
+    return None if sizes is None else (first.inputs[0], sizes.numpy().tolist())
+
+
+def only_user(node: Node | None) -> Node | None:
+    """Return the node that alone reads a node's first output."""
+    users = [] if node is None else node.outputs[0].consumers()
+    return users[0] if len(users) == 1 and node is not None and not node.outputs[0].is_graph_output() else None
+
+
+# ── The file ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 STANDARD_DOMAINS = ("", "ai.onnx")
 WEIGHTED_OPERATORS = ("Conv", "ConvTranspose", "MatMul", "Gemm")
@@ -26,7 +226,7 @@ SEVERAL = 2  # elements from which on a constant of a node may be a weight
 
 
 def load_model(path: Path) -> onnx_ir.Model:
-    """The model in the file; raises `CheckpointError` where the file, or one with its external data, cannot be read."""
+    """Return the model in the file; raises `CheckpointError` where the file, or one with its external data, cannot be read."""
     import onnx_ir
 
     if not path.exists():
@@ -38,7 +238,7 @@ def load_model(path: Path) -> onnx_ir.Model:
 
             require_inlined_fits(model)
             InlinePass()(model)
-        require_memory(sum(bytes_of(one) for one in external_tensors(model.graph)), f"the external data of {path}")
+        require_memory(sum(bytes_of(tensor) for tensor in external_tensors(model.graph)), f"the external data of {path}")
         check_external_data(model.graph)
     except CheckpointError as error:
         error.what = error.what if str(path) in error.what else f"{path}: {error.what}"
@@ -59,7 +259,7 @@ def load_model(path: Path) -> onnx_ir.Model:
 
 
 def simplify(model: onnx_ir.Model) -> None:
-    """What reads a copy reads the original, and the weights of a file that has them as nodes are weights like others."""
+    """Remove copies, and make weights that a file has as nodes weights like others."""
     from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
     remove_copies(model)
@@ -70,13 +270,13 @@ def simplify(model: onnx_ir.Model) -> None:
 
 
 def has_other_types(graph: onnx_ir.Graph) -> bool:
-    """Whether some constant or input is of a type that Python's numbers do not have: float16, int32."""
-    held = (one.dtype for one in constant_tensors(graph))
-    return any(DTYPES.get(dtype) not in (None, *TYPES_OF_NUMBERS) for dtype in (*held, *(one.dtype for one in graph.inputs)))  # type: ignore[arg-type]
+    """Return whether some constant or input is of a type that Python's numbers do not have: float16, int32."""
+    held = (value.dtype for value in constant_tensors(graph))
+    return any(DTYPES.get(dtype) not in (None, *TYPES_OF_NUMBERS) for dtype in (*held, *(value.dtype for value in graph.inputs)))  # type: ignore[arg-type]
 
 
 def remove_copies(model: onnx_ir.Model) -> None:
-    """What reads a copy reads the original; a branch that returns what was computed outside of it still copies that."""
+    """Remove nodes that copy, apart from those by which a branch returns a value from outside of it."""
     for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", "Identity")]:
         (original,), (copy,) = node.inputs, node.outputs
         if original is None or node.graph is None:
@@ -92,7 +292,7 @@ def remove_copies(model: onnx_ir.Model) -> None:
 
 
 def has_weights_as_nodes(graph: onnx_ir.Graph) -> bool:
-    """Whether the file has its weights as `Constant` nodes: some product or convolution multiplies by one."""
+    """Return whether the file has its weights as `Constant` nodes: some product or convolution multiplies by one."""
     for node in graph:
         weight = node.inputs[1] if node.op_type in WEIGHTED_OPERATORS and len(node.inputs) > 1 else None
         producer = None if weight is None else weight.producer()
@@ -103,7 +303,7 @@ def has_weights_as_nodes(graph: onnx_ir.Graph) -> bool:
 
 
 def root_cause(error: Exception) -> Exception:
-    """The exception that the others were raised from: `onnx_ir` wraps one for each message it was reading."""
+    """Return the exception that the others were raised from: `onnx_ir` wraps one for each message it was reading."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
@@ -148,14 +348,14 @@ def require_inlined_fits(model: onnx_ir.Model) -> None:
 
 
 def external_tensors(graph: onnx_ir.Graph) -> list[onnx_ir.ExternalTensor]:
-    """The constants whose bytes are in other files; those of all others are in memory already, however many they claim to be."""
+    """Return the constants whose bytes are in other files; all others are in memory already, whatever size they claim."""
     import onnx_ir
 
     return [tensor for tensor in constant_tensors(graph) if isinstance(tensor, onnx_ir.ExternalTensor)]
 
 
 def bytes_of(tensor: onnx_ir.TensorProtocol) -> int:
-    """The size of a tensor as the file says it; 0 of one that is of strings."""
+    """Return the size of a tensor as the file says it; 0 of one that is of strings."""
     try:
         return int(tensor.nbytes)
     except (TypeError, ValueError, NotImplementedError):
@@ -163,26 +363,26 @@ def bytes_of(tensor: onnx_ir.TensorProtocol) -> int:
 
 
 def constant_tensors(graph: onnx_ir.Graph) -> Iterator[onnx_ir.TensorProtocol]:
-    """The initializers of the graph and its subgraphs, and the tensors among their nodes' attributes."""
+    """Yield the initializers of the graph and its subgraphs, and the tensors among their nodes' attributes."""
     import onnx_ir
 
-    for one in (graph, *graph.subgraphs()):
-        yield from (value.const_value for value in one.initializers.values() if value.const_value is not None)
-        for node in one:
+    for part in (graph, *graph.subgraphs()):
+        yield from (value.const_value for value in part.initializers.values() if value.const_value is not None)
+        for node in part:
             yield from (held.value for held in node.attributes.values() if held.type == onnx_ir.AttributeType.TENSOR)
 
 
 def release_tensors(graph: onnx_ir.Graph) -> None:
     """The graph no longer holds its constants; as its nodes and values refer to one another, it is itself freed much later."""
-    for one in (graph, *list(graph.subgraphs())):
-        for value in one.initializers.values():
+    for part in (graph, *list(graph.subgraphs())):
+        for value in part.initializers.values():
             value.const_value = None
-        for node in one:
+        for node in part:
             node.attributes.clear()
 
 
 def to_torch(tensor: onnx_ir.TensorProtocol) -> Tensor:
-    """A copy of the tensor; external data is mapped for as long as it is copied, one tensor at a time."""
+    """Return a copy of the tensor; external data is mapped for as long as it is copied, one tensor at a time."""
     import onnx_ir
 
     array = tensor.numpy()
@@ -199,7 +399,7 @@ def to_torch(tensor: onnx_ir.TensorProtocol) -> Tensor:
 
 
 def attribute_values(node: onnx_ir.Node) -> dict[str, Any]:
-    """The node's attributes as Python values and torch tensors; graphs left out."""
+    """Return the node's attributes as Python values and torch tensors; graphs left out."""
     import onnx_ir
 
     values: dict[str, Any] = {}
@@ -213,17 +413,17 @@ def attribute_values(node: onnx_ir.Node) -> dict[str, Any]:
 
 
 def node_label(node: onnx_ir.Node) -> str:
-    """What errors call the node: its name, or that of its first output."""
+    """Return what errors call the node: its name, or that of its first output."""
     return node.name or str(node.outputs[0].name)
 
 
 def operator_label(node: onnx_ir.Node) -> str:
-    """The node's operator with its domain."""
+    """Return the node's operator with its domain."""
     return f"{node.domain or 'ai.onnx'}.{node.op_type}"
 
 
 def reads_only_as_right_factor(node: onnx_ir.Node, value: onnx_ir.Value) -> bool:
-    """Whether all that the node does with the matrix is to multiply by it from the right."""
+    """Return whether all that the node does with the matrix is to multiply by it from the right."""
     if len(node.inputs) < 2 or node.inputs[1] is not value or node.inputs.count(value) != 1:
         return False
     if (node.domain, node.op_type) == (MICROSOFT, "Attention"):

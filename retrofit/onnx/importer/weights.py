@@ -1,11 +1,19 @@
-"""The constants of an ONNX file as parameters, buffers and numbers; quantized weights as the numbers they represent.
+"""The constants of an ONNX file as parameters, buffers and numbers, under readable names; quantized weights as what they represent.
 
-Floating weights become parameters under readable names; weights that are equal bit for bit become one parameter. Frequencies of
-rotary embeddings, masks and whole numbers become buffers or plain numbers.
+Floating weights become parameters, named after the modules they come from; weights that are equal bit for bit become one parameter.
+Frequencies of rotary embeddings, masks and whole numbers become buffers or plain numbers. Of quantized weights only those are read
+that are quantized in the file and nowhere else: a graph that quantizes as it runs has no gradient.
+
+    DequantizeLinear            w = (q − z) · s, one scale for all, for a row or column, or for a block of one
+    com.microsoft.MatMulNBits   the same for each row's blocks, two or more numbers packed into a byte
+    com.microsoft.GatherBlockQuantized   the same for a table of which entries are looked up
+
+Source: the operator specifications of ONNX; ONNX Runtime's documentation of its contributed operators.
 """
 
 from __future__ import annotations
 
+import keyword
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +24,118 @@ from torch import Tensor, fx, nn
 from retrofit.errors import CheckpointError
 from retrofit.graphs.module_tree import register_tensor
 from retrofit.onnx.importer.model_file import reads_only_as_right_factor, to_torch
-from retrofit.onnx.importer.naming import identifier, parameter_name
 from retrofit.onnx.importer.operators.shapes import transpose
-from retrofit.onnx.importer.values import DTYPES, numbers
+from retrofit.onnx.importer.operators.table import DTYPES, MICROSOFT, numbers
 
 if TYPE_CHECKING:
     import onnx_ir
+
+
+SCOPES = "pkg.torch.onnx.name_scopes"  # where torch writes down the modules that a node comes from
+
+
+# ── Names ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parameter_name(name: str, rank: int, reader: onnx_ir.Node | None) -> str:
+    """Return the name of a weight: its own where that is a path, else after the module that its first reader comes from."""
+    scope = "" if reader is None or is_module_path(name) else module_scope(reader)
+    adds = reader is not None and reader.op_type in ("Add", "Gemm", "Conv")
+    leaf = "bias" if rank <= 1 and adds else "weight"
+    return f"{scope}.{leaf}" if scope else ".".join(map(identifier, filter(None, name.split("."))))
+
+
+def is_module_path(name: str) -> bool:
+    return "." in name and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", name) is not None
+
+
+def module_scope(node: onnx_ir.Node) -> str:
+    """Return the module that a node was exported from, by what torch's exporters write into it; "" where they say nothing."""
+    if (scopes := node.metadata_props.get(SCOPES)) is not None:
+        paths = [path for path in re.findall(r"'([^']*)'", scopes) if re.fullmatch(r"\w+(\.\w+)*", path)]
+        modules = paths[:-1]  # the last is the operation itself
+        return max(modules, key=len, default="")
+    pieces = [piece for piece in (node.name or "").split("/") if piece]
+    return ".".join(".".join(map(identifier, piece.split("."))) for piece in pieces[:-1])
+
+
+def identifier(text: str) -> str:
+    """Return the text as a name that Python accepts, numbers kept."""
+    return re.sub(r"\W+", "_", text).strip("_") or "unnamed"
+
+
+def argument_name(name: str) -> str:
+    """Return the name of an input or output as that of an argument."""
+    name = identifier(name)
+    return f"input_{name}" if name[0].isdigit() or name == "self" or keyword.iskeyword(name) else name
+
+
+# ── Quantized weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+BLOCKS = (MICROSOFT, "MatMulNBits")
+TABLE = (MICROSOFT, "GatherBlockQuantized")
+DEQUANTIZE = "DequantizeLinear"
+QUANTIZED_OPERATORS = frozenset(
+    "QuantizeLinear DynamicQuantizeLinear MatMulInteger ConvInteger QLinearMatMul QLinearConv DynamicQuantizeMatMul QAttention "
+    "MatMulIntegerToFloat QEmbedLayerNormalization QGemm".split()
+)  # they compute on quantized activations
+
+
+def is_block_product(node: onnx_ir.Node) -> bool:
+    return (node.domain, node.op_type) == BLOCKS
+
+
+def is_quantized_table(node: onnx_ir.Node) -> bool:
+    return (node.domain, node.op_type) == TABLE
+
+
+def dequantize(q: Tensor, scale: Tensor, zero: Tensor | None = None, axis: int = 1, block_size: int = 0) -> Tensor:
+    """Return what DequantizeLinear makes of constants."""
+    if scale.dim() == 1 and scale.numel() > 1:  # one for each place along the axis
+        shape = [1] * q.dim()
+        shape[axis] = -1
+        scale, zero = scale.reshape(shape), None if zero is None else zero.reshape(shape)
+    elif block_size:
+        scale, zero = (None if factors is None else factors.repeat_interleave(block_size, axis) for factors in (scale, zero))  # type: ignore[assignment]
+        scale, zero = (None if factors is None else factors.narrow(axis, 0, q.shape[axis]) for factors in (scale, zero))  # type: ignore[assignment]
+    centred = q.to(torch.float32) if zero is None else q.to(torch.float32) - zero.to(torch.float32)
+    return (centred * scale.to(torch.float32)).to(scale.dtype)
+
+
+def unpack_bits(packed: Tensor, bits: int) -> Tensor:
+    """Return the numbers of `bits` bits in each byte of the last dimension, the lowest first."""
+    shifts = torch.arange(0, 8, bits)
+    return ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & (2**bits - 1)).flatten(-2)
+
+
+def dequantize_blocks(attributes: dict[str, Any], packed: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """Return the weight of a MatMulNBits node, (out, in)."""
+    rows, columns, bits, block = attributes["N"], attributes["K"], attributes.get("bits", 4), attributes["block_size"]
+    blocks = -(-columns // block)
+    q = unpack_bits(packed.reshape(rows, blocks, -1), bits)  # (rows, blocks, block)
+    if zeros is None:
+        centre: Tensor | int = 2 ** (bits - 1)
+    elif zeros.is_floating_point():
+        centre = zeros.reshape(rows, blocks, 1)
+    else:
+        centre = unpack_bits(zeros.reshape(rows, -1), bits)[:, :blocks, None]
+    return ((q - centre) * scales.reshape(rows, blocks, 1)).reshape(rows, -1)[:, :columns].to(scales.dtype).contiguous()
+
+
+def dequantize_table(attributes: dict[str, Any], packed: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """Return the table of a GatherBlockQuantized node: bytes hold one number each, or several along the last axis, centred."""
+    bits, block, axis = attributes.get("bits", 4), attributes.get("block_size", 128), attributes.get("quantize_axis", 1)
+    q: Tensor = packed
+    if packed.dtype == torch.uint8:
+        q = unpack_bits(packed, bits)
+        zeros = scales.new_full((), 2 ** (bits - 1)) if zeros is None else unpack_bits(zeros, bits).narrow(-1, 0, scales.shape[-1])
+    zeros = None if zeros is None else zeros.expand(scales.shape)
+    return dequantize(q, scales, zeros, axis, block or q.shape[axis])
+
+
+# ── Weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 FEW = 64  # elements up to which a constant of whole numbers is numbers and no tensor
 LAYOUT_OPERATORS = frozenset(
@@ -58,13 +172,13 @@ class Weights:
 
     def add(self, value: onnx_ir.Value, source: str, tensor: Tensor) -> None:
         """`tensor` is the constant `value`, as if the file had it, and becomes a parameter that is named after `source`."""
-        if value in self.computed or value.name in {one.name for one in self.computed}:
+        if value in self.computed or value.name in {computed.name for computed in self.computed}:
             raise CheckpointError(f"{self.path} has two constants called {value.name}", remedy="export the model again")
         self.computed[value] = tensor
         self.names[value] = parameter_name(re.sub(QUANTIZER_SUFFIX, "", source), tensor.dim(), self.first_reader(value))
 
     def tensor(self, value: onnx_ir.Value) -> Tensor:
-        """The constant's values; raises `CheckpointError` where there is none."""
+        """Return the constant's values; raises `CheckpointError` where there is none."""
         if value in self.computed:
             return self.computed[value]
         if value not in self.initializers:
@@ -90,7 +204,7 @@ class Weights:
         return value is not None and self.is_float(value) and len(self.shape(value)) == 1 and self.shape(value)[0] > 1
 
     def value(self, value: onnx_ir.Value) -> Any:
-        """The constant as the file has it: a node that reads it, or numbers."""
+        """Return the constant as the file has it: a node that reads it, or numbers."""
         if only_numbers(value):
             return numbers(self.tensor(value))
         if not self.is_float(value) or not self.shape(value):
@@ -98,13 +212,13 @@ class Weights:
         return self.parameter(value)
 
     def transposed(self, value: onnx_ir.Value) -> fx.Node:
-        """The matrix as (out, in): stored so where every reader multiplies by it from the right."""
+        """Return the matrix as (out, in): stored so where every reader multiplies by it from the right."""
         if not value.is_graph_output() and all(reads_only_as_right_factor(node, value) for node in value.consumers()):
             return self.parameter(value, transposed=True)
         return self.graph.call_function(transpose, (self.value(value), (1, 0)))
 
     def constant(self, tensor: Tensor, name: str) -> Any:
-        """A constant that is no weight: numbers, where it is one or a few whole ones, else a buffer."""
+        """Return a constant that is no weight: numbers, where it is one or a few whole ones, else a buffer."""
         if tensor.dim() == 0 or (tensor.dim() == 1 and tensor.numel() <= FEW and not tensor.is_floating_point()):
             return tuple(tensor.tolist()) if tensor.dim() else tensor.item()
         path = self.unique_path(f"constants.{identifier(name)}")
@@ -112,7 +226,7 @@ class Weights:
         return self.graph.get_attr(path)
 
     def parameter(self, value: onnx_ir.Value, transposed: bool = False) -> fx.Node:
-        """The weight as a parameter, one that is equal to another as that other."""
+        """Return the weight as a parameter, one that is equal to another as that other."""
         key = value, transposed
         if key not in self.nodes:
             tensor = self.tensor(value)
@@ -124,7 +238,7 @@ class Weights:
         return self.nodes[key]
 
     def register_parameter(self, value: onnx_ir.Value, tensor: Tensor) -> str:
-        """The path of a new parameter."""
+        """Return the path of a new parameter."""
         name = self.names.get(value) or parameter_name(str(value.name), tensor.dim(), self.first_reader(value))
         path = self.unique_path(name)
         register_tensor(self.root, path, nn.Parameter(tensor))
@@ -133,31 +247,31 @@ class Weights:
         return path
 
     def equal_parameter(self, tensor: Tensor) -> str | None:
-        """The parameter with these values: exporters write a tied weight twice, the second time transposed."""
+        """Return the parameter with these values: exporters write a tied weight twice, the second time transposed."""
         same_kind = ((path, other) for path, other in self.matrices if (other.shape, other.dtype) == (tensor.shape, tensor.dtype))
         return next((path for path, other in same_kind if torch.equal(other, tensor)), None)
 
     def first_reader(self, value: onnx_ir.Value) -> onnx_ir.Node | None:
-        """The first node that reads the value, those of the main graph before those of branches."""
+        """Return the first node that reads the value, those of the main graph before those of branches."""
         return min(value.consumers(), key=lambda node: self.order[node], default=None)
 
     def only_makes_angles(self, value: onnx_ir.Value) -> bool:
-        """Whether all that is computed from the weight are sines and cosines, or it holds such: frequencies, no weights."""
+        """Return whether all that is computed from the weight are sines and cosines, or it holds such: frequencies, no weights."""
         reached, ends = [value], set()
-        for one in reached:
-            if one.is_graph_output():
+        for followed in reached:
+            if followed.is_graph_output():
                 return False
-            for node in one.consumers():
-                if node.op_type in LAYOUT_OPERATORS:
-                    reached.extend(output for output in node.outputs if output not in reached)
-                elif one in node.inputs[ANGLE_INPUTS.get((node.domain, node.op_type), NO_INPUTS)]:
+            for reader in followed.consumers():
+                if reader.op_type in LAYOUT_OPERATORS:
+                    reached.extend(output for output in reader.outputs if output not in reached)
+                elif followed in reader.inputs[ANGLE_INPUTS.get((reader.domain, reader.op_type), NO_INPUTS)]:
                     ends.add("Cos")
                 else:
-                    ends.add(node.op_type)
+                    ends.add(reader.op_type)
         return bool(ends) and ends <= ANGLE_OPERATORS
 
     def unique_path(self, path: str) -> str:
-        """A name that no other weight has."""
+        """Return a name that no other weight has."""
         unique, count = path, 1
         while unique in self.paths or any(other.startswith(unique + ".") for other in self.paths):
             count += 1
@@ -167,7 +281,7 @@ class Weights:
 
 
 def only_statistics(value: onnx_ir.Value) -> bool:
-    """Whether the constant is the mean or the variance of a batch norm and nothing else."""
+    """Return whether the constant is the mean or the variance of a batch norm and nothing else."""
     readers = value.consumers()
     return bool(readers) and all(
         node.op_type == "BatchNormalization" and value in node.inputs[STATISTICS] and value not in node.inputs[:3]
@@ -176,7 +290,7 @@ def only_statistics(value: onnx_ir.Value) -> bool:
 
 
 def only_numbers(value: onnx_ir.Value) -> bool:
-    """Whether every operator that reads the constant reads numbers: the scales of a resizing, say."""
+    """Return whether every operator that reads the constant reads numbers: the scales of a resizing, say."""
     readers = value.consumers()
     return bool(readers) and all(
         not node.domain and value in [node.inputs[at] for at in NUMBER_INPUTS.get(node.op_type, ()) if at < len(node.inputs)]

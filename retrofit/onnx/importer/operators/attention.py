@@ -1,30 +1,121 @@
-"""ONNX attention operators and rotary embeddings as torch functions: ONNX's own, of operator set 23, and those of ONNX Runtime.
+"""ONNX attention operators and the fused operators of ONNX Runtime, as torch functions: norms with a residual, GELU with a bias.
 
-An operator takes the keys and values of earlier tokens where the graph passes them; a model of whole sequences never does.
+An attention takes the keys and values of earlier tokens where the graph passes them; a model of whole sequences never does.
 
-Source: ONNX's operator specifications; ONNX Runtime's documentation of its contributed operators (domain `com.microsoft`).
+Source: ONNX's operator specifications (set 23); ONNX Runtime's documentation of its contributed operators (`com.microsoft`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
-from retrofit.onnx.importer.operators.onnxruntime_fused import nonzero_attributes
-from retrofit.onnx.importer.operators.table import MICROSOFT, operator
-from retrofit.onnx.importer.values import Value, tensor
+from retrofit.onnx.importer.operators.shapes import trilu
+from retrofit.onnx.importer.operators.table import MICROSOFT, Value, operator, tensor
+
+# ── Fused operators ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@operator("SkipLayerNormalization", domain=MICROSOFT)
+def skip_layer_normalization(
+    x: Tensor, skip: Tensor, scale: Tensor, shift: Tensor | None = None, bias: Tensor | None = None, epsilon: float = 1e-12
+) -> tuple[Tensor | None, ...]:
+    total = with_bias(x, bias) + skip
+    return F.layer_norm(total, total.shape[-1:], scale, shift, epsilon), None, None, total
+
+
+def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x + b: the bias is that of the product before the residual, so that this layer's result has all of it."""
+    return x if bias is None else x + bias
+
+
+@operator("SkipSimplifiedLayerNormalization", domain=MICROSOFT)
+def skip_simplified_layer_normalization(
+    x: Tensor, skip: Tensor, scale: Tensor, bias: Tensor | None = None, epsilon: float = 1e-12
+) -> tuple[Tensor | None, ...]:
+    total = with_bias(x, bias) + skip
+    return F.rms_norm(total, total.shape[-1:], scale, epsilon), None, None, total
+
+
+@operator("EmbedLayerNormalization", domain=MICROSOFT)
+def embed_layer_normalization(
+    ids: Tensor,
+    segments: Tensor | None,
+    words: Tensor,
+    positions: Tensor,
+    kinds: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    mask: Tensor | None = None,
+    numbering: Tensor | None = None,
+    epsilon: float = 1e-12,
+    mask_index_type: int = 1,
+) -> tuple[Tensor | None, ...]:
+    places = torch.arange(ids.shape[1], device=ids.device) if numbering is None else numbering
+    total = F.embedding(ids, words) + F.embedding(places, positions)
+    if kinds is not None and segments is not None:
+        total = total + F.embedding(segments, kinds)
+    counts = None if mask is None else mask.sum(1).to(torch.int32)
+    return F.layer_norm(total, total.shape[-1:], scale, shift, epsilon), counts, total
+
+
+@operator("Gelu", domain=MICROSOFT)
+def exact_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x)
+
+
+@operator("BiasGelu", domain=MICROSOFT)
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias)
+
+
+@operator("FastGelu", domain=MICROSOFT)
+def fast_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.gelu(x if bias is None else x + bias, approximate="tanh")
+
+
+@operator("QuickGelu", domain=MICROSOFT)
+def quick_gelu(x: Tensor, alpha: float = 1.702) -> Tensor:
+    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
+
+
+def nonzero_attributes(*names: str) -> Callable[[dict[str, Any]], str]:
+    """Refuses nodes that set one of these attributes."""
+    return lambda attributes: ", ".join(name for name in names if attributes.get(name, 0) not in (0, -1))
+
+
+@operator("FusedMatMul", domain=MICROSOFT)
+def fused_mat_mul(
+    a: Tensor, b: Tensor, alpha: float = 1.0, transA: int = 0, transB: int = 0, transBatchA: int = 0, transBatchB: int = 0
+) -> Tensor:
+    product = torch.matmul(matmul_operand(a, transA, transBatchA), matmul_operand(b, transB, transBatchB))
+    return product if alpha == 1.0 else alpha * product
+
+
+def matmul_operand(x: Tensor, transposed: int, rows_first: int) -> Tensor:
+    """Return the matrices in x, with the axis of rows before those of the batch if `rows_first`; then each transposed."""
+    x = x.movedim(0, -2) if rows_first else x
+    return x.mT if transposed else x
+
+
+operator("Trilu", domain=MICROSOFT)(trilu)
+
+
+# ── Attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
-    """The first 2·r channels of x (batch, heads, length, width) rotated by the angles (batch or 1, 1, length, r), the rest kept."""
+    """Return x (batch, heads, length, width), its first 2·r channels rotated by the angles (batch or 1, 1, length, r)."""
     turning, rest = x[..., : 2 * cosines.shape[-1]], x[..., 2 * cosines.shape[-1] :]
-    one, other = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
-    parts = one * cosines - other * sines, other * cosines + one * sines
+    first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
+    parts = first * cosines - second * sines, second * cosines + first * sines
     result = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
     return torch.cat([result, rest], -1) if rest.shape[-1] else result
 
@@ -83,12 +174,12 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def append_to_past(past: Tensor | None, x: Tensor) -> Tensor:
-    """The keys or values of all tokens, those of earlier ones first."""
+    """Return the keys or values of all tokens, those of earlier ones first."""
     return x if past is None or (isinstance(past.shape[2], int) and past.shape[2] == 0) else torch.cat([past, x], 2)
 
 
 def additive_mask(mask: Tensor | None, value: float, like: Tensor) -> Tensor | None:
-    """A mask of what may be read, or one that is added, as one that is added."""
+    """Return a mask of what may be read, or one that is added, as one that is added."""
     if mask is None:
         return None
     if mask.is_floating_point():

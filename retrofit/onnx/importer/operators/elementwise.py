@@ -1,4 +1,4 @@
-"""ONNX operators that work element by element, casts among them, as torch functions."""
+"""ONNX operators that work element by element, casts among them, and reductions, as torch functions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.onnx.importer.operators.table import Operator, function_name, operator
-from retrofit.onnx.importer.values import (
+from retrofit.onnx.importer.operators.table import (
     DTYPES,
+    Operator,
     Value,
     cast_number,
     divide_numbers,
     dtype_of,
+    function_name,
     is_number,
     map_numbers,
     number,
+    numbers,
+    operator,
     remainder_of_numbers,
     sqrt_number,
     tensor,
@@ -25,7 +28,7 @@ from retrofit.onnx.importer.values import (
 
 
 def elementwise(name: str, of_tensors: Operator, of_numbers: Operator | None = None) -> Operator:
-    """The operator `name`, from what it does to tensors and, if it does anything, to single numbers."""
+    """Return the operator `name`, from what it does to tensors and, if it does anything, to single numbers."""
 
     def computed(*values: Value) -> Value:
         like = next((value for value in values if isinstance(value, Tensor)), None)
@@ -43,12 +46,12 @@ def elementwise(name: str, of_tensors: Operator, of_numbers: Operator | None = N
 
 
 def as_tensor_like(value: Value, like: Tensor) -> Tensor:
-    """The numbers as a tensor of the type of `like`, which operands of a node have in common."""
+    """Return the numbers as a tensor of the type of `like`, which operands of a node have in common."""
     return tensor(value, like, None if dtype_of(value) is torch.bool else like.dtype)
 
 
 def fold_operands(function: Operator) -> Operator:
-    """A function of two operands as one of any number."""
+    """Return a function of two operands as one of any number."""
 
     def of_many(first: Any, *others: Any) -> Any:
         for other in others:
@@ -58,16 +61,16 @@ def fold_operands(function: Operator) -> Operator:
     return of_many
 
 
-def divide(one: Tensor, other: Value) -> Tensor:
-    return one / other if one.is_floating_point() else torch.div(one, other, rounding_mode="trunc")
+def divide(a: Tensor, b: Value) -> Tensor:
+    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
 
 
-def larger(one: Tensor, other: Value) -> Tensor:
-    return torch.maximum(one, other) if isinstance(other, Tensor) else one.clamp(min=other)
+def larger(a: Tensor, b: Value) -> Tensor:
+    return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
 
 
-def smaller(one: Tensor, other: Value) -> Tensor:
-    return torch.minimum(one, other) if isinstance(other, Tensor) else one.clamp(max=other)
+def smaller(a: Tensor, b: Value) -> Tensor:
+    return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
 
 
 add = elementwise("Add", lambda a, b: a + b, lambda a, b: a + b)
@@ -120,10 +123,10 @@ less_or_equal = elementwise("LessOrEqual", lambda a, b: a <= b, lambda a, b: a <
 
 
 @operator("Mod")
-def mod(one: Value, other: Value, fmod: int = 0) -> Value:
-    if is_number(one) and is_number(other):
-        return map_numbers(remainder_of_numbers if fmod else lambda a, b: a % b, one, other)
-    return torch.fmod(tensor(one), tensor(other)) if fmod else torch.remainder(tensor(one), tensor(other))
+def mod(x: Value, y: Value, fmod: int = 0) -> Value:
+    if is_number(x) and is_number(y):
+        return map_numbers(remainder_of_numbers if fmod else lambda a, b: a % b, x, y)
+    return torch.fmod(tensor(x), tensor(y)) if fmod else torch.remainder(tensor(x), tensor(y))
 
 
 @operator("IsInf")
@@ -135,13 +138,13 @@ def is_inf(x: Value, detect_negative: int = 1, detect_positive: int = 1) -> Tens
 
 
 @operator("Where")
-def where(condition: Value, one: Value, other: Value) -> Value:
-    given = (condition, one, other)
+def where(condition: Value, x: Value, y: Value) -> Value:
+    given = (condition, x, y)
     if all(map(is_number, given)):
         return map_numbers(lambda chosen, a, b: a if chosen else b, *given)
     like = next(value for value in given if isinstance(value, Tensor))
-    typed = next((value.dtype for value in (one, other) if isinstance(value, Tensor)), None)
-    return torch.where(tensor(condition, like), tensor(one, like, typed), tensor(other, like, typed))
+    typed = next((value.dtype for value in (x, y) if isinstance(value, Tensor)), None)
+    return torch.where(tensor(condition, like), tensor(x, like, typed), tensor(y, like, typed))
 
 
 @operator("Clip")
@@ -205,3 +208,62 @@ def cast_to(x: Value, to: int, **rounding: Any) -> Value:
 def cast_like(x: Value, like: Value, **rounding: Any) -> Value:
     dtype = like.dtype if isinstance(like, Tensor) else dtype_of(like)
     return cast_number(x, dtype) if is_number(x) else x.to(dtype)
+
+
+# ── Reductions ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def reduction(name: str, of_tensor: Operator, of_numbers: Operator | None = None) -> Operator:
+    """Return the operator `name`, from what it does to a tensor along some axes; the axes are an input or, before, an attribute."""
+
+    def computed(
+        x: Value, axes: Value = None, keepdims: int = 1, noop_with_empty_axes: int = 0, **of_old: tuple[int, ...]
+    ) -> Value:
+        axes = of_old.get("axes_attribute", axes)
+        if is_number(x) and of_numbers is not None:
+            result = x
+            for position, item in enumerate(numbers(x)):
+                result = item if position == 0 else of_numbers(result, item)
+            return (result,) if keepdims and isinstance(x, tuple) else result
+        x = tensor(x)
+        along = () if axes is None else numbers(axes)
+        if not along and noop_with_empty_axes:
+            return x
+        return of_tensor(x, along or tuple(range(x.dim())), bool(keepdims))
+
+    computed.__name__ = computed.__qualname__ = function_name(name)
+    computed.__doc__ = f"ONNX's {name}."
+    return operator(name)(computed)
+
+
+def reduce_product(x: Tensor, along: tuple[int, ...], keep: bool) -> Tensor:
+    for axis in along:
+        x = x.prod(axis, keepdim=True)
+    return x if keep else x.squeeze(along)
+
+
+reduce_mean = reduction("ReduceMean", torch.mean)
+
+
+reduce_sum = reduction("ReduceSum", torch.sum, lambda a, b: a + b)
+
+
+reduce_max = reduction("ReduceMax", torch.amax, torch.sym_max)
+
+
+reduce_min = reduction("ReduceMin", torch.amin, torch.sym_min)
+
+
+reduce_prod = reduction("ReduceProd", reduce_product, lambda a, b: a * b)
+
+
+reduce_l1 = reduction("ReduceL1", lambda x, along, keep: x.abs().sum(along, keep))
+
+
+reduce_l2 = reduction("ReduceL2", lambda x, along, keep: torch.linalg.vector_norm(x, 2, along, keep))
+
+
+reduce_sum_square = reduction("ReduceSumSquare", lambda x, along, keep: x.square().sum(along, keep))
+
+
+reduce_log_sum_exp = reduction("ReduceLogSumExp", torch.logsumexp)

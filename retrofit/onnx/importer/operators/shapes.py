@@ -1,21 +1,23 @@
-"""ONNX operators on shapes and layout, and those that create tensors from shapes, as torch functions."""
+"""ONNX operators on shapes and layout, those that create tensors, and those that gather, scatter or sort, as torch functions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.onnx.importer.operators.table import operator
-from retrofit.onnx.importer.values import (
+from retrofit.onnx.importer.operators.table import (
     DTYPES,
     Value,
     dtype_of,
     is_number,
+    map_numbers,
     number,
     numbers,
+    operator,
     tensor,
 )
 
@@ -45,13 +47,13 @@ def reshape(x: Value, shape: Value, allowzero: int = 0) -> Value:
         return tuple(zip(x[::2], x[1::2], strict=True))
     x = tensor(x)
     if not allowzero:
-        extents = tuple(x.shape[at] if isinstance(one, int) and one == 0 else one for at, one in enumerate(extents))
+        extents = tuple(x.shape[at] if isinstance(extent, int) and extent == 0 else extent for at, extent in enumerate(extents))
     return x.reshape(extents)
 
 
 def flatten_numbers(x: Value) -> tuple[Any, ...]:
     """Numbers, or rows of numbers, as one row."""
-    return tuple(one for part in numbers(x) for one in numbers(part))
+    return tuple(item for part in numbers(x) for item in numbers(part))
 
 
 @operator("Transpose")
@@ -94,7 +96,7 @@ def flatten(x: Tensor, axis: int = 1) -> Tensor:
 @operator("Concat")
 def concat(*values: Value, axis: int) -> Value:
     if all(map(is_number, values)):
-        return tuple(one for value in values for one in numbers(value))
+        return tuple(item for value in values for item in numbers(value))
     like = next(value for value in values if isinstance(value, Tensor))
     parts = [tensor(value, like, like.dtype) for value in values]
     full = [part for part in parts if not is_empty_along(part, axis)] or parts[:1]
@@ -102,7 +104,7 @@ def concat(*values: Value, axis: int) -> Value:
 
 
 def is_empty_along(x: Tensor, axis: int) -> bool:
-    """Whether nothing is there to be joined: the past before any token."""
+    """Return whether nothing is there to be joined: the past before any token."""
     return isinstance(x.shape[axis], int) and x.shape[axis] == 0
 
 
@@ -143,7 +145,7 @@ def slice_axis(x: Value, first: Any, last: Any, axis: int, step: int) -> Value:
 
 
 def slice_bound(place: Any) -> Any:
-    """An end of a slice; None at, or beyond, what ONNX takes for the end."""
+    """Return an end of a slice; None at, or beyond, what ONNX takes for the end."""
     return None if isinstance(place, int) and not -END < place < END else place
 
 
@@ -154,7 +156,9 @@ def expand(x: Value, shape: Value) -> Tensor:
     lead = x.dim() - len(extents)
     extents = (*(-1 for _ in range(lead)), *extents)
     return x.expand(
-        tuple(-1 if isinstance(one, int) and one == 1 and at >= len(extents) - x.dim() else one for at, one in enumerate(extents))
+        tuple(
+            -1 if isinstance(size, int) and size == 1 and at >= len(extents) - x.dim() else size for at, size in enumerate(extents)
+        )
     )
 
 
@@ -201,3 +205,101 @@ def eye_like(x: Tensor, k: int = 0, dtype: int | None = None) -> Tensor:
 def trilu(x: Tensor, k: Value = None, upper: int = 1) -> Tensor:
     offset = 0 if k is None else number(k)
     return torch.triu(x, offset) if upper else torch.tril(x, offset)
+
+
+@operator("Gather")
+def gather(x: Value, indices: Value, axis: int = 0) -> Value:
+    if is_number(x) and is_number(indices):
+        return map_numbers(lambda at: x[at], indices)
+    x = tensor(x, indices if isinstance(indices, Tensor) else None)
+    if is_number(indices) and not isinstance(indices, tuple):
+        return x.select(axis, indices)
+    if is_number(indices):
+        indices = tensor(indices, x)
+    if axis == 0 and x.dim() == 2 and x.is_floating_point():
+        return F.embedding(indices, x)
+    axis %= x.dim()
+    return x[(slice(None),) * axis + (indices,)]
+
+
+@operator("GatherElements")
+def gather_elements(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
+    return torch.gather(x, axis, from_the_front(indices, x.shape[axis]))
+
+
+def from_the_front(indices: Tensor, length: int) -> Tensor:
+    """Places that may be counted from the end, counted from the front, in torch's type of them."""
+    return torch.where(indices < 0, indices + length, indices).long()
+
+
+@operator("GatherND")
+def gather_nd(x: Tensor, indices: Tensor, batch_dims: int = 0) -> Tensor:
+    indices = tensor(indices, x)
+    leading = tuple(
+        torch.arange(x.shape[at], device=x.device).reshape(-1, *(1 for _ in range(indices.dim() - 2 - at)))
+        for at in range(batch_dims)
+    )
+    return x[(*leading, *indices.unbind(-1))]
+
+
+def unsupported_reduction(attributes: dict[str, Any]) -> str:
+    kind = attributes.get("reduction", "none")
+    return "" if kind in ("none", "add") else f"reduction={kind}"
+
+
+@operator("ScatterND", refuses=unsupported_reduction)
+def scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, reduction: str = "none") -> Tensor:
+    return tensor(x).index_put(tensor(indices).unbind(-1), tensor(updates), accumulate=reduction == "add")
+
+
+@operator("ScatterElements")
+def scatter_elements(x: Tensor, indices: Tensor, updates: Tensor, axis: int = 0, reduction: str = "none") -> Tensor:
+    indices = from_the_front(indices, x.shape[axis])
+    if reduction == "none":
+        return torch.scatter(x, axis, indices, updates)
+    kinds = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
+    return torch.scatter_reduce(x, axis, indices, updates, kinds[reduction])
+
+
+@operator("OneHot")
+def one_hot(indices: Tensor, depth: Value, values: Value, axis: int = -1) -> Tensor:
+    off, on = numbers(values)
+    places = torch.arange(number(depth), device=indices.device)
+    chosen = from_the_front(indices, number(depth)).unsqueeze(-1) == places
+    result = torch.where(chosen, tensor(on, indices), tensor(off, indices))
+    return result.movedim(-1, axis)
+
+
+@operator("TopK")
+def top_k(x: Tensor, k: Value, axis: int = -1, largest: int = 1, sorted: int = 1) -> tuple[Tensor, Tensor]:
+    found = torch.topk(x, number(k), axis, bool(largest), bool(sorted))
+    return found.values, found.indices
+
+
+@operator("ArgMax")
+def arg_max(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+    return first_or_last(x, torch.argmax, axis, keepdims, select_last_index)
+
+
+@operator("ArgMin")
+def arg_min(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int = 0) -> Tensor:
+    return first_or_last(x, torch.argmin, axis, keepdims, select_last_index)
+
+
+def first_or_last(x: Tensor, place: Callable[..., Tensor], axis: int, keepdims: int, last: int) -> Tensor:
+    """Return the place that is found along an axis, of equal values the first one, or the last."""
+    return x.shape[axis] - 1 - place(x.flip(axis), axis, bool(keepdims)) if last else place(x, axis, bool(keepdims))
+
+
+@operator("NonZero")
+def non_zero(x: Tensor) -> Tensor:
+    return torch.nonzero(tensor(x)).t()
+
+
+@operator("CumSum")
+def cum_sum(x: Tensor, axis: Value, exclusive: int = 0, reverse: int = 0) -> Tensor:
+    along = number(axis)
+    reversed_ = x.flip(along) if reverse else x
+    total = reversed_.cumsum(along, dtype=x.dtype)
+    total = total - reversed_ if exclusive else total
+    return total.flip(along) if reverse else total

@@ -1,0 +1,400 @@
+"""A model as functions of named tensors: one, or an encoder, a decoder's first step and its next ones; each becomes an ONNX file.
+
+Names are those of the ecosystem's ONNX models. A part declares its dynamic sizes, draws inputs of any size, and is a module itself,
+whose forward takes its inputs as one mapping and returns its outputs as a tuple: what a tracer needs, and what torch can run too.
+
+    model                     input_ids, attention_mask, …                                          → logits
+    model                     input_ids, attention_mask, position_ids, past_key_values.{i}.key, …   → logits, present.{i}.…
+    encoder_model             input_ids, attention_mask                                             → last_hidden_state
+    decoder_model             input_ids, encoder_hidden_states, encoder_attention_mask              → logits, present.{i}.…
+    decoder_with_past_model   the same and past_key_values.{i}.decoder.key, …                       → the same
+
+A decoder with its cache as inputs and outputs is one file for the prompt and every step after it; an encoder-decoder is three: the
+encoder, the first step of the decoder, and its next steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
+
+from retrofit.errors import CaptureError
+from retrofit.onnx.exporter.cache_states import (
+    WITHOUT_CACHE,
+    build_cache,
+    extra_states,
+    growth_axes,
+    is_on_side,
+    state_before_tokens,
+    states_of,
+    token_strides,
+)
+from retrofit.program.tracing_contexts import disable_cache
+from retrofit.runtime.agreement import Arithmetic
+from retrofit.runtime.example_inputs import device_of, forward_parameters, token_ids
+from retrofit.runtime.probes import (
+    accepts,
+    extent_of,
+    ids_name,
+    is_decoder_side,
+    logits_of,
+    named_outputs,
+    resized,
+)
+
+Sizes: TypeAlias = Mapping[str, int]
+Tensors: TypeAlias = dict[str, Tensor]
+
+BATCH, LENGTH, PAST, TOTAL, SOURCE = (
+    "batch_size",
+    "sequence_length",
+    "past_sequence_length",
+    "total_sequence_length",
+    "encoder_sequence_length",
+)
+PAST_KEY_VALUES, PRESENT = "past_key_values.", "present."
+PER = "_per_"  # in the name of an extent that is a part of another, rounded up
+CACHE = "past_key_values"  # as most models call it
+STATE_LENGTHS = (6, 7, 12)  # numbers of tokens after which states are compared, to determine which grow
+TRACED_SIZES = {BATCH: 2, LENGTH: 5, PAST: 7, SOURCE: 11}  # extents to trace with, all different
+
+
+class ExportPart(nn.Module):
+    """One function of the model. `sizes` are its dynamic sizes with the extents traced; `outputs` names what forward returns."""
+
+    name = "model"  # of the file
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.sizes: dict[str, int] = {}
+        self.outputs: list[str] = []
+        self.template: Any = None  # a cache like those it goes on from; None where it goes on from none
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        """Inputs of these sizes, drawn with `seed`; with another than 0 the first row is padded."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def least(self) -> int:
+        """The fewest tokens, of 1, 2, 4, …, that the model runs with; as many as it is traced with where no fewer do."""
+        most = self.sizes.get(LENGTH, 1)
+        tried = (2**step for step in range(most.bit_length()) if 2**step < most)
+        return next((length for length in tried if self.runs({**dict.fromkeys(self.sizes, 1), LENGTH: length})), most)
+
+    def runs(self, sizes: Sizes) -> bool:
+        """Return whether the model's code runs at these sizes."""
+        try:
+            with torch.no_grad():
+                self(self.example(sizes, 1))
+        except Exception:  # whatever it raises
+            return False
+        return True
+
+    def axes(self) -> dict[str, dict[int, str]]:
+        """Return the dynamic axes of every input, and the size each is: an axis has a size if it grows with it.
+
+        States that grow with every k-th token only show it when what came before is doubled.
+        """
+        first = self.example(self.sizes)
+        found: dict[str, dict[int, str]] = {name: {} for name in first}
+        for size in self.sizes:
+            larger = 2 * self.sizes[size] if size == PAST else self.sizes[size] + 1
+            other = self.example({**self.sizes, size: larger})
+            for name, value in first.items():
+                for axis, (extent, grown) in enumerate(zip(value.shape, other[name].shape, strict=True)):
+                    if extent != grown:
+                        found[name][axis] = TOTAL if axis in found[name] else self.size_of(name, size)
+        return found
+
+    def size_of(self, name: str, size: str) -> str:
+        """Return the name of the extent of the input `name` that grows with `size`: `{size}_per_4` for a fourth, rounded up."""
+        if size == PAST and not name.startswith(PAST_KEY_VALUES):
+            return TOTAL  # of what is there, the one token that is new with it
+        every = token_strides(self.template).get(name.removeprefix(PAST_KEY_VALUES), 1) if size == PAST else 1
+        return f"{size}{PER}{every}" if every > 1 else size
+
+
+class WholeModel(ExportPart):
+    """The model as it is, without a cache: every tensor that it returns by name."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        super().__init__(model)
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        self.fixed = {name: value for name, value in inputs.items() if name not in tensors}
+        self.given = tensors | optional_inputs(model, {**self.fixed, **tensors}, ("attention_mask", "token_type_ids"))
+        batch, length = extent_of(self.given)
+        self.sizes = {BATCH: max(2, batch)} | ({LENGTH: max(4, length)} if length else {})
+        self.outputs = list(self.named(self.example(self.sizes)))
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        return pad_first_row(resized(self.model, self.given, sizes[BATCH], sizes.get(LENGTH, 0), seed), seed)
+
+    def named(self, inputs: Tensors) -> Tensors:
+        with disable_cache(self.model):
+            return named_outputs(self.model(**inputs, **self.fixed))
+
+    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+        named = self.named(inputs)
+        return tuple(named[name] for name in self.outputs)
+
+
+def pad_first_row(inputs: Mapping[str, Any], seed: int) -> Tensors:
+    """Return the inputs, each as a tensor of its own; the first row is padded on the right unless the seed is 0."""
+    padded = {name: value.clone(memory_format=torch.contiguous_format) for name, value in inputs.items()}
+    mask = padded.get("attention_mask")
+    if seed and mask is not None:
+        mask[0, mask.shape[1] - mask.shape[1] // 3 :] = 0
+    return padded
+
+
+def split_states(inputs: Tensors) -> tuple[Tensors, Tensors]:
+    """Return the states among a part's inputs, by their own names, and the others."""
+    states = {name.removeprefix(PAST_KEY_VALUES): value for name, value in inputs.items() if name.startswith(PAST_KEY_VALUES)}
+    return states, {name: value for name, value in inputs.items() if not name.startswith(PAST_KEY_VALUES)}
+
+
+def optional_inputs(model: nn.Module, inputs: Mapping[str, Any], names: tuple[str, ...]) -> Tensors:
+    """Return the further inputs that an ONNX model of this kind takes: those whose plain value changes nothing."""
+    ids = ids_name(inputs)
+    if ids is None:
+        return {}
+    numbers = torch.arange(inputs[ids].shape[1], device=inputs[ids].device).expand_as(inputs[ids]).contiguous()
+    plain = {
+        "attention_mask": torch.ones_like(inputs[ids]),
+        "position_ids": numbers,
+        "token_type_ids": torch.zeros_like(inputs[ids]),
+    }
+    arithmetic = Arithmetic(model, inputs)
+    with torch.no_grad(), disable_cache(model):
+        return {
+            name: plain[name]
+            for name in names
+            if name not in inputs and accepts(model, name) and is_neutral(arithmetic, {name: plain[name]})
+        }
+
+
+def is_neutral(arithmetic: Arithmetic, more: Mapping[str, Any]) -> bool:
+    """Return whether the model computes with the further inputs what it does without."""
+    model, inputs = arithmetic.model, arithmetic.inputs
+    try:
+        return arithmetic.compare(lambda: (logits_of(model(**{**inputs, **more})), logits_of(model(**inputs)))).agrees
+    except Exception:  # the model names the argument and wants something else of it
+        return False
+
+
+# ── A decoder ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Decoder(ExportPart):
+    """A decoder by itself, on the tokens that follow `past_key_values`, which may be none; it returns `present`.
+
+    Where a layer keeps a state of a fixed size (the window of a convolution, the sum of a recurrence), what it computes from
+    several tokens depends on how they are split into steps: then a step is one token, and padding leaves such a state as it was.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        super().__init__(model)
+        ids, cache = ids_name(inputs), cache_name(model, inputs)
+        if ids is None or cache is None:
+            raise CaptureError(
+                "the model keeps no cache", why="its forward takes none of those that it returns", remedy=WITHOUT_CACHE
+            )
+        self.ids, self.cache = ids, cache
+        tokens = self.tokens(2, max(STATE_LENGTHS), 0)
+        alone = {ids: tokens[:, :6], "use_cache": False}
+        self.extras = tuple(optional_inputs(model, alone, ("attention_mask", "position_ids")))
+        self.template = getattr(model(**{ids: tokens[:, :6], "use_cache": True}), cache)
+        self.states = list(states_of(self.template))
+        if not self.states:
+            raise CaptureError("the model keeps no cache", why="what it returned as its cache is empty", remedy=WITHOUT_CACHE)
+        self.growing = growth_axes({length: self.states_after(tokens[:, :length]) for length in STATE_LENGTHS})
+        self.fixed = [name for name in extra_states(self.template) if name not in self.growing]
+        dynamic = (BATCH, PAST) if self.fixed else (BATCH, LENGTH, PAST)
+        self.sizes = {size: TRACED_SIZES[size] for size in dynamic}
+        self.masks_new_tokens_only = False  # whether the model takes a mask of the step's tokens, not of all
+        self.outputs = ["logits", *(PRESENT + name for name in self.states)]
+
+    def tokens(self, batch: int, length: int, seed: int) -> Tensor:
+        return token_ids(self.model, batch, length, seed).to(device_of(self.model))
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        batch, length, past = sizes[BATCH], sizes.get(LENGTH, 1), sizes[PAST]
+        tokens = self.tokens(batch, past + length, seed)
+        step = self.step(tokens, past)
+        if seed and "attention_mask" in step:
+            step["attention_mask"][0, : past // 2] = 0
+        return {**step, **self.past(tokens[:, :past])}
+
+    def step(self, tokens: Tensor, past: int) -> Tensors:
+        """Return the inputs for the tokens after the first `past` ones, without the states."""
+        batch, total = tokens.shape
+        numbers = torch.arange(past, total, device=tokens.device).expand(batch, -1).contiguous()
+        every = {"attention_mask": torch.ones_like(tokens), "position_ids": numbers}
+        return {"input_ids": tokens[:, past:].contiguous(), **{name: every[name] for name in self.extras}}
+
+    def past(self, tokens: Tensor) -> Tensors:
+        """Return the states after these tokens, which may be none, as inputs."""
+        states = self.states_after(tokens if tokens.shape[1] else self.tokens(len(tokens), 1, 0))
+        if not tokens.shape[1]:
+            states = {name: state_before_tokens(name, value, self.growing) for name, value in states.items()}
+        return {PAST_KEY_VALUES + name: value.contiguous() for name, value in states.items()}
+
+    def states_after(self, tokens: Tensor) -> Tensors:
+        """Return all that the model itself keeps in its cache after these tokens."""
+        with torch.no_grad():
+            begun = self.model(**{self.ids: tokens, self.cache: build_cache(self.template, {}), "use_cache": True})
+        return states_of(getattr(begun, self.cache))
+
+    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+        states, others = split_states(inputs)
+        mask = others.get("attention_mask")
+        output = self.output(others, build_cache(self.template, states))
+        present = states_of(getattr(output, self.cache))
+        if mask is not None:
+            real = mask[:, -1] != 0
+            for name in self.fixed:
+                of_rows = real.reshape(-1, *(1 for _ in present[name].shape[1:]))
+                present[name] = torch.where(of_rows, present[name], states[name])
+        return (logits_of(output), *(present[name] for name in self.states))
+
+    def output(self, others: Tensors, cache: Any) -> Any:
+        """Return what the model returns for a step on its cache."""
+        given = {self.ids if name == "input_ids" else name: value for name, value in others.items()}
+        if "attention_mask" in given and self.masks_new_tokens_only:
+            mask = given["attention_mask"]
+            given["attention_mask"] = mask[:, mask.shape[1] - given[self.ids].shape[1] :]
+        return self.model(**given, **{self.cache: cache, "use_cache": True})
+
+    def logits_on_own_cache(self, tokens: Tensor, ends: Iterable[int]) -> Tensor:
+        """Return the logits of the tokens in steps on the model's own cache, which is never taken apart."""
+        cache, logits = build_cache(self.template, {}), []
+        for start, end in itertools.pairwise((0, *ends)):
+            output = self.output(self.step(tokens[:, :end], start), cache)
+            cache = getattr(output, self.cache)
+            logits.append(logits_of(output))
+        return torch.cat(logits, 1)
+
+
+def cache_name(model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
+    """Return the argument of the model's forward that takes the cache, which it returns under the same name; None without one."""
+    if accepts(model, CACHE):
+        return CACHE
+    output = model(**{**inputs, "use_cache": True}) if accepts(model, "use_cache") else None
+    return next((name for name in forward_parameters(model) if isinstance(getattr(output, name, None), Cache)), None)
+
+
+# ── An encoder-decoder ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Encoder(ExportPart):
+    """The encoder of an encoder-decoder."""
+
+    name = "encoder_model"
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        super().__init__(model.get_encoder())  # type: ignore[operator]
+        given = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and not is_decoder_side(name)}
+        self.given = given | optional_inputs(self.model, given, ("attention_mask",))
+        self.sizes = {BATCH: TRACED_SIZES[BATCH], LENGTH: TRACED_SIZES[SOURCE]}
+        self.outputs = ["last_hidden_state"]
+        output = self.model(**self.given)
+        self.kind: Any = type(output) if dataclasses.is_dataclass(output) else BaseModelOutput  # of what the model's decoder takes
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        return pad_first_row(resized(self.model, self.given, sizes[BATCH], sizes[LENGTH], seed), seed)
+
+    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+        return (self.model(**inputs)[0],)
+
+
+class FirstStep(ExportPart):
+    """The decoder of an encoder-decoder on tokens with none before them."""
+
+    name = "decoder_model"
+    returns_states = True
+
+    def __init__(self, model: nn.Module, encoder: Encoder, returns_states: bool) -> None:
+        super().__init__(model)
+        self.encoder, self.returns_states = (encoder,), returns_states  # no child: its weights go into another file
+        self.sizes = {size: TRACED_SIZES[size] for size in (BATCH, LENGTH, SOURCE)}
+        self.masked = "attention_mask" in encoder.given and accepts(model, "attention_mask")
+        output = self.output(self.start(self.sizes, 0))
+        self.template = getattr(output, "past_key_values", None) if returns_states else None
+        self.states = list(states_of(self.template)) if returns_states else []
+        self.outputs = ["logits", *(PRESENT + name for name in self.states)]
+
+    def start(self, sizes: Sizes, seed: int) -> Tensors:
+        """Return the tokens and what the encoder makes of others."""
+        (encoder,) = self.encoder
+        source = encoder.example({BATCH: sizes[BATCH], LENGTH: sizes[SOURCE]}, seed)
+        with torch.no_grad():
+            (hidden,) = encoder(source)
+        tokens = token_ids(self.model, sizes[BATCH], sizes[LENGTH], seed + 1).to(hidden.device)
+        mask = {"encoder_attention_mask": source["attention_mask"]} if self.masked else {}
+        return {"input_ids": tokens, "encoder_hidden_states": hidden.contiguous(), **mask}
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        return self.start(sizes, seed)
+
+    def output(self, inputs: Tensors, **more: Any) -> Any:
+        (encoder,) = self.encoder
+        names = {"input_ids": "decoder_input_ids", "encoder_attention_mask": "attention_mask"}
+        given = {names[name]: value for name, value in inputs.items() if name in names}
+        encoded = encoder.kind(last_hidden_state=inputs["encoder_hidden_states"])
+        return self.model(**given, encoder_outputs=encoded, use_cache=self.returns_states, **more)
+
+    def first_output(self, inputs: Tensors) -> Any:
+        """Return what the model returns for the first tokens, on a cache that keeps all of them."""
+        return self.output(inputs, past_key_values=build_cache(self.template, {})) if self.states else self.output(inputs)
+
+    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+        output = self.first_output(inputs)
+        present = states_of(output.past_key_values) if self.states else {}
+        return (logits_of(output), *(present[name] for name in self.states))
+
+
+class NextStep(FirstStep):
+    """The decoder of an encoder-decoder on the tokens that follow `past_key_values`, the encoder's side of which never changes."""
+
+    name = "decoder_with_past_model"
+
+    def __init__(self, model: nn.Module, encoder: Encoder) -> None:
+        super().__init__(model, encoder, returns_states=True)
+        self.sizes = {size: TRACED_SIZES[size] for size in (BATCH, LENGTH, PAST, SOURCE)}
+        self.growing_states = [name for name in self.states if not is_on_side(name, "encoder")]
+        self.outputs = ["logits", *(PRESENT + name for name in self.growing_states)]
+
+    def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
+        before = {BATCH: sizes[BATCH], SOURCE: sizes[SOURCE], LENGTH: max(1, sizes[PAST])}
+        start = self.start(before, seed)
+        with torch.no_grad():
+            states = states_of(self.first_output(start).past_key_values)
+        if not sizes[PAST]:
+            states = {
+                name: value if is_on_side(name, "encoder") else state_before_tokens(name, value) for name, value in states.items()
+            }
+        tokens = token_ids(self.model, sizes[BATCH], sizes[LENGTH], seed + 2).to(start["input_ids"].device)
+        return {**start, "input_ids": tokens} | {PAST_KEY_VALUES + name: value.contiguous() for name, value in states.items()}
+
+    def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
+        states, others = split_states(inputs)
+        output = self.output(others, past_key_values=build_cache(self.template, states))
+        present = states_of(output.past_key_values)
+        return (logits_of(output), *(present[name] for name in self.growing_states))
+
+
+def other_sizes(part: ExportPart) -> list[dict[str, int]]:
+    """Sizes that the part was not traced with: larger and smaller ones, the least that it runs at, and none before."""
+    nothing = {size: 0 if size.startswith("past") else extent + 3 for size, extent in part.sizes.items()}
+    larger = {size: extent + 1 + place for place, (size, extent) in enumerate(part.sizes.items())}
+    least = {size: part.least if size == LENGTH else 1 for size in part.sizes}
+    return [larger, nothing, least] if any(size.startswith("past") for size in part.sizes) else [larger, least]
