@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.graphs.dense_graph import as_dense_graph_of, dense_graph
+from retrofit.emitted.dense_graph import as_dense_graph_of, dense_graph
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.replaying import rewrites, rewritten_part

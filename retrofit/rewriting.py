@@ -15,11 +15,10 @@ from retrofit.checks.reference import Reference
 from retrofit.checks.registry import named_checks
 from retrofit.checks.report import Report
 from retrofit.checks.verify import check_rewrite
+from retrofit.emitted.dense_graph import DenseGraph, fits_as_graph
+from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted.shape_prop import propagate_shapes
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, SpecError, VerificationError, join_remedies
-from retrofit.graphs.dense_graph import DenseGraph
-from retrofit.graphs.fits_as_graph import fits_as_graph
-from retrofit.graphs.graph_module import graph_module
-from retrofit.graphs.shape_prop import propagate_shapes
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.calibration import calibration_from, readable_calibration
 from retrofit.pipeline.early_refusals import refuse_early

@@ -17,8 +17,8 @@ from support.inlining import inline_all
 from torch import Tensor, fx, nn
 
 import retrofit
+from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError, RetrofitError, VerificationError
-from retrofit.graphs.graph_module import graph_module
 from retrofit.program.capture import missing_masks
 from retrofit.rewriting import apply_reported
 from retrofit.runtime.example_inputs import named_inputs

@@ -17,8 +17,8 @@ from retrofit.checks.reference import Reference
 from retrofit.checks.registry import CHECKS, ON_REQUEST, named_checks, watches
 from retrofit.checks.report import CheckResult, Report
 from retrofit.checks.subject import Subject, other_shapes
+from retrofit.emitted.dense_graph import as_dense_graph_of
 from retrofit.errors import DoesNotFitError
-from retrofit.graphs.dense_graph import as_dense_graph_of
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.pipeline.replaying import recipe, rewrites
 from retrofit.program.program import Program

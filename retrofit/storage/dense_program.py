@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
 
-from retrofit.graphs.dense_graph import DenseGraph
-from retrofit.graphs.from_exported import from_exported
+from retrofit.emitted.dense_graph import DenseGraph
+from retrofit.emitted.graph_module import from_exported
 from retrofit.runtime.memory_limit import require_memory
 from retrofit.runtime.skeletons import zeros_for
 from retrofit.storage.filling import fill_model

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export.pt2_archive._package import load_pt2, package_pt2
 
+from retrofit.emitted.dense_graph import dense_graph
+from retrofit.emitted.graph_module import from_exported
 from retrofit.errors import CaptureError, CheckpointError, RetrofitWarning, first_line
-from retrofit.graphs.dense_graph import dense_graph
-from retrofit.graphs.from_exported import from_exported
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.replaying import replayed_inputs
 from retrofit.program.capture import as_plain_module

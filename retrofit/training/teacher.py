@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from retrofit.emitted.dense_graph import as_dense_graph_of, dense_graph
 from retrofit.errors import TrainingError
-from retrofit.graphs.dense_graph import as_dense_graph_of, dense_graph
 from retrofit.pipeline.corresponding_sites import Correspondence, correspondence
 from retrofit.pipeline.replaying import rewritten_part
 from retrofit.pipeline.tokenization import vocabulary_size

@@ -8,8 +8,8 @@ import torch
 from torch import fx, nn
 from transformers import PreTrainedModel, initialization
 
+from retrofit.emitted.dense_graph import dense_graph
 from retrofit.errors import CheckpointError
-from retrofit.graphs.dense_graph import dense_graph
 from retrofit.pipeline import recipe_storage
 from retrofit.runtime.quiet import quiet
 from retrofit.runtime.skeletons import without_weights

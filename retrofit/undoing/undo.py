@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from retrofit.checks.activations import Activations, record_activations
 from retrofit.checks.divergence import first_divergence
+from retrofit.emitted.dense_graph import dense_graph
 from retrofit.errors import CheckpointError, VerificationError
-from retrofit.graphs.dense_graph import dense_graph
 from retrofit.pipeline import recipe_storage, replaying
 from retrofit.pipeline.replaying import recipe, rewrites, rewritten_part
 from retrofit.runtime.agreement import Arithmetic, Comparison

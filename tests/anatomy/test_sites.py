@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.anatomy.feed_forward_parsing import feed_forwards
+from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import DoesNotFitError, SpecError
-from retrofit.graphs.graph_module import graph_module
 from retrofit.rewriting import apply_reported
 from retrofit.sdk import Anatomy, Edit, Pass, Plan, Site, WrappedModule, Wrapper, map_first, option
 

@@ -28,9 +28,8 @@ from retrofit.checks.generation import Decoded, difference
 from retrofit.checks.reference import Reference
 from retrofit.checks.registry import CHECKS
 from retrofit.checks.verify import check_rewrite
+from retrofit.emitted.graph_module import from_exported, graph_module
 from retrofit.errors import RetrofitError
-from retrofit.graphs.from_exported import from_exported
-from retrofit.graphs.graph_module import graph_module
 from retrofit.pipeline.protocol import Rewrite
 from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run

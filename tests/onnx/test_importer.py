@@ -22,8 +22,8 @@ import retrofit
 from retrofit.anatomy.layer_groups import group_by_number
 from retrofit.anatomy.parts import Branch, Projection, Role
 from retrofit.cli import main
+from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, RetrofitError
-from retrofit.graphs.graph_module import graph_module
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.weights import argument_name

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.anatomy.inspection import inspect
 from retrofit.cli import main
+from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import PlanningError, SpecError
-from retrofit.graphs.graph_module import graph_module
 from retrofit.pipeline.registry import parse_spec
 from retrofit.planning import costs, measuring, planner
 from retrofit.planning.candidates import candidates_of, depths_text, short_spec

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import DoesNotFitError
-from retrofit.graphs.graph_module import graph_module
 from retrofit.program import dynamic_shapes
 from retrofit.program.dynamic_shapes import MAX_OPERATIONS, expression_length
 

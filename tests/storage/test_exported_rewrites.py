@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.cli import main
+from retrofit.emitted.dense_graph import dense_graph
 from retrofit.errors import CheckpointError, RetrofitWarning
-from retrofit.graphs.dense_graph import dense_graph
 from retrofit.training.teacher import Teacher
 
 IDS = torch.randint(3, 30, (3, 12), generator=torch.Generator().manual_seed(0))

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx, nn
 
+from retrofit.emitted.graph_parts import GraphPart
 from retrofit.errors import DoesNotFitError
-from retrofit.graphs.graph_parts import GraphPart
 
 Owner = fx.GraphModule | GraphPart
 SHARED = "shared"

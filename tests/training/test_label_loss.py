@@ -9,8 +9,8 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import retrofit
+from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import TrainingError
-from retrofit.graphs.graph_module import graph_module
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training.label_loss import add_loss
 

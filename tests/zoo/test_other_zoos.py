@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import retrofit
+from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import DoesNotFitError
-from retrofit.graphs.graph_module import graph_module
 from retrofit.rewriting import apply_reported
 
 SEVERAL = "several depths"

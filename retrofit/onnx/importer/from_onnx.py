@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
+from retrofit.emitted.graph_parts import Graph
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError, first_line
-from retrofit.graphs.graph_parts import Graph
 from retrofit.onnx.importer.conditionals import SizeConditional, select_general_branches
 from retrofit.onnx.importer.file_inputs import (
     PRESENT_PREFIX,

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
+from retrofit.emitted.graph_parts import register_tensor
 from retrofit.errors import CheckpointError
-from retrofit.graphs.module_tree import register_tensor
 from retrofit.onnx.importer.model_file import reads_only_as_right_factor, to_torch
 from retrofit.onnx.importer.operators.shapes import transpose
 from retrofit.onnx.importer.operators.table import DTYPES, MICROSOFT, numbers

@@ -11,7 +11,7 @@ from support.functional_models import Blocks, Encoder, Functional, Recurrent
 from torch import nn
 
 from retrofit.anatomy.inspection import read_anatomy
-from retrofit.graphs.regions import Region, regions
+from retrofit.emitted.regions import Region, regions
 from retrofit.program.aten_ops import op
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import Dataflow

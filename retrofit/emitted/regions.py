@@ -44,36 +44,36 @@ class Region:
     in_code: bool = True  # part of the code of a larger module, and not the call of a module
 
     def holds(self, other: Region) -> bool:
-        """Whether `other` lies inside this region, or is as large."""
+        """Return whether `other` lies inside this region, or is as large."""
         return self.first <= other.first and other.last <= self.last
 
     def crosses(self, other: Region) -> bool:
-        """Whether the two overlap and neither holds the other."""
+        """Return whether the two overlap and neither holds the other."""
         apart = self.last < other.first or other.last < self.first
         return not (apart or self.holds(other) or other.holds(self))
 
 
 def regions(anatomy: Anatomy, flow: Dataflow) -> Region:
-    """The whole program as a region, with every module call in it and every part of the anatomy that is no module."""
+    """Return the whole program as a region, with every module call in it and every part of the anatomy that is no module."""
     whole = Region("", "", 0, len(flow.nodes) - 1)
     found = [*call_regions(flow), *anatomy_regions(anatomy, flow)]
-    found.sort(key=lambda one: (one.first, -one.last))
+    found.sort(key=lambda region: (region.first, -region.last))
     kept: list[Region] = []
-    for one in found:
-        if not any(one.crosses(other) for other in kept):
-            kept.append(one)
+    for region in found:
+        if not any(region.crosses(other) for other in kept):
+            kept.append(region)
     around = [whole]
-    for one in kept:
-        while not around[-1].holds(one):
+    for region in kept:
+        while not around[-1].holds(region):
             around.pop()
-        around[-1].inside.append(one)
-        around.append(one)
+        around[-1].inside.append(region)
+        around.append(region)
     make_names_relative(whole)
     return whole
 
 
 def call_regions(flow: Dataflow) -> Iterator[Region]:
-    """The interval of every module call that computes something."""
+    """Yield the interval of every module call that computes something."""
     spans: dict[Call, tuple[int, int]] = {}
     for node in flow.nodes:
         if node.op != "call_function" or (node not in flow.depends and not isinstance(node.meta.get("val"), torch.Tensor)):
@@ -88,12 +88,12 @@ def call_regions(flow: Dataflow) -> Iterator[Region]:
 
 
 def anatomy_regions(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
-    """The parts of the anatomy that are code of a larger module."""
+    """Yield the parts of the anatomy that are code of a larger module."""
     nodes = flow.named
     cores = find_attentions(flow)
     several = len(anatomy.stacks) > 1
     for number, stack in enumerate(anatomy.stacks):
-        prefix = f"{stack.kind}{number if [one.kind for one in anatomy.stacks].count(stack.kind) > 1 else ''}." if several else ""
+        prefix = f"{stack.kind}{number if [each.kind for each in anatomy.stacks].count(stack.kind) > 1 else ''}." if several else ""
         for depth, layer in enumerate(stack.layers):
             if not layer.name:
                 yield layer_region(f"{prefix}layers.{depth}", stack, depth, flow, nodes)
@@ -114,7 +114,7 @@ def anatomy_regions(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
 
 
 def stem_regions(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Iterator[Region]:
-    """The steps in the model's own code between a look-up of tokens and the layers that depend on the width of the stream.
+    """Yield the steps in the model's own code between a look-up of tokens and the layers that depend on the width of the stream.
 
     Norms, also decomposed ones, products with a weight, and position embeddings that are added to the tokens.
     """
@@ -139,7 +139,7 @@ def stem_regions(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) ->
 
 
 def split_where_one_value_is_live(early: fx.Node, steps: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    """The steps from `early` to the last, cut wherever only one value of each token is read from then on."""
+    """Yield the steps from `early` to the last, cut wherever only one value of each token is read from then on."""
     place = {node: at for at, node in enumerate(steps)}
     tokens = (shape(early) or ())[:-1]
     first, reach = 0, max((place[user] for user in early.users if user in place), default=0)  # where what came so far is last read
@@ -151,7 +151,7 @@ def split_where_one_value_is_live(early: fx.Node, steps: list[fx.Node]) -> Itera
 
 
 def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region | None:
-    """What the code around the layers does to each token between the last layer and the head, such as a norm."""
+    """Return what the code around the layers does to each token between the last layer and the head, such as a norm."""
     if anatomy.head is None:
         return None
     leaves, head = last_node_of_layer(stack, len(stack.layers) - 1, flow, nodes), nodes[anatomy.head.node]
@@ -166,7 +166,7 @@ def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str,
 
 
 def is_only_weight_of_its_module(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether the module whose code computes `node` has no weight but the one that `node` reads, and its bias."""
+    """Return whether the module whose code computes `node` has no weight but the one that `node` reads, and its bias."""
     call = flow.call_of(node)
     own = [
         other
@@ -178,7 +178,7 @@ def is_only_weight_of_its_module(node: fx.Node, flow: Dataflow) -> bool:
 
 
 def is_bias(user: fx.Node, node: fx.Node, flow: Dataflow) -> bool:
-    """Whether `user` is the only reader of `node`, directly after it, and adds a parameter."""
+    """Return whether `user` is the only reader of `node`, directly after it, and adds a parameter."""
     others = [part for part in user.all_input_nodes if part is not node]
     alone = len(flow.uses[node]) == 1 and flow.position.get(user) == flow.position[node] + 1
     return op(user) == "add" and alone and len(others) == 1 and others[0] in flow.program.parameters
@@ -192,7 +192,7 @@ def layer_region(name: str, stack: Stack, depth: int, flow: Dataflow, nodes: dic
 
 
 def last_node_of_layer(stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> fx.Node:
-    """The last step on the stream before the next layer; after the last layer, the same steps as after the one before."""
+    """Return the last step on the stream before the next layer; after the last layer, the same steps as after the one before."""
     leaves = nodes[stack.layers[depth].exit]
     if len(stack.layers) < 2:
         return leaves
@@ -218,18 +218,18 @@ def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cor
     if branch.role == "ffn":
         return feed_forward_region(branch, region, flow)
     products = [found for node in region if (found := weight_product(node, flow)) is not None]
-    ends = [one for one in nearest_products([region[-1]], flow) if one.node in inside]
+    ends = [product for product in nearest_products([region[-1]], flow) if product.node in inside]
     if not any(core.result in inside for core in cores) or not products or len(ends) != 1:
         return None
     (last,) = ends
     if is_in_modules(products, last.node, inside, flow):
         return None
-    first = min(flow.position[one.node] for one in products)
+    first = min(flow.position[product.node] for product in products)
     return Region(CHILD_NAMES[branch.role], flow.call_of(last.node).path, first, position_with_bias(last.node, inside, flow))
 
 
 def feed_forward_region(branch: Branch, region: list[fx.Node], flow: Dataflow) -> Region | None:
-    """The span of a feed-forward, where no other computation is interleaved with it."""
+    """Return the span of a feed-forward, where no other computation is interleaved with it."""
     span = feed_forward_span(branch, region, flow)
     inside = set(region)
     if span is None or any(span.first <= flow.position[node] <= span.last and node not in inside for node in flow.computations):
@@ -244,30 +244,30 @@ def feed_forward_span(branch: Branch, region: list[fx.Node], flow: Dataflow) -> 
     except DoesNotFitError:
         return None
     inside = set(region)
-    if any(flow.call_of(one.node) is not flow.call_of(out.node) for one in into):
-        return spread_span([flow.call_of(one.node) for one in (*into, out)], inside, flow)
+    if any(flow.call_of(product.node) is not flow.call_of(out.node) for product in into):
+        return spread_span([flow.call_of(product.node) for product in (*into, out)], inside, flow)
     if is_in_modules([*into, out], out.node, inside, flow):
         return None
-    first = min(flow.position[one.node] for one in (*into, out))
+    first = min(flow.position[product.node] for product in (*into, out))
     return Region(CHILD_NAMES["ffn"], flow.call_of(out.node).path, first, position_with_bias(out.node, inside, flow))
 
 
 def is_in_modules(products: list[WeightProduct], last: fx.Node, inside: set[fx.Node], flow: Dataflow) -> bool:
-    """Whether the products have modules of their own, or the branch has."""
+    """Return whether the products have modules of their own, or the branch has."""
     call = flow.call_of(last)
     own = [node for node in flow.computations if flow.call_of(node) is call]
-    return any(flow.call_of(one.node) is not call for one in products) or set(own) <= inside
+    return any(flow.call_of(product.node) is not call for product in products) or set(own) <= inside
 
 
 def position_with_bias(last: fx.Node, inside: set[fx.Node], flow: Dataflow) -> int:
-    """The position of the product `last`, or of the bias that is added to it."""
+    """Return the position of the product `last`, or of the bias that is added to it."""
     following = [user for user in flow.uses[last] if user in inside and is_bias(user, last, flow)]
     return flow.position[following[0] if following else last]
 
 
 def spread_span(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Region | None:
-    """A feed-forward whose matrices are modules, where code of the module around them computes what lies between them."""
-    around = next(call for call in calls[0].chain if all(call.encloses(one) for one in calls))
+    """Return a feed-forward whose matrices are modules, where code of the module around them computes what lies between them."""
+    around = next(call for call in calls[0].chain if all(call.encloses(inner) for inner in calls))
     places = [flow.position[node] for node in flow.computations if any(call.encloses(flow.call_of(node)) for call in calls)]
     first, last = min(places), max(places)
     within = [node for node in flow.computations if first <= flow.position[node] <= last and node in inside]
@@ -279,14 +279,14 @@ def spread_span(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Regi
 
 
 def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Iterator[Region]:
-    """The products in an attention's own code that compute queries, keys and values, and the one that reads its result."""
+    """Yield the products in an attention's own code that compute queries, keys and values, and the one that reads its result."""
     region = flow.between(nodes[branch.source], nodes[branch.output])
     held = [core for core in cores if core.result in set(region)]
     if len(held) != 1:
         return
     (core,) = held
-    made = {id(one.node): one for operand in (core.query, core.key, core.value) for one in nearest_products([operand], flow)}
-    after = [one for one in (weight_product(node, flow) for node in region) if one and flow.reaches(core.result, one.node)]
+    made = {id(found.node): found for operand in (core.query, core.key, core.value) for found in nearest_products([operand], flow)}
+    after = [found for found in (weight_product(node, flow) for node in region) if found and flow.reaches(core.result, found.node)]
     for product in [*made.values(), *after]:
         node = product.node
         if is_only_weight_of_its_module(node, flow):
@@ -300,13 +300,13 @@ def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node]
 def make_names_relative(region: Region) -> None:
     """Names are relative to the region around, and siblings have different ones."""
     taken: set[str] = set()
-    for one in region.inside:
+    for part in region.inside:
         prefix = region.path + "." if region.path else ""
-        name = one.name.removeprefix(prefix) if one.name.startswith(prefix) and one.name != region.path else one.name
+        name = part.name.removeprefix(prefix) if part.name.startswith(prefix) and part.name != region.path else part.name
         base, count = name, 0
         while name in taken or any(other.startswith(name + ".") for other in taken):
             count += 1
             name = f"{base}_{count}"
         taken.add(name)
-        one.name = name
-        make_names_relative(one)
+        part.name = name
+        make_names_relative(part)

@@ -1,23 +1,184 @@
-"""Build one graph module: the nodes of one region copied into a graph, the regions inside it as calls of modules."""
+"""Build one graph module: the nodes of one region copied into a graph, the regions inside it as calls of modules.
+
+A region takes as arguments the tensors it reads, and the sizes that it cannot read off one of these. `EmissionContext` holds what
+is computed once about a program: weights, live nodes, symbolic sizes, dropouts, gradient stops.
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.graphs.attention_dropout import AttentionWithDropout
-from retrofit.graphs.emission_context import EmissionContext
-from retrofit.graphs.graph_functions import check_sizes, getitem
-from retrofit.graphs.graph_parts import Graph, GraphPart
-from retrofit.graphs.module_tree import attach_module, register_tensor
-from retrofit.graphs.part_arguments import dimension_of_size, is_computable_from, part_arguments
-from retrofit.graphs.regions import Region
-from retrofit.graphs.structural_equality import is_structurally_equal
-from retrofit.graphs.symbolic_sizes import is_size_value, largest_sizes
-from retrofit.program.aten_ops import DROPOUT, op, shape
+from retrofit.emitted.dropout_and_gradients import AttentionWithDropout, attention_dropouts, stop_gradient_nodes
+from retrofit.emitted.graph_parts import (
+    Graph,
+    GraphPart,
+    attach_module,
+    check_sizes,
+    getitem,
+    is_structurally_equal,
+    register_tensor,
+)
+from retrofit.emitted.regions import Region
+from retrofit.emitted.weight_slices import SELECTING, WeightSlices
+from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shape
+from retrofit.program.dataflow import Dataflow, backward_slice, forward_slice
+from retrofit.program.program import Program
+
+UNBOUNDED = sys.maxsize - 1  # torch has this or infinity for a size without a bound
+
+
+def is_size_value(node: fx.Node) -> bool:
+    """Return whether the node's value is a number, as sizes are, and no tensor."""
+    return not isinstance(node.meta.get("val"), (Tensor, list, tuple))
+
+
+def symbolic_sizes(node: fx.Node) -> tuple[Any, ...]:
+    """Return the sizes of a tensor, or the one number that the node is: an int where it is static, else an expression."""
+    value = node.meta.get("val")
+    sizes = value.shape if isinstance(value, Tensor) else (value,) if isinstance(value, (int, torch.SymInt)) else ()
+    expressions = [size if isinstance(size, int) else size.node.expr for size in sizes]
+    return tuple(size if isinstance(size, int) or not size.is_number else int(size) for size in expressions)
+
+
+def largest_sizes(node: fx.Node) -> tuple[int | None, ...]:
+    """Return the largest that each dynamic size of a tensor may be: None where it has no bound, or the size is static."""
+    value = node.meta.get("val")
+    return tuple(map(largest_size, value.shape)) if isinstance(value, Tensor) else ()
+
+
+def largest_size(size: int | torch.SymInt) -> int | None:
+    """Return the largest that a dynamic size may be; None where it has no bound, or is static."""
+    if isinstance(size, int):
+        return None
+    bound = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return int(bound) if bound < UNBOUNDED else None
+
+
+class EmissionContext:
+    """A program that is being emitted, with everything its module builders look up."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        program: Program,
+        flow: Dataflow,
+        slices: WeightSlices,
+        sizes: dict[fx.Node, tuple[Any, ...]],
+        width: int,
+    ) -> None:
+        self.model, self.program, self.flow = model, program, flow
+        self.slices, self.sizes, self.width = slices, sizes, width
+        self.results = {node for name, node in program.outputs.items() if not name.startswith("mutation ")}
+        self.live = backward_slice(self.results)
+        self.parametrised = forward_slice(program.parameters, flow.nodes)  # what depends on a parameter
+        self.dropouts = attention_dropouts(model, program)
+        self.without_gradient = stop_gradient_nodes(program)
+        self.weights: dict[fx.Node, bool] = {}  # the answers of `is_weight`
+        self.names: dict[int, list[str]] = {}  # of each parameter and buffer, by identity
+        for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+            self.names.setdefault(id(value), []).append(name)
+
+    def is_added_mask(self, node: fx.Node) -> bool:
+        """Return whether the node is a mask that was added for the capture: an optional argument."""
+        examples, name = self.program.examples, self.program.inputs.get(node)
+        return bool(examples) and name is not None and name not in examples
+
+    def is_weight(self, node: fx.Node) -> bool:
+        """Return whether the node is a parameter, buffer or constant, or a light function of these, to be copied to each reader."""
+        if node not in self.weights:
+            sources = node.all_input_nodes
+            light = op(node) in LAYOUT | CAST | POINTWISE | SELECTING and bool(sources) and not is_size_value(node)
+            derived = light and all(map(self.is_weight, sources))
+            self.weights[node] = node not in self.program.inputs if node.op == "placeholder" else derived
+        return self.weights[node]
+
+    def shared_nodes(self, own: list[fx.Node]) -> set[fx.Node]:
+        """Return the nodes of a part, such as a mask, that others read too and no parameter has entered, computed before it."""
+        inside = set(own)
+        leaving = (node for node in own if any(user not in inside and user in self.live for user in node.users))
+        found = backward_slice(node for node in leaving if node not in self.parametrised) & inside
+        return found if not any(op(node) in DROPOUT for node in found) else set()
+
+    def tensor_of(self, node: fx.Node, prefix: str) -> tuple[str, Tensor, bool]:
+        """Name and value of a placeholder that is no input, and whether it is saved; of several names one with the prefix."""
+        program, model = self.program, self.model
+        if node in self.slices:
+            return *self.slices[node], True
+        if node in program.constants:
+            name = program.constants[node]
+            return f"constants.{name}", program.values[name], False
+        name = program.parameters.get(node) or program.buffers[node]
+        value = model.get_parameter(name) if node in program.parameters else model.get_buffer(name)
+        name = next((alias for alias in self.names[id(value)] if alias.startswith(prefix)), name)
+        owner, _, leaf = name.rpartition(".")
+        return name, value, leaf not in model.get_submodule(owner)._non_persistent_buffers_set
+
+
+def part_arguments(own: list[fx.Node], context: EmissionContext) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Return the arguments of a part that computes the nodes `own`, and those of them that it computes itself.
+
+    A size that one of its tensors has is read off that tensor, not passed: a part whose tensors are shorter than they were at
+    capture still computes with the right sizes.
+    """
+    inside = {node for node in own if not is_size_value(node)}
+    tensors = dict.fromkeys(
+        operand
+        for node in own
+        if node in inside
+        for operand in non_weight_operands(node, context)
+        if operand not in inside and not is_size_value(operand)
+    )
+    entering = list(tensors)
+    computed_sizes: set[fx.Node] = set()
+    sizes: dict[fx.Node, None] = {}
+    pending = [
+        operand for node in own if node in inside for operand in non_weight_operands(node, context) if is_size_value(operand)
+    ]
+    pending += [node for node in own if is_size_value(node) and any(user not in own for user in node.users)]
+    while pending:
+        size = pending.pop()
+        if size in computed_sizes or size in sizes or is_computable_from(size, entering, context):
+            continue
+        if size not in own:
+            sizes[size] = None
+            continue
+        computed_sizes.add(size)
+        pending += [operand for operand in non_weight_operands(size, context) if is_size_value(operand)]
+        tensors |= dict.fromkeys(
+            operand for operand in non_weight_operands(size, context) if operand not in inside and not is_size_value(operand)
+        )
+    return [*tensors, *sizes], [node for node in own if node in inside or node in computed_sizes]
+
+
+def is_computable_from(size: fx.Node, tensors: list[fx.Node], context: EmissionContext) -> bool:
+    """Return whether the size is a dimension of one of the tensors, or computed from such sizes only."""
+    if dimension_of_size(size, tensors, context) is not None:
+        return True
+    operands = non_weight_operands(size, context)
+    return bool(operands) and all(is_size_value(operand) and is_computable_from(operand, tensors, context) for operand in operands)
+
+
+def dimension_of_size(size: fx.Node, tensors: list[fx.Node], context: EmissionContext) -> tuple[fx.Node, int] | None:
+    """Return the first of the tensors with a dynamic dimension of this size, and that dimension; None where there is none."""
+    symbols = context.sizes.get(size, ())
+    if not is_size_value(size) or len(symbols) != 1 or isinstance(symbols[0], int):
+        return None
+    for tensor in tensors:
+        for dim, symbol in enumerate(context.sizes.get(tensor, ())):
+            if not isinstance(symbol, int) and symbol == symbols[0]:
+                return tensor, dim
+    return None
+
+
+def non_weight_operands(node: fx.Node, context: EmissionContext) -> list[fx.Node]:
+    """Return the operands of the node that are no weights."""
+    return [part for part in node.all_input_nodes if not context.is_weight(part)]
+
 
 ASSERTIONS = ("_assert", "sym_constrain", "_guards")
 
@@ -26,7 +187,7 @@ KEPT_METADATA = ("val", "stack_trace")  # of what is known of a node: its value'
 
 
 def keeps_width(node: fx.Node, width: int) -> bool:
-    """Whether a change of layout has the stream's width as a literal last size, which its operand has too.
+    """Return whether a change of layout has the stream's width as a literal last size, which its operand has too.
 
     A pass may make its operand wider.
     """
@@ -36,13 +197,13 @@ def keeps_width(node: fx.Node, width: int) -> bool:
 
 
 def unchanged_leading_dims(node: fx.Node, sizes: dict[fx.Node, tuple[Any, ...]]) -> int:
-    """How many leading dimensions a change of layout keeps, the last apart: a pass may give it fewer tokens."""
+    """Return how many leading dimensions a change of layout keeps, the last apart: a pass may give it fewer tokens."""
     pairs = zip(sizes[node.args[0]][:-1], sizes[node][:-1], strict=False)  # type: ignore[index]
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def kept_metadata(node: fx.Node) -> dict[str, Any]:
-    """The metadata that a copy of the node keeps."""
+    """Return the metadata that a copy of the node keeps."""
     return {key: node.meta[key] for key in KEPT_METADATA if key in node.meta}
 
 
@@ -62,7 +223,7 @@ class ModuleBuilder:
             self.env[node].meta |= kept_metadata(node)
 
     def size_check(self, node: fx.Node) -> fx.Node:
-        """The argument, checked for the sizes that the model's code fixed when it was captured, and for the largest it takes."""
+        """Return the argument, checked for the sizes that the model's code fixed at capture, and for the largest it takes."""
         fixed = tuple(size if isinstance(size, int) else None for size in self.context.sizes[node])
         largest = largest_sizes(node)
         if not any(size is not None for size in (*fixed, *largest)):
@@ -74,7 +235,7 @@ class ModuleBuilder:
     def run(self) -> None:
         """Every node of the region is in the graph; the regions inside it are calls of parts."""
         flow, position = self.context.flow, self.region.first
-        starts = {one.first: one for one in self.region.inside}
+        starts = {part.first: part for part in self.region.inside}
         while position <= self.region.last:
             if position in starts:
                 inner = starts[position]
@@ -88,7 +249,7 @@ class ModuleBuilder:
             position += 1
 
     def stop_gradient(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """The value of `node` for its readers in this region: detached where the model's code stops gradients at them."""
+        """Return the value of `node` for its readers in this region: detached where the model's code stops gradients at them."""
         context, region = self.context, self.region
         if node not in context.without_gradient:
             return made
@@ -100,7 +261,7 @@ class ModuleBuilder:
         return detached
 
     def finished(self, name: str) -> fx.GraphModule:
-        """The graph module, without dead code."""
+        """Return the graph module, without dead code."""
         made = Graph(self.root, self.graph, name)
         made.graph.eliminate_dead_code()
         made.graph.lint()
@@ -111,7 +272,7 @@ class ModuleBuilder:
         return made
 
     def value(self, node: fx.Node) -> fx.Node:
-        """The node of this graph that holds the value of a node of the program."""
+        """Return the node of this graph that holds the value of a node of the program."""
         if node not in self.env:
             place = dimension_of_size(node, self.arguments, self.context)
             if place is not None:
@@ -124,13 +285,13 @@ class ModuleBuilder:
         return self.env[node]
 
     def comes_from_before(self, node: fx.Node) -> bool:
-        """Whether the node is a size that was computed before this region, and cannot be computed from the region's arguments."""
+        """Return whether the node is a size computed before this region that cannot be computed from the region's arguments."""
         context = self.context
         is_earlier = context.flow.position[node] < self.region.first and is_size_value(node) and not context.is_weight(node)
         return is_earlier and not is_computable_from(node, self.arguments, context)
 
     def passed(self, size: fx.Node) -> fx.Node:
-        """The size as one more argument: a region inside this one computes with it."""
+        """Return the size as one more argument: a region inside this one computes with it."""
         last = self.env[self.arguments[-1]] if self.arguments else None
         with self.graph.inserting_after(last):
             made = self.graph.placeholder(size.name)
@@ -139,7 +300,7 @@ class ModuleBuilder:
         return made
 
     def weight(self, node: fx.Node) -> fx.Node:
-        """A parameter, buffer or constant, registered in this module under its own name."""
+        """Return a parameter, buffer or constant, registered in this module under its own name."""
         prefix = self.region.path + "." if self.region.path else ""
         name, value, saved = self.context.tensor_of(node, prefix)
         name = name.removeprefix(prefix)
@@ -147,13 +308,13 @@ class ModuleBuilder:
         return self.graph.get_attr(name)
 
     def copied(self, node: fx.Node) -> fx.Node:
-        """A copy of the node with its metadata, for this graph."""
+        """Return a copy of the node with its metadata, for this graph."""
         made = self.translated(node)
         made.meta |= kept_metadata(node)
         return made
 
     def translated(self, node: fx.Node) -> fx.Node:
-        """A copy of the node: dropout is a module, a device that of the inputs, the sizes of a view are read from its operand."""
+        """Return a copy of the node: dropout as a module, the device of the inputs, the sizes of a view read from its operand."""
         name = op(node)
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.value)
         if name in DROPOUT and isinstance(node.args[0], fx.Node):
@@ -170,7 +331,7 @@ class ModuleBuilder:
         return self.graph.call_function(target, args, kwargs)
 
     def view_sizes(self, node: fx.Node, args: Any) -> list[Any]:
-        """The sizes of a change of layout; literal ones that it keeps are read from its operand."""
+        """Return the sizes of a change of layout; literal ones that it keeps are read from its operand."""
         sizes = list(args[1])
         places = [dim for dim in range(unchanged_leading_dims(node, self.context.sizes)) if type(sizes[dim]) is int]
         if keeps_width(node, self.context.width):
@@ -180,16 +341,16 @@ class ModuleBuilder:
         return sizes
 
     def any_tensor(self) -> fx.Node | None:
-        """A tensor of this graph, None where there is none yet."""
+        """Return a tensor of this graph, None where there is none yet."""
         tensors = (copied for node, copied in self.env.items() if isinstance(node.meta.get("val"), Tensor))
         return next(tensors, None)
 
     def dropout(self, p: float, args: Any) -> fx.Node:
-        """A call of a dropout module."""
+        """Return a call of a dropout module."""
         return self.graph.call_module(self.new_child("dropout", nn.Dropout(p)), args[:1])
 
     def attention(self, p: float, args: Any, kwargs: Any) -> fx.Node:
-        """A call of a fused attention whose weights are dropped in training."""
+        """Return a call of a fused attention whose weights are dropped in training."""
         return self.graph.call_module(self.new_child("attend", AttentionWithDropout(p)), args, kwargs)
 
     def new_child(self, name: str, module: nn.Module) -> str:
@@ -240,7 +401,7 @@ class ModuleBuilder:
             self.env[node] = self.stop_gradient(node, made)
 
     def register_part(self, region: Region, part: nn.Module) -> str:
-        """The part's name in this module: that of an equal part on the same parameters, which is called again, or its own."""
+        """Return the part's name in this module: its own, or that of an equal part on the same parameters, to call it again."""
         has_parameters = any(True for _ in part.parameters())
         for name, (path, earlier) in self.parts.items():
             if (has_parameters or path == region.path) and is_structurally_equal(part, earlier):

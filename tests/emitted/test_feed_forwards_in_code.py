@@ -10,7 +10,7 @@ from support.own_models import Own
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.graphs.graph_module import graph_module
+from retrofit.emitted.graph_module import graph_module
 
 IDS = {"x": torch.arange(14).reshape(2, 7) % 50}
 

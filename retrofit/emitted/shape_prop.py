@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from retrofit.graphs.graph_parts import GraphPart
+from retrofit.emitted.graph_parts import GraphPart
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.state_preservation import preserve_state
 
@@ -50,7 +50,7 @@ def record_values(model: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]
 
 
 def interpreting_forward(forward: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
-    """A `forward` that interprets the graph which `forward` was compiled from."""
+    """Return a `forward` that interprets the graph which `forward` was compiled from."""
     signature = inspect.signature(forward)
 
     def run(owner: GraphOwner, *args: Any, **kwargs: Any) -> Any:
@@ -74,11 +74,11 @@ class MetadataInterpreter(fx.Interpreter):
         return value
 
     def without_contents(self, value: Tensor) -> Tensor:
-        """A fake tensor with this layout, and no base if this is a view."""
+        """Return a fake tensor with this layout, and no base if this is a view."""
         with self.mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def graph_owners(model: fx.GraphModule) -> Iterator[GraphOwner]:
-    """The graph module, and the parts in it."""
-    return (one for one in model.modules() if one is model or isinstance(one, GraphPart))  # type: ignore[misc]
+    """Yield the graph module, and the parts in it."""
+    return (module for module in model.modules() if module is model or isinstance(module, GraphPart))  # type: ignore[misc]

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import retrofit
+from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError, CheckpointError
-from retrofit.graphs.graph_module import graph_module
 
 
 def ids(batch: int = 2, length: int = 11) -> Tensor:

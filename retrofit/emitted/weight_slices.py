@@ -20,7 +20,7 @@ WeightSlices = dict[fx.Node, tuple[str, nn.Parameter]]
 
 
 def weight_slices(model: nn.Module, flow: Dataflow, anatomy: Anatomy | None) -> WeightSlices:
-    """The nodes that select parts of parameters, where nothing reads the whole and no two parts overlap.
+    """Return the nodes that select parts of parameters, where nothing reads the whole and no two parts overlap.
 
     Of a stack of matrices no layer may read two: otherwise it is the weight of one layer, such as its experts.
     """
@@ -41,7 +41,7 @@ def weight_slices(model: nn.Module, flow: Dataflow, anatomy: Anatomy | None) -> 
 
 
 def selected_parts(node: fx.Node, value: Any) -> dict[fx.Node, Any]:
-    """The parts of a parameter that are read, by the nodes that select them; none where they are not all that is read.
+    """Return the parts of a parameter that are read, by the nodes that select them; none where they are not all that is read.
 
     `value` is that of `node`, and the parts are views of it. A part is the result of selections at constant places, and is read
     by other operations only.
@@ -61,21 +61,23 @@ def selected_parts(node: fx.Node, value: Any) -> dict[fx.Node, Any]:
 
 
 def are_read_by_distinct_layers(parts: list[fx.Node], flow: Dataflow, anatomy: Anatomy | None) -> bool:
-    """Whether no layer reads two of the parts."""
+    """Return whether no layer reads two of the parts."""
     if anatomy is None:
         return False
     nodes = flow.named
     for layer in anatomy.layers:
         inside = flow.between(nodes[layer.entry], nodes[layer.exit])
-        read = [part for part in parts if any(flow.reaches(part, one) for node in inside for one in weight_operands(node, flow))]
+        read = [
+            part for part in parts if any(flow.reaches(part, operand) for node in inside for operand in weight_operands(node, flow))
+        ]
         if len(read) > 1:
             return False
     return True
 
 
 def weight_operands(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
-    """The operands of a node that do not depend on the inputs."""
-    return [one for one in node.all_input_nodes if one not in flow.depends and one in flow.position]
+    """Return the operands of a node that do not depend on the inputs."""
+    return [operand for operand in node.all_input_nodes if operand not in flow.depends and operand in flow.position]
 
 
 def replace_by_parameters(program: Program, slices: WeightSlices) -> WeightSlices:

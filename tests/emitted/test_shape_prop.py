@@ -10,7 +10,7 @@ from support import zoo
 from torch import Tensor, fx, nn
 
 import retrofit
-from retrofit.graphs.graph_parts import GraphPart
+from retrofit.emitted.graph_parts import GraphPart
 
 RECIPES = (
     ("sequence-altup(k=2)",),

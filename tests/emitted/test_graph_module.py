@@ -15,9 +15,9 @@ from support.functional_models import VOCABULARY, Blocks, Encoder, Flattened, Fu
 from torch import fx, nn
 
 import retrofit
+from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted.graph_parts import GraphPart
 from retrofit.errors import CaptureError, CheckpointError, SpecError
-from retrofit.graphs.graph_module import graph_module
-from retrofit.graphs.graph_parts import GraphPart
 from retrofit.pipeline.replaying import rewrites
 from retrofit.rewriting import apply_reported
 
