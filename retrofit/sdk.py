@@ -98,7 +98,7 @@ from retrofit.program.program import Key as Key
 from retrofit.program.program import Program as Program
 from retrofit.program.capture import capture as capture
 from retrofit.program.dataflow import Dataflow as Dataflow
-from retrofit.program.state_inputs import refuse_state_inputs as refuse_state_inputs
+from retrofit.program.dataflow import refuse_state_inputs as refuse_state_inputs
 from retrofit.program.trial_calls import Trial as Trial
 from retrofit.program.trial_calls import failed_trials as failed_trials
 

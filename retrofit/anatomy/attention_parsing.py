@@ -19,7 +19,7 @@ from retrofit.anatomy.weight_matrices import Matrix, layout_source, matrix_of, o
 from retrofit.anatomy.weight_products import WeightProduct, nearest_products, weight_product
 from retrofit.errors import DoesNotFitError
 from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, op, shape
-from retrofit.program.constants import with_constant_values
+from retrofit.program.capture import with_constant_values
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call, Key
 

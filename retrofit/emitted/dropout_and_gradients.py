@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 
 from retrofit.errors import CaptureError
 from retrofit.program.aten_ops import extent, op
-from retrofit.program.autograd_annotations import CUSTOM_BACKWARD, NO_GRAD, annotation
 from retrofit.program.capture import capture
 from retrofit.program.program import Program
+from retrofit.program.tracing_contexts import CUSTOM_BACKWARD, NO_GRAD, annotation
 from retrofit.runtime.example_inputs import device_of, named_inputs
 from retrofit.runtime.probes import Inputs, distance, named_outputs
 from retrofit.runtime.state_preservation import preserve_state

@@ -31,9 +31,9 @@ from retrofit.emitted.regions import Region, feed_forward_span, regions
 from retrofit.emitted.weight_slices import replace_by_parameters, weight_slices
 from retrofit.errors import DoesNotFitError, NoTransformerError
 from retrofit.program.aten_ops import op
-from retrofit.program.autograd_annotations import NO_GRAD, annotation
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Program
+from retrofit.program.tracing_contexts import NO_GRAD, annotation
 
 
 def make_feed_forwards_contiguous(program: Program, anatomy: Anatomy) -> bool:

@@ -63,12 +63,12 @@ LIKE = frozenset(
 
 
 def op(node: fx.Node) -> str:
-    """The operation's name without namespace, overload or in-place underscore; the node's kind where it is none."""
+    """Return the operation's name without namespace, overload or in-place underscore; the node's kind where it is none."""
     return op_name(node.target) if node.op == "call_function" else node.op
 
 
 def op_name(target: Any) -> str:
-    """The name of an operation without namespace, overload or in-place underscore; of another function its own."""
+    """Return the name of an operation without namespace, overload or in-place underscore; of another function its own."""
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name.partition("::")[2]
         return name if name.startswith("__") else name.rstrip("_")
@@ -76,19 +76,19 @@ def op_name(target: Any) -> str:
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether the node creates a 0-dimensional tensor and reads no other node."""
+    """Return whether the node creates a 0-dimensional tensor and reads no other node."""
     return node.op == "call_function" and not node.all_input_nodes and shape(node) == ()
 
 
 def is_all_zeros(node: fx.Node) -> bool:
-    """Whether the operation creates a tensor of zeros, in whatever layout and type."""
+    """Return whether the operation creates a tensor of zeros, in whatever layout and type."""
     while op(node) in LAYOUT | CAST and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return op(node) in ("zeros", "zeros_like", "new_zeros") or (op(node) == "full" and bool(node.args[1] == 0))
 
 
 def shape(node: Any) -> tuple[int, ...] | None:
-    """The shape of the node's value, None where it is no tensor.
+    """Return the shape of the node's value, None where it is no tensor.
 
     A dynamic size is the one it was captured with; a size that depends on the data is 0.
     """
@@ -99,20 +99,20 @@ def shape(node: Any) -> tuple[int, ...] | None:
 
 
 def extent(size: int | torch.SymInt) -> int:
-    """A size as a number."""
+    """Return a size as a number."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint) if size.node.has_hint() else 0
     return size
 
 
 def is_float(node: fx.Node) -> bool:
-    """Whether the value is a tensor of floating-point numbers."""
+    """Return whether the value is a tensor of floating-point numbers."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Whether the operation multiplies by weights or mixes tokens; operations of unknown namespaces count as such."""
+    """Return whether the operation multiplies by weights or mixes tokens; operations of unknown namespaces count as such."""
     name = op(node)
     if node.op != "call_function" or name == "getitem":
         return False
@@ -124,7 +124,7 @@ def is_heavy(node: fx.Node) -> bool:
 
 
 def mixes_tokens(node: fx.Node) -> bool:
-    """Whether the operation by itself lets one position read another (attention aside)."""
+    """Return whether the operation by itself lets one position read another (attention aside)."""
     name = op(node)
     if name in CONVOLUTION:
         return not is_pointwise_convolution(node)
@@ -132,13 +132,13 @@ def mixes_tokens(node: fx.Node) -> bool:
 
 
 def is_pointwise_convolution(node: fx.Node) -> bool:
-    """Whether a convolution is a matrix for each position: its kernel has one place, and no position is left out or added."""
+    """Return whether a convolution is a matrix for each position: a kernel of one place, no position left out or added."""
     before, kernel, after = shape(node.args[0]), shape(node.args[1]), shape(node)
     return bool(before and kernel and after) and set(kernel[2:]) == {1} and before[2:] == after[2:]  # type: ignore[index]
 
 
 def carried_operands(node: fx.Node, depends: set[fx.Node]) -> list[fx.Node]:
-    """The operands that `node` carries along the last dimension; `depends` are the nodes that depend on the inputs' content."""
+    """Return the operands that `node` carries along the last dimension; `depends` holds the nodes that depend on the inputs."""
     name, out = op(node), shape(node)
     if out is None or not out:
         return []
@@ -180,14 +180,14 @@ def carried_operands(node: fx.Node, depends: set[fx.Node]) -> list[fx.Node]:
 
 
 def same_width_operand(node: fx.Node, out: tuple[int, ...]) -> list[fx.Node]:
-    """The first operand, where its last dimension is that of the result."""
+    """Return the first operand, where its last dimension is that of the result."""
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     before = shape(source)
     return [source] if source is not None and before and before[-1] == out[-1] else []
 
 
 def carried_by_arithmetic(node: fx.Node, out: tuple[int, ...], depends: set[fx.Node]) -> list[fx.Node]:
-    """The one operand of a sum or product that the other only shifts, scales or masks."""
+    """Return the one operand of a sum or product that the other only shifts, scales or masks."""
     left = node.args[0] if node.args else None
     right = node.args[1] if len(node.args) > 1 else None
     if not isinstance(right, fx.Node):
@@ -196,12 +196,12 @@ def carried_by_arithmetic(node: fx.Node, out: tuple[int, ...], depends: set[fx.N
         return [right] if (shape(right) or (0,))[-1:] == out[-1:] else []
 
     def minor(part: fx.Node) -> bool:
-        """A scale, offset or mask: independent of the inputs' content, or one number a position."""
+        """Return a scale, offset or mask: independent of the inputs' content, or one number a position."""
         size = shape(part)
         return part not in depends or size is None or not size or size[-1] == 1 or not is_float(part)
 
     def major(part: fx.Node) -> bool:
-        """A representation as wide as the result."""
+        """Return a representation as wide as the result."""
         size = shape(part)
         return part in depends and bool(size) and size[-1] == out[-1]  # type: ignore[index]
 

@@ -2,6 +2,9 @@
 
 The trace is functionalized, so that no operation writes in place. Where the export fails, fallbacks are tried: an attention mask of
 ones, and replayed tensor values for code that branches on them. A dynamic program gets only those that are the same for all inputs.
+
+In a model without weights the tracer creates constants on the meta device, without values. Captured again on fake tensors of the
+CPU, which take no memory, they have their values (`with_constant_values`).
 """
 
 from __future__ import annotations
@@ -14,19 +17,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.errors import CaptureError
-from retrofit.program.autograd_annotations import annotate_autograd
-from retrofit.program.call_markers import mark_calls, restore_users
-from retrofit.program.dataclass_values import open_dataclasses
-from retrofit.program.dynamic_shapes import with_dynamic_shapes
+from retrofit.program.aten_ops import SELECTION, op
 from retrofit.program.functionalize import functionalize, replace_nondifferentiable_copies
 from retrofit.program.program import Call, Program
-from retrofit.program.reading import read_program
+from retrofit.program.reading import mark_calls, read_program, restore_users
 from retrofit.program.replayed_values import Recording, record_constant_values, record_tensor_values, replay_tensor_values
-from retrofit.program.tracing_contexts import compile_on_call, disable_cache, disable_stack_traces, silence_tracer, skip_no_op_casts
+from retrofit.program.tracing_contexts import (
+    annotate_autograd,
+    compile_on_call,
+    disable_cache,
+    disable_stack_traces,
+    open_dataclasses,
+    silence_tracer,
+    skip_no_op_casts,
+    with_dynamic_shapes,
+)
 from retrofit.runtime.failing_module import failure_in
 from retrofit.runtime.modes import preserve_modes
 from retrofit.runtime.one_at_a_time import one_at_a_time
@@ -42,7 +52,7 @@ fx.node.has_side_effect(torch.ops.retrofit.mark.default)  # kept in the graph ev
 
 @one_at_a_time
 def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: bool = False, training: bool = False) -> Program:
-    """The program that `model` runs on inputs like `example_inputs` (arguments by name), in evaluation mode if not in `training`.
+    """Return the program that `model` runs on inputs like `example_inputs` (by argument), in evaluation mode if not in `training`.
 
     Nothing is computed and no weight is copied, except where the code branches on the values of tensors: there the model is run,
     and the program holds the branches that these inputs take. A `dynamic` program runs on inputs of other sizes too, as far as the
@@ -64,10 +74,10 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
 
 
 def each_its_own(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs, none of them the tensor that another is: a trace tells arguments apart by their tensors."""
+    """Return the inputs, none of them the tensor that another is: a trace tells arguments apart by their tensors."""
     found: dict[str, Any] = {}
     for name, value in inputs.items():
-        again = isinstance(value, torch.Tensor) and any(value is one for one in found.values())
+        again = isinstance(value, torch.Tensor) and any(value is earlier for earlier in found.values())
         found[name] = value.clone() if again else value
     return found
 
@@ -102,20 +112,20 @@ def export_with_fallbacks(
 
 
 def values_read(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
-    """What the code reads out of tensors."""
+    """Return what the code reads out of tensors."""
     with record_tensor_values() as recording:
         model(**inputs)
     return recording
 
 
 def constant_values(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
-    """What the code reads out of tensors, where that is no input's and the same for other sizes; else nothing."""
+    """Return what the code reads out of tensors, where that is no input's and the same for other sizes; else nothing."""
     found, training = [], model.training
     for given in (inputs, *other_sizes(model, inputs)):
         with preserve_state(model), record_constant_values(given) as recording:
             model.train(training)(**given)
         found.append(recording)
-    return found[0] if all(one == found[0] for one in found) else {}
+    return found[0] if all(values == found[0] for values in found) else {}
 
 
 def other_sizes(model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -142,19 +152,21 @@ def materialize(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[nn.Module,
                 if tensor is not None and tensor not in values:
                     values[tensor] = random_like(tensor, generator)
                 own[name] = None if tensor is None else values[tensor]  # type: ignore[assignment]
-    given = {name: torch.ones_like(one, device="cpu") if isinstance(one, torch.Tensor) else one for name, one in inputs.items()}
+    given = {
+        name: torch.ones_like(value, device="cpu") if isinstance(value, torch.Tensor) else value for name, value in inputs.items()
+    }
     return drawn, given
 
 
 def random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A parameter or buffer like this one on the CPU, whose values are small random numbers, or zeros where they are no floats."""
+    """Return a parameter or buffer like this one on the CPU, of small random numbers, or of zeros where it holds no floats."""
     value = torch.empty_like(tensor, device="cpu").detach()
     value.normal_(std=0.02, generator=generator) if value.is_floating_point() else value.zero_()
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> tuple[torch.export.ExportedProgram, list[Call]]:
-    """The model as a functionalized exported program with markers, and the calls they belong to."""
+    """Return the model as a functionalized exported program with markers, and the calls they belong to."""
     if not dynamic:
         with disable_stack_traces(), compile_on_call():  # a graph module keeps its traces and is called, so only here
             return trace(model, inputs, None)
@@ -206,3 +218,33 @@ def missing_masks(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torc
     taken = inspect.signature(model.forward).parameters
     sides = [(f"{side}attention_mask", inputs.get(f"{side}input_ids")) for side in ("", "decoder_")]
     return {name: torch.ones_like(ids) for name, ids in sides if name in taken and ids is not None and inputs.get(name) is None}
+
+
+def with_constant_values(program: Program, model: nn.Module) -> Program:
+    """`program` with the values of the constants it indexes by, where `model` can also be captured on the CPU."""
+    names = {name for node, name in program.constants.items() if any(op(user) in SELECTION for user in node.users)}
+    if not any(program.values[name].is_meta for name in names & program.values.keys()):
+        return program
+    given = {name: node.meta["val"] for node, name in program.inputs.items()}
+    inputs = {name: torch.ones(held.shape, dtype=held.dtype) for name, held in given.items() if isinstance(held, Tensor)}
+    try:
+        again = capture(on_fake_cpu(model), inputs)
+    except CaptureError:
+        return program
+    found = {name: value for name, value in again.values.items() if name in names and not value.is_meta}
+    return dataclasses.replace(program, values=program.values | found)
+
+
+def on_fake_cpu(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without weights whose weights are fake tensors on the CPU."""
+    twin = copy.deepcopy(model)
+    made: dict[int, Tensor] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in twin.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None and tensor.is_meta:
+                        empty = torch.empty_like(tensor, device="cpu")
+                        fake = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                        table[name] = made.setdefault(id(tensor), fake)  # type: ignore[assignment]
+    return twin

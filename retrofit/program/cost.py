@@ -41,7 +41,7 @@ class Cost:
 
 
 def cost_of(program: Program) -> Cost:
-    """The cost of a program on the inputs it was captured with."""
+    """Return the cost of a program on the inputs it was captured with."""
     read = {node: name for node, name in program.parameters.items() if node.users}
     by_module: dict[str, int] = {}
     for node in program.graph.nodes:
@@ -53,12 +53,12 @@ def cost_of(program: Program) -> Cost:
 
 
 def flops_per_token(program: Program) -> int:
-    """The floating-point operations of one forward pass, divided by the tokens it works on, or the images, or clips: `unit_of`."""
+    """Return the floating-point operations of one forward pass divided by its tokens, images or clips (`unit_of`)."""
     return cost_of(program).flops_per_token
 
 
 def tokens_of(program: Program) -> int:
-    """How many units the program works on: the positions of its longest input of integers, else its batch."""
+    """Return how many units the program works on: the positions of its longest input of integers, else its batch."""
     inputs = inputs_of(program)
     if unit_of(program) == "token":
         return max(value.numel() for value in inputs if is_ids(value))
@@ -66,11 +66,11 @@ def tokens_of(program: Program) -> int:
 
 
 def unit_of(program: Program) -> str:
-    """What its operations are counted for: `token`, or the whole of an input that is more than tokens, `image of 3×224×224`."""
+    """Return the unit that operations are counted for: `token`, or a whole input that is no tokens, `image of 3×224×224`."""
     inputs = inputs_of(program)
     ids = max((int(value.shape[1]) for value in inputs if is_ids(value)), default=0)
     signals = [value for value in inputs if value.is_floating_point() and value.dim() >= 2 and not is_per_token(value, ids)]
-    signals = [value for value in signals if [one.shape for one in signals].count(value.shape) == 1]  # keys and values are two
+    signals = [value for value in signals if [other.shape for other in signals].count(value.shape) == 1]  # keys and values are two
     if not signals:
         return "token" if ids else "input"
     largest = max(signals, key=lambda value: value.numel())
@@ -80,17 +80,17 @@ def unit_of(program: Program) -> str:
 
 
 def inputs_of(program: Program) -> list[torch.Tensor]:
-    """The tensors among the program's inputs."""
+    """Return the tensors among the program's inputs."""
     return [value for node in program.inputs if isinstance(value := node.meta.get("val"), torch.Tensor)]
 
 
 def is_per_token(value: torch.Tensor, tokens: int) -> bool:
-    """Whether an input of numbers goes with the tokens, as masks and embeddings do."""
+    """Return whether an input of numbers goes with the tokens, as masks and embeddings do."""
     return tokens in value.shape[1:] and (value.dim() < 4 or value.shape[1] == 1)
 
 
 def is_ids(value: torch.Tensor) -> bool:
-    """Whether an input has a number for each token."""
+    """Return whether an input has a number for each token."""
     return value.dim() == 2 and not value.is_floating_point()
 
 
@@ -101,7 +101,7 @@ def flops_of_run(skeleton: nn.Module, inputs: Mapping[str, Any]) -> int:
     order, or code reads what only a tracer shows: compare the two for the dense model before the number is used.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # code that asks for values does not ask for those of fake tensors
-    given = {name: fake.from_tensor(one) if isinstance(one, torch.Tensor) else one for name, one in inputs.items()}
+    given = {name: fake.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     counted = CountedProducts()
     with (
         evaluation_mode(skeleton),
@@ -143,7 +143,7 @@ class CountedProducts(TorchDispatchMode):
 
 
 def flops_of(node: fx.Node) -> int:
-    """The operations of one node; 0 where it is no product."""
+    """Return the operations of one node; 0 where it is no product."""
     if node.op != "call_function" or not is_counted(node.target):
         return 0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
@@ -151,12 +151,12 @@ def flops_of(node: fx.Node) -> int:
 
 
 def is_counted(target: Any) -> bool:
-    """Whether the function is a product."""
+    """Return whether the function is a product."""
     return op_name(target) in FORMULAS or getattr(target, "_overloadpacket", target) in flop_registry
 
 
 def flops_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """The operations of one call of an operation with these values; 0 where it is no product."""
+    """Return the operations of one call of an operation with these values; 0 where it is no product."""
     formula = FORMULAS.get(op_name(target))
     if formula is not None:
         return formula(args, out)
@@ -172,18 +172,18 @@ def value_of(node: Any) -> Any:
 
 
 def size(value: Any) -> tuple[int, ...]:
-    """The shape of a (first) value."""
+    """Return the shape of a (first) value."""
     value = value[0] if isinstance(value, (tuple, list)) else value
     return tuple(extent if isinstance(extent, int) else 0 for extent in value.shape)  # 0: it depends on the data
 
 
 def matrix_product(args: Sequence[Any], out: Any) -> int:
-    """A product that sums over the last dimension of its first operand."""
+    """Return a product that sums over the last dimension of its first operand."""
     return 2 * math.prod(size(out)) * size(args[0])[-1]
 
 
 def vector_product(args: Sequence[Any], out: Any) -> int:
-    """A product with a vector: each element of the first operand is read once."""
+    """Return a product with a vector: each element of the first operand is read once."""
     return 2 * math.prod(size(args[0]))
 
 
@@ -207,19 +207,19 @@ def einsum_flops(args: Sequence[Any], out: Any) -> int:
 
 
 def indices(term: str, rank: int) -> list[str]:
-    """The indices of one operand of an einsum, those of an ellipsis numbered from the right."""
+    """Return the indices of one operand of an einsum, those of an ellipsis numbered from the right."""
     before, dots, after = term.partition("...")
     hidden = rank - len(before) - len(after) if dots else 0
     return [*before, *(f".{place}" for place in range(hidden, 0, -1)), *after]
 
 
 def convolution_flops(args: Sequence[Any], out: Any) -> int:
-    """Every output element sums over one filter."""
+    """Return the operations of a convolution: every output element sums over one filter."""
     return 2 * math.prod(size(out)) * math.prod(size(args[1])[1:])
 
 
 def transposed_convolution_flops(args: Sequence[Any], out: Any) -> int:
-    """Every input element spreads over one filter."""
+    """Return the operations of a transposed convolution: every input element spreads over one filter."""
     return 2 * math.prod(size(args[0])) * math.prod(size(args[1])[1:])
 
 

@@ -4,6 +4,8 @@ The ancestors of every node are a bit mask, a Python integer with one bit for ea
 `&`; all of them together cost one pass over the nodes. `networkx` holds the same edges as a graph (`Dataflow.graph`), for users of
 `Anatomy.graph` and for the layout of drawings; no query here goes through it. `backward_slice` and `forward_slice` are walks over
 the `fx` nodes themselves, for programs whose masks nobody needs.
+
+Inputs that are states of earlier tokens, where no cache object stores them: the model takes them and returns them longer.
 """
 
 from __future__ import annotations
@@ -14,7 +16,20 @@ from collections.abc import Iterable
 import networkx
 from torch import fx
 
-from retrofit.program.aten_ops import LIKE, NO_GRADIENT, carried_operands, is_float, is_heavy, op, shape
+from retrofit.errors import DoesNotFitError
+from retrofit.program.aten_ops import (
+    CAST,
+    JOIN,
+    LAYOUT,
+    LIKE,
+    NO_GRADIENT,
+    SELECTION,
+    carried_operands,
+    is_float,
+    is_heavy,
+    op,
+    shape,
+)
 from retrofit.program.program import MUTATION, Call, Program
 
 
@@ -76,23 +91,23 @@ class Dataflow:
         return found
 
     def node(self, name: str) -> fx.Node:
-        """The node called `name`."""
+        """Return the node called `name`."""
         return self.named[name]
 
     def bit(self, node: fx.Node) -> int:
-        """The mask of this node alone."""
+        """Return the mask of this node alone."""
         return 1 << self.position[node]
 
     def reaches(self, early: fx.Node, late: fx.Node) -> bool:
-        """Whether `late` is `early` or depends on it."""
+        """Return whether `late` is `early` or depends on it."""
         return bool(self.ancestors[late] & self.bit(early))
 
     def reaches_through_heavy_op(self, early: fx.Node, late: fx.Node) -> bool:
-        """Whether `late` depends on `early` along a path with a heavy operation on it, be it `late` itself."""
+        """Return whether `late` depends on `early` along a path with a heavy operation on it, be it `late` itself."""
         return bool(self.heavy_ancestors[late] & self.bit(early))
 
     def between(self, early: fx.Node, late: fx.Node) -> list[fx.Node]:
-        """The nodes on the paths from `early` (left out) to `late` (included), in order."""
+        """Return the nodes on the paths from `early` (left out) to `late` (included), in order."""
         above, bit = self.ancestors[late], self.bit(early)
         first, last = self.position[early], self.position[late]
         return [node for node in self.nodes[first + 1 : last + 1] if above & self.bit(node) and self.ancestors[node] & bit]
@@ -105,7 +120,7 @@ class Dataflow:
         return chain
 
     def call_of(self, node: fx.Node) -> Call:
-        """The innermost module call the node was computed in."""
+        """Return the innermost module call the node was computed in."""
         return self.program.owner.get(node, self.program.root)
 
     def parameters_of(self, nodes: list[fx.Node]) -> dict[str, int]:
@@ -125,7 +140,7 @@ class Dataflow:
         return sizes
 
     def graph(self) -> networkx.DiGraph:
-        """The data flow as a `networkx` graph: nodes by name, with operation, shape and module path."""
+        """Return the data flow as a `networkx` graph: nodes by name, with operation, shape and module path."""
         graph = networkx.DiGraph()
         for node in self.nodes:
             graph.add_node(
@@ -142,7 +157,7 @@ class Dataflow:
 
 
 def constant_streams(flow: Dataflow) -> set[fx.Node]:
-    """Where streams begin that are the same for all inputs until a layer adds what it reads of these: a decoder's queries, say."""
+    """Return where streams begin that are the same for all inputs until a layer adds something of these: a decoder's queries."""
     found: set[fx.Node] = set()
     for node in flow.nodes:
         if op(node) != "add" or node not in flow.depends:
@@ -152,7 +167,7 @@ def constant_streams(flow: Dataflow) -> set[fx.Node]:
         if len(parts) == 2 and len(same) == 1:
             (added,) = (part for part in parts if part is not same[0])
             stream = constant_chain(same[0], flow)
-            if any(flow.reaches_through_heavy_op(one, added) for one in stream):
+            if any(flow.reaches_through_heavy_op(part, added) for part in stream):
                 found.add(stream[-1])
     return found
 
@@ -160,12 +175,12 @@ def constant_streams(flow: Dataflow) -> set[fx.Node]:
 def constant_chain(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
     """`node`, which depends on no input, and the stream above it: what it carries, and of a sum the term that the other reads."""
     chain = [node]
-    computed = {one for one in flow.nodes[: flow.position[node] + 1] if one.op == "call_function"}
+    computed = {earlier for earlier in flow.nodes[: flow.position[node] + 1] if earlier.op == "call_function"}
     while True:
-        one = chain[-1]
-        above = [part for part in carried_operands(one, computed) if part in computed]
-        if op(one) == "add":
-            terms = [part for part in one.args if isinstance(part, fx.Node) and part in computed]
+        last = chain[-1]
+        above = [part for part in carried_operands(last, computed) if part in computed]
+        if op(last) == "add":
+            terms = [part for part in last.args if isinstance(part, fx.Node) and part in computed]
             above = [part for part in terms if any(flow.reaches_through_heavy_op(part, other) for other in terms)] or above
         if len(above) != 1 or shape(above[0]) != shape(node):
             return chain
@@ -173,17 +188,17 @@ def constant_chain(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
 
 
 def has_parts(node: fx.Node) -> bool:
-    """Whether the value is several tensors."""
+    """Return whether the value is several tensors."""
     return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def is_assertion(node: fx.Node) -> bool:
-    """Whether the operation only checks something about its operands."""
+    """Return whether the operation only checks something about its operands."""
     return op(node).startswith("_assert")
 
 
 def backward_slice(results: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that the results depend on, themselves included."""
+    """Return the nodes that the results depend on, themselves included."""
     found: set[fx.Node] = set()
     pending = list(results)
     while pending:
@@ -195,9 +210,33 @@ def backward_slice(results: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def forward_slice(sources: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The sources, and those of `nodes`, which come in order, that depend on one of them."""
+    """Return the sources, and those of `nodes`, which come in order, that depend on one of them."""
     found = set(sources)
     for node in nodes:
         if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
+
+
+def state_inputs(program: Program) -> list[str]:
+    """Return the inputs that an output extends: it is such an input joined with more, and nothing else."""
+    found: list[str] = []
+    for output in program.outputs.values():
+        pending: list[tuple[fx.Node, bool]] = [(output, False)]
+        while pending:
+            node, joined = pending.pop()
+            if joined and node in program.inputs:
+                found.append(program.inputs[node])
+            elif op(node) in LAYOUT | CAST | SELECTION | JOIN | {"getitem"}:
+                pending += [(part, joined or op(node) in JOIN) for part in node.all_input_nodes]
+    return list(dict.fromkeys(found))
+
+
+def refuse_state_inputs(program: Program, name: str) -> None:
+    """Raises `DoesNotFitError` where the model takes states; `name` is the pass whose layers need more of earlier tokens."""
+    if found := state_inputs(program):
+        raise DoesNotFitError(
+            f"{name}: the model takes the states of earlier tokens as inputs, such as {found[0]}",
+            why="what the rewritten layers need of earlier tokens has no place among them",
+            remedy="rewrite the model of whole sequences, which from_onnx(path, cache='none') gives, or use another pass",
+        )

@@ -61,7 +61,7 @@ class UnknownValueError(Exception):
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether the operation writes into one of its operands."""
+    """Return whether the operation writes into one of its operands."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -110,7 +110,7 @@ class Functionalizer:
             if mutates(node):
                 self.rewrite_in_place_op(node, operands)
             elif is_result_of_its_own(node):
-                self.add_alias(node, [one for one in operands[0].users if one.args == node.args and one in self.aliases])
+                self.add_alias(node, [twin for twin in operands[0].users if twin.args == node.args and twin in self.aliases])
             elif node.op == "call_function" and may_alias_operand(node) and holds_tensors(node):
                 self.add_alias(node, operands)
                 if target in VIEWS:
@@ -120,7 +120,7 @@ class Functionalizer:
                 self.graph.erase_node(node)
 
     def current_value(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """The node that holds the current contents of `node` where `reader` reads it; a stale view is computed again there."""
+        """Return the node with the current contents of `node` where `reader` reads it; a stale view is computed again there."""
         if node in self.write_target:
             return self.current_value(self.write_target[node], reader)
         value = self.current.get(node, node)
@@ -156,15 +156,15 @@ class Functionalizer:
 
     def add_alias(self, node: fx.Node, others: list[fx.Node]) -> None:
         """`node` may share memory with the others, and with what these may share it with."""
-        family = {node}.union(*(self.aliases.get(one, {one}) for one in others if holds_tensors(one)))
-        for one in family:
-            self.aliases[one] = family
+        family = {node}.union(*(self.aliases.get(member, {member}) for member in others if holds_tensors(member)))
+        for member in family:
+            self.aliases[member] = family
 
     def rewrite_in_place_op(self, node: fx.Node, operands: list[fx.Node]) -> None:
         """The operation is pure: its result is the current contents of what it wrote into, and all aliases of that are stale."""
         written, pure = operands[0], functional_overload(node)
         family = self.aliases.get(written, {written})
-        if pure is None or any(one.op != "call_function" for one in family):
+        if pure is None or any(view.op != "call_function" for view in family):
             raise UnknownValueError
         node.target = pure
         chain = self.view_chain(written, node)
@@ -173,42 +173,42 @@ class Functionalizer:
         self.write_target[node] = written
         self.relaid.add(node)
         value = last = node
-        for one, base in chain:
-            self.current[one] = value
-            if one in self.write_target or base is None:
+        for view, base in chain:
+            self.current[view] = value
+            if view in self.write_target or base is None:
                 continue
-            target, args = VIEW_INVERSES[one.target](base, value, *one.args[1:])
+            target, args = VIEW_INVERSES[view.target](base, value, *view.args[1:])
             with self.graph.inserting_after(last):
                 value = last = self.graph.call_function(target, args)
-            value.meta = dict(node.meta) | {"val": self.view_base[one].meta["val"]}
+            value.meta = dict(node.meta) | {"val": self.view_base[view].meta["val"]}
             self.inserted.append(value)
             self.relaid.add(value)
 
     def view_chain(self, written: fx.Node, reader: fx.Node) -> list[tuple[fx.Node, fx.Node | None]]:
         """`written`, its base, the base of that, and so on as far as views have inverses; each with its base's current node."""
         chain: list[tuple[fx.Node, fx.Node | None]] = []
-        one = written
-        while one in self.write_target or (one in self.view_base and one.target in VIEW_INVERSES and not one.kwargs):
-            if one in self.write_target:
-                chain.append((one, None))
-                one = self.write_target[one]
+        link = written
+        while link in self.write_target or (link in self.view_base and link.target in VIEW_INVERSES and not link.kwargs):
+            if link in self.write_target:
+                chain.append((link, None))
+                link = self.write_target[link]
                 continue
             try:
-                chain.append((one, self.current_value(self.view_base[one], reader)))
+                chain.append((link, self.current_value(self.view_base[link], reader)))
             except UnknownValueError:  # unknown since an earlier write: reading it will raise
                 break
-            one = self.view_base[one]
-        return [*chain, (one, None)]
+            link = self.view_base[link]
+        return [*chain, (link, None)]
 
 
 def fills_memory_in_order(value: Tensor) -> bool:
-    """Whether the value, dynamic sizes as captured, is contiguous from the start of its memory."""
+    """Return whether the value, dynamic sizes as captured, is contiguous from the start of its memory."""
     in_order = torch.empty([extent(size) for size in value.shape], device="meta").stride()
-    return [extent(one) for one in value.stride()] == [*in_order] and extent(value.storage_offset()) == 0
+    return [extent(step) for step in value.stride()] == [*in_order] and extent(value.storage_offset()) == 0
 
 
 def reaches_beyond(node: fx.Node) -> bool:
-    """Whether a value read by strides reaches beyond the elements of the operand."""
+    """Return whether a value read by strides reaches beyond the elements of the operand."""
     value, (whole, *_) = node.meta.get("val"), node.all_input_nodes
     if node.target is not aten.as_strided.default or not isinstance(value, Tensor):
         return False
@@ -217,13 +217,13 @@ def reaches_beyond(node: fx.Node) -> bool:
 
 
 def holds_tensors(node: fx.Node) -> bool:
-    """Whether the value is a tensor, or a list or tuple of them."""
+    """Return whether the value is a tensor, or a list or tuple of them."""
     return isinstance(node.meta.get("val"), (Tensor, list, tuple))
 
 
 def inverse_permutation(order: list[int]) -> list[int]:
-    """The permutation that undoes `order`."""
-    return [[one % len(order) for one in order].index(place) for place in range(len(order))]
+    """Return the permutation that undoes `order`."""
+    return [[dim % len(order) for dim in order].index(place) for place in range(len(order))]
 
 
 def replace_nondifferentiable_copies(graph: fx.Graph) -> None:
@@ -244,7 +244,7 @@ def replace_nondifferentiable_copies(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 source = graph.call_function(aten.expand_as.default, (source, node.args[0]))
             value = source.meta["val"] = value.expand_as(result)
-        in_order = [extent(one) for one in value.stride()] == [extent(one) for one in result.stride()]
+        in_order = [extent(size) for size in value.stride()] == [extent(size) for size in result.stride()]
         node.target, node.args = aten.clone.default, (source,)
         node.kwargs = {} if in_order else {"memory_format": torch.contiguous_format}
         if not (in_order or fills_memory_in_order(result)):
@@ -253,7 +253,7 @@ def replace_nondifferentiable_copies(graph: fx.Graph) -> None:
 
 
 def may_alias_operand(node: fx.Node) -> bool:
-    """Whether the value may lie in the memory of an operand: it is a view of one, or the operand itself.
+    """Return whether the value may lie in the memory of an operand: it is a view of one, or the operand itself.
 
     The schema of a composite operation does not say (`type_as`, and dropout in evaluation).
     """
@@ -263,11 +263,13 @@ def may_alias_operand(node: fx.Node) -> bool:
     if op(node) in NON_ALIASING:
         return False
     is_composite = target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    return is_composite or any(one.alias_info is not None and not one.alias_info.is_write for one in target._schema.arguments)
+    return is_composite or any(
+        argument.alias_info is not None and not argument.alias_info.is_write for argument in target._schema.arguments
+    )
 
 
 def is_result_of_its_own(node: fx.Node) -> bool:
-    """Whether the value is one of several that an operation returns, in memory that it shares with none of the others."""
+    """Return whether the value is one of several that an operation returns, in memory that it shares with none of the others."""
     if node.target is not operator.getitem:
         return False
     source: Any = node.args[0]
@@ -276,18 +278,18 @@ def is_result_of_its_own(node: fx.Node) -> bool:
 
 
 def functional_overload(node: fx.Node) -> Any:
-    """The operation that returns what `node`, such as `x.add_(y)`, writes into its first operand; None where there is none."""
+    """Return the operation that returns what `node`, such as `x.add_(y)`, writes into its first operand; None without one."""
     target: Any = node.target
     schema = target._schema
     namespace, _, name = schema.name.partition("::")
-    written = [one.alias_info is not None and one.alias_info.is_write for one in schema.arguments]
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments]
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None) if name.endswith("_") else None
     pure = getattr(packet, schema.overload_name or "default", None)
     if pure is None or written != [True, *[False] * (len(written) - 1)]:
         return None
-    if [one.name for one in pure._schema.arguments] != [one.name for one in schema.arguments]:
+    if [argument.name for argument in pure._schema.arguments] != [argument.name for argument in schema.arguments]:
         return None
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: one.meta["val"])
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda argument: argument.meta["val"])
     value, expected = pure(*args, **kwargs), node.meta["val"]
     same = isinstance(value, Tensor) and value.dtype == expected.dtype and value.shape == expected.shape
     return pure if same else None

@@ -42,7 +42,7 @@ class Call:
             call = call.parent
 
     def encloses(self, other: Call) -> bool:
-        """Whether `other` is this call, or was made while it ran."""
+        """Return whether `other` is this call, or was made while it ran."""
         return any(call is self for call in other.chain)
 
 
@@ -72,7 +72,7 @@ class Program:
         return self.calls[0]
 
     def replace_node(self, gone: fx.Node, by: fx.Node) -> None:
-        """What reads, returns or takes the node `gone` has the node `by` in its place, and `gone` is erased."""
+        """Replace the node `gone` by the node `by` wherever it is read, returned or taken, and erase it."""
         gone.replace_all_uses_with(by)
         of_calls = (table for call in self.calls for table in (call.inputs, call.outputs, call.kept))
         tables: list[dict[Any, fx.Node]] = [self.outputs, *of_calls]

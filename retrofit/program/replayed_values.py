@@ -42,7 +42,7 @@ def record_tensor_values() -> Iterator[Recording]:
 
 @contextlib.contextmanager
 def record_constant_values(inputs: Any) -> Iterator[Recording]:
-    """The same, with `UNKNOWN` for values computed from those of the inputs or drawn at random, and for all read after such."""
+    """Record values, with `UNKNOWN` for those computed from the inputs or drawn at random, and for all read after such."""
     influence = Influence(inputs)
     with recording_queries(influence.is_read) as recording, influence:
         yield recording
@@ -72,19 +72,19 @@ class Influence(TorchDispatchMode):
         self.spread(tree_leaves(sources))
 
     def spread(self, values: Iterable[Any]) -> None:
-        self.kept |= {memory_of(one): one for one in values if isinstance(one, Tensor)}
+        self.kept |= {memory_of(value): value for value in values if isinstance(value, Tensor)}
 
     def reaches(self, tensor: Tensor) -> bool:
         return memory_of(tensor) in self.kept
 
     def is_read(self, tensor: Tensor) -> bool:
-        """Whether Python code, which reads this tensor, has read such values: what it does from then on may depend on them."""
+        """Return whether Python code, which reads this tensor, has read such values: its later results may depend on them."""
         self.was_read |= self.reaches(tensor)
         return self.was_read
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         reached = any(map(self.reaches, given)) and func.overloadpacket.__name__ not in LIKE
         result = func(*args, **kwargs)
         if reached or torch.Tag.nondeterministic_seeded in func.tags:
@@ -117,7 +117,7 @@ def replay_tensor_values(recording: Recording) -> Iterator[None]:
 
 
 def calling_line() -> Line:
-    """The line of code that queries a tensor: the innermost one outside this file and torch."""
+    """Return the line of code that queries a tensor: the innermost one outside this file and torch."""
     frame = sys._getframe(1)
     while frame.f_back is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(TORCH)):
         frame = frame.f_back
@@ -125,18 +125,18 @@ def calling_line() -> Line:
 
 
 def without_tensors(result: Any) -> Any:
-    """The result with its tensors as lists."""
+    """Return the result with its tensors as lists."""
     if isinstance(result, Tensor):
         return TENSOR_TOLIST(result)
     return tuple(map(without_tensors, result)) if isinstance(result, tuple) else result
 
 
 def as_returned(result: Any, name: str, tensor: Tensor) -> Any:
-    """A recorded result in the form that the query returns: indices are tensors."""
+    """Return a recorded result in the form that the query returns: indices are tensors."""
     if name != "nonzero":
         return result
     if isinstance(result, tuple):
-        return tuple(torch.tensor(one, dtype=torch.int64, device=tensor.device) for one in result)
+        return tuple(torch.tensor(index, dtype=torch.int64, device=tensor.device) for index in result)
     return torch.tensor(result, dtype=torch.int64, device=tensor.device).reshape(-1, tensor.dim())
 
 

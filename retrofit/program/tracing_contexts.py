@@ -1,16 +1,30 @@
-"""Contexts for a trace: no cache, no stack traces, no code for graphs, no warnings, no casts that change nothing."""
+"""Contexts for a trace: no cache, no warnings, dataclasses opened, autograd annotated, dynamic shapes.
+
+Torch reads the tensors in a dataclass whose class it knows as a container, which `open_dataclasses` sees to. A trace records
+operations, and not whether they ran under `no_grad` or in a custom `torch.autograd.Function`: annotations say so.
+
+While a model is traced all dimensions of its inputs are dynamic, or of images only the batch. A dynamic dimension is a symbol, and
+sizes computed from it are expressions. Code that cuts images into windows makes these longer with every layer, until the tracer
+takes hours over them; there the height and width are static.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import io
 import logging
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
+from torch.utils._pytree import tree_map
 
 from retrofit.runtime.one_at_a_time import PROCESS
 
@@ -94,7 +108,7 @@ def skip_no_op_casts() -> Iterator[None]:
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         held = [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]
-        same = all((dtype or one.dtype) == one.dtype and (device or one.device) == one.device for one in held)
+        same = all((dtype or tensor.dtype) == tensor.dtype and (device or tensor.device) == tensor.device for tensor in held)
         return module if same else cast(module, *args, **kwargs)
 
     nn.Module.to = to  # type: ignore[method-assign, assignment]
@@ -102,3 +116,143 @@ def skip_no_op_casts() -> Iterator[None]:
         yield
     finally:
         nn.Module.to = cast  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def open_dataclasses(model: nn.Module, inputs: Any) -> Iterator[None]:
+    """Within this context dataclasses among the inputs and outputs are containers of their fields."""
+    register_classes(inputs)
+    handle = model.register_forward_hook(lambda module, args, output: register_classes(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def register_classes(value: Any) -> None:
+    """Every class of dataclasses in the value, however nested, is a container to torch."""
+    is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if is_instance and type(value) not in _pytree.SUPPORTED_NODES:
+        torch.export.register_dataclass(type(value))
+    for item in _pytree.tree_leaves(value, is_leaf=lambda part: part is not value):
+        if item is not value:
+            register_classes(item)
+
+
+NO_GRAD, CUSTOM_BACKWARD = "retrofit_no_grad", "retrofit_custom_backward"
+SWITCHES: dict[Any, Callable[[Any], bool]] = {  # the contexts that switch gradients, and whether they switch them off
+    torch.no_grad: lambda switch: True,
+    torch.enable_grad: lambda switch: False,
+    torch.set_grad_enabled: lambda switch: not switch.mode,
+}
+
+
+@contextlib.contextmanager
+def annotate_autograd() -> Iterator[None]:
+    """Within this context traced operations are annotated inside `no_grad` and inside functions with a custom backward."""
+    kept = [(switch, switch.__enter__, switch.__exit__) for switch in SWITCHES]
+    apply = torch.autograd.Function.__dict__["apply"]
+    try:
+        for switch, is_off in SWITCHES.items():
+            annotate_within(switch, is_off)
+        torch.autograd.Function.apply = classmethod(annotated_apply(apply.__func__))  # type: ignore[assignment, method-assign]
+        with preserve_node_meta():
+            yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        for switch, enter, leave in kept:
+            switch.__enter__, switch.__exit__ = enter, leave
+
+
+def annotate_within(switch: Any, is_off: Callable[[Any], bool]) -> None:
+    """From now on the context `switch` annotates the operations inside it."""
+    enter, leave = switch.__enter__, switch.__exit__
+    opened: list[contextlib.ExitStack] = []
+
+    def entered(self: Any) -> Any:
+        result = enter(self)
+        opened.append(annotations := contextlib.ExitStack())
+        annotations.enter_context(annotate({NO_GRAD: is_off(self)}))
+        return result
+
+    def left(self: Any, *how: Any) -> Any:
+        opened.pop().close()
+        return leave(self, *how)
+
+    switch.__enter__, switch.__exit__ = entered, left
+
+
+def annotated_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.Function.apply`, annotated at the operations inside it, except for torch's own functions."""
+
+    def annotating(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.partition(".")[0] == "torch":
+            return apply(cls, *args, **kwargs)
+        with annotate({CUSTOM_BACKWARD: cls.__name__}):
+            return apply(cls, *args, **kwargs)
+
+    return annotating
+
+
+def annotation(node: fx.Node, what: str) -> Any:
+    """Return the node's annotation `what`, None where it has none."""
+    return (node.meta.get("custom") or {}).get(what)
+
+
+Result = TypeVar("Result")
+MAX_OPERATIONS = 24  # in the expression of one size; windows have 29 after one layer and 81 after two, everything else at most 13
+
+
+class LongExpressionError(Exception):
+    """A size in the trace became too long an expression of the sizes of the inputs."""
+
+
+def with_dynamic_shapes(model: nn.Module, inputs: dict[str, Any], trace: Callable[[dict[str, Any]], Result]) -> Result:
+    """Return what `trace` returns for all dimensions dynamic (in the terms of `torch.export`), or of images only the batch."""
+    try:
+        with ExpressionLimit() if any(map(is_image_batch, inputs.values())) else contextlib.nullcontext():
+            return trace(dynamic_shapes_by_argument(model, inputs, all_dimensions))
+    except LongExpressionError:
+        return trace(dynamic_shapes_by_argument(model, inputs, only_batch_of_images))
+
+
+def dynamic_shapes_by_argument(model: nn.Module, inputs: dict[str, Any], dynamic: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the dynamic dimensions of each input; those that the forward takes as `**kwargs` under that name."""
+    parameters = inspect.signature(model.forward).parameters
+    keywords = next((name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD), "")
+    shapes: dict[str, Any] = {name: dynamic(inputs[name]) for name in parameters if name in inputs}
+    if others := {name: dynamic(value) for name, value in inputs.items() if name not in parameters}:
+        shapes[keywords] = others
+    return shapes
+
+
+def all_dimensions(value: Any) -> Any:
+    """Return every dimension of a tensor as dynamic, as far as the code allows; nothing for other values."""
+    if isinstance(value, torch.Tensor):
+        return dict.fromkeys(range(value.dim()), torch.export.Dim.AUTO)
+    return tree_map(lambda leaf: None, value)
+
+
+def only_batch_of_images(value: Any) -> Any:
+    """`all_dimensions`, but of images only the batch."""
+    return {0: torch.export.Dim.AUTO} if is_image_batch(value) else all_dimensions(value)
+
+
+def is_image_batch(value: Any) -> bool:
+    """Return whether the value is a batch of images, (batch, channels, height, width)."""
+    return isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point()
+
+
+class ExpressionLimit(TorchFunctionMode):
+    """Within this context a trace ends with `LongExpressionError` as soon as an operation returns a tensor of such a size."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and any(expression_length(size) > MAX_OPERATIONS for size in result.shape):
+            raise LongExpressionError
+        return result
+
+
+def expression_length(size: int | torch.SymInt) -> int:
+    """Return how many operations the expression of a size has."""
+    return int(size.node.expr.count_ops()) if isinstance(size, torch.SymInt) else 0

@@ -23,8 +23,7 @@ from retrofit.errors import CaptureError, CheckpointError, RetrofitWarning, firs
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.replaying import replayed_inputs
 from retrofit.program.capture import as_plain_module
-from retrofit.program.dynamic_shapes import with_dynamic_shapes
-from retrofit.program.tracing_contexts import disable_cache, silence_tracer
+from retrofit.program.tracing_contexts import disable_cache, silence_tracer, with_dynamic_shapes
 from retrofit.runtime.archives import require_unpacked_fits
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.deferred_signals import unbroken

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import DoesNotFitError
-from retrofit.program import dynamic_shapes
-from retrofit.program.dynamic_shapes import MAX_OPERATIONS, expression_length
+from retrofit.program import tracing_contexts
+from retrofit.program.tracing_contexts import MAX_OPERATIONS, expression_length
 
 
 class Padded(nn.Module):
@@ -52,7 +52,7 @@ def test_sizes_of_images_are_dynamic(multiples: tuple[int, ...]) -> None:
 
 def test_sizes_of_images_with_long_expressions_are_static_and_the_batch_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
-    monkeypatch.setattr(dynamic_shapes, "expression_length", lambda size: lengths.append(expression_length(size)) or lengths[-1])
+    monkeypatch.setattr(tracing_contexts, "expression_length", lambda size: lengths.append(expression_length(size)) or lengths[-1])
     model = ImageModel(3, 5, 7, 11)
     graph = graph_module(model, {"pixel_values": images(2, 7, 13)})
     assert max(lengths) > MAX_OPERATIONS, "the expressions did get long"
