@@ -17,7 +17,7 @@ import re
 import sys
 import time
 
-from sweeping import Row, Task, all_ids, assessed, cell, in_mixed_order, line, parser_of, write_whole
+from sweeping import Row, Task, all_ids, assessed, cell, in_mixed_order, line, parser_of, write_page, write_whole
 from written_page import results_of
 
 HEADINGS = ("architecture", "captured", "anatomy", "AltUp exact", "generates", "trains", "saved and loaded")
@@ -62,7 +62,7 @@ def main() -> int:
     cells = {
         name: {one: results[name][one]["cell"] for one in OTHERS if one in results[name]} for name in everything if name in results
     }
-    write_whole(options.output, table(rows, cells))
+    write_page(options.output, table(rows, cells))
     print(f"{len(rows)} architectures in {options.output}")
     return 0
 

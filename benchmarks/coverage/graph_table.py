@@ -72,8 +72,10 @@ def page(results: dict[str, Row]) -> str:
             "",
             "Why a pass was refused or failed:",
             "",
+            line(["model", "", "why"]),
+            line(["---"] * 3),
             *(
-                f"- {name}, {one}: {cell(text)}"
+                line([name, one, cell(text)])
                 for name, row in found.items()
                 for one, text in row.items()
                 if text != "—" and not text.startswith("yes")

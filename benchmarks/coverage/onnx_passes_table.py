@@ -95,7 +95,9 @@ def page(results: dict[str, Row]) -> str:
             "",
             "Why a pass was refused or failed:",
             "",
-            *(f"- {why}: {'; '.join(where)}" for why, where in reasons(rows).items()),
+            line(["why", "file and pass"]),
+            line(["---"] * 2),
+            *(line([why, "; ".join(where)]) for why, where in reasons(rows).items()),
             "",
         ]
     )

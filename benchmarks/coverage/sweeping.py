@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import dataclasses
+import io
+import itertools
 import json
 import multiprocessing
 import re
@@ -16,6 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+LONG = 40  # rows: a longer table is data
+DATA = Path("../benchmarks/results")  # from the folder of the pages
 
 Row = dict[str, Any]
 Task = tuple[str, str]  # what is assessed, and under which pass if one
@@ -42,11 +48,11 @@ def sweep(
     for count, (task, found) in enumerate(assessed(waiting, options.jobs, options.limit, find, failed), start=1):
         results[key(task)] = found
         write_whole(options.results, json.dumps(results, indent=1, ensure_ascii=False))
-        write_whole(options.output, page(results))
+        write_page(options.output, page(results))
         print(f"[{count}/{len(waiting)} {time.monotonic() - started:.0f} s] {key(task)} {found}", flush=True)
         if time.monotonic() - started > 60 * options.minutes:
             break
-    write_whole(options.output, page(results))
+    write_page(options.output, page(results))
     return 0
 
 
@@ -174,12 +180,50 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def write_page(path: Path, text: str) -> None:
+    """Write a Markdown page; its long tables become CSV files in `benchmarks/results`, to which the page links in their place."""
+    kept: list[str] = []
+    names: list[str] = []
+    for is_table, group in itertools.groupby(text.split("\n"), lambda row: row.startswith("|")):
+        rows = list(group)
+        if not is_table or len(rows) <= LONG:
+            kept += rows
+            continue
+        section = next(row for row in reversed(kept) if row.startswith("#")).strip("# ").lower()
+        names.append("_".join([path.stem, *re.findall(r"\w+", section)] if names else [path.stem]))
+        file = DATA / f"{names[-1]}.csv"
+        made = io.StringIO()
+        csv.writer(made, lineterminator="\n").writerows(cells_of(row) for row in rows[:1] + rows[2:])  # but for |---|
+        write_whole(path.parent / file, made.getvalue())
+        kept.append(f"[{file.name}]({file.as_posix()})")
+    write_whole(path, "\n".join(kept))
+
+
+def with_tables(text: str, folder: Path) -> str:
+    """The Markdown of a page in `folder` in which CSV files it links to on lines of their own are tables again."""
+
+    def table(link: re.Match[str]) -> str:
+        header, *rows = csv.reader(io.StringIO((folder / link[1]).read_text(encoding="utf-8")))
+        return "\n".join([line(escaped) for escaped in ([*map(escape, row)] for row in (header, ["---"] * len(header), *rows))])
+
+    return re.sub(r"^\[[^\]\n]+\]\(([^)\n]+\.csv)\)$", table, text, flags=re.MULTILINE)
+
+
+def cells_of(row: str) -> list[str]:
+    """The texts in a row of a Markdown table."""
+    return [part.strip().replace("\\|", "|").replace("&lt;", "<") for part in re.split(r"(?<!\\)\|", row.strip()[1:-1])]
+
+
+def escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
 def line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
 def cell(text: str) -> str:
     """`text` on one line of a table, not too long."""
-    flat = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    flat = escape(" ".join(text.split()))
     flat = re.sub(re.escape(tempfile.gettempdir()) + r"/[^\s:]*", "the saved model", flat)
     return flat if len(flat) <= 220 else flat[:219] + "…"

@@ -1,23 +1,23 @@
-"""What docs/coverage.md says, read back: the next run goes on from it where the results of earlier runs are gone."""
+"""What docs/coverage.md and its tables say, read back: the next run goes on from it where the results of earlier runs are gone."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from sweeping import Row
+from sweeping import Row, cells_of, with_tables
 
 MIXERS, CHANNELS = ("self-attention", "cross-attention"), ("ffn", "moe")
 
 
 def results_of(page: Path, cells: tuple[str, ...]) -> dict[str, Row]:
     """Results by architecture and pass, as the page shows them; `cells` are the columns of AltUp's table."""
-    text = page.read_text()
+    text = with_tables(page.read_text(encoding="utf-8"), page.parent)
     faults = dict(re.findall(r"^- `([^`]+)`: (.*)$", text, re.MULTILINE))
     results: dict[str, Row] = {}
     passes: list[str] = []  # of the table that is being read; none in AltUp's
     for line in text.splitlines():
-        first, *values = (read_cell(part) for part in re.split(r"(?<!\\)\|", line.strip("| ")))
+        first, *values = cells_of(line) or [""]
         if first == "architecture":
             passes = values if results else []
         elif first.startswith("`") and len(values) == len(passes or cells):
@@ -29,11 +29,6 @@ def results_of(page: Path, cells: tuple[str, ...]) -> dict[str, Row]:
                 shown = dict(zip(cells, values, strict=True))
                 row["altup"] = {"id": name, **shown, "transformer": is_transformer(shown["anatomy"]), "dense": faults.get(name, "")}
     return results
-
-
-def read_cell(text: str) -> str:
-    """What a cell was before it was written."""
-    return text.strip().replace("\\|", "|").replace("&lt;", "<")
 
 
 def is_transformer(anatomy: str) -> bool:

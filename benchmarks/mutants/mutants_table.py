@@ -33,7 +33,7 @@ import sparse_loss_mutants
 import sparse_qkv_mutants
 from mutant import Mutant
 from observing import Row, key_of, observe
-from sweeping import assessed, cell, line, parser_of, write_whole
+from sweeping import assessed, cell, line, parser_of, write_page, write_whole
 
 TABLES = (
     altup_mutants,
@@ -72,7 +72,7 @@ def main() -> int:
     rows = [(mutant, latest[mutant.method, mutant.wrong]) for mutant in ordered() if (mutant.method, mutant.wrong) in latest]
     print(f"{len(known)} of {len(MUTANTS)} mutants have a result for the sources as they are, {len(rows)} have one; {score(rows)}")
     if not alarms and not options.only:
-        write_whole(options.output, page(rows, controls, all_controls, latest.keys() - known.keys()))
+        write_page(options.output, page(rows, controls, all_controls, latest.keys() - known.keys()))
     return bool(alarms)
 
 

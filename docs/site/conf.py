@@ -19,7 +19,10 @@ author = copyright = "the authors of retrofit"
 root_doc = "README"
 source_suffix = {".md": "markdown"}
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**"]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "navigation", "tutorials", "commands", "source_pages", "docstrings", "offline"]
+extensions = [
+    *("myst_parser", "sphinx.ext.autodoc"),
+    *("navigation", "tutorials", "commands", "tables", "source_pages", "docstrings", "offline"),
+]
 
 myst_heading_anchors = 4
 myst_enable_extensions: list[str] = []

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import gpt2, llama
+from sweeping import write_page
 from torch import nn
 from transformers import GPT2LMHeadModel
 
@@ -460,7 +461,7 @@ def table() -> str:
     for one in FAULTS:
         report = report_of(one)
         others = ", ".join(check.name for check in report.failed if check.name != one.check)
-        said = "<br>".join(line.strip() for line in report[one.check].why.splitlines()).replace("|", "\\|")
+        said = "; ".join(line.strip() for line in report[one.check].why.splitlines()).replace("|", "\\|")
         rows.append(f"| {one.what} | `{one.spec.partition('(')[0]}` | {one.check} | {said} | {others} |")
     return "\n".join(rows)
 
@@ -477,7 +478,7 @@ def main() -> None:
         "table with `python tests/checks/test_faults.py -o docs/faults.md`.\n\n"
         f"{table()}\n"
     )
-    output.write_text(text, encoding="utf-8") if output else print(text)
+    write_page(output, text) if output else print(text)
 
 
 if __name__ == "__main__":

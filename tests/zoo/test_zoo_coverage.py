@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from coverage_table import CELLS, failed, find, summary, table
 from support import zoo
-from sweeping import Row, Task, assessed, cell
+from sweeping import LONG, Row, Task, assessed, cell, line, with_tables, write_page
 from written_page import results_of
 
 
@@ -122,8 +123,18 @@ def test_a_page_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     results = results_of(written, CELLS)
     rows = [one["altup"] for one in results.values()]
     cells = {name: {key: found["cell"] for key, found in one.items() if key != "altup"} for name, one in results.items()}
-    again = table(rows, cells)
-    (tmp_path / "coverage.md").write_text(again)
-    assert results_of(tmp_path / "coverage.md", CELLS) == results
-    old, new = (re.sub(r"transformers [\d.]+, torch [\d.]+", "", page).splitlines() for page in (written.read_text(), again))
+    again = tmp_path / "docs" / "coverage.md"
+    write_page(again, table(rows, cells))
+    assert results_of(again, CELLS) == results
+    old, new = (re.sub(r"transformers [\d.]+, torch [\d.]+", "", page.read_text()).splitlines() for page in (written, again))
     assert len(rows) > 300 and new == old
+
+
+def test_a_long_table_is_data_and_comes_back(tmp_path: Path) -> None:
+    rows = [line([f"`{number}`", cell('a | b <c>, "d"\ne')]) for number in range(LONG)]
+    text = "\n".join(["# Page", "", line(["name", "what"]), line(["---", "---"]), *rows, "", "| short | table |", ""])
+    write_page(tmp_path / "docs" / "page.md", text)
+    page = (tmp_path / "docs" / "page.md").read_text()
+    assert with_tables(page, tmp_path / "docs") == text and len(page.split()) < 20
+    with open(tmp_path / "benchmarks" / "results" / "page.csv", newline="") as file:
+        assert list(csv.reader(file))[1] == ["`0`", 'a | b <c>, "d" e']
