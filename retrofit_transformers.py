@@ -21,14 +21,14 @@ BOTH = "it has a package retrofit too: a file of both is that of the later one, 
 
 
 class Conflict(NamedTuple):
-    """What is wrong with the package, why, and the way out."""
+    """What is wrong with the package, why, and the fix."""
 
     what: str
     why: str
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.what}\n  why: {self.why}\n  way out: {self.remedy}"
+        return f"{self.what}\n  why: {self.why}\n  fix: {self.remedy}"
 
 
 def main() -> int:

@@ -277,8 +277,8 @@ def filled(template: str, model: Any, example: dict[str, Any] | None) -> str:
 
 
 def sentence(error: Any) -> str:
-    """An error in one line: what, why, the way out."""
-    parts = [error.what, error.why, f"way out: {error.remedy}" if error.remedy else ""]
+    """An error in one line: what, why, the fix."""
+    parts = [error.what, error.why, f"fix: {error.remedy}" if error.remedy else ""]
     return " – ".join(part for part in parts if part)
 
 

@@ -48,12 +48,12 @@ def report(error: BaseException, stream: IO[str]) -> None:
 
     text = Text(message)
     text.highlight_words(["retrofit: error:"], "bold red")
-    text.highlight_words(["why:", "way out:"], "bold")
+    text.highlight_words(["why:", "fix:"], "bold")
     console_for(stream).print(text, soft_wrap=True)
 
 
 def explain(error: BaseException) -> str:
-    """What went wrong, why, and the way out."""
+    """What went wrong, why, and the fix."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     said = as_retrofit_error(error)

@@ -1,11 +1,9 @@
-"""Everything retrofit raises on purpose: what went wrong, why, and the way out."""
+"""Everything retrofit raises on purpose: what went wrong, why, and the fix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-
-NO_WAY_OUT = "none that retrofit offers"
 
 
 class RetrofitWarning(UserWarning):
@@ -13,7 +11,7 @@ class RetrofitWarning(UserWarning):
 
 
 class RetrofitError(Exception):
-    """A failure with what it concerns, the reason and the remedy; its text says so where there is none."""
+    """A failure: what it concerns, the reason and, where there is one, the remedy."""
 
     def __init__(self, what: str, *, why: str = "", remedy: str = "") -> None:
         self.what, self.why, self.remedy = what, why, remedy
@@ -25,7 +23,8 @@ class RetrofitError(Exception):
             lines += ["  why:", *(f"    {line}" for line in self.why.splitlines())]
         elif self.why:
             lines.append(f"  why: {self.why}")
-        lines.append(f"  way out: {self.remedy or NO_WAY_OUT}")
+        if self.remedy:
+            lines.append(f"  fix: {self.remedy}")
         return "\n".join(lines)
 
 
@@ -61,7 +60,7 @@ class FirstProcessError(RetrofitError):
     """The first of several processes failed, and says why."""
 
     def __init__(self) -> None:
-        super().__init__("the first of the processes failed", remedy="it says why, and the way out")
+        super().__init__("the first of the processes failed", remedy="it says why, and the fix")
 
 
 class PlanningError(RetrofitError):
@@ -76,9 +75,9 @@ class VerificationError(RetrofitError):
         self.report = report
 
 
-def join_remedies(one: str, other: str) -> str:
-    """Two ways out as one."""
-    return f"{one}; or {other}" if one else other
+def join_remedies(first: str, second: str) -> str:
+    """Return two remedies as one."""
+    return f"{first}; or {second}" if first else second
 
 
 def first_few(items: Iterable[object], most: int = 5, between: str = ", ") -> str:

@@ -19,7 +19,7 @@ from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run, flops_per_token
 from retrofit.rewriting import (
     BECOMES_GRAPH,
-    GRAPH_WAY_OUT,
+    GRAPH_FIX,
     Progress,
     parse_passes,
     prepare_model,
@@ -72,18 +72,18 @@ class RecipePlan:
         noted = dataclasses.replace(first, plan=dataclasses.replace(first.plan, notes=(*first.plan.notes, note)))
         return dataclasses.replace(self, passes=(noted, *others))
 
-    def with_way_out(self, way_out: str) -> RecipePlan:
+    def with_fix(self, fix: str) -> RecipePlan:
         """The same with a further remedy for the first near miss of each pass that fits nowhere."""
         passes = []
         for one in self.passes:
             misses = one.plan.near_misses
             if not one.fits and misses:
-                first = dataclasses.replace(misses[0], remedy=join_remedies(misses[0].remedy, way_out))
+                first = dataclasses.replace(misses[0], remedy=join_remedies(misses[0].remedy, fix))
                 one = dataclasses.replace(one, plan=dataclasses.replace(one.plan, near_misses=(first, *misses[1:])))
             passes.append(one)
         return dataclasses.replace(self, passes=tuple(passes))
 
-    def without_graph_way_out(self) -> RecipePlan:
+    def without_graph_fix(self) -> RecipePlan:
         """The same for a model that is a graph already, or cannot be one: no near miss says to make it one."""
         passes = []
         for one in self.passes:
@@ -143,20 +143,20 @@ def plan_of(
     require_trainable(model)
     plan, planned_as = plan_once(model, parsed, example_inputs, emit, report)
     if isinstance(planned_as, fx.GraphModule):
-        return plan.without_graph_way_out()
+        return plan.without_graph_fix()
     if plan.fits and plan.flops_after is not None:
         return plan
     if any(one.plan.fits_no_form for one in plan.passes):
-        return plan.without_graph_way_out()
+        return plan.without_graph_fix()
     report("planning for its graph")
     try:
         as_graph, _ = plan_once(model, parsed, example_inputs, "graph", report)
     except RetrofitError:
-        return plan.without_graph_way_out()
+        return plan.without_graph_fix()
     if not as_graph.fits or as_graph.flops_after is None:
-        return plan.without_graph_way_out()
+        return plan.without_graph_fix()
     if transformers_bookkeeping.is_transformers(planned_as):
-        return plan if plan.fits else plan.with_way_out(GRAPH_WAY_OUT)
+        return plan if plan.fits else plan.with_fix(GRAPH_FIX)
     return as_graph.with_note(BECOMES_GRAPH)
 
 

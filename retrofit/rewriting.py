@@ -52,7 +52,7 @@ from retrofit.surgery.user_hooks import HookWatch
 Model = TypeVar("Model", bound=nn.Module)
 BECOMES_GRAPH = "the modules of the model cannot hold this, so the result is a graph module on the same parameters, saved as .pt2"
 SEE_EVERYTHING = "pass example_inputs= with all that the model is to read, an image at the places of its tokens say"
-GRAPH_WAY_OUT = "rewrite its graph, without its class, cache and generate: retrofit.apply(model, …, emit='graph')"
+GRAPH_FIX = "rewrite its graph, without its class, cache and generate: retrofit.apply(model, …, emit='graph')"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +154,13 @@ def apply_reported(
         return how(model, emit=emit)
     except DoesNotFitError as refusal:
         if emit == "graph" or isinstance(model, fx.GraphModule) or refusal.in_any_form:
-            raise without_graph_way_out(refusal) from None
+            raise without_graph_fix(refusal) from None
         say("trying its graph")
         inside = transformer_inside(model, example_inputs)
         if transformers_bookkeeping.is_transformers(inside):
             if not fits_as_graph(inside, chosen, named_inputs(inside, example_inputs)):
-                raise without_graph_way_out(refusal) from None
-            refusal.remedy = join_remedies(refusal.remedy, GRAPH_WAY_OUT)
+                raise without_graph_fix(refusal) from None
+            refusal.remedy = join_remedies(refusal.remedy, GRAPH_FIX)
             raise
         try:
             return how(model, emit="graph", note=f"{BECOMES_GRAPH}: {refusal.why or refusal.what}")
@@ -169,22 +169,22 @@ def apply_reported(
             remedy = remedy_without("emit='module'", error.remedy) or remedy_without_graph(refusal.remedy)
             raise DoesNotFitError(refusal.what, why=why, remedy=remedy) from None
         except RetrofitError:  # the graph cannot hold it either
-            raise without_graph_way_out(refusal) from None
+            raise without_graph_fix(refusal) from None
 
 
-def without_graph_way_out(refusal: DoesNotFitError) -> DoesNotFitError:
-    """The refusal of a graph, whose way out is not to make it one."""
+def without_graph_fix(refusal: DoesNotFitError) -> DoesNotFitError:
+    """The refusal of a graph, whose fix is not to make it one."""
     refusal.remedy = remedy_without_graph(refusal.remedy)
     return refusal
 
 
 def remedy_without_graph(remedy: str) -> str:
-    """The ways out that do not make a graph of the model."""
+    """The fixes that do not make a graph of the model."""
     return remedy_without("emit='graph'", remedy)
 
 
 def remedy_without(words: str, remedy: str) -> str:
-    """The ways out in which the words are not."""
+    """The fixes in which the words are not."""
     return "; ".join(way for way in remedy.split("; ") if words not in way)
 
 
@@ -366,8 +366,8 @@ def unseen_refusal(one: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
 
 def not_running(why: str, passes: Recipe) -> DoesNotFitError:
     one_by_one = "apply the passes one after the other: the one that it cannot bear is refused"
-    way_out = passes[0].way_around if len(passes) == 1 else one_by_one
-    return DoesNotFitError("the rewritten model does not run", why=why, remedy=f"the model was left as it was; {way_out}")
+    fix = passes[0].way_around if len(passes) == 1 else one_by_one
+    return DoesNotFitError("the rewritten model does not run", why=why, remedy=f"the model was left as it was; {fix}")
 
 
 __all__ = ["Applied", "apply", "apply_reported", "recipe"]

@@ -127,8 +127,8 @@ def run(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def says(text: str, *facts: str) -> bool:
-    """Whether a message has a way out and names these."""
-    return text.count("way out: ") == 1 and all(fact in text for fact in facts)
+    """Whether a message has a fix and names these."""
+    return text.count("fix: ") == 1 and all(fact in text for fact in facts)
 
 
 def test_alone_the_package_says_nothing_of_others(site: Path) -> None:

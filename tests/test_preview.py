@@ -227,7 +227,7 @@ class ThreeMatrices(Block):
 
 
 @pytest.mark.parametrize("emit", ["module", "graph"])
-def test_no_way_out_is_to_make_a_graph_where_the_graph_does_not_fit_either(emit: str) -> None:
+def test_no_fix_is_to_make_a_graph_where_the_graph_does_not_fit_either(emit: str) -> None:
     model = Own().eval()
     model.b = nn.ModuleList(ThreeMatrices(24) for _ in range(2))
     (planned,) = retrofit.plan_of(model, "recurrence(rank=4)", emit=emit).passes
@@ -262,7 +262,7 @@ def test_thirty_sites_and_near_misses_of_one_kind_are_one_line_each() -> None:
         "would rewrite    30 sites, the same function at step 0",
         "                 30 × layers.0–29.mlp: one hidden unit of 8 active",
         "leaves alone     30 × layers.0–29.attn: it has no product",
-        "                   way out: none",
+        "                   fix: none",
         "adds             7 parameters: 7 = 7",
         "notes            seen once",
         "parameters       100 → 107 (+7.0%)",

@@ -81,7 +81,7 @@ def assess(name: str, spec: str) -> Row:
         if "embedding=recycled" not in getattr(error, "remedy", ""):
             return row
         note = f", recycled only: {one_line(error)}"
-        try:  # the way out that the refusal names
+        try:  # the fix that the refusal names
             retrofit.apply(model, "altup(embedding=recycled)", example_inputs=example, verify=False)
         except RetrofitError:
             return row

@@ -167,7 +167,7 @@ def legend() -> list[str]:
     return [
         "- captured: `torch.export` yields the model's graph; anatomy: its residual stacks were found in it.",
         "- AltUp exact: on another batch, length and image size than captured, also padded, no logit is off by more than 1e-5 of",
-        f"  the largest. Recycled only: the pass is refused, and its way out, {RECYCLED}, is what was assessed.",
+        f"  the largest. Recycled only: the pass is refused, and its fix, {RECYCLED}, is what was assessed.",
         "- generates: greedily, with and without a cache, the dense model's tokens.",
         "- trains: every new parameter that is not frozen gets a finite gradient and three AdamW steps lower the loss.",
         "- saved and loaded: through `save_pretrained` and the stock auto class, the logits are the same bits.",

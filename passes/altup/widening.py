@@ -128,7 +128,7 @@ class WidthPropagation:
         )
 
     def other_kind(self, node: fx.Node) -> str:
-        """The way out of leaving the stacks before `node` as they are; "" where all are of one kind, or both are before it."""
+        """The fix that leaves the stacks before `node` as they are; "" where all are of one kind, or both are before it."""
         kinds = {stack.entry: stack.kind for stack in self.stacks}
         starts = [one for one in self.flow.nodes if one.name in kinds and one is not node and self.flow.reaches(one, node)]
         others = set(kinds.values()) - {kinds[one.name] for one in starts}

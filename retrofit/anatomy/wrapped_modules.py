@@ -25,7 +25,7 @@ from retrofit.program.program import Key
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.wrappers import Wrapper, map_first
 
-Refusal = Callable[[str, str, str], DoesNotFitError]  # of the name of a place, why, the way out
+Refusal = Callable[[str, str, str], DoesNotFitError]  # of the name of a place, why, the fix
 
 NO_MODULE = "the layers have to be modules that take the stream and return it"
 
@@ -75,7 +75,7 @@ class WrappedModule:
 class WrappedModules:
     """Finds such modules in one model; `refuse` makes the error for a place where there is none.
 
-    `no_feed_forward` is the way out where a feed-forward is no module.
+    `no_feed_forward` is the fix where a feed-forward is no module.
     """
 
     def __init__(self, anatomy: Findings, refuse: Refusal, no_feed_forward: str) -> None:

@@ -81,6 +81,6 @@ def fits_as_graph(model: nn.Module, passes: Recipe, inputs: dict[str, Any]) -> b
             skeleton = without_weights(graph)
             run_passes(skeleton, passes, given, Edit(skeleton), lambda stage: None, program)
             capture(skeleton, given)
-    except Exception:  # a refusal, or whatever the model's own code raises: there is no way out here
+    except Exception:  # a refusal, or whatever the model's own code raises: there is no fix here
         return False
     return True

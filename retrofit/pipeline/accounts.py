@@ -65,7 +65,7 @@ def rewritten_lines(sites: Sequence[Site]) -> list[str]:
 def untouched_lines(near_misses: Sequence[NearMiss]) -> list[str]:
     """Each place, the reason and the remedy where there is one."""
     return [
-        one_line(f"{miss.name or 'the model'}: {miss.why}") + (f"\n  way out: {one_line(miss.remedy)}" if miss.remedy else "")
+        one_line(f"{miss.name or 'the model'}: {miss.why}") + (f"\n  fix: {one_line(miss.remedy)}" if miss.remedy else "")
         for miss in near_misses
     ]
 

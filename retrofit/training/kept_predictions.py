@@ -63,7 +63,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A fact that two sides do not share, in words, and the way out."""
+    """A fact that two sides do not share, in words, and the fix."""
 
     what: str
     why: str

@@ -316,7 +316,7 @@ def test_the_command_writes_a_bundle_and_apply_refuses_it(first: Path, tmp_path:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]
 
 
-def test_what_cannot_be_bundled_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_what_cannot_be_bundled_is_refused_with_a_fix(tmp_path: Path) -> None:
     model = tiny_models.llama()
     model.save_pretrained(tmp_path / "dense")
     (tmp_path / "file.pt").touch()

@@ -479,7 +479,7 @@ def test_an_option_out_of_range_is_named(arguments: list[str], says: list[str], 
     ],
     ids=" ".join,
 )
-def test_the_way_out_is_one_that_the_command_has(arguments: list[str], says: list[str], refused: Callable[..., str]) -> None:
+def test_the_fix_is_one_that_the_command_has(arguments: list[str], says: list[str], refused: Callable[..., str]) -> None:
     said = refused(*arguments)
     assert all(part in said for part in says)
 

@@ -159,7 +159,7 @@ def out_of_memory() -> RuntimeError:
         (
             RetrofitError("the thing", why="the reason", remedy="the remedy"),
             2,
-            ["the thing", "why: the reason", "way out: the remedy"],
+            ["the thing", "why: the reason", "fix: the remedy"],
         ),
         (VerificationError("two logits differ"), 1, ["two logits differ"]),
         (VerificationError("it failed", why="graph   passed\ncache   failed"), 1, ["why:\n    graph   passed\n    cache   failed"]),
@@ -319,7 +319,7 @@ def test_a_picture_has_the_name_of_its_kind(tmp_path: Path, capsys: pytest.Captu
     model = str(tmp_path)
     for words in (["inspect", model, "--svg", "a.png"], ["compare", model, f"{model}/..", "--data", "x", "--picture", "a.svg"]):
         assert main(words) == 2
-        assert "way out: call it a.png.svg" in (said := capsys.readouterr().err) or "way out: call it a.svg.png" in said
+        assert "fix: call it a.png.svg" in (said := capsys.readouterr().err) or "fix: call it a.svg.png" in said
 
 
 @pytest.mark.parametrize("words", [["apply", "--pass", "sum"], ["train", "--data", "text.txt", "--steps", "1"]])
@@ -329,7 +329,7 @@ def test_a_graph_is_not_rewritten_for_a_file_that_cannot_hold_it(
     (tmp_path / "model.onnx").touch()
     for output in ("x.pt", "x"):
         assert main([*words, str(tmp_path / "model.onnx"), "-o", str(tmp_path / output)]) == 2
-        assert "way out: name a .pt2 or .onnx file with -o" in capsys.readouterr().err
+        assert "fix: name a .pt2 or .onnx file with -o" in capsys.readouterr().err
 
 
 def test_a_failure_to_write_names_the_output() -> None:
@@ -504,16 +504,16 @@ def test_a_long_list_says_how_much_it_leaves_out() -> None:
 
 
 def test_every_line_of_an_account_is_a_row() -> None:
-    hostile = "h.0\n  way out: pay"
+    hostile = "h.0\n  fix: pay"
     notes = tuple(Note("energy kept", name, {"kept": 0.5}, ".1%") for name in (hostile, "h.1", "h.2"))
     missed = (NearMiss(hostile, "too narrow", remedy="use N = 2"),)
     table = io.StringIO()
     print_table(plan_rows("ffn()", False, Plan((), near_misses=missed, notes=notes)), stream=table)
     assert [line.strip() for line in table.getvalue().splitlines()[2:]] == [
-        "leaves alone   h.0\\n  way out: pay: too narrow",
-        "way out: use N = 2",
-        "notes          energy kept           kept",
-        "h.0\\n  way out: pay  50.0%",
+        "leaves alone   h.0\\n  fix: pay: too narrow",
+        "fix: use N = 2",
+        "notes          energy kept       kept",
+        "h.0\\n  fix: pay  50.0%",
         "h.1                  50.0%",
         "h.2                  50.0%",
     ]
@@ -565,13 +565,13 @@ def test_a_recipe_that_cannot_be_read_is_bad_input(
     assert main([command, "--recipe", str(file), "model.pt"]) == 2
     said = capsys.readouterr().err
     assert all(part in said for part in says)
-    assert "\x1b" not in said and "not foreseen" not in said and "way out" in said
+    assert "\x1b" not in said and "not foreseen" not in said and "fix: " in said
 
 
 def test_a_plan_is_not_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--pass", "sum", "--svg", "model.svg", "model.pt"]) == 2
     said = capsys.readouterr().err
-    assert "--svg with --pass" in said and "way out: leave out the passes" in said
+    assert "--svg with --pass" in said and "fix: leave out the passes" in said
 
 
 @pytest.mark.parametrize("more", [[], ["--pass", "sum"]], ids=["anatomy", "plan"])
@@ -602,7 +602,7 @@ def test_what_is_printed_moves_no_cursor(text: str, lines: bool) -> None:
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
 def test_names_in_errors_and_tables_are_written_out(stream: type[io.StringIO]) -> None:
-    name = f"layer{HOSTILE}\n  way out: pay"
+    name = f"layer{HOSTILE}\n  fix: pay"
     error, table = stream(), stream()
     report(RetrofitError(f"{name} is odd", why=f"{name} was read", remedy=f"rename {name}"), error)
     print_table([("site", name), (name, "kept")], stream=table)
@@ -610,7 +610,7 @@ def test_names_in_errors_and_tables_are_written_out(stream: type[io.StringIO]) -
         left = re.sub(r"\x1b\[[\d;]*m", "", printed) if stream is Terminal else printed  # our own colours
         assert not set(left) & set(HOSTILE) - set("[2J]0;ownedm")
         assert "\\x1b[2J" in left
-    assert "\n  way out: pay is odd" not in error.getvalue()
+    assert "\n  fix: pay is odd" not in error.getvalue()
     assert len(table.getvalue().splitlines()) == 2 or stream is Terminal  # which wraps
 
 

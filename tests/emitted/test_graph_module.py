@@ -418,7 +418,7 @@ class Plainly(Answering):
         return {"logits": super().forward(ids).step.logits}
 
 
-def test_a_class_that_a_file_cannot_hold_is_refused_with_a_way_out_that_works(tmp_path: Path) -> None:
+def test_a_class_that_a_file_cannot_hold_is_refused_with_a_fix_that_works(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="No registered serialization name") as refusal:
         retrofit.save(graph_module(Answering().eval(), ids()), tmp_path / "model.pt2")
     assert "wrap the model" in refusal.value.remedy

@@ -1,4 +1,4 @@
-"""Files of the operator sets 7 to 12: read as ONNX Runtime reads them, or refused with the operator, the set and the way out."""
+"""Files of the operator sets 7 to 12: read as ONNX Runtime reads them, or refused with the operator, the set and the fix."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def rewritten(kind: str, *specs: str) -> str:
     after = dict(model.named_parameters())
     assert list(before) == list(after) and retrofit.recipe(model) is None
     assert all(id(after[name]) == key and torch.equal(after[name], value) for name, (key, value) in before.items())
-    assert refusal.remedy, "a refusal names the way out"
+    assert refusal.remedy, "a refusal names the fix"
     return f"{refusal.what} {refusal.why}"
 
 

@@ -52,7 +52,7 @@ def test_a_target_is_the_most_of_each_cost_and_the_most_that_is_lost(
         ("loss +0.1, error +0.1", "both loss and error"),
     ],
 )
-def test_a_target_that_makes_no_sense_is_refused_with_a_way_out(text: str, says: str) -> None:
+def test_a_target_that_makes_no_sense_is_refused_with_a_fix(text: str, says: str) -> None:
     with pytest.raises(PlanningError) as refused:
         parse_target(text)
     assert says in str(refused.value)

@@ -213,7 +213,7 @@ def test_models_of_time_series_and_sound_are_rewritten_and_read_again(build: Cal
     retrofit.apply(build().eval(), "sparse-ffn(sparsity=4)")  # saves and loads it as a check
 
 
-def test_a_refusal_names_the_arguments_and_a_way_out_for_the_command_line() -> None:
+def test_a_refusal_names_the_arguments_and_a_fix_for_the_command_line() -> None:
     class Asking(nn.Module):
         def forward(self, states: Tensor, grid: Tensor) -> Tensor:
             return states

@@ -41,7 +41,7 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(path: Path, *says: str) -> None:
-    """Loading the file is refused with a way out, and with its name."""
+    """Loading the file is refused with a fix, and with its name."""
     with pytest.raises(CheckpointError) as error:
         retrofit.load(path)
     assert str(path) in error.value.what and error.value.remedy

@@ -344,7 +344,7 @@ def test_weights_that_are_no_numbers_are_refused(models: Path, tmp_path: Path) -
     assert os.listdir(tmp_path) == ["spoilt"]
 
 
-def test_what_cannot_be_streamed_names_the_way_out(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_streamed_names_the_fix(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     retrofit.save(tiny_models.gpt2(), tmp_path / "model.pt")
     (tmp_path / "text.txt").write_text("text")
     empty = tmp_path / "empty"

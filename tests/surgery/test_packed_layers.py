@@ -1,4 +1,4 @@
-"""Layers that torch's own dynamic quantization has packed: refused with the way out, and unpacked."""
+"""Layers that torch's own dynamic quantization has packed: refused with the fix, and unpacked."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def logits(model: Any) -> torch.Tensor:
     return out
 
 
-def test_what_reads_weights_names_the_way_out(tmp_path: Path) -> None:
+def test_what_reads_weights_names_the_fix(tmp_path: Path) -> None:
     model = quantized(llama())
     for refused in (lambda: retrofit.apply(model, "sum"), lambda: retrofit.export_onnx(model, tmp_path / "model.onnx")):
         with pytest.raises(CaptureError, match=r"is quantized and cannot be") as error:

@@ -381,7 +381,7 @@ def test_a_recurrence_in_merged_layers_goes_on_from_the_cache() -> None:
     assert torch.equal(model.generate(ids(), **given), model.generate(ids(), **given, use_cache=False))
 
 
-def test_with_convolutions_over_tokens_merged_attentions_stay_and_the_reason_names_the_way_out() -> None:
+def test_with_convolutions_over_tokens_merged_attentions_stay_and_the_reason_names_the_fix() -> None:
     (planned,) = retrofit.plan_of(rewritten("t5"), "sparse-qkv").passes
     assert [site.name.split(".")[0] for site in planned.plan.sites] == ["encoder", "encoder"]
     misses = planned.plan.near_misses
