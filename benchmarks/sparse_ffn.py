@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from retrofit.anatomy.feed_forward_blocks import RowMajor, linear
-from retrofit.anatomy.feed_forward_sites import FeedForward, Port
-from retrofit.anatomy.weight_matrices import Matrix
+from retrofit.anatomy.feed_forwards import FeedForward, Port, RowMajor, linear
+from retrofit.anatomy.weights import Matrix
 from retrofit.passes.sparse_ffn import indexed_rows
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrofit.anatomy.wording import format_change
+from retrofit.anatomy.anatomy import format_change
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output, write_model
 from retrofit.cli.parser import STREAMS, Subparsers, add_checks_argument, add_model_arguments, require_path, seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from retrofit.anatomy.wording import format_change
+from retrofit.anatomy.anatomy import format_change
 from retrofit.cli.outputs import check_model_output, default_output, write_model
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy.anatomy import Anatomy, format_change
 from retrofit.anatomy.inspection import inspect, read_anatomy
-from retrofit.anatomy.sites import NearMiss
-from retrofit.anatomy.wording import format_change
+from retrofit.anatomy.parts import NearMiss
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, join_remedies
 from retrofit.pipeline.accounts import aligned, plan_rows, separated
 from retrofit.pipeline.protocol import AnyPass, Plan, Recipe

@@ -21,9 +21,9 @@ from retrofit.pipeline.method_reference import Problems as Problems
 from retrofit.pipeline.method_reference import SiteCall as SiteCall
 from retrofit.pipeline.method_reference import may_be_chance as may_be_chance
 from retrofit.pipeline.protocol import Rewrite as Rewrite
-from retrofit.anatomy.sites import NearMiss as NearMiss
-from retrofit.anatomy.sites import Site as Site
-from retrofit.anatomy.sites import collect_near_miss as collect_near_miss
+from retrofit.anatomy.parts import NearMiss as NearMiss
+from retrofit.anatomy.parts import Site as Site
+from retrofit.anatomy.parts import collect_near_miss as collect_near_miss
 from retrofit.pipeline.layer_selection import selected_depths as selected_depths
 from retrofit.surgery.edit import Edit as Edit
 from retrofit.surgery.edit import Rearranged as Rearranged
@@ -34,7 +34,7 @@ from retrofit.errors import RetrofitError as RetrofitError
 from retrofit.errors import SpecError as SpecError
 
 # The anatomy of a model: what `plan` reads.
-from retrofit.anatomy.findings import WITHOUT_GRADIENT as WITHOUT_GRADIENT
+from retrofit.anatomy.parts import WITHOUT_GRADIENT as WITHOUT_GRADIENT
 from retrofit.anatomy.anatomy import Anatomy as Anatomy
 from retrofit.anatomy.branches import BEFORE_THE_OUTER as BEFORE_THE_OUTER
 from retrofit.anatomy.branches import BEFORE_TWO_STREAMS as BEFORE_TWO_STREAMS
@@ -46,19 +46,19 @@ from retrofit.anatomy.parts import Branch as Branch
 from retrofit.anatomy.parts import Layer as Layer
 from retrofit.anatomy.parts import Part as Part
 from retrofit.anatomy.parts import Stack as Stack
-from retrofit.anatomy.feed_forward_sites import FeedForward as FeedForward
-from retrofit.anatomy.feed_forward_sites import Port as Port
+from retrofit.anatomy.feed_forwards import FeedForward as FeedForward
+from retrofit.anatomy.feed_forwards import Port as Port
 from retrofit.anatomy.feed_forward_parsing import feed_forwards as feed_forwards
-from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock as FeedForwardBlock
-from retrofit.anatomy.feed_forward_blocks import PackableRows as PackableRows
-from retrofit.anatomy.feed_forward_blocks import RowMajor as RowMajor
-from retrofit.anatomy.feed_forward_blocks import install_feed_forward as install_feed_forward
-from retrofit.anatomy.feed_forward_blocks import linear as linear
-from retrofit.anatomy.wrapped_modules import WrappedModule as WrappedModule
-from retrofit.anatomy.wrapped_modules import WrappedModules as WrappedModules
-from retrofit.anatomy.weight_matrices import Matrix as Matrix
-from retrofit.anatomy.weight_matrices import weight_and_bias as weight_and_bias
-from retrofit.anatomy.weight_matrices import weight_out_first as weight_out_first
+from retrofit.anatomy.feed_forwards import FeedForwardBlock as FeedForwardBlock
+from retrofit.anatomy.feed_forwards import PackableRows as PackableRows
+from retrofit.anatomy.feed_forwards import RowMajor as RowMajor
+from retrofit.anatomy.feed_forwards import install_feed_forward as install_feed_forward
+from retrofit.anatomy.feed_forwards import linear as linear
+from retrofit.anatomy.module_sites import WrappedModule as WrappedModule
+from retrofit.anatomy.module_sites import WrappedModules as WrappedModules
+from retrofit.anatomy.weights import Matrix as Matrix
+from retrofit.anatomy.weights import weight_and_bias as weight_and_bias
+from retrofit.anatomy.weights import weight_out_first as weight_out_first
 from retrofit.anatomy.attention_cores import Attention as Attention
 from retrofit.anatomy.attention_cores import SOFTMAX as SOFTMAX
 from retrofit.anatomy.attention_cores import find_attentions as find_attentions
@@ -69,12 +69,12 @@ from retrofit.anatomy.attention_sites import SiteProjection as SiteProjection
 from retrofit.anatomy.attention_sites import weights_by_letter as weights_by_letter
 from retrofit.anatomy.layer_calls import LayerCall as LayerCall
 from retrofit.anatomy.layer_calls import LayerCalls as LayerCalls
-from retrofit.anatomy.mask_values import chooses_keys as chooses_keys
-from retrofit.anatomy.mask_values import is_causal as is_causal
-from retrofit.anatomy.mask_values import mask_value as mask_value
-from retrofit.anatomy.weight_products import nearest_products as nearest_products
-from retrofit.anatomy.weight_products import weight_product as weight_product
-from retrofit.anatomy.outside_stacks import is_token_id as is_token_id
+from retrofit.anatomy.causality import chooses_keys as chooses_keys
+from retrofit.anatomy.causality import is_causal as is_causal
+from retrofit.anatomy.causality import mask_value as mask_value
+from retrofit.anatomy.weights import nearest_products as nearest_products
+from retrofit.anatomy.weights import weight_product as weight_product
+from retrofit.anatomy.stacks import is_token_id as is_token_id
 
 # The program behind it: a graph of ATen operations, the module calls they were made in, their data flow.
 from retrofit.program.aten_ops import CAST as CAST

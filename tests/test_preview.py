@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 import retrofit
-from retrofit.anatomy.sites import NearMiss, Site
+from retrofit.anatomy.parts import NearMiss, Site
 from retrofit.checks.method import dense_path
 from retrofit.errors import CaptureError, DoesNotFitError, SpecError
 from retrofit.pipeline.protocol import Plan

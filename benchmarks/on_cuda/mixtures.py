@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from on_cuda.parts import Part, attempt
 from on_cuda.timing import in_turns
-from retrofit.anatomy.feed_forward_sites import Port
+from retrofit.anatomy.feed_forwards import Port
 from retrofit.passes.shared_moe import mixture_of_experts
 from retrofit.passes.shared_moe.mixture_of_experts import ExpertMatrices, MixtureOfExperts
 

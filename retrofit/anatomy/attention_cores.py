@@ -61,7 +61,7 @@ class Attention:
 
 
 def find_attentions(flow: Dataflow) -> list[Attention]:
-    """Every attention in the program, fused or written out."""
+    """Return every attention in the program, fused or written out."""
     found = []
     for node in flow.nodes:
         if op(node) in ATTENTION:
@@ -79,7 +79,7 @@ def find_attentions(flow: Dataflow) -> list[Attention]:
 
 
 def attention_around(softmax: fx.Node, flow: Dataflow) -> Attention | None:
-    """The attention around a softmax: scores are a product of two representations, and its result weighs a third."""
+    """Return the attention around a softmax: scores are a product of two representations, and its result weighs a third."""
     scores, masks = score_products(softmax, flow)
     result = weighing_product(softmax, flow)
     if not scores or result is None:
@@ -91,7 +91,10 @@ def attention_around(softmax: fx.Node, flow: Dataflow) -> Attention | None:
 
 
 def head_axis(scores: fx.Node) -> int:
-    """Which axis of the queries holds the heads: of those that the scores keep the second that keys have too, or the second."""
+    """Return which axis of the queries holds the heads.
+
+    It is the second of those that the scores keep and the keys have too; where there is none, the second.
+    """
     terms, _, kept = str(scores.args[0]).replace(" ", "").partition("->")
     if op(scores) != "einsum" or not kept:
         return 1
@@ -103,7 +106,7 @@ def head_axis(scores: fx.Node) -> int:
 
 
 def product_operands(node: fx.Node) -> list[fx.Node]:
-    """The factors of a product node, in order."""
+    """Return the factors of a product node, in order."""
     name = op(node)
     if name == "einsum":
         return list(node.all_input_nodes)
@@ -112,7 +115,7 @@ def product_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def score_products(softmax: fx.Node, flow: Dataflow) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The product of two input-dependent operands that the softmax normalises, and the masks and biases added on the way.
+    """Return the product of two input-dependent operands that the softmax normalises, and the masks and biases added on the way.
 
     Where the scores of several sets of keys are joined there is a product for each.
     """
@@ -126,7 +129,7 @@ def score_products(softmax: fx.Node, flow: Dataflow) -> tuple[list[fx.Node], lis
 
 
 def join_before(softmax: fx.Node) -> fx.Node | None:
-    """The operation that joins what the softmax normalises, None where it is not joined."""
+    """Return the operation that joins what the softmax normalises, None where it is not joined."""
     node = softmax.args[0]
     while isinstance(node, fx.Node) and op(node) in CAST:
         node = node.args[0]
@@ -134,7 +137,7 @@ def join_before(softmax: fx.Node) -> fx.Node | None:
 
 
 def score_product(scores: Any, flow: Dataflow) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The product of two input-dependent operands that scores are made of, and the masks and biases added on the way."""
+    """Return the product of two input-dependent operands that scores are made of, and the masks and biases added on the way."""
     pending, seen, masks = [scores], set(), []
     while pending:
         node = pending.pop(0)
@@ -157,7 +160,7 @@ def score_product(scores: Any, flow: Dataflow) -> tuple[fx.Node | None, list[fx.
 
 
 def conjuncts(condition: fx.Node, ends_at: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The nodes at which the search ends among those that a condition on scores holds together, and selects from."""
+    """Return the nodes at which the search ends among those that a condition on scores holds together, and selects from."""
     pending, seen, found = [condition], set(), []
     while pending:
         node = pending.pop(0)
@@ -177,7 +180,7 @@ def is_boolean(node: fx.Node) -> bool:
 
 
 def weighing_product(softmax: fx.Node, flow: Dataflow) -> fx.Node | None:
-    """The product in which the softmax's result weighs values that depend on the inputs."""
+    """Return the product in which the softmax's result weighs values that depend on the inputs."""
     pending, seen = [softmax], set()
     while pending:
         node = pending.pop(0)

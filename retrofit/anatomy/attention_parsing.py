@@ -7,16 +7,28 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import Attention, find_attentions
-from retrofit.anatomy.attention_masks import with_mask_arguments
-from retrofit.anatomy.attention_sites import LETTERS, REST, AttentionSite, SiteProjection, StreamReader
+from retrofit.anatomy.attention_sites import (
+    LETTERS,
+    REST,
+    AttentionSite,
+    SiteProjection,
+    StreamReader,
+    column_letters,
+    with_mask_arguments,
+)
 from retrofit.anatomy.branches import owner_of
-from retrofit.anatomy.parts import Branch, Stack
-from retrofit.anatomy.projection_columns import column_letters
-from retrofit.anatomy.sites import NearMiss, collect_near_miss
-from retrofit.anatomy.weight_matrices import Matrix, layout_source, matrix_of, operand_chain, product_result
-from retrofit.anatomy.weight_products import WeightProduct, nearest_products, weight_product
+from retrofit.anatomy.parts import Branch, Findings, NearMiss, Stack, collect_near_miss
+from retrofit.anatomy.weights import (
+    Matrix,
+    WeightProduct,
+    layout_source,
+    matrix_of,
+    nearest_products,
+    operand_chain,
+    product_result,
+    weight_product,
+)
 from retrofit.errors import DoesNotFitError
 from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, op, shape
 from retrofit.program.capture import with_constant_values
@@ -24,8 +36,8 @@ from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call, Key
 
 
-def find_attention_sites(anatomy: Anatomy, depths: Iterable[tuple[Stack, int]]) -> tuple[list[AttentionSite], list[NearMiss]]:
-    """The attentions at `depths` whose projections can be replaced, one a module, in order, and a near miss for each other."""
+def find_attention_sites(anatomy: Findings, depths: Iterable[tuple[Stack, int]]) -> tuple[list[AttentionSite], list[NearMiss]]:
+    """Return the attentions at `depths` whose projections can be replaced, one a module, and a near miss for each other."""
     flow = Dataflow(with_constant_values(anatomy.program, anatomy.model))
     cores = find_attentions(flow)
     sites: dict[str, AttentionSite] = {}
@@ -118,7 +130,7 @@ class AttentionParser:
         )
 
     def products(self, core: Attention) -> list[WeightProduct]:
-        """The products that make q, k and v, each once, in order, without keys and values that another layer has made."""
+        """Return the products that make q, k and v, each once, in order, without keys and values that another layer has made."""
         found: dict[fx.Node, WeightProduct] = {}
         operands = [core.query], [*core.keys], [core.value]
         for letter, made in zip(LETTERS, operands, strict=True):
@@ -138,7 +150,7 @@ class AttentionParser:
         return sorted(found.values(), key=lambda product: self.flow.position[product.node])
 
     def of_own_stream(self, nearest: list[WeightProduct]) -> list[WeightProduct]:
-        """The one of several products with one weight that reads the branch's own stream; the others are of other streams."""
+        """Return which of several products with one weight reads the branch's own stream; note the others, of other streams."""
         if len(nearest) < 2 or len({one.parameter for one in nearest}) > 1:
             return nearest
         source = self.flow.node(self.branch.source)
@@ -149,7 +161,7 @@ class AttentionParser:
         return own
 
     def owner(self, products: list[WeightProduct]) -> Call:
-        """The innermost module call in which all the products, and the others, are made by modules inside it."""
+        """Return the innermost module call in which all the products, and the others, are made by modules inside it."""
         owner = owner_of([product.node for product in (*products, *self.others)], self.flow)
         while owner.path and any(self.flow.call_of(product.node) is owner for product in products):
             if owner.parent is None or len(products) > 1:
@@ -160,7 +172,7 @@ class AttentionParser:
         return owner
 
     def reuses(self, product: WeightProduct, owner: Call) -> list[str]:
-        """The other products with the same weight by the same module inside `owner`, each as a reason.
+        """Return the other products with the same weight by the same module inside `owner`, each as a reason.
 
         Raises `DoesNotFitError` where that module does more than the product, or where another module uses the weight.
         """
@@ -183,13 +195,13 @@ class AttentionParser:
         return whys
 
     def is_alone(self, product: WeightProduct) -> bool:
-        """Whether the module that makes the product does nothing else."""
+        """Return whether the module that makes the product does nothing else."""
         call, flow = self.flow.call_of(product.node), self.flow
         inside = [node for node in flow.nodes if node in flow.depends and call.encloses(flow.call_of(node))]
         return bool(call.path) and all(op(node) in LAYOUT | CAST | {"add"} or node is product.node for node in inside)
 
     def result(self, product: WeightProduct) -> fx.Node:
-        """What the projection's module returns."""
+        """Return what the projection's module returns."""
         call = self.flow.call_of(product.node)
         if list(call.outputs) != [None]:
             raise self.unfit(f"the module {call.path} does not return one tensor")
@@ -212,7 +224,10 @@ class AttentionParser:
         return SiteProjection(self.matrix(product), tuple(places), source.name, product.in_features)
 
     def input_stream(self, products: list[WeightProduct], owner: Call) -> InputStream:
-        """What the products multiply: an argument of `owner` that they all read; where there is none, what the first reads."""
+        """Return what the products multiply: an argument of `owner` that they all read.
+
+        Where there is none, what the first reads.
+        """
         chains = [operand_chain(product, self.flow) for product in products]
         for key, node in owner.inputs.items():
             if key is not None and all(node in chain for chain in chains):
@@ -225,7 +240,7 @@ class AttentionParser:
         return InputStream(chains[0][-1], None, why)
 
     def tokens_first(self, x: InputStream, source: InputStream, core: Attention) -> bool:
-        """Whether x is (length, batch, width); raises `DoesNotFitError` where it is no sequence, or the source one token."""
+        """Return whether x is (length, batch, width); raises `DoesNotFitError` where it is no sequence, or the source one token."""
         size, source_size, query = shape(x.node) or (), shape(source.node) or (), shape(core.query) or ()
         tokens_first = len(size) == 3 and not is_batch_first(size, query)
         if len(size) != 3 or len(source_size) != 3 or (tokens_first and not is_batch_first((size[1], size[0], size[2]), query)):
@@ -235,7 +250,10 @@ class AttentionParser:
         return tokens_first
 
     def other_readers(self, x: fx.Node, owner: Call, products: list[WeightProduct]) -> tuple[StreamReader, ...]:
-        """The modules inside `owner` that read x, besides its projections; raises `DoesNotFitError` where its own code does."""
+        """Return the modules inside `owner` that read x, besides its projections.
+
+        Raises `DoesNotFitError` where its own code does.
+        """
         flow = self.flow
         projecting = {product.node for product in products}
         readers: dict[StreamReader, None] = {}
@@ -257,7 +275,7 @@ class AttentionParser:
         return tuple(readers)
 
     def reader(self, user: fx.Node, stream: fx.Node, owner: Call, products: list[WeightProduct]) -> StreamReader | None:
-        """The outermost module inside `owner` that takes the stream as an argument, contains `user` and projects nothing."""
+        """Return the outermost module inside `owner` that takes the stream as an argument, contains `user` and projects nothing."""
         found = None
         for call in self.flow.call_of(user).chain:
             if call is owner or any(call.encloses(self.flow.call_of(product.node)) for product in products):
@@ -268,7 +286,7 @@ class AttentionParser:
         return found if all(any(outer.path == owner.path for outer in call.chain) for call in calls) else None
 
     def output_product(self, core: Attention) -> WeightProduct:
-        """The first product that follows the core; raises `DoesNotFitError` where none can be replaced."""
+        """Return the first product that follows the core; raises `DoesNotFitError` where none can be replaced."""
         flow = self.flow
         after = [
             product
@@ -285,7 +303,7 @@ class AttentionParser:
         return product
 
     def output_keys(self, out: WeightProduct, owner: Call) -> list[Key]:
-        """Where in its result `owner` returns the product with the output matrix, as it is or after dropout."""
+        """Return where in its result `owner` returns the product with the output matrix, as it is or after dropout."""
         if not owner.encloses(self.flow.call_of(out.node)):
             return []
         result = product_result(out, self.flow, set(self.flow.nodes))
@@ -293,20 +311,23 @@ class AttentionParser:
 
 
 def before_dropout(node: fx.Node, result: fx.Node) -> fx.Node:
-    """What `node` is after dropout and changes of layout, back to `result` at the earliest."""
+    """Return what `node` is after dropout and changes of layout, back to `result` at the earliest."""
     while node is not result and op(node) in DROPOUT | LAYOUT | {"getitem"} and shape(node) == shape(result):
         node = node.all_input_nodes[0]
     return node
 
 
 def is_batch_first(x: tuple[int, ...], query: tuple[int, ...]) -> bool:
-    """Whether x is (batch, length, width), inferred from the queries: (…, length, features), or batch first in another order."""
+    """Return whether x is (batch, length, width), inferred from the queries.
+
+    They are (…, length, features), or batch first in another order.
+    """
     if len(query) < 3:
         return False
     return query[-2] == x[1] or (query[0] == x[0] and (len(query) > 4 or x[0] not in query[1:-1]))  # more than 4: in blocks
 
 
 def head_count(projections: Iterable[SiteProjection], query: tuple[int, ...]) -> int:
-    """How many heads share the columns of the queries."""
+    """Return how many heads share the columns of the queries."""
     (columns,) = [len(places) for one in projections for letter, places in one.columns if "q" in letter]
     return columns // query[-1] if columns % query[-1] == 0 else query[-3]

@@ -1,4 +1,4 @@
-"""The branches of a residual stream: what each computes, with which weights, in which module."""
+"""The branches of a residual stream: their roles, their projections, and the modules they are computed in."""
 
 from __future__ import annotations
 
@@ -8,28 +8,202 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from retrofit.anatomy.attention_cores import Attention, find_attentions
-from retrofit.anatomy.branch_roles import role_of
-from retrofit.anatomy.parts import Branch, Layer, Stack
-from retrofit.anatomy.projection_roles import describe_projections
+from retrofit.anatomy.attention_cores import Attention, find_attentions, product_operands
+from retrofit.anatomy.parts import Branch, Layer, Projection, Role, Stack
 from retrofit.anatomy.residual_streams import Residual, every_chain, is_addition, residual_at
-from retrofit.program.aten_ops import is_heavy
+from retrofit.anatomy.weights import WeightProduct, nearest_products, weight_product
+from retrofit.program.aten_ops import (
+    ACTIVATION,
+    CAST,
+    DROPOUT,
+    LAYOUT,
+    MASKING,
+    PRODUCT,
+    ROUTING,
+    SELECTION,
+    is_heavy,
+    mixes_tokens,
+    op,
+    shape,
+)
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call
 
 
+def role_of(region: list[fx.Node], cores: list[Attention], origin: fx.Node, flow: Dataflow) -> Role:
+    """Return the role of the branch computed by `region` in the stream that began at `origin`."""
+    inside = set(region)
+    attentions = [core for core in cores if core.result in inside]
+    if attentions:
+        crossing = [
+            core for core in attentions if not reads_own_keys(core, origin, flow) and not has_earlier_keys(core, origin, flow)
+        ]
+        return "cross-attention" if len(crossing) == len(attentions) else "self-attention"
+    routed = any(op(node) in ROUTING for node in region)
+    products = [found for node in region if (found := weight_product(node, flow)) is not None]
+    if any(found.batched for found in products) or (routed and products):
+        return "moe"
+    positions = set((shape(origin) or ())[:-1])
+    if any(mixes_tokens(node) or reads_other_positions(node, positions, flow) for node in region):
+        return "other mixer"
+    if any(op(node) in PRODUCT and sum(part in flow.depends for part in product_operands(node)) == 2 for node in region):
+        return "other mixer"
+    return "ffn" if products else "other mixer"
+
+
+def reads_own_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:
+    """Return whether any keys are computed from the stream at `origin`, or are projections of what that normalizes or masks."""
+    if any(flow.reaches(origin, key) for key in core.keys):
+        return True
+    above = set(flow.carried_chain(origin))
+    products = nearest_products(list(core.keys), flow)
+    read = [part for product in products for part in product_operands(product.node) if part in flow.depends]
+    return any(not above.isdisjoint(flow.carried_chain(part)) for part in read)
+
+
+def has_earlier_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:
+    """Return whether the keys come from an earlier layer, whose result the stream at `origin` is computed from as well."""
+    return any(flow.reaches(product.node, origin) for product in nearest_products([core.key], flow))
+
+
+def reads_other_positions(node: fx.Node, positions: set[int], flow: Dataflow) -> bool:
+    """Return whether the operation selects, shifts or projects along a dimension with the extent of one of the `positions`."""
+    name, size = op(node), shape(node)
+    source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    before = shape(source)
+    if size is None or not size or (source is not None and source not in flow.depends):
+        return False
+    if name == "flip" and before:
+        return any(dim % len(before) != len(before) - 1 and before[dim] in positions for dim in node.args[1])  # type: ignore[union-attr,operator,index]
+    if name in ("slice", "select", "narrow", "index_select") and before:
+        along = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
+        return before != size and along % len(before) != len(before) - 1 and before[along] in positions
+    if name in ("pad", "constant_pad_nd"):  # what is put before and left out behind shifts, and keeps the extent
+        padded = [len(size) - 1 - place // 2 for place, count in enumerate(node.args[1]) if count]  # type: ignore[arg-type]
+        return before is not None and any(dim != len(size) - 1 and before[dim] in positions for dim in padded)
+    if name in ("transpose", "permute", "swapaxes", "movedim", "mT", "t") and before:
+        products = [user for user in node.users if op(user) in PRODUCT and user.args[0] is node]
+        return bool(products) and before[-1] != size[-1] and size[-1] in positions
+    return False
+
+
+def describe_projections(region: list[fx.Node], role: Role, cores: list[Attention], flow: Dataflow) -> tuple[Projection, ...]:
+    """Return the weight matrices of a branch and what each projects, in order of use."""
+    products = [found for node in region if (found := weight_product(node, flow)) is not None]
+    if role == "cross-attention":  # keys and values come from outside the region
+        products = [*key_value_products_outside(region, cores, flow), *products]
+    names: dict[fx.Node, str] = {}
+    if "attention" in role:
+        names = attention_roles(products, region, cores, flow)
+    elif role != "other mixer":
+        names = ffn_roles(products, region, flow)
+    projections: dict[tuple[str, str], Projection] = {}
+    for product in products:
+        label = names.get(product.node, "projection")
+        projections.setdefault(
+            (product.parameter, label), Projection(product.parameter, label, product.in_features, product.out_features)
+        )
+    return tuple(projections.values())
+
+
+def key_value_products_outside(region: list[fx.Node], cores: list[Attention], flow: Dataflow) -> list[WeightProduct]:
+    """Return the products that make the keys and values of a branch outside of it."""
+    inside = set(region)
+    found = []
+    for core in cores:
+        if core.result in inside:
+            found.extend(nearest_products([core.key, core.value], flow))
+    return [product for product in dict.fromkeys(found) if product.node not in inside]
+
+
+def attention_roles(
+    products: list[WeightProduct], region: list[fx.Node], cores: list[Attention], flow: Dataflow
+) -> dict[fx.Node, str]:
+    """q, k, v, several of these or out, by product node."""
+    inside = set(region)
+    attentions = [core for core in cores if core.result in inside]
+    uses: dict[fx.Node, str] = {}
+    for core in attentions:
+        for letter, operand in (("q", core.query), ("k", core.key), ("v", core.value)):
+            for product in nearest_products([operand], flow):
+                uses[product.node] = uses.get(product.node, "") + (letter if letter not in uses.get(product.node, "") else "")
+    for product in products:
+        if any(flow.reaches(core.result, product.node) for core in attentions):
+            uses[product.node] = "out"
+    return uses
+
+
+def ffn_roles(products: list[WeightProduct], region: list[fx.Node], flow: Dataflow) -> dict[fx.Node, str]:
+    """router, gate, up, gate_up or down, by product node."""
+    if not products:
+        return {}
+    names: dict[fx.Node, str] = {}
+    last = {product.node for product in nearest_products([region[-1]], flow)}
+    routing = [node for node in region if op(node) in ROUTING]
+    for product in products:
+        later = [other for other in products if other is not product and flow.reaches(product.node, other.node)]
+        if (
+            routing
+            and not product.batched
+            and any(flow.reaches(product.node, node) for node in routing)
+            and not feeds_another_product(product, later)
+        ):
+            names[product.node] = "router"
+        elif product.node in last and len(products) > 1:
+            names[product.node] = "down"
+        else:
+            names[product.node] = gate_role(product, flow)
+    return names
+
+
+def feeds_another_product(product: WeightProduct, later: list[WeightProduct]) -> bool:
+    """Return whether the product's result is itself multiplied by a weight (a router's only selects)."""
+    return any(other.source is product.node for other in later)
+
+
+def gate_role(product: WeightProduct, flow: Dataflow) -> str:
+    """gate, up or gate_up for a matrix whose result meets a multiplication of two representations, up for any other."""
+    pending, activated, split = [(product.node, False)], False, False
+    seen = set()
+    while pending:
+        node, through = pending.pop(0)
+        for user in flow.uses[node]:
+            if (user, through) in seen:
+                continue
+            seen.add((user, through))
+            name = op(user)
+            parts = [part for part in user.all_input_nodes if part in flow.depends]
+            if name == "glu":
+                return "gate_up"
+            if name == "mul" and len(parts) == 2 and shape(parts[0]) == shape(parts[1]):
+                if all(flow.reaches(product.node, part) for part in parts):
+                    both_halves = split or op(node) in SELECTION | {"getitem"}
+                    if both_halves:
+                        return "gate_up"
+                    pending.append((user, True))  # x · sigmoid(x): an activation written out
+                    continue
+                return "gate" if through or activated else "up"
+            if name in SELECTION | {"getitem"}:
+                split = True
+            if name in ACTIVATION:
+                pending.append((user, True))
+            elif name in LAYOUT | CAST | DROPOUT | SELECTION | MASKING | {"getitem", "mul", "add", "div", "pow", "neg"}:
+                pending.append((user, through))
+    return "up"
+
+
 def is_mixer(branch: Branch) -> bool:
-    """Whether the branch mixes tokens: an attention or another mixer."""
+    """Return whether the branch mixes tokens: an attention or another mixer."""
     return branch.role not in ("ffn", "moe")
 
 
 def is_in_branch(core: Attention, chain: list[Residual], flow: Dataflow) -> bool:
-    """Whether the attention is in a branch of the chain."""
+    """Return whether the attention is in a branch of the chain."""
     return any(flow.reaches(core.result, branch) for one in chain for branch in one.branches)
 
 
 def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataflow) -> list[list[Branch]]:
-    """The branches of each residual addition of a stream."""
+    """Return the branches of each residual addition of a stream."""
     origin = chain[0].base
     table = []
     for one in chain:
@@ -63,7 +237,10 @@ BEFORE_TWO_STREAMS = "a pass that puts a model on two streams goes last"
 
 
 def is_on_two_streams(branch: Branch, stacks: Iterable[Stack], flow: Dataflow) -> bool:
-    """Whether sums of other branches lie within the branch: it reads the newer of two streams, and is added to the older one."""
+    """Return whether sums of other branches lie within the branch.
+
+    Then it reads the newer of two streams, and is added to the older one.
+    """
     sums = {other.add for stack in stacks for layer in stack.layers for other in layer.branches} - {branch.add}
     return any(node.name in sums for node in flow.between(flow.node(branch.source), flow.node(branch.output)))
 
@@ -73,7 +250,7 @@ BEFORE_THE_OUTER = "rewrite the feed-forwards before what wraps their layers"
 
 
 def holds_sums(branch: Branch, flow: Dataflow) -> bool:
-    """Whether the branch adds branches of its own to what it reads: a layer within a layer."""
+    """Return whether the branch adds branches of its own to what it reads: a layer within a layer."""
     region = set(flow.between(flow.node(branch.source), flow.node(branch.output)))
     sums = (residual_at(node, flow, {}) for node in region if is_addition(node, flow))
     return any(one is not None and one.base in region and region.issuperset(one.branches) for one in sums)
@@ -94,7 +271,7 @@ class InnerLayers:
         return find_attentions(self.flow)
 
     def inside(self, layer: Layer) -> Layer:
-        """The layer with the branches that its only branch adds to what it reads; the layer itself where that adds none."""
+        """Return the layer with the branches that its only branch adds to what it reads; the layer itself where that adds none."""
         if layer.ffns or len(layer.branches) != 1 or not holds_sums(layer.branches[0], self.flow):
             return layer
         (around,) = layer.branches
@@ -105,7 +282,7 @@ class InnerLayers:
 
 
 def owner_of(nodes: list[fx.Node], flow: Dataflow) -> Call:
-    """The innermost module call in which all of `nodes` were computed."""
+    """Return the innermost module call in which all of `nodes` were computed."""
     common = flow.call_of(nodes[0])
     for node in nodes[1:]:
         call = flow.call_of(node)

@@ -10,11 +10,10 @@ from torch import nn
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import find_attentions
 from retrofit.anatomy.branches import describe_branches, is_in_branch, is_mixer
-from retrofit.anatomy.outside_stacks import find_head, modules_outside, tied_parameter_names, token_tables
 from retrofit.anatomy.parts import Branch
 from retrofit.anatomy.residual_streams import Residual, residual_chains
-from retrofit.anatomy.stacks import describe_stack
-from retrofit.anatomy.weight_products import nearest_products
+from retrofit.anatomy.stacks import describe_stack, find_head, modules_outside, tied_parameter_names, token_tables
+from retrofit.anatomy.weights import nearest_products
 from retrofit.errors import NoTransformerError, first_few
 from retrofit.program.aten_ops import shape
 from retrofit.program.capture import capture
@@ -30,7 +29,10 @@ from retrofit.runtime.wrapped_models import transformer_inside
 
 @one_at_a_time
 def inspect(model: nn.Module, example_inputs: Any = None) -> Anatomy:
-    """The anatomy of `model`: its stacks, layers, branches, embedding and head; raises `NoTransformerError` where it has none."""
+    """Return the anatomy of `model`: its stacks, layers, branches, embedding and head.
+
+    Raises `NoTransformerError` where it has none.
+    """
     require_module(model)
     if offloaded_module(model) is not None or untrainable_tensor(model) is not None:
         model = without_weights(model)
@@ -39,7 +41,7 @@ def inspect(model: nn.Module, example_inputs: Any = None) -> Anatomy:
 
 
 def read_anatomy(model: nn.Module, program: Program) -> Anatomy:
-    """The anatomy of `model` in the program that was captured from it."""
+    """Return the anatomy of `model` in the program that was captured from it."""
     flow = Dataflow(program)
     attentions = find_attentions(flow)
     chains, latest = residual_chains(flow)
@@ -85,14 +87,14 @@ class Stream:
 
     @property
     def mixes(self) -> bool:
-        """Whether a branch of it mixes tokens."""
+        """Return whether a branch of it mixes tokens."""
         return any(is_mixer(branch) for branches in self.branches for branch in branches)
 
 
 def without_pictures(
     streams: list[Stream], chains: list[list[Residual]], flow: Dataflow, model: nn.Module, notes: list[str]
 ) -> list[Stream]:
-    """The streams of tokens; raises `NoTransformerError` where all are of pictures, with the channels on the second axis."""
+    """Return the streams of tokens; raises `NoTransformerError` where all are of pictures, with the channels on the second axis."""
     if not any(has_channels_second(one, flow) for chain in chains for one in chain):
         return streams
     pictures = [stream for stream in streams if all(has_channels_second(one, flow) is not False for one in stream.chain)]
@@ -109,7 +111,10 @@ def without_pictures(
 
 
 def has_channels_second(residual: Residual, flow: Dataflow) -> bool | None:
-    """Whether the channels of the sum are on its second axis, as in convolutions; None where they may be on the last as well."""
+    """Return whether the channels of the sum are on its second axis, as in convolutions.
+
+    None where they may be on the last as well.
+    """
     size = shape(residual.add) or ()
     features = {product.out_features for product in nearest_products(list(residual.branches), flow)}
     if len(size) not in (3, 4) or size[1] not in features:

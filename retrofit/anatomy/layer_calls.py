@@ -1,4 +1,4 @@
-"""What a layer is called with besides its stream: the mask by which it learns of padding, and how its tokens are laid out.
+"""The arguments of a layer besides its stream: the mask by which it learns of padding, and how its tokens are laid out.
 
 A module inside a layer that mixes tokens by itself needs both. The call is the innermost one in which all the layer's branches are
 computed: inside wrappers that give the layer fewer tokens, or a wider stream.
@@ -11,15 +11,13 @@ import dataclasses
 
 from torch import fx, nn
 
-from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import Attention, find_attentions
-from retrofit.anatomy.attention_masks import mask_key, true_hides
 from retrofit.anatomy.attention_parsing import is_batch_first
-from retrofit.anatomy.attention_sites import MaskArgument
+from retrofit.anatomy.attention_sites import MaskArgument, mask_key, true_hides
 from retrofit.anatomy.branches import is_mixer, owner_of
-from retrofit.anatomy.mask_values import is_causal
-from retrofit.anatomy.outside_stacks import token_tables
-from retrofit.anatomy.parts import Layer
+from retrofit.anatomy.causality import is_causal
+from retrofit.anatomy.parts import Findings, Layer
+from retrofit.anatomy.stacks import token_tables
 from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.program.aten_ops import SCAN, is_float, op, shape
 from retrofit.program.capture import capture, missing_masks
@@ -45,7 +43,7 @@ class LayerCall:
 class LayerCalls:
     """The calls of a model's layers; captured with a mask, where the model takes one and its example inputs hold none."""
 
-    def __init__(self, anatomy: Anatomy) -> None:
+    def __init__(self, anatomy: Findings) -> None:
         self.anatomy, self.flow = anatomy, anatomy.flow
         model, examples = anatomy.model, anatomy.program.examples
         self.masked = self.flow
@@ -57,7 +55,7 @@ class LayerCalls:
         self.calls = {(call.path, call.index): call for call in self.masked.program.calls}
 
     def of_layer(self, layer: Layer) -> LayerCall:
-        """The call of a layer; raises `DoesNotFitError` where no module is one, or where padding is hidden from it."""
+        """Return the call of a layer; raises `DoesNotFitError` where no module is one, or where padding is hidden from it."""
         call = self.innermost(layer)
         key, node = self.stream(call, layer)
         size = shape(node) or ()
@@ -77,7 +75,7 @@ class LayerCalls:
         return LayerCall(call.path, key, size, mask, tokens_first, times, causal, takes_more)
 
     def innermost(self, layer: Layer) -> Call:
-        """The innermost call of a module in which all branches of the layer are computed, one that mixes tokens among them."""
+        """Return the innermost module call that computes all branches of the layer, of which at least one mixes tokens."""
         if not layer.name:
             raise unfit(layer, "no module owns it: its residual additions are in the model's own code")
         outer = next(call for call in self.flow.program.calls if (call.path, call.index) == (layer.name, layer.call))
@@ -87,7 +85,10 @@ class LayerCalls:
         return next((call for call in owner_of(results, self.flow).chain if call.path and outer.encloses(call)), outer)
 
     def stream(self, call: Call, layer: Layer) -> tuple[Key, fx.Node]:
-        """The argument of the call that is the stream: the first that the layer's branches carry on, or are computed from."""
+        """Return the argument of the call that is the stream.
+
+        The first that the layer's branches carry on, or are computed from.
+        """
         base, flow = self.anatomy.node(layer.branches[0].source), self.flow
         given = [(key, node) for key, node in call.inputs.items() if key is not None and is_float(node)]
         above = set(flow.carried_chain(base))
@@ -97,7 +98,10 @@ class LayerCalls:
         return found[0]
 
     def mask(self, layer: Layer, call: Call, stream: Key, cores: list[Attention], tokens_first: bool) -> MaskArgument | None:
-        """The argument that shows the layer which tokens are padding; raises `DoesNotFitError` where padding is shown past it."""
+        """Return the argument that shows the layer which tokens are padding.
+
+        Raises `DoesNotFitError` where padding is shown past it.
+        """
         flow = self.masked
         masks = [mask for core in cores for mask in core.masks]
         key: Key = None
@@ -118,7 +122,7 @@ class LayerCalls:
         return None
 
     def token_mask(self, call: Call, tokens_first: bool) -> Key:
-        """An argument with a number or a boolean for each token that depends on the inputs, and neither counts nor names tokens."""
+        """Return an argument with a number or boolean for each token, of the inputs, that is neither a position nor an id."""
         flow = self.masked
         for key, node in call.inputs.items():
             size, streams = shape(node) or (), [shape(one) or () for one in call.inputs.values()]
@@ -132,7 +136,10 @@ class LayerCalls:
 
 
 def is_tokens_first(size: tuple[int, ...], cores: list[Attention]) -> bool:
-    """Whether a stream of this size is (length, batch, width): by the keys that masks have columns for, else by the queries."""
+    """Return whether a stream of this size is (length, batch, width).
+
+    By the keys that masks have columns for, else by the queries.
+    """
     masks = [shape(mask) or () for core in cores for mask in core.masks]
     columns = {one[-1] for one in masks if len(one) == 4} & {size[0], size[1]}
     if len(columns) == 1 and size[0] != size[1] and 1 not in columns:
@@ -142,7 +149,7 @@ def is_tokens_first(size: tuple[int, ...], cores: list[Attention]) -> bool:
 
 
 def has_room(module: nn.Module, given: int) -> bool:
-    """Whether a module's forward takes more arguments than so many."""
+    """Return whether a module's forward takes more arguments than so many."""
     parameters = forward_parameters(module).values()
     return len(parameters) > given or any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
 

@@ -1,12 +1,22 @@
-"""The parts of a transformer: projections, branches, layers, stacks, and what lies around them."""
+"""The parts of a transformer, what was found of them in one model, and the places that a pass rewrites or leaves alone."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
-from typing import Final, Literal
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, Literal
 
 from retrofit.errors import DoesNotFitError
+
+if TYPE_CHECKING:
+    import networkx
+    from torch import fx, nn
+
+    from retrofit.program.dataflow import Dataflow
+    from retrofit.program.program import Program
 
 
 class NoStream(enum.Enum):
@@ -104,3 +114,81 @@ class Part:
 
     def __str__(self) -> str:
         return self.name
+
+
+WITHOUT_GRADIENT = "no gradient reaches it: the outputs depend on it by comparison or choice alone"  # of what is not trained
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings:
+    """What was found in a model, where, and what was not."""
+
+    stacks: tuple[Stack, ...]
+    embedding: Part | None  # token embedding; None where the model takes no ids
+    embeddings: tuple[Part, ...]  # every table looked up by token ids
+    head: Part | None  # product that makes the per-token logits
+    stem: tuple[str, ...]  # modules between the inputs and the first layers
+    tail: tuple[str, ...]  # modules between the last layers and the outputs
+    tied: tuple[tuple[str, ...], ...]  # names that are one parameter
+    parameters: int
+    notes: tuple[str, ...]  # what could not be placed, and why
+    flow: Dataflow  # of its program
+    model: nn.Module
+
+    @property
+    def program(self) -> Program:
+        """The captured program it was found in."""
+        return self.flow.program
+
+    @functools.cached_property
+    def graph(self) -> networkx.DiGraph:
+        """The data flow it was found in as a `networkx` graph: nodes by name, with operation, shape and module path."""
+        return self.flow.graph()
+
+    def node(self, name: str) -> fx.Node:
+        """Return the node of the program called `name`, as parts of the anatomy name it."""
+        return self.flow.node(name)
+
+    def is_trained(self, layer: Layer) -> bool:
+        """Return whether what the layer returns gets a gradient from an output of the model."""
+        return self.node(layer.exit) in self.flow.trained
+
+    @property
+    def width(self) -> int:
+        """The stream's width, d_model, of the last stack: the one that makes the outputs."""
+        return self.stacks[-1].width
+
+    def deepest(self, kind: str = "all") -> int:
+        """Return the number of layers of the deepest stack, of those of a kind where one is named; 0 where there is none."""
+        return max((len(stack.layers) for stack in self.stacks if kind in ("all", stack.kind)), default=0)
+
+    @property
+    def layers(self) -> Iterator[Layer]:
+        return (layer for stack in self.stacks for layer in stack.layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One place that a pass rewrites: the path of the module there and what happens to it."""
+
+    name: str
+    what: str
+
+
+@dataclasses.dataclass(frozen=True)
+class NearMiss:
+    """One place that a pass leaves alone, and why."""
+
+    name: str  # module path; "" where it is the model as a whole
+    why: str
+    remedy: str = ""
+    in_any_form: bool = False  # whether it would be left alone in the model's graph too: for what is computed there, or an option
+
+
+@contextlib.contextmanager
+def collect_near_miss(name: str, near_misses: list[NearMiss]) -> Iterator[None]:
+    """Turn a `DoesNotFitError` raised within this context into a near miss called `name`, appended to `near_misses`."""
+    try:
+        yield
+    except DoesNotFitError as error:
+        near_misses.append(NearMiss(name, error.why or error.what, error.remedy, error.in_any_form))

@@ -32,7 +32,7 @@ Latest = dict[fx.Node, Residual | None]  # the last residual addition that a nod
 
 
 def is_addition(node: fx.Node, flow: Dataflow) -> bool:
-    """A sum of two floating tensors that both depend on the inputs and have the sum's shape."""
+    """Return a sum of two floating tensors that both depend on the inputs and have the sum's shape."""
     if op(node) not in ADDITIONS or not is_float(node):
         return False
     parts = [part for part in node.args if isinstance(part, fx.Node) and part in flow.depends]
@@ -41,7 +41,7 @@ def is_addition(node: fx.Node, flow: Dataflow) -> bool:
 
 
 def addends(node: fx.Node, flow: Dataflow, latest: Latest) -> list[fx.Node]:
-    """The terms of the sum `node`, those of inner sums that nothing else reads included; a residual addition is one term."""
+    """Return the terms of the sum `node`, those of inner sums that nothing else reads included; a residual addition is one term."""
     leaves: list[fx.Node] = []
     for part in node.args:
         if not isinstance(part, fx.Node) or part not in flow.depends:
@@ -57,12 +57,12 @@ def addends(node: fx.Node, flow: Dataflow, latest: Latest) -> list[fx.Node]:
 
 
 def is_light(node: fx.Node) -> bool:
-    """Whether the operation only casts, lays out, drops or scales by a constant what it reads."""
+    """Return whether the operation only casts, lays out, drops or scales by a constant what it reads."""
     return op(node) in LAYOUT | CAST | DROPOUT or (op(node) in ("mul", "div") and len(node.all_input_nodes) == 1)
 
 
 def is_same_value(node: fx.Node) -> bool:
-    """Whether the operation casts to the type that its operand has."""
+    """Return whether the operation casts to the type that its operand has."""
     if op(node) not in CAST or not node.all_input_nodes:
         return False
     one, other = (part.meta.get("val") for part in (node, node.all_input_nodes[0]))
@@ -70,13 +70,13 @@ def is_same_value(node: fx.Node) -> bool:
 
 
 def ends_residual(node: fx.Node, latest: Latest) -> bool:
-    """Whether the sum `node` is a residual addition."""
+    """Return whether the sum `node` is a residual addition."""
     one = latest.get(node)
     return one is not None and one.add is node
 
 
 def larger_sum(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
-    """The sum that alone reads the sum `node`, and its term that is `node`; None where there is no such sum."""
+    """Return the sum that alone reads the sum `node`, and its term that is `node`; None where there is no such sum."""
     while len(flow.uses[node]) == 1:
         (user,) = flow.uses[node]
         if is_addition(user, flow):
@@ -88,7 +88,10 @@ def larger_sum(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
 
 
 def ends_before(larger: tuple[fx.Node, fx.Node] | None, found: Residual, flow: Dataflow, latest: Latest) -> bool:
-    """Whether `found` ends before the sum around it: there is none, or that blends the stream with earlier places of itself."""
+    """Return whether `found` ends before the sum around it.
+
+    There is none, or that blends the stream with earlier places of itself.
+    """
     if larger is None:
         return True
     total, term = larger
@@ -97,7 +100,7 @@ def ends_before(larger: tuple[fx.Node, fx.Node] | None, found: Residual, flow: D
 
 
 def is_earlier(place: fx.Node, found: Residual, flow: Dataflow, latest: Latest) -> bool:
-    """Whether `place` is the stream of `found` before that addition, be it behind an addition before it."""
+    """Return whether `place` is the stream of `found` before that addition, be it behind an addition before it."""
     one: Residual | None = found
     while one is not None:
         if place in stream_above(one.base, flow, latest):
@@ -107,7 +110,7 @@ def is_earlier(place: fx.Node, found: Residual, flow: Dataflow, latest: Latest) 
 
 
 def is_stream_after(base: fx.Node, term: fx.Node, flow: Dataflow, latest: Latest) -> bool:
-    """Whether `term` is the stream itself at a later place than `base`: a sum of the two blends them and adds no branch."""
+    """Return whether `term` is the stream itself at a later place than `base`: a sum of the two blends them and adds no branch."""
     one = latest.get(term)
     return one is not None and is_earlier(base, one, flow, latest)
 
@@ -127,7 +130,7 @@ def stream_above(node: fx.Node, flow: Dataflow, latest: Latest) -> set[fx.Node]:
 
 
 def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | None:
-    """The residual addition that ends in `node`, None where no term of the sum is another's heavy ancestor."""
+    """Return the residual addition that ends in `node`, None where no term of the sum is another's heavy ancestor."""
     terms = addends(node, flow, latest)
     best: tuple[int, int, fx.Node, list[fx.Node]] | None = None
     for trunk in terms:
@@ -147,13 +150,16 @@ def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | Non
 
 
 def residual_chains(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
-    """Every residual stream as its additions in order, outermost streams only; and for every node the last addition it carries."""
+    """Return every residual stream as its additions in order, outermost streams only.
+
+    And for every node the last addition it carries.
+    """
     chains, latest = every_chain(flow)
     return outermost_chains(chains, flow), latest
 
 
 def every_chain(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
-    """The same with the streams that run inside branches of others."""
+    """Return the same with the streams that run inside branches of others."""
     residuals: dict[fx.Node, Residual] = {}
     latest: Latest = {}
     for node in flow.nodes:
@@ -173,7 +179,7 @@ def every_chain(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
 
 
 def has_same_width(part: fx.Node, node: fx.Node) -> bool:
-    """Whether the last dimensions are equal."""
+    """Return whether the last dimensions are equal."""
     return (shape(part) or (0,))[-1] == (shape(node) or (1,))[-1]
 
 
@@ -201,12 +207,12 @@ def longest_chains(residuals: list[Residual], flow: Dataflow) -> list[list[Resid
 
 
 def feeds_branch_of(outer: Residual, inner: Residual, flow: Dataflow) -> bool:
-    """Whether the sum of `inner` feeds a branch of `outer`."""
+    """Return whether the sum of `inner` feeds a branch of `outer`."""
     return outer is not inner and any(flow.reaches(inner.add, branch) for branch in outer.branches)
 
 
 def runs_inside(inner: list[Residual], outer: list[Residual], flow: Dataflow) -> bool:
-    """Whether `inner` runs within a branch of `outer`."""
+    """Return whether `inner` runs within a branch of `outer`."""
     first = inner[0].add
     return any(
         flow.reaches(one.base, first) and flow.reaches(first, branch)
@@ -217,12 +223,12 @@ def runs_inside(inner: list[Residual], outer: list[Residual], flow: Dataflow) ->
 
 
 def read_each_other(one: list[Residual], other: list[Residual], flow: Dataflow) -> bool:
-    """Whether two streams run side by side, each read in the branches of the other: neither is within the other."""
+    """Return whether two streams run side by side, each read in the branches of the other: neither is within the other."""
     return len(one) > 1 and len(other) > 1 and runs_inside(one, other, flow) and runs_inside(other, one, flow)
 
 
 def outermost_chains(chains: list[list[Residual]], flow: Dataflow) -> list[list[Residual]]:
-    """The chains that run inside no other; one addition around a longer chain does not count as a stream of its own."""
+    """Return the chains that run inside no other; one addition around a longer chain does not count as a stream of its own."""
     streams = []
     for chain in chains:
         enclosing = [

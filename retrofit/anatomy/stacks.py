@@ -1,27 +1,242 @@
-"""Stacks and their layers, each with the argument and the output that are the stream."""
+"""The layers of a residual stream and the stack they make; token tables, head, stem and tail around the stacks."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import Counter
+from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
-from retrofit.anatomy.attention_cores import Attention
-from retrofit.anatomy.branches import is_in_branch
-from retrofit.anatomy.layer_groups import LayerGroup, layer_groups
-from retrofit.anatomy.mask_values import is_causal
-from retrofit.anatomy.mixer_causality import reads_ahead
-from retrofit.anatomy.parts import NO_STREAM, Branch, Layer, NoStream, Stack
+from retrofit.anatomy.attention_cores import SOFTMAX, Attention
+from retrofit.anatomy.branches import is_in_branch, owner_of
+from retrofit.anatomy.causality import is_causal, reads_ahead
+from retrofit.anatomy.parts import NO_STREAM, Branch, Layer, NoStream, Part, Stack
 from retrofit.anatomy.residual_streams import Latest, Residual
-from retrofit.program.aten_ops import NORM, is_heavy, op, shape
+from retrofit.anatomy.weights import WeightProduct, nearest_products, weight_product
+from retrofit.program.aten_ops import CAST, LAYOUT, MASKING, NORM, POINTWISE, SELECTION, is_float, is_heavy, op, shape
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call, Key
+
+LOG_SOFTMAX = frozenset(("log_softmax", "_log_softmax"))
+
+
+def find_head(flow: Dataflow) -> Part | None:
+    """Return the product with a weight that makes the output named `logits`, else the first output.
+
+    The output may be the logits, or what a softmax makes of them.
+    """
+    floats = {name: node for name, node in flow.program.outputs.items() if is_float(node)}
+    node = floats.get("logits", next(iter(floats.values()), None))
+    while node is not None:
+        product = weight_product(node, flow)
+        if product is not None:
+            return head_part(product, flow)
+        sources = [part for part in node.all_input_nodes if part in flow.depends]
+        light = op(node) in POINTWISE | LAYOUT | CAST | MASKING | SELECTION | SOFTMAX | LOG_SOFTMAX | {"getitem"}
+        node = sources[0] if light and sources else None
+    return None
+
+
+def head_part(product: WeightProduct, flow: Dataflow) -> Part:
+    """Return the head, from the product that it is."""
+    weight = next(node for node, name in flow.program.parameters.items() if name == product.parameter)
+    owner = flow.call_of(product.node).path
+    return Part(owner or product.parameter.rpartition(".")[0], product.parameter, shape(weight) or (), product.node.name)
+
+
+def token_tables(flow: Dataflow) -> list[tuple[Part, fx.Node]]:
+    """Return every table looked up by token ids themselves, with the node of the look-up."""
+    found = []
+    for node in flow.nodes:
+        if op(node) == "embedding" and node.args[0] in flow.program.parameters and is_token_id(node.args[1], flow):
+            name = flow.program.parameters[node.args[0]]  # type: ignore[index]
+            part = Part(flow.call_of(node).path or name, name, shape(node.args[0]) or (), node.name)
+            found.append((part, node))
+    return found
+
+
+def is_token_id(node: Any, flow: Dataflow) -> bool:
+    """Return whether the indices are an input's own values, at most rearranged, clamped or masked."""
+    while isinstance(node, fx.Node) and node not in flow.program.inputs:
+        sources = [part for part in node.all_input_nodes if part in flow.depends]
+        if (
+            op(node) not in LAYOUT | CAST | SELECTION | MASKING | {"cat", "add", "sub", "getitem", "new_zeros", "copy"}
+            or not sources
+        ):
+            return False
+        node = sources[0] if op(node) != "where" else sources[-1]
+    return isinstance(node, fx.Node)
+
+
+def modules_outside(flow: Dataflow, stacks: tuple[Stack, ...], before: bool) -> tuple[str, ...]:
+    """Return the outermost modules that run before the stacks' layers, or after them."""
+    by_name = {node.name: node for node in flow.nodes}
+    layers = [by_name[layer.exit] for stack in stacks for layer in stack.layers]
+    layer_calls = {(layer.name, layer.call) for stack in stacks for layer in stack.layers if layer.name}
+    entries = [by_name[stack.entry] for stack in stacks]
+    busy = {outer for call in flow.program.calls if (call.path, call.index) in layer_calls for outer in call.chain} or {
+        flow.program.root
+    }
+    in_code = [(by_name[stack.entry], by_name[stack.exit]) for stack in stacks if not all(layer.name for layer in stack.layers)]
+    found: dict[str, None] = {}
+    of_layers: set[str] = set()
+    for node in flow.nodes:
+        if node.op != "call_function":
+            continue
+        chain = list(flow.call_of(node).chain)
+        if any((call.path, call.index) in layer_calls for call in chain):
+            continue
+        outer = [call for call in chain if call not in busy]
+        if not outer or not outer[-1].path:
+            continue
+        if any(node is not first and flow.reaches(first, node) and flow.reaches(node, last) for first, last in in_code):
+            of_layers.add(outer[-1].path)
+        early = any(flow.reaches(node, entry) for entry in entries)
+        late = not early and any(flow.reaches(leaf, node) for leaf in layers)
+        if early if before else late:
+            found[outer[-1].path] = None
+    return tuple(path for path in found if path not in of_layers)
+
+
+def tied_parameter_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of parameter names that are one parameter."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+@dataclasses.dataclass
+class LayerGroup:
+    """The residual additions of one layer and the call that makes them, None where they are in the stack's own code."""
+
+    call: Call | None
+    residuals: list[Residual]
+
+
+def layer_groups(
+    chain: list[Residual], table: dict[Residual, list[Branch]], flow: Dataflow, notes: list[str]
+) -> tuple[Call, list[LayerGroup]]:
+    """Return the call whose code runs the layers, and the layers: the calls in it that contain the residual additions."""
+    call = owner_of([one.add for one in chain], flow)
+    remaining = chain
+    while True:
+        groups = group_by_call(call, remaining, flow)
+        owned = [(group.call, group.residuals) for group in groups if group.call is not None]
+        if not owned:
+            break
+        inner, most = max(owned, key=lambda pair: len(pair[1]))
+        if 3 * len(most) <= 2 * len(remaining):
+            break
+        if left := [one.add.name for one in remaining if one not in most]:
+            notes.append(f"{len(left)} residual addition(s) outside the layers of {inner.path}: {', '.join(left)}")
+        call, remaining = inner, most
+    roles = [branch.role for one in remaining for branch in table[one]]
+    if call.path and len(set(roles)) == len(roles):  # each role once: the call is itself the only layer
+        return call.parent or call, [LayerGroup(call, remaining)]
+    if not any(group.call for group in groups):
+        numbered = group_by_number(remaining, table)
+        if numbered and (left := [one.add.name for one in remaining if not any(one in part for part in numbered)]):
+            notes.append(f"{len(left)} residual addition(s) outside the layers of a list: {', '.join(left)}")
+        return call, [LayerGroup(None, part) for part in numbered or group_by_cycle(remaining, table)]
+    stray = [one for group in groups if group.call is None for one in group.residuals]
+    if stray and len(stray) * 2 >= len(remaining):
+        return call, [LayerGroup(None, part) for part in group_by_cycle(remaining, table)]
+    if stray:
+        names = ", ".join(one.add.name for one in stray)
+        notes.append(f"{len(stray)} residual addition(s) in the code of {call.path or 'the model'} itself: {names}")
+    return call, [group for group in groups if group.call is not None]
+
+
+def group_by_call(call: Call, residuals: list[Residual], flow: Dataflow) -> list[LayerGroup]:
+    """Return the residual additions, in order, by the call within `call` that contains them, and the end of some branch of them."""
+    groups: list[LayerGroup] = []
+    placed = [(call_inside(call, one, flow), one) for one in residuals]
+    layers = {found for found, one in placed if found is not None and not only_adds(found, one, flow)}
+    for found, one in placed:
+        inner = found if found in layers else None
+        if groups and groups[-1].call is inner:
+            groups[-1].residuals.append(one)
+        else:
+            groups.append(LayerGroup(inner, [one]))
+    return groups
+
+
+def call_inside(call: Call, residual: Residual, flow: Dataflow) -> Call | None:
+    """Return the outermost call within `call` that contains the addition."""
+    path = list(flow.call_of(residual.add).chain)
+    return path[path.index(call) - 1] if path[0] is not call else None
+
+
+def only_adds(call: Call, residual: Residual, flow: Dataflow) -> bool:
+    """Return whether the call adds branches to the stream that all end before it, in products outside of it."""
+    nearest = [product.node for product in nearest_products(list(residual.branches), flow)]
+    products = [node for node in nearest if flow.reaches(residual.base, node)]
+    return bool(products) and not any(call.encloses(flow.call_of(node)) for node in products)
+
+
+def group_by_number(residuals: list[Residual], table: dict[Residual, list[Branch]]) -> list[list[Residual]]:
+    """Layers without modules of their own, by the numbers in the names of their weights; none where the names have no such numbers.
+
+    The first component in which the names differ, `….{number}.…`, is the layer's number. Where more than two thirds of the names
+    agree in that component, it is the first in which those differ, and the other additions are in no layer. Weights that several
+    additions share are not considered.
+    """
+    roles = [branch.role for one in residuals for branch in table[one]]
+    paths = dict(zip(residuals, weight_path_prefixes([table[one] for one in residuals]), strict=True))
+    if len(set(roles)) == len(roles) or not all(paths.values()):
+        return []
+    inner = residuals
+    while True:
+        depth = len(common_prefix([paths[one] for one in inner]))
+        keys = {one: paths[one][depth] if len(paths[one]) > depth else "" for one in inner}
+        counts = Counter(keys.values())
+        most, count = counts.most_common(1)[0]
+        if len(counts) == 1 or 3 * count <= 2 * len(inner):
+            break
+        inner = [one for one in inner if keys[one] == most]
+    together = inner == residuals[residuals.index(inner[0]) :][: len(inner)]
+    if not together or not all(key.isdigit() for key in counts):
+        return []
+    layers: list[list[Residual]] = []
+    for one in inner:
+        if not layers or keys[one] != keys[layers[-1][-1]]:
+            layers.append([])
+        layers[-1].append(one)
+    return layers
+
+
+def weight_path_prefixes(branches: list[list[Branch]]) -> list[list[str]]:
+    """For each addition the common prefix of the paths of the weights that it alone uses; empty where it has none."""
+    weights = [[item.name for branch in one for item in branch.projections if item.name] for one in branches]
+    uses = Counter(name for names in weights for name in set(names))
+    return [common_prefix([name.split(".")[:-1] for name in names if uses[name] == 1]) for names in weights]
+
+
+def common_prefix(paths: list[list[str]]) -> list[str]:
+    """Return the components that all of the paths begin with."""
+    shortest = min(paths, key=len, default=[])
+    differing = (at for at, part in enumerate(shortest) if any(path[at] != part for path in paths))
+    return shortest[: next(differing, len(shortest))]
+
+
+def group_by_cycle(residuals: list[Residual], table: dict[Residual, list[Branch]]) -> list[list[Residual]]:
+    """Layers without modules of their own: a new one begins at every self-attention or other mixer."""
+    layers: list[list[Residual]] = []
+    for one in residuals:
+        begins = any(branch.role in ("self-attention", "other mixer") for branch in table[one])
+        if begins or not layers:
+            layers.append([])
+        layers[-1].append(one)
+    return layers
 
 
 def describe_stack(
     chain: list[Residual], table: list[list[Branch]], cores: list[Attention], flow: Dataflow, latest: Latest, notes: list[str]
 ) -> Stack:
-    """The stack that a stream runs through; `table` holds the branches of each addition of the chain."""
+    """Return the stack that a stream runs through; `table` holds the branches of each addition of the chain."""
     by_residual = dict(zip(chain, table, strict=True))
     call, groups = layer_groups(chain, by_residual, flow, notes)
     layers = tuple(describe_layer(group, by_residual, flow, latest) for group in groups)
@@ -49,7 +264,7 @@ def describe_stack(
 
 
 def describe_layer(group: LayerGroup, table: dict[Residual, list[Branch]], flow: Dataflow, latest: Latest) -> Layer:
-    """The layer of one group of additions, with the places of its stream."""
+    """Return the layer of one group of additions, with the places of its stream."""
     first, last = group.residuals[0], group.residuals[-1]
     branches = tuple(branch for one in group.residuals for branch in table[one])
     if group.call is None:
@@ -73,7 +288,7 @@ def describe_layer(group: LayerGroup, table: dict[Residual, list[Branch]], flow:
 
 
 def stream_input(call: Call, residuals: list[Residual], flow: Dataflow) -> tuple[int | str | NoStream, fx.Node]:
-    """The argument of `call` that is the stream, and its node."""
+    """Return the argument of `call` that is the stream, and its node."""
     base = residuals[0].base
     above = set(flow.carried_chain(base))
     arguments = [(key, node) for key, node in call.inputs.items() if key is not None]
@@ -89,7 +304,7 @@ def stream_input(call: Call, residuals: list[Residual], flow: Dataflow) -> tuple
 
 
 def stream_output(call: Call, last: Residual, latest: Latest) -> tuple[Key | NoStream, fx.Node]:
-    """The output of `call` that is the stream after `last`, and its node."""
+    """Return the output of `call` that is the stream after `last`, and its node."""
     for key, node in call.outputs.items():
         if latest.get(node) is last:
             return key, node
@@ -97,7 +312,7 @@ def stream_output(call: Call, last: Residual, latest: Latest) -> tuple[Key | NoS
 
 
 def norm_paths(call: Call, flow: Dataflow) -> tuple[str, ...]:
-    """The normalisation modules called within `call`."""
+    """Return the normalisation modules called within `call`."""
     found: dict[str, None] = {}
     kinds: dict[Call, set[str]] = {}
     for node in flow.nodes:

@@ -1,17 +1,101 @@
-"""One layer as a panel: the stream as a thick line, each branch leaving it through its norm and joining again at ⊕."""
+"""One layer as a panel: the stream as a thick line, each branch leaving it through its norm and joining again at ⊕.
+
+The panel also says what passes did: a rewritten model carries their reports (`Rewrite`). That a stream is of several blocks is seen
+from the graph, where it is wider between the layers than these are.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
 
-from retrofit.anatomy.folding import common_name, relative, structure
-from retrofit.anatomy.parts import Branch, Layer
-from retrofit.anatomy.wording import compact, heads, layer_range, owner, shapes, sharing
-from retrofit.drawing.faces import BODY, FAINT, NAME, TITLE, Face
+from retrofit.anatomy.anatomy import Anatomy, compact, heads, layer_range, owner, shapes, sharing
+from retrofit.anatomy.outline import common_name, relative, structure
+from retrofit.anatomy.parts import Branch, Layer, Stack
 from retrofit.drawing.placement import Norms
-from retrofit.drawing.rewrites import RewrittenSites, wrapped
-from retrofit.drawing.sheet import Point, Sheet
+from retrofit.drawing.sheet import BODY, FAINT, NAME, TITLE, Face, Point, Sheet
+
+REWRITTEN = Face(11.5, bold=True, color="#6d28d9")
+IN_A_PATH = re.compile(r"(?<=[._])\d+")
+
+
+@dataclasses.dataclass(frozen=True)
+class RewrittenSites:
+    """The sites of a model's passes, each with the method and what it does there."""
+
+    methods: tuple[str, ...] = ()
+    said: tuple[tuple[str, str], ...] = ()  # (module path, "altup: works on block 0 of 2")
+
+    @staticmethod
+    def of(anatomy: Anatomy) -> RewrittenSites:
+        accounts: Iterable[Any] = getattr(anatomy.model, "retrofit_rewrites", None) or ()
+        named = [(account.spec.partition("(")[0], account.sites) for account in accounts]
+        said = [(site.name, f"{method}: {site.what}") for method, sites in named for site in sites]
+        return RewrittenSites(tuple(dict.fromkeys(method for method, _ in named)), tuple(said))
+
+    def at_branch(self, branch: Branch, layer: Layer) -> list[str]:
+        """Return what was done to the branch, and to nothing else of its layer."""
+        return [text for name, text in self.said if belongs_to_branch(name, branch, layer)]
+
+    def at_layer(self, layer: Layer) -> list[str]:
+        """Return what was done to the layer as a whole, or to modules in it that are no branch's."""
+        return [
+            text
+            for name, text in self.said
+            if is_within(name, layer.name) and not any(belongs_to_branch(name, branch, layer) for branch in layer.branches)
+        ]
+
+    def at_module(self, names: Sequence[str]) -> list[str]:
+        """Return what was done to a module that is no layer's."""
+        return [text for name, text in self.said if name in names]
+
+    def kind(self, layer: Layer) -> Hashable:
+        """Return what is equal in two layers that one panel fits: their structure, and what was done to both."""
+        texts = [*self.at_layer(layer), *(text for branch in layer.branches for text in self.at_branch(branch, layer))]
+        return structure(layer), tuple(IN_A_PATH.sub("*", text) for text in texts)
+
+
+def belongs_to_branch(name: str, branch: Branch, layer: Layer) -> bool:
+    """Return whether a site is the branch's module, holds nothing else of the layer, or is inside it."""
+    if not branch.name or not is_within(name, layer.name) or layer.name in (name, branch.name):
+        return False
+    others = [one.name for one in layer.branches if one is not branch]
+    alone = is_within(branch.name, name) and not any(is_within(other, name) for other in others)
+    return alone or is_within(name, branch.name)
+
+
+def is_within(name: str, owner: str) -> bool:
+    return bool(owner) and (name == owner or name.startswith(f"{owner}."))
+
+
+def blocks_of(anatomy: Anatomy, stack: Stack) -> int:
+    """Return how many blocks the stream has between the layers, each as wide as these compute in; 1 where it is no wider."""
+    return max((blocks_at(anatomy, layer.entry, stack.width) for layer in stack.layers), default=1)
+
+
+def blocks_at(anatomy: Anatomy, node: str, width: int) -> int:
+    """Return how many times as wide as `width` the stream is at a node of the graph."""
+    shape = anatomy.graph.nodes.get(node, {}).get("shape") or ()
+    wide = shape[-1] if shape and isinstance(shape[-1], int) else width
+    return max(1, wide // width) if width and wide % width == 0 else 1
+
+
+def wrapped(texts: Iterable[str], width: float, face: Face = REWRITTEN) -> list[tuple[str, Face]]:
+    """Return the texts as lines of that width at most, each text once."""
+    lines: list[tuple[str, Face]] = []
+    for text in dict.fromkeys(texts):
+        line = ""
+        for word in text.split():
+            longer = f"{line} {word}".strip()
+            if line and face.width(longer) > width:
+                lines.append((line, face))
+                longer = word
+            line = longer
+        lines.append((line, face))
+    return lines
+
 
 STREAM, WIRE = "#475569", "#64748b"
 PANEL, PANEL_EDGE = "#f8fafc", "#d8dee6"
@@ -60,11 +144,11 @@ class Frame:
         return -1 if self.mirrored else 1
 
     def at(self, offset: float) -> float:
-        """The point `offset` away from the edge on the stream's side."""
+        """Return the point `offset` away from the edge on the stream's side."""
         return self.right - offset if self.mirrored else self.left + offset
 
     def box(self, offset: float, width: float) -> float:
-        """The left edge of a box that begins `offset` away from the edge on the stream's side."""
+        """Return the left edge of a box that begins `offset` away from the edge on the stream's side."""
         return self.at(offset + width) if self.mirrored else self.at(offset)
 
     @property
@@ -83,7 +167,7 @@ class Inlet:
 
 
 def branch_lines(branch: Branch, layer: Layer, sites: RewrittenSites) -> list[tuple[str, Face]]:
-    """The lines of a branch's box below its title."""
+    """Return the lines of a branch's box below its title."""
     lines = [(text, BODY) for text in [heads(branch)] if text]
     matrices = shapes(branch)
     if len(matrices) > MOST_SHAPES:
@@ -93,7 +177,7 @@ def branch_lines(branch: Branch, layer: Layer, sites: RewrittenSites) -> list[tu
 
 
 def rewritten_lines(branch: Branch, layer: Layer, sites: RewrittenSites) -> list[tuple[str, Face]]:
-    """What passes did to a branch."""
+    """Return what passes did to a branch."""
     return wrapped(sites.at_branch(branch, layer), WIDEST - 2 * PAD)
 
 
@@ -102,7 +186,7 @@ def branch_title(branch: Branch) -> str:
 
 
 def box_width(branch: Branch, layer: Layer, sites: RewrittenSites) -> float:
-    """How wide the box of a branch has to be, within limits."""
+    """Return how wide the box of a branch has to be, within limits."""
     first = TITLE.width(branch_title(branch)) + 20 + BODY.width(compact(branch.parameters))
     widest = max([first, *(face.width(text) for text, face in branch_lines(branch, layer, sites))])
     return min(max(widest + 2 * PAD, NARROWEST), WIDEST)
@@ -113,7 +197,7 @@ def box_height(branch: Branch, layer: Layer, brief: bool, sites: RewrittenSites)
 
 
 def parallel_branches(layer: Layer) -> list[list[int]]:
-    """The branches by position, neighbours that leave the stream at the same node together."""
+    """Return the branches by position, neighbours that leave the stream at the same node together."""
     groups: list[list[int]] = []
     for index, branch in enumerate(layer.branches):
         if groups and layer.branches[groups[-1][-1]].source == branch.source:
@@ -124,7 +208,7 @@ def parallel_branches(layer: Layer) -> list[list[int]]:
 
 
 def panel_width(layer: Layer, sites: RewrittenSites = UNTOUCHED) -> float:
-    """How wide a panel has to be for all branches of `layer`."""
+    """Return how wide a panel has to be for all branches of `layer`."""
     needed = NARROWEST
     for group in parallel_branches(layer):
         widest = max(box_width(layer.branches[index], layer, sites) for index in group)
@@ -133,7 +217,7 @@ def panel_width(layer: Layer, sites: RewrittenSites = UNTOUCHED) -> float:
 
 
 def panel_lines(layers: Sequence[Layer], same: str, norms: Sequence[str]) -> list[str]:
-    """The lines below the title of a panel: where the layers are, what else is to be said of them."""
+    """Return the lines below the title of a panel: where the layers are, what else is to be said of them."""
     name = common_name([layer.name for layer in layers]) if all(layer.name for layer in layers) else "no module of their own"
     unplaced = ", ".join(relative(norm, layers[0].name) for norm in norms)
     return [name, *filter(None, [sharing(layers), same, unplaced and f"norms: {unplaced}"])]
@@ -176,7 +260,7 @@ class LayerPicture:
             self.sheet.text(left, top + 39 + LINE * number, line, face, width=right - left)
 
     def branches(self, layer: Layer, group: Sequence[int], norms: Norms, y: float) -> float:
-        """The branches of `group` side by side between one tap and one ⊕; returns the upper edge of the ⊕."""
+        """Return the branches of `group` side by side between one tap and one ⊕; returns the upper edge of the ⊕."""
         frame, sheet = self.frame, self.sheet
         room = frame.width - BRANCH_AT - EDGE
         width = (room - (len(group) - 1) * BESIDE) / len(group)
@@ -232,7 +316,7 @@ class LayerPicture:
         return y
 
     def pill(self, x: float, y: float, name: str, room: float) -> float:
-        """A norm with its lower edge at `y`, its name next to it; returns its upper edge."""
+        """Return a norm with its lower edge at `y`, its name next to it; returns its upper edge."""
         sheet, top = self.sheet, y - PILL_HEIGHT
         sheet.box(x - PILL_WIDTH / 2, top, PILL_WIDTH, PILL_HEIGHT, "#ffffff", FAINT, PILL_HEIGHT / 2)
         sheet.text(x, top + 14, "norm", LABEL, "middle")
@@ -242,7 +326,7 @@ class LayerPicture:
 
 
 def drop_straight_points(points: Sequence[Point]) -> list[Point]:
-    """The points without those that repeat the one before or lie on the way to the next."""
+    """Return the points without those that repeat the one before or lie on the way to the next."""
     kept: list[Point] = []
     for point in points:
         if kept and kept[-1] == point:

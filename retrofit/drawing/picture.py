@@ -6,28 +6,156 @@ the stems stand on, so heights are negative.
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from retrofit.anatomy.anatomy import Anatomy
-from retrofit.anatomy.folding import Fold, leaves
-from retrofit.anatomy.surroundings import Piece, surroundings
-from retrofit.anatomy.wording import compact, plural
-from retrofit.drawing.columns import (
-    MARGIN,
-    Column,
-    bracket_depth,
-    bracket_width,
-    class_and_size,
-    dimensions,
-    lay_out,
-    nodes_in_piece,
+from retrofit.anatomy.anatomy import Anatomy, compact, plural
+from retrofit.anatomy.outline import Fold, Piece, Surroundings, fold_sequence, leaves, surroundings
+from retrofit.anatomy.parts import Branch, Stack
+from retrofit.drawing.layer_picture import (
+    BRANCH_AT,
+    EDGE,
+    LINE,
+    LOOKS,
+    NARROWEST,
+    STREAM,
+    STREAM_AT,
+    UNTOUCHED,
+    WIRE,
+    Frame,
+    Inlet,
+    LayerPicture,
+    RewrittenSites,
+    blocks_of,
+    panel_width,
+    wrapped,
 )
-from retrofit.drawing.faces import BODY, BRACKET, FACTS, HEADLINE, MUTED, NAME, TITLE, Face
-from retrofit.drawing.layer_picture import LINE, LOOKS, STREAM, STREAM_AT, WIRE, Frame, LayerPicture
 from retrofit.drawing.placement import Placement
-from retrofit.drawing.rewrites import RewrittenSites, wrapped
-from retrofit.drawing.sheet import Point, Sheet, plainly_styled
+from retrofit.drawing.sheet import BODY, BRACKET, FACTS, HEADLINE, MUTED, NAME, TITLE, Face, Point, Sheet, plainly_styled
+
+MARGIN, GUTTER = 36.0, 84.0
+WIDEST_PIECE = 430.0
+
+
+@dataclasses.dataclass
+class Column:
+    """One stack, its surroundings, and where they were drawn."""
+
+    stack: Stack
+    folds: tuple[Fold, ...]
+    stem: list[Piece] = dataclasses.field(default_factory=list)
+    tail: list[Piece] = dataclasses.field(default_factory=list)
+    head: Piece | None = None
+    frame: Frame = dataclasses.field(default_factory=lambda: Frame(0, 0))
+    inlets: list[Inlet] = dataclasses.field(default_factory=list)
+    stem_entries: list[tuple[Piece, Point]] = dataclasses.field(default_factory=list)  # left edges of the stem's boxes
+    sites: RewrittenSites = UNTOUCHED
+    blocks: int = 1  # of the stream, each as wide as the layers
+    floor: float = 0.0  # above what it shares with others
+    entry: float = 0.0  # where other stacks join the stream, below the first layer
+    top: float = 0.0
+
+    @property
+    def crossing(self) -> list[Branch]:
+        """The cross-attentions of the stack."""
+        return [branch for layer in self.stack.layers for branch in layer.branches if branch.role == "cross-attention"]
+
+    @property
+    def brackets(self) -> float:
+        """The room that the brackets of repeated layers take."""
+        return bracket_depth(self.folds) * bracket_width(self.folds)
+
+    @property
+    def left(self) -> float:
+        """The left edge, brackets included."""
+        return self.frame.left - (0 if self.frame.mirrored else self.brackets)
+
+    @property
+    def right(self) -> float:
+        return self.frame.right + (self.brackets if self.frame.mirrored else 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The columns from left to right, and the pieces shared by several of them."""
+
+    columns: tuple[Column, ...]
+    shared: tuple[tuple[Piece, tuple[Column, ...]], ...]
+
+
+def lay_out(anatomy: Anatomy, around: Surroundings, placement: Placement) -> Layout:
+    """Return every piece around the stacks has its place; modules without parameters have none."""
+    sites = RewrittenSites.of(anatomy)
+    columns = tuple(
+        Column(stack, fold_sequence([sites.kind(layer) for layer in stack.layers]), sites=sites, blocks=blocks_of(anatomy, stack))
+        for stack in anatomy.stacks
+    )
+    shared = []
+    for piece in (*around.embeddings, *around.stem) if columns else ():
+        if piece.part is None and piece.parameters == 0:
+            continue
+        stacks = placement.stacks_computed_from(nodes_in_piece(piece, placement)) or (0,)
+        if len(stacks) > 1:
+            shared.append((piece, tuple(columns[index] for index in stacks)))
+        else:
+            columns[stacks[0]].stem.append(piece)
+    for piece in (*around.tail, *filter(None, [around.head])) if columns else ():
+        found = placement.last_stack_before(nodes_in_piece(piece, placement))
+        column = columns[-1 if found is None else found]
+        if piece is around.head:
+            column.head = piece
+        elif piece.parameters != 0:
+            column.tail.append(piece)
+    x = MARGIN
+    for column in columns:
+        mirrored = bool(column.crossing)  # its branches are turned towards what they read
+        column.frame = Frame(x if mirrored else x + column.brackets, column_width(column), mirrored)
+        x += column.brackets + column.frame.width + GUTTER
+    return Layout(columns, tuple(shared))
+
+
+def nodes_in_piece(piece: Piece, placement: Placement) -> list[str]:
+    """Return the graph nodes computed in a piece."""
+    inside = [] if piece.part else [node for name in piece.names for node in placement.nodes_of.get(name, [])]
+    return [*piece.nodes, *inside]
+
+
+def column_width(column: Column) -> float:
+    panels = [panel_width(layer, column.sites) for layer in column.stack.layers]
+    pieces = [piece_width(piece) for piece in (*column.stem, *column.tail, *filter(None, [column.head]))]
+    return max([BRANCH_AT + NARROWEST + EDGE, *panels, *pieces])
+
+
+def piece_width(piece: Piece) -> float:
+    """Return how wide a piece's box has to be, within limits: for name and class, or else for the name alone."""
+    full = 44 + NAME.width(piece.name) + max(BODY.width(class_and_size(piece)), BODY.width(dimensions(piece)))
+    return full if full <= WIDEST_PIECE else min(full - BODY.width(piece.kind), WIDEST_PIECE)
+
+
+def class_and_size(piece: Piece) -> str:
+    """Return the class and the size of a module."""
+    return " · ".join(filter(None, [piece.kind, "" if piece.parameters is None else compact(piece.parameters)]))
+
+
+def dimensions(piece: Piece) -> str:
+    return " × ".join(map(str, piece.part.shape)) if piece.part is not None else ""
+
+
+def bracket_depth(folds: Sequence[Fold]) -> int:
+    """Return how many brackets are next to one another."""
+    return max(((fold.times > 1) + bracket_depth(fold.body) for fold in folds), default=0)
+
+
+def bracket_width(folds: Sequence[Fold]) -> float:
+    """Return the room that one bracket with its number takes."""
+    return 30 + BRACKET.width(f"×{most_repetitions(folds)}")
+
+
+def most_repetitions(folds: Iterable[Fold]) -> int:
+    """Return the largest number of repetitions."""
+    return max((max(fold.times, most_repetitions(fold.body)) for fold in folds), default=1)
+
 
 BETWEEN, RISE = 18.0, 16.0  # between layers; between other boxes
 PART_FILL, PART_EDGE = "#eef2f6", "#8695a8"
@@ -41,13 +169,13 @@ def stream_width(width: int, blocks: int) -> str:
 
 
 def lanes(stream: float, blocks: int) -> list[float]:
-    """Where the lines of the stream's blocks are, next to one another, up to as many as there is room for."""
+    """Return where the lines of the stream's blocks are, next to one another, up to as many as there is room for."""
     shown = min(blocks, MOST_LANES)
     return [stream + APART * (place - (shown - 1) / 2) for place in range(shown)]
 
 
 def svg(anatomy: Anatomy) -> str:
-    """The anatomy drawn as one SVG file."""
+    """Return the anatomy drawn as one SVG file."""
     with plainly_styled():
         return Picture(anatomy).draw()
 
@@ -82,7 +210,7 @@ class Picture:
         return self.framed(right + MARGIN)
 
     def framed(self, right: float) -> str:
-        """The finished drawing, with headline and notes."""
+        """Return the finished drawing, with headline and notes."""
         anatomy, sheet = self.anatomy, self.sheet
         name = type(anatomy.model).__name__
         facts = [plural(anatomy.parameters, "parameter")]
@@ -104,7 +232,7 @@ class Picture:
         return sheet.document(top - 28, right, y + 24, f"The anatomy of {name}", line)
 
     def draw_column(self, index: int, column: Column) -> None:
-        """One stack from its inputs up to its outputs."""
+        """Draw one stack from its inputs up to its outputs."""
         sheet, frame, stack = self.sheet, column.frame, column.stack
         inputs = ", ".join(self.placement.inputs_of(index)) or ("" if self.placement.stacks_feeding(index) else "inputs")
         if inputs:
@@ -134,7 +262,7 @@ class Picture:
         column.top = y
 
     def label_stream(self, frame: Frame, y: float, text: str, face: Face) -> None:
-        """A text next to the stream."""
+        """Write a text next to the stream."""
         anchor = "end" if frame.mirrored else "start"
         self.sheet.text(frame.at(STREAM_AT + 14), y, text, face, anchor, frame.width - STREAM_AT - 32)
 
@@ -146,7 +274,7 @@ class Picture:
         written: Iterator[tuple[Fold, tuple[int, ...]]],
         y: float,
     ) -> float:
-        """The folds upwards from `y`, each repeated one in a bracket; returns where the next one goes."""
+        """Return the folds upwards from `y`, each repeated one in a bracket; returns where the next one goes."""
         for fold in folds:
             bottom = y
             if fold.body:
@@ -168,7 +296,7 @@ class Picture:
         )
 
     def draw_piece(self, piece: Piece, left: float, right: float, y: float) -> float:
-        """A module outside the layers, its lower edge at `y`; returns its upper edge."""
+        """Return a module outside the layers, its lower edge at `y`; returns its upper edge."""
         if piece.part is None:
             return self.draw_bar(piece, left, right, y)
         sheet, width = self.sheet, right - left
@@ -188,7 +316,7 @@ class Picture:
         return top
 
     def draw_bar(self, piece: Piece, left: float, right: float, y: float) -> float:
-        """A module that is neither embedding nor head, its class left out where there is no room for it."""
+        """Return a module that is neither embedding nor head, its class left out where there is no room for it."""
         width, aside = right - left, class_and_size(piece)
         done = wrapped(self.sites.at_module(piece.names or (piece.name,)), width - 24)
         top = y - BAR_HEIGHT - LINE * len(done)
@@ -201,12 +329,12 @@ class Picture:
         return top
 
     def write_lines(self, x: float, y: float, lines: Sequence[tuple[str, Face]]) -> None:
-        """The lines below the baseline `y`."""
+        """Write the lines below the baseline `y`."""
         for number, (text, face) in enumerate(lines, start=1):
             self.sheet.text(x, y + LINE * number, text, face)
 
     def has_readers(self, index: int) -> bool:
-        """Whether another stack begins from this one's result or attends to it."""
+        """Return whether another stack begins from this one's result or attends to it."""
         others = [(other, column) for other, column in enumerate(self.columns) if other != index]
         return any(
             index in self.placement.stacks_feeding(other)
@@ -215,7 +343,7 @@ class Picture:
         )
 
     def draw_links(self, index: int, column: Column) -> None:
-        """What reaches the stream or the cross-attentions of a stack from other stacks."""
+        """Draw the wires from other stacks to the stream and the cross-attentions of a stack."""
         for source in self.placement.stacks_feeding(index):
             lane = column.left - 30
             computed = self.placement.nodes_from_stack(index, source)
@@ -237,7 +365,7 @@ class Picture:
         return [(start.frame.stream, start.top), (start.frame.stream, over), (lane, over)]
 
     def draw_tie(self, right: float) -> float:
-        """A dashed line between the two boxes that hold one weight; returns the new right edge."""
+        """Return a dashed line between the two boxes that hold one weight; returns the new right edge."""
         (x1, y1), (x2, y2) = self.tied
         lane = right + 22
         self.sheet.wire([(x1, y1), (lane, y1), (lane, y2), (x2, y2)], MUTED, 1.6, dashed=True)

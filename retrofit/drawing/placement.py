@@ -57,30 +57,30 @@ class Placement:
         return [self.descendants(stack.exit) for stack in self.stacks]
 
     def ancestors(self, node: str, stop: Iterable[str] = ()) -> set[str]:
-        """The backward slice of `node`, which ends at the nodes in `stop` and includes them."""
+        """Return the backward slice of `node`, which ends at the nodes in `stop` and includes them."""
         return reachable(self.graph.pred, node, set(stop))
 
     def descendants(self, node: str) -> set[str]:
         return reachable(self.graph.succ, node, set())
 
     def layer_boundaries(self, index: int) -> dict[str, int]:
-        """The nodes between the layers of all stacks but `index`, with the stack they belong to."""
+        """Return the nodes between the layers of all stacks but `index`, with the stack they belong to."""
         others = [(other, stack) for other, stack in enumerate(self.stacks) if other != index]
         return {node: other for other, stack in others for node in (stack.exit, *(layer.exit for layer in stack.layers))}
 
     def stacks_feeding(self, index: int) -> list[int]:
-        """The stacks that the stream of stack `index` begins from."""
+        """Return the stacks that the stream of stack `index` begins from."""
         boundaries = self.layer_boundaries(index)
         return sorted({boundaries[node] for node in self.before_entry[index] & boundaries.keys()})
 
     def nodes_from_stack(self, index: int, source: int) -> set[str]:
-        """The nodes that the stream of stack `index` begins from and that are themselves computed from stack `source`."""
+        """Return the nodes that the stream of stack `index` begins from and that are themselves computed from stack `source`."""
         before, boundaries = self.before_entry[index], self.layer_boundaries(index)
         starts = [node for node in before if boundaries.get(node) == source]
         return {node for start in starts for node in self.descendants(start) & before if node != start}
 
     def stacks_read_by(self, index: int, branch: Branch) -> list[int]:
-        """The stacks that a cross-attention reads; the one before it where the graph does not show it."""
+        """Return the stacks that a cross-attention reads; the one before it where the graph does not show it."""
         if branch.output not in self.graph:
             return [index - 1] if index else []
         boundaries = self.layer_boundaries(index)
@@ -89,17 +89,17 @@ class Placement:
         )
 
     def stacks_computed_from(self, nodes: Iterable[str]) -> tuple[int, ...]:
-        """The stacks whose streams are computed from `nodes`."""
+        """Return the stacks whose streams are computed from `nodes`."""
         targets = set(nodes)
         return tuple(index for index, before in enumerate(self.before_entry) if before & targets)
 
     def last_stack_before(self, nodes: Iterable[str]) -> int | None:
-        """The last stack that `nodes` are computed from."""
+        """Return the last stack that `nodes` are computed from."""
         targets = set(nodes)
         return max((index for index, after in enumerate(self.after_exit) if after & targets), default=None)
 
     def inputs_of(self, index: int) -> list[str]:
-        """The model's inputs that the stream of stack `index` begins from."""
+        """Return the model's inputs that the stream of stack `index` begins from."""
         return [
             node
             for node in sorted(self.before_entry[index] & self.graph.nodes, key=self.order.__getitem__)
@@ -107,7 +107,7 @@ class Placement:
         ]
 
     def norms(self, layer: Layer) -> Norms:
-        """Where each norm of `layer` acts; norms inside a branch, between its matrices, are left out."""
+        """Return where each norm of `layer` acts; norms inside a branch, between its matrices, are left out."""
         before: dict[int, tuple[str, ...]] = {}
         after: dict[int, tuple[str, ...]] = {}
         stream: dict[int, tuple[str, ...]] = {}
@@ -138,14 +138,14 @@ class Placement:
         return Norms(before, after, stream, tuple(unplaced))
 
     def between(self, early: str, late: str) -> networkx.DiGraph:
-        """The part of the graph on the ways from `early` to `late`, both included."""
+        """Return the part of the graph on the ways from `early` to `late`, both included."""
         if early not in self.graph or late not in self.graph:
             return networkx.DiGraph()
         after = self.descendants(early)
         return self.graph.subgraph({node for node in self.ancestors(late) if node in after})
 
     def weight_products(self, branch: Branch) -> set[str]:
-        """The nodes that multiply with the weights of `branch`."""
+        """Return the nodes that multiply with the weights of `branch`."""
         names = {one.name for one in branch.projections if one.name}
         pending = [node for node, name in self.parameter_nodes if name in names]
         found: set[str] = set()

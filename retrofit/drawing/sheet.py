@@ -3,18 +3,79 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import io
 import re
+import unicodedata
 import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from retrofit.drawing.faces import MONO, SANS, Face
-
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.path import Path
+
+
+INK, MUTED, FAINT = "#1f2937", "#64748b", "#94a3b8"
+SANS = ("Segoe UI", "Roboto", "Helvetica Neue", "Arial", "DejaVu Sans")
+MONO = ("SFMono-Regular", "Menlo", "Consolas", "DejaVu Sans Mono")
+
+
+@dataclasses.dataclass(frozen=True)
+class Face:
+    """The size, weight, family and colour of a text."""
+
+    size: float = 12
+    bold: bool = False
+    mono: bool = False
+    color: str = INK
+
+    def width(self, text: str) -> float:
+        """Return how wide `text` is in the widest of the fonts it may be shown in, which is the one matplotlib brings."""
+        return round(self.size * sum(advance(letter, self.bold, self.mono) for letter in text), 1)
+
+    def fitted(self, text: str, width: float) -> str:
+        """`text`, its middle left out where it is wider than `width`."""
+        if self.width(text) <= width:
+            return text
+        keep = len(text)
+        while keep > 1 and self.width(elided(text, keep)) > width:
+            keep -= 1
+        return elided(text, keep)
+
+
+HEADLINE, FACTS, BRACKET = Face(20, bold=True), Face(12.5, color=MUTED), Face(16, bold=True)
+TITLE, BODY = Face(13, bold=True), Face(11.5, color="#334155")
+NAME = Face(10.5, mono=True, color=MUTED)
+
+
+def elided(text: str, keep: int) -> str:
+    """`text` with `keep` of its letters, the middle left out."""
+    front = keep // 2
+    return f"{text[:front]}…{text[len(text) - (keep - front) :]}"
+
+
+@functools.cache
+def advance(letter: str, bold: bool, mono: bool) -> float:
+    """Return the width of a letter in units of the font size.
+
+    A font without the letter is replaced by one where it may be this wide.
+    """
+    import matplotlib
+    from matplotlib.font_manager import get_font
+    from matplotlib.ft2font import LoadFlags
+
+    name = "DejaVuSansMono.ttf" if mono else "DejaVuSans-Bold.ttf" if bold else "DejaVuSans.ttf"
+    font = get_font(f"{matplotlib.get_data_path()}/fonts/ttf/{name}")
+    if unicodedata.east_asian_width(letter) in "WF":
+        return 1.2 if mono else 1.08 if bold else 1.0
+    if not font.get_char_index(ord(letter)):
+        return 1.0
+    font.set_size(100, 72)
+    return float(font.load_char(ord(letter), LoadFlags.NO_HINTING).linearHoriAdvance) / 65536 / 100
+
 
 NOT_TEXT = re.compile("[^\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # control characters and what XML does not admit
 SVG = "http://www.w3.org/2000/svg"
@@ -46,11 +107,11 @@ class Sheet:
         self.full_texts: dict[str, str] = {}  # element id → the text that is shown in part
 
     def panel(self, x: float, y: float, width: float, height: float, fill: str, stroke: str) -> None:
-        """A large rounded area behind all wires."""
+        """Draw a large rounded area behind all wires."""
         self.rectangle("panel", x, y, width, height, 10, BACK, facecolor=fill, edgecolor=stroke, linewidth=1)
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, stroke: str, radius: float = 7) -> None:
-        """A rounded box in front of all wires."""
+        """Draw a rounded box in front of all wires."""
         self.rectangle("box", x, y, width, height, radius, FRONT, facecolor=fill, edgecolor=stroke, linewidth=1.4)
 
     def rectangle(self, kind: str, x: float, y: float, width: float, height: float, radius: float, level: int, **look: Any) -> None:
@@ -60,7 +121,7 @@ class Sheet:
         self.add(kind, FancyBboxPatch((x, y), width, height, boxstyle=corners, **look), level)
 
     def text(self, x: float, y: float, text: str, face: Face, anchor: str = "start", width: float | None = None) -> None:
-        """`text` with its baseline at `y`; what does not fit into `width` is left out and shown on hover."""
+        """Write `text` with its baseline at `y`; what does not fit into `width` is left out and shown on hover."""
         from matplotlib.text import Text
 
         text = NOT_TEXT.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -86,7 +147,7 @@ class Sheet:
     def wire(
         self, points: Sequence[Point], color: str, thickness: float = 1.6, *, arrow: bool = False, dashed: bool = False
     ) -> None:
-        """A line through right-angled corners, rounded; `arrow` marks its end."""
+        """Draw a line through right-angled corners, rounded; `arrow` marks its end."""
         from matplotlib.patches import PathPatch, Polygon
 
         dash = (0, (6 / thickness, 5 / thickness)) if dashed else "solid"
@@ -104,7 +165,7 @@ class Sheet:
             self.add("arrow", Polygon(arrow_head(points[-2], points[-1]), facecolor=color, edgecolor="none"), WIRES)
 
     def plus(self, x: float, y: float, color: str, radius: float) -> None:
-        """A residual addition."""
+        """Draw a residual addition."""
         from matplotlib.patches import Circle, PathPatch
         from matplotlib.path import Path
 
@@ -114,14 +175,14 @@ class Sheet:
         self.add("cross", PathPatch(cross, fill=False, edgecolor=color, linewidth=2), FRONT)
 
     def add(self, kind: str, artist: Artist, level: int) -> str:
-        """The artist is on the sheet, named after its kind; returns the name, which is its id in the SVG."""
+        """Put the artist on the sheet; return its name, made of its kind, which is its id in the SVG."""
         name = f"{kind}-{len(self.figure.artists) + 1}"
         artist.set(gid=name, zorder=level, transform=self.place)
         self.figure.add_artist(artist)
         return name
 
     def document(self, top: float, right: float, bottom: float, title: str, description: str) -> str:
-        """Everything drawn from the left edge 0 to `right` and from `top` to `bottom`, as one SVG file."""
+        """Return everything drawn from the left edge 0 to `right` and from `top` to `bottom`, as one SVG file."""
         self.figure.set_size_inches(right / UNITS_PER_INCH, (bottom - top) / UNITS_PER_INCH)
         self.place.clear().translate(0, -bottom).scale(1, -1)
         drawn = io.BytesIO()
@@ -129,7 +190,7 @@ class Sheet:
         return self.described(ElementTree.fromstring(drawn.getvalue()), title, description)
 
     def described(self, root: ElementTree.Element, title: str, description: str) -> str:
-        """The SVG with a title and a description, in pixels, with the full text of what is cut short on hover."""
+        """Return the SVG with a title and a description, in pixels, with the full text of what is cut short on hover."""
         for metadata in root.findall(f"{{{SVG}}}metadata"):
             root.remove(metadata)
         for index, (tag, text) in enumerate((("title", title), ("desc", description))):
@@ -159,7 +220,7 @@ def plainly_styled() -> Iterator[None]:
 
 
 def rounded_path(points: Sequence[Point], radius: float = 8) -> Path:
-    """The path through `points` with each corner rounded."""
+    """Return the path through `points` with each corner rounded."""
     from matplotlib.path import Path
 
     vertices, codes = [points[0]], [Path.MOVETO]
@@ -175,13 +236,13 @@ def distance(one: Point, other: Point) -> float:
 
 
 def towards(start: Point, goal: Point, length: float) -> Point:
-    """The point `length` away from `start` on the way to `goal`."""
+    """Return the point `length` away from `start` on the way to `goal`."""
     far = distance(start, goal) or 1.0
     return start[0] + (goal[0] - start[0]) * length / far, start[1] + (goal[1] - start[1]) * length / far
 
 
 def arrow_head(before: Point, tip: Point, length: float = 8, half: float = 4) -> list[Point]:
-    """A triangle whose tip is at `tip`, seen from `before`."""
+    """Return a triangle whose tip is at `tip`, seen from `before`."""
     x, y = towards(tip, before, length)
     across = (half, 0.0) if before[0] == tip[0] else (0.0, half)
     return [tip, (x + across[0], y + across[1]), (x - across[0], y - across[1])]

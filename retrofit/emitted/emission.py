@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.feed_forward_parsing import products_of
 from retrofit.anatomy.inspection import read_anatomy
-from retrofit.anatomy.weight_matrices import operand_chain
+from retrofit.anatomy.weights import operand_chain
 from retrofit.emitted.graph_parts import mask_or_ones, register_tensor
 from retrofit.emitted.module_builder import EmissionContext, ModuleBuilder, kept_metadata, symbolic_sizes
 from retrofit.emitted.regions import Region, feed_forward_span, regions

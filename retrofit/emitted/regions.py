@@ -16,7 +16,7 @@ from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import Attention, find_attentions
 from retrofit.anatomy.feed_forward_parsing import products_of
 from retrofit.anatomy.parts import Branch, Stack
-from retrofit.anatomy.weight_products import WeightProduct, nearest_products, weight_product
+from retrofit.anatomy.weights import WeightProduct, nearest_products, weight_product
 from retrofit.errors import DoesNotFitError
 from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, NORM, is_heavy, op, shape
 from retrofit.program.dataflow import Dataflow

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from retrofit.anatomy.wording import plural
+from retrofit.anatomy.anatomy import plural
 from retrofit.errors import first_few, first_line
 from retrofit.runtime.quiet import quiet
 from retrofit.undoing.dense_skeleton import skeleton_of

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from retrofit.anatomy.wording import plural
+from retrofit.anatomy.anatomy import plural
 from retrofit.runtime.line_folding import fold_lines, one_line
 from retrofit.runtime.notes import fold_notes
 
 if TYPE_CHECKING:
-    from retrofit.anatomy.sites import NearMiss, Site
+    from retrofit.anatomy.parts import NearMiss, Site
     from retrofit.pipeline.protocol import Plan, Rewrite
 
 Cells = tuple[str, str]

@@ -10,7 +10,7 @@ import abc
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from retrofit.anatomy.sites import NearMiss, Site
+from retrofit.anatomy.parts import NearMiss, Site
 from retrofit.errors import DoesNotFitError, first_few
 from retrofit.pipeline.applied_to import AppliedTo
 from retrofit.pipeline.options import check_option, format_value, require_options

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from retrofit.anatomy.wording import layer_range
+from retrofit.anatomy.anatomy import layer_range
 from retrofit.errors import PlanningError
 from retrofit.pipeline.protocol import Recipe
 from retrofit.pipeline.registry import parse_recipe

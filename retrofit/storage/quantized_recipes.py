@@ -16,7 +16,7 @@ from torch import nn
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
-from retrofit.anatomy.feed_forward_blocks import PackableRows, RowMajor
+from retrofit.anatomy.feed_forwards import PackableRows, RowMajor
 from retrofit.errors import CheckpointError
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.transformers_quantization import transpose_again, transposed_layers

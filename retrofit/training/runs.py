@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retrofit.anatomy.wording import plural
+from retrofit.anatomy.anatomy import plural
 from retrofit.errors import TrainingError, first_few
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.deferred_signals import deferred_signals

@@ -11,10 +11,9 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from retrofit.anatomy.attention_cores import find_attentions
-from retrofit.anatomy.branch_roles import role_of
-from retrofit.anatomy.mask_values import is_causal
+from retrofit.anatomy.branches import describe_projections, role_of
+from retrofit.anatomy.causality import is_causal
 from retrofit.anatomy.parts import Projection
-from retrofit.anatomy.projection_roles import describe_projections
 from retrofit.anatomy.residual_streams import residual_chains
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import Dataflow

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 import retrofit
-from retrofit.anatomy.feed_forward_blocks import FeedForwardBlock, RowMajor, install_feed_forward, linear
 from retrofit.anatomy.feed_forward_parsing import feed_forwards
-from retrofit.anatomy.feed_forward_sites import FeedForward
-from retrofit.anatomy.weight_matrices import weight_and_bias, weight_out_first
+from retrofit.anatomy.feed_forwards import FeedForward, FeedForwardBlock, RowMajor, install_feed_forward, linear
+from retrofit.anatomy.weights import weight_and_bias, weight_out_first
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.surgery.edit import Edit, Rearranged
 

@@ -15,10 +15,9 @@ from support.own_models import Asking, Block, Own
 from torch import nn
 
 import retrofit
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy.anatomy import Anatomy, rows
+from retrofit.anatomy.outline import surroundings
 from retrofit.anatomy.parts import NO_STREAM
-from retrofit.anatomy.surroundings import surroundings
-from retrofit.anatomy.text import rows
 from retrofit.errors import CaptureError, DoesNotFitError, NoTransformerError
 
 

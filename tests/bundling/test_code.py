@@ -80,7 +80,7 @@ def test_two_things_of_one_name_get_names_of_their_own() -> None:
 
 
 def test_what_an_annotation_names_is_not_needed() -> None:
-    text = collected("retrofit.anatomy.feed_forward_blocks:FeedForwardBlock").write()
+    text = collected("retrofit.anatomy.feed_forwards:FeedForwardBlock").write()
     assert "class FeedForward:" not in text and "class FeedForwardBlock" in text
 
 

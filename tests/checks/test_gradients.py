@@ -12,7 +12,7 @@ from support.tiny_models import Plain, gpt2, llama
 from torch import nn
 
 import retrofit
-from retrofit.anatomy.sites import Site
+from retrofit.anatomy.parts import Site
 from retrofit.checks.gradients import GradientsMeasurement, collect_gradients, new_among_idle, nudged, thawed
 from retrofit.checks.parameter_matching import match_parameters
 from retrofit.checks.reference import Reference

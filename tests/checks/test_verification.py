@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import retrofit
-from retrofit.anatomy.sites import Site
+from retrofit.anatomy.parts import Site
 from retrofit.checks.cache import own_failing
 from retrofit.checks.cost import newly_read
 from retrofit.checks.divergence import first_divergence

@@ -22,8 +22,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrofit.anatomy.sites import NearMiss, Site
-from retrofit.anatomy.wording import format_change
+from retrofit.anatomy.anatomy import format_change
+from retrofit.anatomy.parts import NearMiss, Site
 from retrofit.cli import build_parser, main
 from retrofit.cli.failures import report
 from retrofit.cli.outputs import check_output, default_output, name_in_errors

@@ -39,15 +39,13 @@ from support.drawings import (
     within,
 )
 
-from retrofit.anatomy.anatomy import Anatomy
-from retrofit.anatomy.folding import Fold, fold_layers, fold_sequence, leaves
+from retrofit.anatomy.anatomy import Anatomy, compact, layer_range, plain, table, wrap_lines
+from retrofit.anatomy.outline import Fold, fold_layers, fold_sequence, leaves
 from retrofit.anatomy.parts import Branch, Layer, Part, Projection, Role, Stack
-from retrofit.anatomy.text import plain, table, wrap_lines
-from retrofit.anatomy.wording import compact, layer_range
-from retrofit.drawing.faces import Face
 from retrofit.drawing.layer_picture import LOOKS, PANEL, STREAM
 from retrofit.drawing.picture import svg
 from retrofit.drawing.placement import Placement
+from retrofit.drawing.sheet import Face
 
 every_sketch = pytest.mark.parametrize("sketch", sketches.ALL, ids=lambda sketch: sketch.__name__)
 modest = settings(max_examples=60, deadline=None)
@@ -530,7 +528,7 @@ def test_stacks_and_what_they_read() -> None:
 # --------------------------------------------------------------------------------------------------- real processes
 
 PRINT = (
-    "import sys\nfrom support import sketches\nfrom retrofit.anatomy.text import plain, table\n"
+    "import sys\nfrom support import sketches\nfrom retrofit.anatomy.anatomy import plain, table\n"
     "from retrofit.drawing.picture import svg\n"
     "for one in sketches.ALL: print(table(one()), svg(one()), plain(one()))\nassert 'torch' not in sys.modules"
 )

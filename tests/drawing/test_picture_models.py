@@ -32,9 +32,8 @@ from transformers import (
 import retrofit
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect
-from retrofit.drawing.layer_picture import STREAM
+from retrofit.drawing.layer_picture import STREAM, RewrittenSites
 from retrofit.drawing.placement import Placement
-from retrofit.drawing.rewrites import RewrittenSites
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 8}
 

@@ -19,8 +19,8 @@ from support.onnx_files import file_of
 from torch import fx, nn
 
 import retrofit
-from retrofit.anatomy.layer_groups import group_by_number
 from retrofit.anatomy.parts import Branch, Projection, Role
+from retrofit.anatomy.stacks import group_by_number
 from retrofit.cli import main
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, RetrofitError

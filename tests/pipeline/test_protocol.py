@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from retrofit.anatomy.sites import NearMiss, Site, collect_near_miss
+from retrofit.anatomy.parts import NearMiss, Site, collect_near_miss
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.pipeline import registry
 from retrofit.pipeline.options import option, options_of

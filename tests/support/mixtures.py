@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import retrofit
-from retrofit.anatomy.feed_forward_sites import Port
+from retrofit.anatomy.feed_forwards import Port
 from retrofit.passes import SharedMoE
 from retrofit.passes.shared_moe.mixture_of_experts import ExpertMatrices, MixtureOfExperts, MoEBlock
 from support import zoo

@@ -14,7 +14,7 @@ from support import cached_decoding, tiny_models, zoo
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.anatomy import mask_values
+from retrofit.anatomy import causality
 from retrofit.errors import DoesNotFitError, RetrofitError, SpecError
 from retrofit.passes import LSHAttention
 from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention
@@ -220,7 +220,7 @@ def test_an_attention_that_chooses_its_keys_by_what_tokens_hold_is_a_near_miss()
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_bias_that_large_weights_make_leaves_an_attention_causal(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask_values, "LARGEST_MASK_INPUT", 200)  # smaller than the embedding
+    monkeypatch.setattr(causality, "LARGEST_MASK_INPUT", 200)  # smaller than the embedding
     model = own(Chooser(hides=False)).to(device)
     (planned,) = retrofit.plan_of(model, LSHAttention(**FORM), example_inputs={"input_ids": ids(2, 9).to(device)}).passes
     (site,) = planned.plan.attentions  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What the masks of an attention hide, by running the part of the graph that computes them."""
+"""Which tokens see which, by running parts of the graph: the masks of an attention, and a mixer without attention."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils._pytree import tree_map_only
 
 from retrofit.anatomy.attention_cores import Attention, conjuncts, score_products
@@ -36,7 +36,7 @@ LARGEST_MASK_INPUT = 1 << 20  # elements of a parameter that a mask may be compu
 
 
 def is_causal(core: Attention, stream: fx.Node, flow: Dataflow) -> bool:
-    """Whether no query position can see a later key of the stream; masks are computed with every input position real."""
+    """Return whether no query position can see a later key of the stream; masks are computed with every input position real."""
     if core.causal_flag:
         return True
     own = keys_of_stream(core, stream, flow)
@@ -53,13 +53,13 @@ def is_causal(core: Attention, stream: fx.Node, flow: Dataflow) -> bool:
 
 
 def is_square(node: fx.Node, lengths: tuple[int, ...]) -> bool:
-    """Whether the node has a row and a column for each of so many tokens."""
+    """Return whether the node has a row and a column for each of so many tokens."""
     size = shape(node) or ()
     return len(size) >= 2 and size[-1] == size[-2] > 1 and size[-1] in lengths
 
 
 def keys_of_stream(core: Attention, stream: fx.Node, flow: Dataflow) -> slice | None:
-    """Which of the keys are computed from the stream, where others are joined to them in the dimension of the tokens."""
+    """Return which of the keys are computed from the stream, where others are joined to them in the dimension of the tokens."""
     node = core.key
     while op(node) in CAST and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -76,7 +76,7 @@ def keys_of_stream(core: Attention, stream: fx.Node, flow: Dataflow) -> slice | 
 
 
 def unmasked_keys(mask: torch.Tensor) -> torch.Tensor:
-    """The keys that a mask leaves visible; a boolean mask that is false all along its diagonal marks the hidden ones."""
+    """Return the keys that a mask leaves visible; a boolean mask that is false all along its diagonal marks the hidden ones."""
     if mask.dtype != torch.bool:
         return mask > HIDDEN
     return mask if mask.diagonal(dim1=-2, dim2=-1).any() else ~mask
@@ -94,7 +94,7 @@ def zeros_for(node: fx.Node) -> Any:
 
 
 def unpadded_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
-    """The value of a mask for inputs without padding: of ones, or of zeros where ones hide every key."""
+    """Return the value of a mask for inputs without padding: of ones, or of zeros where ones hide every key."""
     value = mask_value(mask, flow)
     if value is None or not value.is_floating_point() or bool((value > HIDDEN).any()):
         return value
@@ -102,7 +102,10 @@ def unpadded_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
 
 
 def shown_keys(core: Attention, node: fx.Node, fill: int, flow: Dataflow) -> int | None:
-    """How many keys the attention shows, over all queries, where the mask at `node` is `fill` throughout; None where unknown."""
+    """Return how many keys the attention shows, over all queries, where the mask at `node` is `fill` throughout.
+
+    None where unknown.
+    """
     products = score_products(core.softmax, flow)[0] if core.softmax is not None else []
     mask = core.softmax.args[0] if core.softmax is not None else next(iter(core.masks), None)
     if not isinstance(mask, fx.Node):
@@ -118,7 +121,7 @@ def shown_keys(core: Attention, node: fx.Node, fill: int, flow: Dataflow) -> int
 def mask_value(
     mask: fx.Node, flow: Dataflow, given: Mapping[fx.Node, torch.Tensor] = EMPTY, inputs: int = 1
 ) -> torch.Tensor | None:
-    """The value of a mask for inputs that are `inputs` throughout, ones where nothing is padding; `given` values are known.
+    """Return the value of a mask for inputs that are `inputs` throughout, ones where nothing is padding; `given` values are known.
 
     Parameters count as zeros. None where it depends on a large tensor. What lies above a product with a parameter is not run, so
     that the value is the same for a model without values.
@@ -159,14 +162,14 @@ def mask_value(
 
 
 def computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """What the operation makes on the CPU of these values, and of zeros where an operand has none; None where it only asserts."""
+    """Return the result of the operation on the CPU, with zeros for operands that have no value; None where it only asserts."""
     arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda part: values[part] if part in values else zeros_for(part))
     args, kwargs = tree_map_only(torch.device, lambda device: torch.device("cpu"), arguments)
     return None if op(node).startswith("_assert") else node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def nodes_above(result: fx.Node, flow: Dataflow, ends_at: Callable[[fx.Node, Dataflow], bool]) -> list[fx.Node]:
-    """The nodes that `result` depends on, itself included, in order; nothing that only nodes at which the search ends depend on."""
+    """Return the backward slice of `result`, itself included, in order, up to the nodes at which the search ends."""
     found: set[fx.Node] = set()
     pending = [result]
     while pending:
@@ -179,7 +182,7 @@ def nodes_above(result: fx.Node, flow: Dataflow, ends_at: Callable[[fx.Node, Dat
 
 
 def is_zero_without_weights(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether the value is a product with a parameter, or a row of one: zero where parameters are; its size is known."""
+    """Return whether the value is a product with a parameter, or a row of one: zero where parameters are; its size is known."""
     name = op(node)
     if name not in PRODUCT | CONVOLUTION | {"embedding"} or name in ADDED_PRODUCTS or not all(shape(node) or (0,)):
         return False
@@ -189,14 +192,14 @@ def is_zero_without_weights(node: fx.Node, flow: Dataflow) -> bool:
 
 
 def is_parameter(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether the value is a parameter, in whatever layout and type."""
+    """Return whether the value is a parameter, in whatever layout and type."""
     while op(node) in LAYOUT | CAST and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node in flow.program.parameters
 
 
 def chooses_keys(core: Attention, flow: Dataflow) -> fx.Node | None:
-    """What chooses the keys that a mask of the attention shows, by what tokens hold: a comparison or the largest of some scores.
+    """Return the node that chooses by what tokens hold which keys a mask shows: a comparison or the largest of some scores.
 
     A bias that depends on what tokens hold chooses nothing. None where only places and the inputs themselves decide.
     """
@@ -208,11 +211,86 @@ def chooses_keys(core: Attention, flow: Dataflow) -> fx.Node | None:
 
 
 def is_no_mask(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether the value is what tokens hold, or a size and no tensor."""
+    """Return whether the value is what tokens hold, or a size and no tensor."""
     return is_heavy(node) or shape(node) is None
 
 
 def is_computed_by_weights(node: fx.Node, flow: Dataflow) -> bool:
-    """Whether the value is a float that was computed from the inputs by weights of the model."""
+    """Return whether the value is a float that was computed from the inputs by weights of the model."""
     weights = (one for one in flow.program.parameters if one in flow.position)
     return is_float(node) and node in flow.depends and any(flow.reaches(one, node) for one in weights)
+
+
+CHANGED = 1e-3  # of the largest output: by less, rounding alone may move one
+
+
+def reads_ahead(output: fx.Node, stream: fx.Node, flow: Dataflow) -> bool:
+    """Return whether earlier positions of `output` change with later ones of `stream`; False where that cannot be computed.
+
+    Weights, and what does not come from the stream, are random numbers, the same for both.
+    """
+    if shape(output) != shape(stream):
+        return False
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            return changes_earlier_ones(output, stream, flow)
+    except Exception:  # operations that do not run outside the graph
+        return False
+
+
+def changes_earlier_ones(output: fx.Node, stream: fx.Node, flow: Dataflow) -> bool:
+    """Return the same, of operations that all run; of the last position and another."""
+    size, draw = shape(stream) or (), torch.Generator().manual_seed(0)
+
+    def random(node: fx.Node, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape(node) or (), generator=draw) * scale).to(node.meta["val"].dtype)
+
+    before, other = random(stream), random(stream)
+    steps = nodes_above(output, flow, lambda one, flow: is_known(one, stream, flow))
+    given = {one: known_value(one, flow, random) for one in steps if is_known(one, stream, flow) and one is not stream}
+    plain = run(steps, given | {stream: before})[output]
+
+    def changes(dim: int, place: int) -> bool:
+        after = before.clone()
+        after.select(dim, place).copy_(other.select(dim, place))
+        apart = (run(steps, given | {stream: after})[output] - plain).float().abs().narrow(dim, 0, place)
+        return bool(apart.max() > CHANGED * plain.float().abs().max())
+
+    places = ((dim, place) for dim in token_dims(size, flow) for place in {size[dim] - 1, 2 * size[dim] // 3} if place)
+    return any(changes(dim, place) for dim, place in places)
+
+
+def token_dims(size: tuple[int, ...], flow: Dataflow) -> list[int]:
+    """Return the dimensions of a stream that may number tokens.
+
+    They are those as long as the integers that the model takes, if there are such.
+    """
+    lengths = {length for one in flow.program.inputs if not is_float(one) for length in (shape(one) or ())[1:]}
+    return [dim for dim in range(len(size) - 1) if size[dim] in lengths] or list(range(len(size) - 1))
+
+
+def is_known(node: fx.Node, stream: fx.Node, flow: Dataflow) -> bool:
+    """Return whether the value is not computed here: the stream, what the graph is given, floats from elsewhere in the model."""
+    elsewhere = is_float(node) and node in flow.depends and not flow.reaches(stream, node)
+    return node is stream or node.op == "placeholder" or elsewhere
+
+
+def known_value(node: fx.Node, flow: Dataflow, random: Any) -> Any:
+    """Of a buffer or constant its value, of integers ones, of floats random numbers; a matrix is scaled by what it sums over."""
+    program, example, size = flow.program, node.meta["val"], shape(node) or ()
+    stored = program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
+    if not isinstance(example, Tensor):
+        return int(example)
+    if stored is not None and not (stored.is_meta and node in program.buffers and is_float(node)):
+        return stored.detach().cpu()  # raises on the meta device: what a constant hides is unknown
+    if not is_float(node):
+        return torch.ones(size, dtype=example.dtype)
+    return random(node, max(size[1:], default=1) ** -0.5 if node in program.parameters else 1.0)
+
+
+def run(steps: list[fx.Node], values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """Return the values of these nodes, in order, of those that are known."""
+    for node in steps:
+        if node not in values:
+            values[node] = computed(node, values)
+    return values

@@ -1,4 +1,4 @@
-"""The weights of a branch: which parameter a product multiplies by, how it is stored, and where its bias and its result are."""
+"""Products with weights: which parameter is multiplied, how it is stored, and where its bias and its result are."""
 
 from __future__ import annotations
 
@@ -6,10 +6,73 @@ import dataclasses
 
 from torch import Tensor, fx, nn
 
-from retrofit.anatomy.weight_products import WeightProduct
 from retrofit.errors import DoesNotFitError
-from retrofit.program.aten_ops import CAST, LAYOUT, op, shape
+from retrofit.program.aten_ops import (
+    ATTENTION,
+    CAST,
+    CONVOLUTION,
+    LAYOUT,
+    is_heavy,
+    op,
+    shape,
+)
 from retrofit.program.dataflow import Dataflow
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightProduct:
+    """One product of a representation with a weight."""
+
+    node: fx.Node
+    source: fx.Node
+    parameter: str
+    in_features: int
+    out_features: int
+    batched: bool  # the weight has a leading dimension of its own, one matrix an expert
+
+
+def weight_product(node: fx.Node, flow: Dataflow) -> WeightProduct | None:
+    """`node` as a product with a weight, None where it is none."""
+    if not is_heavy(node) or op(node) in ATTENTION:
+        return None
+    sources = [part for part in node.all_input_nodes if part in flow.depends]
+    weights: dict[str, fx.Node] = {}
+    for part in node.all_input_nodes:
+        if part in flow.depends:
+            continue
+        if part in flow.program.parameters:
+            weights[flow.program.parameters[part]] = part
+        for name in flow.parameters_of([part]):
+            weights.setdefault(name, part)
+    matrices = {name: part for name, part in weights.items() if len(shape(part) or ()) >= 2}
+    if not sources or not matrices:
+        return None
+    name, weight = next(iter(matrices.items()))
+    before, after, size = shape(sources[0]), shape(node), shape(weight)
+    if not before or not after or not size:
+        return None
+    whole = next((shape(part) for part, parameter in flow.program.parameters.items() if parameter == name), size) or size
+    if op(node) in CONVOLUTION:
+        return WeightProduct(node, sources[0], name, size[1], size[0], False)
+    if op(node) == "linear":
+        return WeightProduct(node, sources[0], name, size[1], size[0], len(whole) > 2)
+    return WeightProduct(node, sources[0], name, before[-1], after[-1], len(whole) > 2)
+
+
+def nearest_products(starts: list[fx.Node], flow: Dataflow) -> list[WeightProduct]:
+    """Return the products with weights that the nodes are computed from with no other such product in between."""
+    pending, seen, found = list(dict.fromkeys(starts)), set(starts), []
+    while pending:
+        node = pending.pop()
+        product = weight_product(node, flow)
+        if product is not None:
+            found.append(product)
+            continue
+        for part in node.all_input_nodes:
+            if part in flow.depends and part not in seen:
+                seen.add(part)
+                pending.append(part)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +87,7 @@ class Matrix:
 
 
 def layout_source(node: fx.Node, flow: Dataflow) -> fx.Node | None:
-    """The tensor that `node` only casts or lays out anew, its last dimension kept; None where it computes more."""
+    """Return the tensor that `node` only casts or lays out anew, its last dimension kept; None where it computes more."""
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     before, after = shape(source), shape(node)
     same = op(node) in LAYOUT | CAST and before and after and before[-1] == after[-1]
@@ -32,7 +95,7 @@ def layout_source(node: fx.Node, flow: Dataflow) -> fx.Node | None:
 
 
 def operand_chain(product: WeightProduct, flow: Dataflow) -> list[fx.Node]:
-    """The tensor that the product reads, then the tensors that it is a cast or another layout of, back to the first."""
+    """Return the tensor that the product reads, then the tensors that it is a cast or another layout of, back to the first."""
     chain = [product.source]
     while (before := layout_source(chain[-1], flow)) is not None:
         chain.append(before)
@@ -40,7 +103,7 @@ def operand_chain(product: WeightProduct, flow: Dataflow) -> list[fx.Node]:
 
 
 def bias_add(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
-    """The node that adds a bias to a product's result, and the bias; None where there is none."""
+    """Return the node that adds a bias to a product's result, and the bias; None where there is none."""
     users = flow.uses[node]
     if len(users) != 1 or op(users[0]) != "add":
         return None
@@ -52,7 +115,7 @@ def bias_add(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
 
 
 def product_result(product: WeightProduct, flow: Dataflow, inside: set[fx.Node]) -> fx.Node:
-    """The node that holds the product's result with its bias, in the layout that the nodes `inside` continue with."""
+    """Return the node that holds the product's result with its bias, in the layout that the nodes `inside` continue with."""
     node = product.node
     while True:
         if (added := bias_add(node, flow)) is not None:
@@ -66,7 +129,7 @@ def product_result(product: WeightProduct, flow: Dataflow, inside: set[fx.Node])
 
 
 def matrix_of(product: WeightProduct, flow: Dataflow, inside: set[fx.Node], role: str = "") -> Matrix:
-    """The weight and bias of a product; raises `DoesNotFitError` where the weight is not a parameter as it is stored."""
+    """Return the weight and bias of a product; raises `DoesNotFitError` where the weight is not a parameter as it is stored."""
     names = flow.program.parameters
     weight = next(node for node, name in names.items() if name == product.parameter)
     out_first = op(product.node) == "linear"
@@ -101,11 +164,11 @@ def unreadable(product: WeightProduct, how: str) -> DoesNotFitError:
 
 
 def weight_and_bias(matrix: Matrix, model: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """The parameters of `matrix` in `model`, as they are stored; the bias is None where there is none."""
+    """Return the parameters of `matrix` in `model`, as they are stored; the bias is None where there is none."""
     return model.get_parameter(matrix.weight), None if matrix.bias is None else model.get_parameter(matrix.bias)
 
 
 def weight_out_first(matrix: Matrix, model: nn.Module) -> Tensor:
-    """The weight laid out (out, in), whichever way it is stored."""
+    """Return the weight laid out (out, in), whichever way it is stored."""
     weight = model.get_parameter(matrix.weight).detach()
     return weight if matrix.out_first else weight.t()

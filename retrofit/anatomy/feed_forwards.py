@@ -1,0 +1,162 @@
+"""One feed-forward: its matrices, its element-wise part, the module to replace it at, and modules that replace it.
+
+    z_i = x W_i + b_i        one matrix (`up`), two (`gate` and `up`), or both in one (`gate_up`)
+    h   = hidden(z_1, …)     unit by unit: activation, gating, dropout
+    y   = h W_out + b_out
+
+`feed_forward_parsing.py` infers it from the graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
+
+from retrofit.anatomy.parts import Branch
+from retrofit.anatomy.weights import Matrix
+from retrofit.errors import DoesNotFitError
+from retrofit.program.program import Key
+from retrofit.runtime.packed_rows import unpacked
+from retrofit.surgery.edit import Edit
+from retrofit.surgery.wrappers import argument_place, find_argument
+
+
+@dataclasses.dataclass(frozen=True)
+class Port:
+    """Where the hidden units read one matrix's result: unit u at column `start + step·u`."""
+
+    matrix: int
+    start: int
+    step: int
+
+    def columns(self, units: Tensor) -> Tensor:
+        return units if (self.start, self.step) == (0, 1) else self.start + self.step * units
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedForward:
+    """One feed-forward of a model, and the module to replace it at."""
+
+    name: str  # path of the module that owns it: the innermost in whose call all of it happens
+    width: int  # d, of x and of y
+    units: int  # d_ff
+    into: tuple[Matrix, ...]
+    ports: tuple[Port, ...]
+    hidden: fx.GraphModule  # the ports' values, each (…, units or some of them), to h
+    out: Matrix
+    stream_in: Key  # the argument of the module at `path` that is x
+    tail: fx.GraphModule | None  # what the module at `path` does to y before it returns it
+    path: str  # the module to replace
+    bypassed: tuple[str, ...] = ()  # modules before it, to be replaced by the identity: they pass x through
+    dropout: float = 0.0  # applied to h by the model's own code, and to x once the feed-forward is replaced
+    hidden_paths: tuple[tuple[str, str], ...] = ()  # children of `hidden` that are modules of the model: name, path in the model
+    tail_paths: tuple[tuple[str, str], ...] = ()  # the same of `tail`
+
+    @property
+    def gated(self) -> bool:
+        return len(self.ports) > 1
+
+    @property
+    def dropout_note(self) -> str:
+        """For a report: the effect of replacing a feed-forward whose hidden units the model's own code drops."""
+        return f"in training its layer drops {self.dropout:.0%} of what the feed-forward reads, no longer of its hidden units"
+
+    def bound_to(self, model: nn.Module) -> FeedForward:
+        """Return the same feed-forward in `model`, a copy of the one it was found in: its graph modules call modules of `model`."""
+        hidden = bind(self.hidden, self.hidden_paths, model)
+        tail = None if self.tail is None else bind(self.tail, self.tail_paths, model)
+        return dataclasses.replace(self, hidden=hidden, tail=tail)
+
+
+def bind(function: fx.GraphModule, paths: tuple[tuple[str, str], ...], model: nn.Module) -> fx.GraphModule:
+    """Return a copy of `function` whose children named in `paths` are the modules of `model` there; the others are copies."""
+    live = {name: model.get_submodule(path) for name, path in paths}
+    children = {name: live[name] if name in live else copy.deepcopy(child) for name, child in function.named_children()}
+    return fx.GraphModule(children, copy.deepcopy(function.graph), type(function).__name__)
+
+
+def no_feed_forward(branch: Branch, why: str, remedy: str = "", *, in_any_form: bool = False) -> DoesNotFitError:
+    """Return the error for a branch that is not of the form above."""
+    what = f"the branch {branch.name or branch.output} is not parsed as a feed-forward"
+    return DoesNotFitError(what, why=why, remedy=remedy, in_any_form=in_any_form)
+
+
+class FeedForwardBlock(nn.Module):
+    """A module that replaces the feed-forward `site`, until then part of `old`; a subclass computes y in `compute`."""
+
+    def __init__(self, site: FeedForward, old: nn.Module) -> None:
+        super().__init__()
+        self.width, self.units = site.width, site.units
+        self.place = argument_place(old, site.stream_in if site.stream_in is not None else 0)
+        self.tail = site.tail
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        container, key = find_argument(self.place, list(args), dict(kwargs))
+        y = self.compute(container[key])
+        return y if self.tail is None else self.tail(y)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """y of x: (…, d) to (…, d)."""
+        raise NotImplementedError
+
+
+class RowMajor(Conv1D):
+    """y = h W + b with W stored (d_ff, d): the row of a hidden unit is contiguous, and the bias may be missing."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        nn.Module.__init__(self)
+        self.nx, self.nf = weight.shape
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.t(), self.bias)
+
+
+class PackableRows(nn.Linear):
+    """y = h W + b with W stored (d_ff, d), for quantizers that pack the weight of a linear layer in place: so they pack the rows.
+
+    W is unpacked to be multiplied by; who needs a few rows reads these (`retrofit.runtime.packed_rows`).
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = weight.shape
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, unpacked(self.weight).to(x.dtype).t(), self.bias)
+
+
+class GatheredFeedForward(nn.Module):
+    """A feed-forward whose matrices were applied by several modules, as one module of them: `up`, `hidden`, `down`."""
+
+    def __init__(self, site: FeedForward, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.hidden, self.down = up, site.hidden, down
+        self.place = argument_place(down, site.stream_in if site.stream_in is not None else 0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        container, key = find_argument(self.place, list(args), kwargs)
+        return self.down(self.hidden(self.up(container[key])))  # type: ignore[no-any-return]
+
+
+def linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+    """Return an `nn.Linear` that holds these very parameters."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = weight
+    layer.bias = bias  # type: ignore[assignment]
+    return layer
+
+
+def install_feed_forward(site: FeedForward, block: nn.Module, edit: Edit) -> None:
+    """Replace the feed-forward by `block`, which maps x to y."""
+    for path in site.bypassed:
+        edit.replace_module(path, nn.Identity())
+    edit.replace_module(site.path, block)
