@@ -66,9 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
-    from retrofit.training.comparison_picture import draw_comparison
-    from retrofit.training.model_comparison import compare_models
-    from retrofit.training.task_scores import require_package, task_scores
+    from retrofit.training.model_comparison import compare_models, draw_comparison, require_package, task_scores
 
     if arguments.lm_eval:
         require_package()

@@ -171,7 +171,7 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
     from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
-    from retrofit.training.kept_predictions import RECORD
+    from retrofit.training.teacher_cache import RECORD
 
     require_path(arguments.teacher)
     if (arguments.teacher / RECORD).is_file():

@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrofit.pipeline.corresponding_sites import Correspondence
-from retrofit.training.chunked_loss import ChunkedLoss
-from retrofit.training.dense_sites import DenseSites
 from retrofit.training.distillation import divergence_from_teacher
-from retrofit.training.teacher import Teacher
+from retrofit.training.layerwise import DenseSites
+from retrofit.training.teacher import ChunkedLoss, Teacher
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.calibration_split import batched, length_of, windows_of_batch
 from retrofit.runtime.example_inputs import device_of
 from retrofit.training.fingerprints import short_hash
-from retrofit.training.label_loss import add_loss
+from retrofit.training.losses import add_loss
 from retrofit.training.objectives import Collator, objective_for
 from retrofit.training.windows import WINDOW, numbered_windows
 

@@ -27,8 +27,8 @@ from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.probes import logits_of, run
 from retrofit.runtime.weighted_errors import token_weights
+from retrofit.training.losses import without_labels
 from retrofit.training.objectives import IGNORED
-from retrofit.training.outputs import without_labels
 
 SKETCH = 32  # projections of a token's u
 TINY = torch.finfo(torch.float32).tiny

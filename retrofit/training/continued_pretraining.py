@@ -26,22 +26,17 @@ from retrofit.storage.checkpoint import require_savable, save
 from retrofit.storage.file_names import is_file_name, require_writable_kind
 from retrofit.training import processes
 from retrofit.training.fingerprints import hash_architecture, hash_trained, hash_weights, hash_windows
-from retrofit.training.kept_predictions import KeptPredictions
-from retrofit.training.kept_teacher import KeptTeacher
-from retrofit.training.label_loss import add_loss
+from retrofit.training.losses import WithContrastiveLoss, add_loss, embeds_sentences, same_text
 from retrofit.training.objectives import Collator, Objective, objective_for
-from retrofit.training.recovery import recover
+from retrofit.training.pace import StepMonitor
+from retrofit.training.recovery import Stages, recover
 from retrofit.training.runs import TrainingRun, draw_run, finish_folder, refuse_to_overwrite, run_folder
-from retrofit.training.sentence_embeddings import WithContrastiveLoss, embeds_sentences, same_text
 from retrofit.training.settings import Settings
-from retrofit.training.sharded_trainer import ShardedTrainer
 from retrofit.training.sharding import collect, require_one_dtype_a_group, sharded_copy
-from retrofit.training.stages import Stages
-from retrofit.training.step_monitor import StepMonitor
 from retrofit.training.teacher import Teacher
+from retrofit.training.teacher_cache import KeptPredictions, KeptTeacher
 from retrofit.training.teaching import facts_of
-from retrofit.training.trainer_setup import Numbering, TrainerSetup, trains_on_cpu
-from retrofit.training.trainers import ON_SAMPLE, PretrainingTrainer
+from retrofit.training.trainers import ON_SAMPLE, Numbering, PretrainingTrainer, ShardedTrainer, TrainerSetup, trains_on_cpu
 from retrofit.training.windows import beyond_positions, is_held_out
 
 MISSING = object()
@@ -207,7 +202,7 @@ def shared_run_folder(
 
 @contextlib.contextmanager
 def trained_copy(model: nn.Module, settings: Settings, cpu: bool) -> Iterator[nn.Module]:
-    """What is trained: `model`, or a copy whose parameters are divided; the first process has its values in `model` afterwards."""
+    """Yield `model`, or a copy whose parameters are divided and whose values the first process copies to `model` afterwards."""
     if not processes.sharded(settings.fsdp):
         yield model
         return
@@ -220,7 +215,7 @@ def trained_copy(model: nn.Module, settings: Settings, cpu: bool) -> Iterator[nn
 
 
 def new_parameters(model: nn.Module, rate: float) -> list[nn.Parameter]:
-    """The parameters that the passes added to `model`; raises `TrainingError` where there is none."""
+    """Return the parameters that the passes added to `model`; raises `TrainingError` where there is none."""
     found = added_parameters(model)
     if not found:
         known = "no pass has rewritten it, or its file does not say what is new" if found is None else "its passes added none"
@@ -229,7 +224,7 @@ def new_parameters(model: nn.Module, rate: float) -> list[nn.Parameter]:
 
 
 def dtypes_of(model: nn.Module) -> list[str]:
-    """The names of its parameters' dtypes."""
+    """Return the names of its parameters' dtypes."""
     return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
 
 

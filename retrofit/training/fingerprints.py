@@ -33,7 +33,7 @@ def hash_tokenizer(codec: Codec, tokenizer: Any = None) -> str:
 
 
 def hash_weights(model: nn.Module | None) -> str:
-    """The architecture of a model and a hash of samples of its weights; "" for none."""
+    """Return the architecture of a model and a hash of samples of its weights; "" for none."""
     if model is None:
         return ""
     digest = hashlib.sha256()
@@ -44,13 +44,13 @@ def hash_weights(model: nn.Module | None) -> str:
 
 
 def hash_architecture(model: nn.Module) -> str:
-    """The class of a model and a hash of its parameters' names and shapes."""
+    """Return the class of a model and a hash of its parameters' names and shapes."""
     shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in model.named_parameters()]
     return f"{type(model).__name__} {short_hash(chr(10).join(shapes).encode())}"
 
 
 def hash_trained(model: nn.Module) -> str:
-    """How many parameters require a gradient, and a hash of their names."""
+    """Return how many parameters require a gradient, and a hash of their names."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return f"{len(names)} {short_hash(chr(10).join(names).encode())}"
 

@@ -1,28 +1,33 @@
-"""A dense model and models rewritten from it, side by side on one text: what they predict, what they cost."""
+"""A dense model and models rewritten from it, side by side: predictions and costs on one text, a picture, scores on tasks."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from retrofit.anatomy.inspection import inspect
-from retrofit.errors import TrainingError, first_line
+from retrofit.errors import TrainingError, first_line, kind_of
 from retrofit.pipeline.tokenization import Codec, reading, text_codec, windows_of
 from retrofit.program.cost import flops_per_token, unit_of
+from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.peak_memory import own_bytes, peak_bytes
 from retrofit.runtime.probes import can_generate
-from retrofit.training.label_loss import add_loss
+from retrofit.surgery.transformers_bookkeeping import is_transformers
+from retrofit.training.curves import COLOURS, DPI, SIZE
+from retrofit.training.losses import add_loss, token_logits, without_labels
 from retrofit.training.objectives import IGNORED, Collator, Example, Objective, for_loss_of, objective_for
-from retrofit.training.outputs import token_logits, without_labels
 from retrofit.training.settings import check_values
 from retrofit.training.windows import ordered_windows, require_windows
 
@@ -60,7 +65,7 @@ def compare_models(
     most: int = 32,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> list[Figures]:
-    """The figures of each model on at most so many windows of the texts, evenly spread; the first one is the dense model.
+    """Return the figures of each model on at most so many windows of the texts, evenly spread; the first one is the dense model.
 
     All models see the same windows, hidden tokens included. Times are the medians of rounds in which the models take turns.
     Raises `TrainingError` where the first model computes no loss or the text is too short.
@@ -101,14 +106,14 @@ def compare_models(
 
 
 def batches_of(windows: Tensor, objective: Objective) -> list[Example]:
-    """The windows, a few at a time; what is hidden in them is the same at every call."""
+    """Return the windows, a few at a time; what is hidden in them is the same at every call."""
     collator, data = Collator(objective), ordered_windows(windows, seed=0)
     return [collator([data[row] for row in range(start, min(start + BATCH, len(data)))]) for start in range(0, len(data), BATCH)]
 
 
 @torch.no_grad()
 def predictions(model: nn.Module, dense: nn.Module, batches: Sequence[Example]) -> tuple[float, float, float]:
-    """The model's own loss, its divergence from the dense predictions and its agreement with them: means over the tokens."""
+    """Return the model's own loss, its divergence from the dense predictions and its agreement with them: means over the tokens."""
     sums, rows, tokens = torch.zeros(3, dtype=torch.float64), 0, 0
     learner, teacher = add_loss(model), add_loss(dense)
     with evaluation_mode(learner), evaluation_mode(teacher):
@@ -127,7 +132,7 @@ def predictions(model: nn.Module, dense: nn.Module, batches: Sequence[Example]) 
 
 @torch.no_grad()
 def require_comparable(models: Mapping[str, nn.Module], batch: Example) -> None:
-    """Every model predicts as many classes of as many tokens as the first does, else `TrainingError`."""
+    """Raise `TrainingError` unless every model predicts as many classes of as many tokens as the first does."""
     shapes: dict[str, torch.Size] = {}
     for name, model in models.items():
         learner = add_loss(model)
@@ -150,7 +155,7 @@ def require_comparable(models: Mapping[str, nn.Module], batch: Example) -> None:
 
 
 def counts_all(batches: Sequence[Example], windows: Tensor) -> bool:
-    """Whether every token of each window but the first is predicted."""
+    """Return whether every token of each window but the first is predicted."""
     return sum(int((batch["labels"] != IGNORED).sum()) for batch in batches) >= windows.numel() - len(windows)
 
 
@@ -159,13 +164,13 @@ def counted_tokens(batches: Sequence[Example]) -> int:
 
 
 def bytes_of(windows: Tensor, codec: Codec) -> int:
-    """The bytes of text that the windows' tokens, but for the first of each, spell."""
+    """Return the bytes of text that the windows' tokens, but for the first of each, spell."""
     return max(1, sum(len(codec.decode(window[1:].tolist()).encode()) for window in windows))
 
 
 @torch.no_grad()
 def memory_of(model: nn.Module, batch: Example) -> int:
-    """The bytes of the weights, and of what a forward of one window makes at its peak."""
+    """Return the bytes of the weights, and of what a forward of one window makes at its peak."""
     window = {name: value[:1].to(device_of(model)) for name, value in batch.items() if name != "labels"}
     with evaluation_mode(model):
         learner = add_loss(model)  # it has the inputs that follow from the ids
@@ -177,7 +182,7 @@ def memory_of(model: nn.Module, batch: Example) -> int:
 
 @torch.no_grad()
 def timed(models: Mapping[str, nn.Module], batch: Example) -> dict[str, tuple[float, float | None]]:
-    """The seconds of a forward of one window, and of a token decoded after it where all models generate."""
+    """Return the seconds of a forward of one window, and of a token decoded after it where all models generate."""
     window = {name: value[:1] for name, value in batch.items() if name != "labels"}
     decodes = all(can_generate(model, window) for model in models.values())
     prefill: dict[str, list[float]] = {name: [] for name in models}
@@ -199,7 +204,7 @@ def timed(models: Mapping[str, nn.Module], batch: Example) -> dict[str, tuple[fl
 
 
 def generated(model: Any, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
-    """A decoder starts from the token that it starts from in the window, whether or not the model's config names one."""
+    """Return a decoder starts from the token that it starts from in the window, whether or not the model's config names one."""
     given: dict[str, Any] = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
     if "decoder_input_ids" in given:
         given["decoder_start_token_id"] = int(given.pop("decoder_input_ids")[0, 0])
@@ -217,3 +222,110 @@ def seconds(action: Callable[[], Any]) -> float:
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def draw_comparison(path: Path, figures: Sequence[Figures], *, force: bool = False) -> Path:
+    """`path` is a PNG with a point for each model: its held-out loss over its speed, in times the first model's.
+
+    The speed is that of decoding where all models decode, and that of a window's forward too, in a panel of its own.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    dense = figures[0]
+    speeds = {"forward of a window": [dense.prefill / one.prefill for one in figures]}
+    if dense.decode is not None:
+        speeds["decoding"] = [dense.decode / one.decode if one.decode else 0.0 for one in figures]
+    figure = Figure(figsize=(SIZE[0] * (1 + len(speeds)) / 2, SIZE[1]), dpi=DPI, layout="constrained")
+    for panel, (what, speed) in enumerate(speeds.items(), 1):
+        axes = figure.add_subplot(1, len(speeds), panel)
+        axes.axhline(dense.loss, color="#555555", linewidth=1.0, linestyle="--")
+        axes.axvline(1.0, color="#555555", linewidth=1.0, linestyle="--")
+        for colour, one, times in zip(itertools.cycle(COLOURS), figures, speed, strict=False):
+            axes.plot([times], [one.loss], "o", color=colour, markersize=8, label=f"{one.name}, {one.loss:.3f}")
+        axes.margins(0.2)
+        axes.set_xlabel(f"speed of {what} (times {dense.name}'s)")
+        axes.set_ylabel("held-out loss (nats a token)")
+        axes.grid(True, color="#dddddd", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+        if panel == len(speeds):
+            axes.legend(frameon=False)
+    with whole_file(path, force=force) as file:
+        FigureCanvasAgg(figure).print_png(file)
+    return path
+
+
+PACKAGE = "lm_eval"
+
+
+def task_scores(
+    models: Mapping[str, nn.Module],
+    tasks: Sequence[str],
+    *,
+    tokenizer: Any,
+    folder: Path | None = None,
+    most: int | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> dict[str, dict[str, float]]:
+    """For each model the scores of the tasks, by task and metric ("arc_easy acc").
+
+    `folder` holds descriptions of tasks (YAML) next to those of the package; `most` is how many examples of a task count. Data that
+    a task names and that is not on this machine is not fetched. Raises `TrainingError` where the package, a tokenizer or a task is
+    missing, and for a model that is none of transformers.
+    """
+    require_package()
+    for name, model in models.items():
+        if not is_transformers(model):
+            why = f"{name} is {kind_of(model)}, and the harness runs models of transformers"
+            raise TrainingError("no task can be tried", why=why, remedy="leave --lm-eval out")
+    if tokenizer is None:
+        raise TrainingError(
+            "no task can be tried", why="its texts have to become tokens", remedy="name a tokenizer: --tokenizer DIR"
+        )
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    unknown = [task for task in tasks if task not in manager.all_tasks]
+    if unknown:
+        where = f"in {folder} or " if folder is not None else ""
+        remedy = "`lm_eval ls tasks` lists those of the package; --lm-eval-tasks DIR names a folder with others"
+        raise TrainingError(
+            f"there is no task {unknown[0]!r}", why=f"none of that name is {where}in the package lm-eval", remedy=remedy
+        )
+    scores = {}
+    for name, model in models.items():
+        progress(f"tasks of {name}")
+        with evaluation_mode(model):
+            runner = HFLM(pretrained=model, tokenizer=tokenizer, device=str(device_of(model)), batch_size=1)
+            try:
+                found = simple_evaluate(
+                    model=runner, tasks=list(tasks), limit=most, task_manager=manager, bootstrap_iters=0, log_samples=False
+                )
+            except Exception as error:  # whatever a task's own code or its data raises
+                remedy = "tasks run on data of this machine: name local files in the task, or keep its data set in the cache"
+                raise TrainingError(
+                    f"the tasks {', '.join(tasks)} cannot be tried", why=first_line(error), remedy=remedy
+                ) from error
+        scores[name] = dict(numbers(found["results"]))
+    return scores
+
+
+def require_package() -> None:
+    """Raises `TrainingError` where lm-eval is not installed."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise TrainingError(
+            "lm-eval is not installed", why="it holds the tasks", remedy="pip install 'retrofit-transformers[eval]'"
+        )
+
+
+def numbers(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """Return the metrics of each task, without their errors: ("task metric", value)."""
+    found = []
+    for task, metrics in results.items():
+        for metric, value in metrics.items():
+            name, _, kind = metric.partition(",")
+            if isinstance(value, (int, float)) and kind and not name.endswith("_stderr"):
+                found.append((f"{task} {name}" + (f" ({kind})" if kind != "none" else ""), float(value)))
+    return found

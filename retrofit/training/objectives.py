@@ -16,8 +16,7 @@ from torch import nn
 from retrofit.errors import TrainingError, first_line
 from retrofit.pipeline.tokenization import Codec
 from retrofit.runtime.modes import evaluation_mode
-from retrofit.training.label_loss import class_of
-from retrofit.training.outputs import find_logits, list_of
+from retrofit.training.losses import class_of, find_logits, list_of
 from retrofit.training.windows import WINDOW
 
 IGNORED = -100  # a label that no loss counts
@@ -38,11 +37,11 @@ class Objective(Protocol):
 
     @property
     def shift(self) -> int:
-        """How many places after an output the label is that it is compared with."""
+        """Return how many places after an output the label is that it is compared with."""
         ...
 
     def example(self, ids: torch.Tensor, generator: torch.Generator) -> Example:
-        """The model's arguments for the window `ids`: (seq,)."""
+        """Return the model's arguments for the window `ids`: (seq,)."""
         ...
 
 
@@ -127,7 +126,7 @@ def mask_tokens(ids: torch.Tensor, generator: torch.Generator, *, mask: int, pla
 def corrupt_spans(
     ids: torch.Tensor, generator: torch.Generator, sentinels: Sequence[int], end: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the encoder reads (each hidden span a sentinel) and what the decoder writes (each sentinel and its span)."""
+    """Return what the encoder reads (each hidden span a sentinel) and what the decoder writes (each sentinel and its span)."""
     hidden, shown = span_lengths(len(ids), generator)
     if len(hidden) > len(sentinels):
         raise TrainingError(
@@ -160,7 +159,7 @@ def partition(total: int, parts: int, generator: torch.Generator) -> list[int]:
 
 
 def objective_for(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objective:
-    """The objective `model` was trained with, detected on one `window` of ids (seq,).
+    """Return the objective `model` was trained with, detected on one `window` of ids (seq,).
 
     A model whose config has an encoder and a decoder gets span corruption. Of the others, those whose outputs never depend on later
     tokens learn the next token, the rest hidden ones. Raises `TrainingError` where the model computes no loss.
@@ -170,7 +169,7 @@ def objective_for(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objec
 
 
 def detect_objective(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objective:
-    """The objective of a model in evaluation mode."""
+    """Return the objective of a model in evaluation mode."""
     seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     candidate: Objective = SpanCorruption(codec, first_decoder_id(model), 0) if seq2seq else NextToken(0)
     whole, short = (candidate.example(ids, torch.Generator().manual_seed(0)) for ids in (window, window[:PROBE]))
@@ -187,7 +186,7 @@ def detect_objective(model: nn.Module, codec: Codec, window: torch.Tensor) -> Ob
 
 
 def first_decoder_id(model: nn.Module) -> int:
-    """The id a decoder starts from: the one in the configs, else padding, else 0."""
+    """Return the id a decoder starts from: the one in the configs, else padding, else 0."""
     for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
         for owner in ("config", "generation_config"):
             if isinstance(value := getattr(getattr(model, owner, None), name, None), int):
@@ -196,7 +195,7 @@ def first_decoder_id(model: nn.Module) -> int:
 
 
 def reads_no_later_token(model: nn.Module, window: torch.Tensor, plain: range) -> bool:
-    """Whether changing all tokens from some position on leaves the output before it as it was.
+    """Return whether changing all tokens from some position on leaves the output before it as it was.
 
     A causal model leaves it bit for bit, save for rounding where the order of a sum depends on other tokens, which moves few
     logits; one that looks ahead moves most of them, in half precision too.
@@ -232,14 +231,14 @@ def detect_label_shift(model: nn.Module, example: Example) -> int:
 
 
 def for_loss_of(model: nn.Module, objective: Objective, window: torch.Tensor) -> Objective:
-    """The same objective with its labels where the loss of `model` reads them, detected on one `window` of ids (seq,)."""
+    """Return the same objective with its labels where the loss of `model` reads them, detected on one `window` of ids (seq,)."""
     with evaluation_mode(model), torch.no_grad():
         shift = detect_label_shift(model, objective.example(window, torch.Generator().manual_seed(0)))
     return dataclasses.replace(objective, shift=shift)  # type: ignore[type-var]
 
 
 def compute_logits(model: nn.Module, example: Example) -> torch.Tensor:
-    """The logits for each label of `example`: (batch, seq, vocab)."""
+    """Return the logits for each label of `example`: (batch, seq, vocab)."""
     length = example["labels"].shape[-1]
     logits = find_logits(run(model, {key: value for key, value in example.items() if key != "labels"}))
     if logits is None or logits.shape[1] != length:
@@ -252,7 +251,7 @@ def compute_logits(model: nn.Module, example: Example) -> torch.Tensor:
 
 
 def compute_loss(model: nn.Module, example: Example) -> float:
-    """The loss, the first output of a model that receives labels."""
+    """Return the loss, the first output of a model that receives labels."""
     outputs = list_of(run(model, example))
     if not outputs or not isinstance(outputs[0], torch.Tensor) or outputs[0].numel() != 1:
         raise TrainingError(
@@ -264,7 +263,7 @@ def compute_loss(model: nn.Module, example: Example) -> float:
 
 
 def run(model: nn.Module, inputs: Example) -> Any:
-    """What a forward of one window (seq,), or of several (batch, seq), returns; raises `TrainingError` where it fails."""
+    """Return what a forward of one window (seq,), or of several (batch, seq), returns; raises `TrainingError` where it fails."""
     device = next(model.parameters()).device
     try:
         return model(**{key: torch.atleast_2d(value).to(device) for key, value in inputs.items()})

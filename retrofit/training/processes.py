@@ -25,7 +25,7 @@ MESHES: list[DeviceMesh] = []  # of this connection
 
 
 def connect(cpu: bool) -> None:
-    """The processes that were started together can talk to one another."""
+    """Connect the processes that were started together."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         from accelerate import PartialState
 
@@ -33,7 +33,7 @@ def connect(cpu: bool) -> None:
 
 
 def mesh(device_type: str) -> DeviceMesh:
-    """The processes, in a row, as torch divides tensors among them."""
+    """Return the processes, in a row, as torch divides tensors among them."""
     from torch.distributed.device_mesh import init_device_mesh
 
     MESHES.append(init_device_mesh(device_type, (count(),)))
@@ -41,7 +41,7 @@ def mesh(device_type: str) -> DeviceMesh:
 
 
 def disconnect() -> None:
-    """The processes are connected no longer, and no thread of the connection runs: one that outlived Python would end in an error.
+    """Disconnect the processes and end the threads of the connection: one that outlived Python would end in an error.
 
     The threads end once nothing holds the connection. Meshes do, and torch keeps these for good, in tables of its own.
     """
@@ -54,22 +54,22 @@ def disconnect() -> None:
 
 
 def count() -> int:
-    """How many processes train the model."""
+    """Return how many processes train the model."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def sharded(asked: bool) -> bool:
-    """Whether parameters are divided among processes: where that is asked for, and there are several."""
+    """Return whether parameters are divided among processes: where that is asked for, and there are several."""
     return asked and count() > 1
 
 
 def number() -> int:
-    """Which of them this one is, from 0."""
+    """Return the number of this process, from 0."""
     return dist.get_rank() if count() > 1 else 0
 
 
 def in_first(action: Callable[[], Result]) -> Result:
-    """What the action returns in the first process, in all of them; the others do not run it.
+    """Return what the action returns in the first process, in all of them; the others do not run it.
 
     Where it fails, the first raises what it raised, the others `FirstProcessError`.
     """
@@ -89,13 +89,13 @@ def in_first(action: Callable[[], Result]) -> Result:
 
 
 def wait() -> None:
-    """Every process has come so far."""
+    """Wait until every process has come so far."""
     if count() > 1:
         dist.barrier()
 
 
 def shared_batch(windows: int) -> int:
-    """The windows of a step that this process works on; raises `TrainingError` where they cannot be shared evenly."""
+    """Return the windows of a step that this process works on; raises `TrainingError` where they cannot be shared evenly."""
     if windows % count():
         raise TrainingError(
             f"--batch-size {windows} cannot be shared by {count()} processes",
@@ -106,7 +106,7 @@ def shared_batch(windows: int) -> int:
 
 
 def weighted_mean(losses: Sequence[tuple[Tensor, int]], device: torch.device) -> float:
-    """The mean of the losses of all processes, each with its weight."""
+    """Return the mean of the losses of all processes, each with its weight."""
     sums = torch.tensor([sum(float(loss) * rows for loss, rows in losses), sum(rows for _, rows in losses)], dtype=torch.float64)
     if count() > 1:
         sums = sums.to(device)
@@ -116,7 +116,7 @@ def weighted_mean(losses: Sequence[tuple[Tensor, int]], device: torch.device) ->
 
 
 def in_forward(wrapped: nn.Module, model: nn.Module, compute: Callable[[], Result]) -> Result:
-    """What `compute` returns, which calls `model`; as the result of a forward of what is wrapped around the model, if something is.
+    """Return what `compute` returns, which calls `model`: as the result of a forward of the wrapper, where there is a wrapper.
 
     A wrapper for several processes finds the parameters that a backward pass will reach in what the forward returns. So a loss that
     hooks collect, or that is made of what a module received, has to be returned by the forward itself.

@@ -1,32 +1,134 @@
-"""A run with a teacher, stage by stage, and what it finds out on the way."""
+"""A run with a teacher, stage by stage: aligning the sites, turning them from dense to rewritten, training the whole.
+
+A site whose pass has a dial is annealed by it: from the dense function, with the dense parameters, to the method's.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from retrofit.errors import TrainingError
+from retrofit.pipeline.recipe_storage import is_quantized
+from retrofit.pipeline.replaying import recipe
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.training import processes
-from retrofit.training.chunked_loss import ChunkedLoss
-from retrofit.training.hidden_states import HiddenStates
-from retrofit.training.kept_teacher import KeptTeacher
-from retrofit.training.outputs import without_labels
-from retrofit.training.own_dials import begin, read_place, use
+from retrofit.training.checkpoints import read_dial
+from retrofit.training.layerwise import HiddenStates
+from retrofit.training.losses import without_labels
+from retrofit.training.pace import StepMonitor
 from retrofit.training.runs import ALIGNMENT, FINDINGS, last_checkpoint
-from retrofit.training.sharded_trainer import ShardedDistillingTrainer
-from retrofit.training.stages import Stages
-from retrofit.training.step_monitor import StepMonitor
-from retrofit.training.teacher import Teacher, sharing_weights
-from retrofit.training.trainer_setup import TrainerSetup
-from retrofit.training.trainers import AligningTrainer, DistillingTrainer
+from retrofit.training.settings import Settings, flag
+from retrofit.training.teacher import ChunkedLoss, Teacher, sharing_weights
+from retrofit.training.teacher_cache import KeptTeacher
+from retrofit.training.trainers import AligningTrainer, DistillingTrainer, ShardedDistillingTrainer, TrainerSetup
+
+ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-8}
+HALF_ROUNDING = 2e-2
+
+
+def start_dials(teacher: Teacher, run: Callable[[], Any]) -> list[str]:
+    """Give sites with a dial their dense parameters, so that they compute the dense function at 0; return their names.
+
+    `run` runs the model on some text. A site that differs from the dense module there keeps its parameters and its mixture.
+    """
+    sites = teacher.sites
+    chosen = [site for site in sites.sites if site.dial is not None and site.dial.fits(site.module)]
+    before = {site.name: [parameter.detach().clone() for parameter in site.module.parameters()] for site in chosen}
+    with torch.no_grad():
+        for site in chosen:
+            teacher.parts.write_dense(sites.model, teacher.part, site.name)
+    use_dials(teacher, [site.name for site in chosen])
+    with sites.mixed(0.0):
+        errors = sites.errors(run)
+    exact = []
+    for site in chosen:
+        dtype = next(site.module.parameters()).dtype
+        if errors.get(site.name, 1.0) <= ROUNDING.get(dtype, HALF_ROUNDING):
+            exact.append(site.name)
+            continue
+        for parameter, value in zip(site.module.parameters(), before[site.name], strict=True):
+            parameter.data.copy_(value)
+    use_dials(teacher, exact)
+    return exact
+
+
+def use_dials(teacher: Teacher, names: Iterable[str]) -> None:
+    """Anneal the sites of these names by their own dials from now on."""
+    wanted = set(names)
+    teacher.sites.dialled = {site.name: site.dial for site in teacher.sites.sites if site.name in wanted and site.dial is not None}
+
+
+NEED_MODEL = ("align", "anneal", "distil_hidden")  # settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """How many steps each stage has; those of `anneal` are the first of the steps that train the whole."""
+
+    align: int = 0
+    anneal: int = 0
+
+    @staticmethod
+    def of(settings: Settings, model: nn.Module, teacher: Teacher | KeptTeacher | None) -> Stages:
+        """Return what the settings say, else what the model's passes propose; nothing without a dense model or rewritten sites."""
+        if not isinstance(teacher, Teacher) or settings.fsdp:
+            asked = [field for field in dataclasses.fields(settings) if field.name in NEED_MODEL and getattr(settings, field.name)]
+            if asked:
+                name = flag(asked[0])
+                needs, remedy = "a teacher", "name the dense model with --teacher"
+                if isinstance(teacher, Teacher):
+                    needs, remedy = "the dense modules whole, in every process", f"leave out {name}, or --fsdp"
+                elif teacher is not None:
+                    needs, remedy = "the dense model, not its predictions alone", f"{remedy}, or leave out {name}"
+                raise TrainingError(
+                    f"{name} {getattr(settings, asked[0].name)} needs {needs}",
+                    why="what is rewritten learns from the modules of the dense model",
+                    remedy=remedy,
+                )
+            return Stages()
+        if not teacher.sites.sites:
+            return Stages()
+        proposals = [one.recovery for one in recipe(model) or () if not one.exact]
+        learns = any(parameter.requires_grad for parameter in teacher.sites.parameters())
+        align = max((one.align for one in proposals if learns), default=0.0)
+        anneal = max((one.anneal for one in proposals), default=0.0)
+        found = Stages(
+            round(align * settings.steps) if settings.align is None else settings.align,
+            round(anneal * settings.steps) if settings.anneal is None else settings.anneal,
+        )
+        if found.align and not learns:
+            raise TrainingError(
+                f"--align {found.align}: no site has anything to learn",
+                why="none of their parameters requires a gradient",
+                remedy="leave out --align, or call requires_grad_() on what is to be trained",
+            )
+        if found.align or found.anneal:
+            require_one_dtype(teacher)
+        return found
+
+
+def require_one_dtype(teacher: Teacher) -> None:
+    """Raises `TrainingError` where the dense modules cannot compute next to the sites that replaced them."""
+    theirs, ours = (
+        next((one.dtype for one in model.parameters() if one.is_floating_point()), None)
+        for model in (teacher.part, teacher.sites.model)
+    )
+    if theirs != ours and not is_quantized(teacher.part):
+        names = [str(one).removeprefix("torch.") for one in (theirs, ours)]
+        raise TrainingError(
+            f"the teacher is in {names[0]}, the model in {names[1]}",
+            why="sites that are aligned or annealed are computed dense and rewritten, of the same activations",
+            remedy=f"load the teacher in {names[1]} (--float32: both in float32), or give --align 0 --anneal 0",
+        )
 
 
 def recover(
@@ -37,7 +139,7 @@ def recover(
     watch: StepMonitor,
     progress: Callable[[str], None] | None,
 ) -> tuple[DistillingTrainer, dict[str, Any]]:
-    """All stages have run, from the last checkpoint of any; returns the last trainer, and figures for the run's record."""
+    """Run all stages, from the last checkpoint of any; return the last trainer, and figures for the run's record."""
     with teacher.teaching(setup.device):
         setup.learner.to(setup.device)
         findings = processes.in_first(lambda: read_findings(setup.folder))
@@ -51,14 +153,14 @@ def recover(
             findings = {**findings, "alignment": align(setup, teacher, stages.align, progress)}
             write_findings(setup.folder, findings)
         if checkpoint is not None:  # more steps may be proposed for a longer run, but these are under way
-            stages = dataclasses.replace(stages, anneal=read_place(checkpoint).get("anneal", stages.anneal))
+            stages = dataclasses.replace(stages, anneal=read_dial(checkpoint).get("anneal", stages.anneal))
         if isinstance(teacher, Teacher) and stages.anneal and setup.settings.dial == "own":
             if checkpoint is None:
                 batch = setup.one_window()
-                names = begin(teacher, lambda: setup.learner(**without_labels(setup.learner, batch)))
+                names = start_dials(teacher, lambda: setup.learner(**without_labels(setup.learner, batch)))
                 findings = {**findings, "dials": names}
                 write_findings(setup.folder, findings)
-            use(teacher, findings["dials"])
+            use_dials(teacher, findings["dials"])
         hidden = None
         if isinstance(teacher, Teacher) and setup.settings.distil_hidden:
             hidden = HiddenStates.of(teacher.sites.model, teacher.part, teacher.parts.places)
@@ -84,7 +186,7 @@ def recover(
 
 
 def align(setup: TrainerSetup, teacher: Teacher, steps: int, progress: Callable[[str], None] | None) -> list[list[float]]:
-    """The sites have learned to give what the dense modules give; returns the error on held-out windows by step."""
+    """Train the sites to return what the dense modules return; return the error on held-out windows by step."""
     folder = setup.folder / ALIGNMENT
     settings = dataclasses.replace(
         setup.settings,
@@ -126,7 +228,7 @@ def only_trainable(model: nn.Module, parameters: Iterator[nn.Parameter]) -> Iter
 
 
 def dense_loss(teacher: Teacher | KeptTeacher, setup: TrainerSetup) -> float:
-    """The teacher's own loss on the held-out windows."""
+    """Return the teacher's own loss on the held-out windows."""
     if isinstance(teacher, Teacher):
         return held_out_loss(teacher.learner, setup)
     assert setup.numbering is not None
@@ -135,7 +237,7 @@ def dense_loss(teacher: Teacher | KeptTeacher, setup: TrainerSetup) -> float:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, setup: TrainerSetup) -> float:
-    """The model's own loss on the held-out windows, as the trainers' evaluations measure it."""
+    """Return the model's own loss on the held-out windows, as the trainers' evaluations measure it."""
     with evaluation_mode(model):
         sums = [(float(model(**batch)[0]), len(batch["labels"])) for batch in setup.held_out_batches()]
     return sum(loss * rows for loss, rows in sums) / sum(rows for _, rows in sums)

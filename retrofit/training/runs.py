@@ -59,7 +59,7 @@ class TrainingRun:
 
     @staticmethod
     def read(output: str | Path) -> TrainingRun:
-        """The finished run that wrote `output`; raises `TrainingError` where there is none."""
+        """Return the finished run that wrote `output`; raises `TrainingError` where there is none."""
         folder = folder_of(Path(output))
         record = next((one for one in map(read_record, (folder, folder / REPLACED)) if is_finished(one)), None)
         if record is None:
@@ -110,7 +110,7 @@ class TrainingRun:
         return dataclasses.replace(self, eval_losses=(*self.eval_losses[:-1], (self.eval_losses[-1][0], self.sample_loss)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The run as plain data, for `json`."""
+        """Return the run as plain data, for `json`."""
         return {
             field.name: str(value) if isinstance(value, Path) else value
             for field in dataclasses.fields(self)
@@ -149,7 +149,7 @@ class TrainingRun:
 
 
 def folder_of(output: Path) -> Path:
-    """Where the run that writes `output` keeps its numbers and checkpoints: `model.run` next to `model.pt`."""
+    """Return where the run that writes `output` keeps its numbers and checkpoints: `model.run` next to `model.pt`."""
     return output.with_suffix(".run") if output.suffix in MODEL_FILES else output.with_name(f"{output.name}.run")
 
 
@@ -195,7 +195,7 @@ def refuse_held(folder: Path) -> None:
 
 
 def came_to_nothing(folder: Path) -> bool:
-    """Whether the run in the folder was killed before its first checkpoint: nothing in it is worth keeping."""
+    """Return whether the run in the folder was killed before its first checkpoint: nothing in it is worth keeping."""
     return not (has_checkpoint(folder) or is_finished(read_record(folder)) or (folder / REPLACED).exists())
 
 
@@ -204,18 +204,18 @@ def is_run(folder: Path) -> bool:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The latest whole checkpoint: the trainer writes its state last."""
+    """Return the latest whole checkpoint: the trainer writes its state last."""
     whole = (state.parent for state in folder.glob(f"checkpoint-*/{STATE}"))
     return max(filter(is_checkpoint, whole), key=steps_done, default=None)
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder is called as a checkpoint is, whole or not."""
+    """Return whether the folder is called as a checkpoint is, whole or not."""
     return folder.is_dir() and folder.name.partition("-")[2].isdigit()
 
 
 def steps_done(checkpoint: Path) -> int:
-    """The steps after which `checkpoint-8` was written."""
+    """Return the steps after which `checkpoint-8` was written."""
     return int(checkpoint.name.partition("-")[2])
 
 
@@ -228,7 +228,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether any stage of the run has a whole checkpoint."""
+    """Return whether any stage of the run has a whole checkpoint."""
     return any(last_checkpoint(one) is not None for one in (folder, folder / ALIGNMENT))
 
 
@@ -236,7 +236,7 @@ def has_checkpoint(folder: Path) -> bool:
 def run_folder(
     output: Path | None, facts: Mapping[str, Any], settings: Settings, *, resume: bool
 ) -> Iterator[tuple[Path, Path | None]]:
-    """The folder of a run and the checkpoint it starts from.
+    """Yield the folder of a run and the checkpoint it starts from.
 
     A run that fails before its first checkpoint leaves no folder, or that of the run it was to replace.
     """
@@ -259,7 +259,7 @@ def run_folder(
 
 
 def start_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> Path:
-    """The folder of a new run, which records its settings and the `facts` that it depends on, and keeps the run it replaces."""
+    """Return the folder of a new run; it records the settings and the `facts` the run depends on, and keeps the run it replaces."""
     folder = folder_of(output)
     refuse_held(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -288,7 +288,7 @@ def start_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> 
 
 
 def give_up(folder: Path) -> None:
-    """The folder of a run that came to nothing is gone, and that of the run it was to replace is back."""
+    """Remove the folder of a run that came to nothing, and restore that of the run it was to replace."""
     if not (folder / REPLACED).is_dir():
         shutil.rmtree(folder, ignore_errors=True)
         return
@@ -299,7 +299,7 @@ def give_up(folder: Path) -> None:
 
 
 def clear(folder: Path, other: Path) -> None:
-    """The folder is gone; what no run wrote is in the other one."""
+    """Remove the folder; move what no run wrote to the other one."""
     for entry in sorted(folder.iterdir()):
         if is_own(entry.name):
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
@@ -312,12 +312,12 @@ def clear(folder: Path, other: Path) -> None:
 
 
 def is_own(name: str) -> bool:
-    """Whether a run writes something of this name into its folder."""
+    """Return whether a run writes something of this name into its folder."""
     return name in (RECORD, NUMBERS, CURVE, FINDINGS, ALIGNMENT, REPLACED) or name.startswith("checkpoint-")
 
 
 def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> tuple[Path, Path | None]:
-    """The folder of the run to resume and its last checkpoint, if its last stage has begun.
+    """Return the folder of the run to resume and its last checkpoint, if its last stage has begun.
 
     Raises `TrainingError` where this would be another run.
     """
@@ -346,7 +346,7 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
 
 
 def draw_run(run: TrainingRun) -> None:
-    """The folder of the run holds its losses, as numbers and as a curve."""
+    """Write the losses of the run into its folder, as numbers and as a curve."""
     assert run.folder is not None and run.output is not None
     with whole_file(run.folder / NUMBERS, force=True) as file:
         file.write(as_csv(run).encode())
@@ -364,7 +364,7 @@ def draw_run(run: TrainingRun) -> None:
 
 
 def finish_folder(run: TrainingRun) -> None:
-    """The folder says that the run is finished, its model written, and no longer holds the run that it replaced."""
+    """Record that the run is finished and its model written, and remove the run that it replaced."""
     assert run.folder is not None
     write_record(run.folder, {**(read_record(run.folder) or {}), **run.to_dict()})
     if (run.folder / REPLACED).is_dir():
@@ -383,7 +383,7 @@ def as_csv(run: TrainingRun) -> str:
 
 
 def is_finished(record: Mapping[str, Any] | None) -> bool:
-    """Whether the record is that of a run whose model was written."""
+    """Return whether the record is that of a run whose model was written."""
     return record is not None and "eval_losses" in record
 
 

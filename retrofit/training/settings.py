@@ -106,7 +106,7 @@ class Settings:
 
     @property
     def paces_checkpoints(self) -> bool:
-        """Whether no option says after which steps there are checkpoints."""
+        """Return whether no option says after which steps there are checkpoints."""
         return self.save_every is None and self.eval_every is None
 
     @property
@@ -121,7 +121,7 @@ CHANGEABLE_ON_RESUME = ("steps", "eval_every", "save_every", "device", "warmup")
 
 
 def as_number(field: dataclasses.Field[Any], settings: Settings) -> Any:
-    """The value of a field, as Python's own number where it is one; raises `TrainingError` where it should be and is not."""
+    """Return the value of a field, as Python's own number where it is one; raises `TrainingError` where it should be and is not."""
     value, kind = getattr(settings, field.name), str(field.type).removesuffix(" | None")
     if kind not in ("int", "float") or (value is None and field.default is None):
         return value
@@ -148,5 +148,5 @@ def check_most(name: str, value: float) -> None:
 
 
 def flag(field: dataclasses.Field[Any]) -> str:
-    """The option of the command line that sets a field."""
+    """Return the option of the command line that sets a field."""
     return f"--{field.name.replace('_', '-')}"

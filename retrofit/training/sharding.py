@@ -3,27 +3,36 @@
 Every process holds a part of the rows of each parameter. Groups of modules are gathered whole where they compute, and freed again.
 The groups follow from the anatomy: modules that several layers call, the layers, and the rest of the model. A parameter that is
 used outside a group belongs to the one around it.
+
+State in as many files as processes wrote it, which any number of processes reads: each the rows that it needs.
+
+A file holds tensors by name; of one whose rows are divided, the rows of its process, where they start, and the size of the whole.
+It is read without running any code, and mapped, so that a process reads no more than its part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from retrofit.anatomy.inspection import inspect
-from retrofit.errors import RetrofitError, TrainingError
+from retrofit.errors import RetrofitError, TrainingError, first_line
 from retrofit.runtime.skeletons import without_weights
 from retrofit.training import processes
+from retrofit.training.checkpoints import not_whole
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # modules that are never called
 WHOLE = "leave --fsdp out: every process then holds the whole model"
 
 
 def sharded_copy(model: nn.Module, device: torch.device, bf16: bool) -> nn.Module:
-    """A copy of the model on the device, of whose parameters this process reads and holds its part alone; `model` stays as it is.
+    """Return a copy of the model on the device; of its parameters this process reads and holds its part alone.
 
     With `bf16` groups are gathered and compute in bfloat16; what is held, and sums of gradients, stay as they are.
     Raises `TrainingError` where a parameter cannot be divided.
@@ -44,7 +53,7 @@ def sharded_copy(model: nn.Module, device: torch.device, bf16: bool) -> nn.Modul
 
 
 def fill(sharded: nn.Module, model: nn.Module, device: torch.device) -> None:
-    """The copy has the values of the model: of a parameter the rows of this process, everything else whole."""
+    """Copy the values of the model: of a parameter the rows of this process, everything else whole."""
     from torch.distributed.tensor import DTensor
 
     placed: dict[int, nn.Parameter] = {}
@@ -68,7 +77,7 @@ def fill(sharded: nn.Module, model: nn.Module, device: torch.device) -> None:
 
 
 def own_rows(whole: Tensor) -> slice:
-    """The rows of a tensor that this process holds: as many as the first one, while there are any."""
+    """Return the rows of a tensor that this process holds: as many as the first one, while there are any."""
     each = -(-whole.shape[0] // processes.count())
     start = min(each * processes.number(), whole.shape[0])
     return slice(start, min(start + each, whole.shape[0]))
@@ -91,7 +100,7 @@ def collect(sharded: nn.Module, model: nn.Module) -> None:
 
 
 def shard_groups(model: nn.Module) -> list[nn.Module]:
-    """The groups, inner ones before those around them, without the model itself."""
+    """Return the groups, inner ones before those around them, without the model itself."""
     layers = layer_modules(model)
     candidates = [*called_by_several(layers), *layers]
     owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -110,14 +119,14 @@ def shard_groups(model: nn.Module) -> list[nn.Module]:
 
 
 def require_rows(model: nn.Module) -> None:
-    """Every parameter has rows that can be divided, else `TrainingError`."""
+    """Raise `TrainingError` unless every parameter has rows that can be divided."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise TrainingError(f"--fsdp: the parameter {name} cannot be divided", why="it is a single number", remedy=WHOLE)
 
 
 def require_one_dtype_a_group(model: nn.Module) -> None:
-    """What is trained in a group, which is gathered as one, has one dtype, else `TrainingError`."""
+    """Raise `TrainingError` unless the trained parameters of each group, which is gathered as one, have one dtype."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     if len({one.dtype for one in names if one.requires_grad}) < 2:
         return
@@ -135,7 +144,10 @@ def require_one_dtype_a_group(model: nn.Module) -> None:
 
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold one layer of a stack each, wrappers around it included; none where the model's anatomy is not found."""
+    """Return the modules that hold one layer of a stack each, wrappers around it included.
+
+    None where the model's anatomy is not found.
+    """
     try:
         stacks = inspect(model).stacks
     except RetrofitError:
@@ -147,7 +159,7 @@ def layer_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def outermost(name: str, layers: list[str], named: dict[str, nn.Module]) -> nn.Module:
-    """The largest module around a layer that holds no other one."""
+    """Return the largest module around a layer that holds no other one."""
     while True:
         parent = name.rpartition(".")[0]
         others = sum(one == parent or one.startswith(f"{parent}.") for one in layers)
@@ -172,3 +184,78 @@ def called_by_several(layers: list[nn.Module]) -> list[nn.Module]:
                 yield from outer(child)
 
     return list(dict.fromkeys(found for layer in layers for found in outer(layer)))
+
+
+NAME = re.compile(r"-(\d{5})-of-(\d{5})\.pt$")
+PART, START, SIZE = "part", "start", "size"
+
+
+def write_parts(folder: Path, kind: str, state: Mapping[str, Any]) -> None:
+    """This process's part of the state is in its file of that kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {name: own_part(value) if hasattr(value, "dim") else value for name, value in state.items()}
+    torch.save(parts, folder / f"{kind}-{processes.number():05d}-of-{processes.count():05d}.pt")
+
+
+def own_part(value: Tensor) -> dict[str, Any]:
+    """Return the rows of a tensor that this process holds: all of one that is not divided."""
+    local = local_rows(value).detach()
+    return {PART: local.cpu().clone(), START: first_row(value), SIZE: list(value.shape)}
+
+
+def local_rows(value: Tensor) -> Tensor:
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def first_row(value: Tensor) -> int:
+    """Return where the rows start that this process holds."""
+    return own_rows(value).start if hasattr(value, "to_local") and value.dim() else 0
+
+
+def read_parts(folder: Path, kind: str) -> list[Mapping[str, Any]]:
+    """Return the files of that kind, mapped; raises `TrainingError` where one of them is missing or damaged."""
+    files = sorted(file for file in folder.glob(f"{kind}-*.pt") if NAME.search(file.name))
+    count = {int(match.group(2)) for file in files if (match := NAME.search(file.name))}
+    if len(count) != 1 or len(files) != count.pop():
+        raise not_whole(folder, f"the files {kind}-….pt are not all there")
+    found = []
+    for file in files:
+        try:
+            found.append(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+        except Exception as error:
+            raise not_whole(folder, f"{file.name} cannot be read ({first_line(error)})") from error
+    return found
+
+
+@torch.no_grad()
+def fill_from_parts(value: Tensor, name: str, parts: list[Mapping[str, Any]], folder: Path) -> None:
+    """This process's rows of `value` are those in the files; raises `TrainingError` where they do not hold them all."""
+    mine, start = local_rows(value), first_row(value)
+    for part in parts:
+        require_entry(part.get(name), name, value, folder)
+    if not value.dim():
+        mine.copy_(parts[0][name][PART])
+        return
+    end, filled = start + len(mine), 0
+    for part in parts:
+        entry = part[name]
+        first, rows = entry[START], entry[PART]
+        low, high = max(start, first), min(end, first + len(rows))
+        if low <= start + filled < high:
+            mine[low - start : high - start] = rows[low - first : high - first].to(mine.device)
+            filled = high - start
+    if filled < len(mine):
+        raise not_whole(folder, f"rows of {name} are missing")
+
+
+def require_entry(entry: Any, name: str, value: Tensor, folder: Path) -> None:
+    """Raise `TrainingError` unless the entry holds rows of a tensor of the size of `value`."""
+    size = list(value.shape)
+    if not isinstance(entry, Mapping) or entry.get(SIZE) != size:
+        held = entry.get(SIZE) if isinstance(entry, Mapping) else "nothing"
+        raise not_whole(folder, f"{name} is {size}, and the files hold {held}")
+    rows, start = entry.get(PART), entry.get(START)
+    if not (isinstance(rows, Tensor) and type(start) is int and start >= 0 and rows.dim() == len(size)):
+        raise not_whole(folder, f"{name} has no rows there, or no number of the first")
+    if list(rows.shape[1:]) != size[1:] or (size and start + len(rows) > size[0]):
+        raise not_whole(folder, f"the rows of {name} are not such of a tensor of {size}")

@@ -1,14 +1,23 @@
-"""The dense model as the teacher of a model that was rewritten from it: its sites, its predictions, and whether it fits."""
+"""The dense model as the teacher of a model that was rewritten from it: its sites, its predictions, and whether it fits.
+
+The loss of a run with a teacher, of which the logits of some tokens at a time are ever in memory.
+
+    (1 − w) CE(student, labels) + w T² KL(teacher ‖ student)
+
+The model runs without its head; then, for some tokens at a time, the head makes their logits, the teacher's head its own, and the
+loss and its gradients for what the head received and for the head's weights are computed. Nothing else is kept of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from retrofit.emitted.dense_graph import as_dense_graph_of, dense_graph
 from retrofit.errors import TrainingError
@@ -19,12 +28,32 @@ from retrofit.runtime.example_inputs import named_inputs, vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.offloading import offloaded_module
 from retrofit.runtime.wrapped_models import transformer_inside
-from retrofit.training.dense_sites import DenseSites
-from retrofit.training.distillation import Predictions, WholePredictions, divergence_from_teacher
-from retrofit.training.label_loss import add_loss
-from retrofit.training.logit_head import LogitHead
-from retrofit.training.outputs import list_of, token_logits, without_labels
-from retrofit.training.sentence_embeddings import WithContrastiveLoss, embedding_distance, embeds_sentences
+from retrofit.surgery.auxiliary_losses import auxiliary_losses
+from retrofit.training import distillation
+from retrofit.training.distillation import (
+    LogitHead,
+    Predictions,
+    WholePredictions,
+    comes_apart,
+    divergence_from_teacher,
+    find_logit_head,
+    sum_over_chunks,
+    targets_of,
+)
+from retrofit.training.layerwise import DenseSites
+from retrofit.training.losses import (
+    WithContrastiveLoss,
+    add_loss,
+    embedding_distance,
+    embeds_sentences,
+    list_of,
+    token_logits,
+    without_labels,
+)
+from retrofit.training.objectives import IGNORED, Example
+
+if TYPE_CHECKING:
+    from retrofit.training.teacher_cache import KeptTeacher
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +105,7 @@ class Teacher:
 
     @staticmethod
     def of(dense: nn.Module, student: nn.Module) -> Teacher:
-        """The teacher of `student`; raises `TrainingError` where another model is the dense one, or reads other tokens."""
+        """Return the teacher of `student`; raises `TrainingError` where another model is the dense one, or reads other tokens."""
         if embeds_sentences(dense) != embeds_sentences(student):
             raise TrainingError(
                 "the teacher and the model return different things",
@@ -98,7 +127,7 @@ class Teacher:
         return Teacher(dense, part, DenseSites(rewritten, part, parts.sites), parts)
 
     def with_model(self, model: nn.Module) -> Teacher:
-        """The teacher whose predictions `model` makes, which has the dense one's weights; no site learns from it."""
+        """Return the teacher whose predictions `model` makes, which has the dense one's weights; no site learns from it."""
         return Teacher(model, model, DenseSites(model, model, ()), dataclasses.replace(self.parts, sites=(), places={}))
 
     @property
@@ -119,7 +148,7 @@ class Teacher:
                 parameter.requires_grad_(requires_grad)
 
     def divergence(self, outputs: Any, batch: Mapping[str, Any], temperature: float) -> Tensor:
-        """How far what the student returned for a batch, with labels, is from what the dense model returns.
+        """Return how far what the student returned for a batch, with labels, is from what the dense model returns.
 
         That is the mean over all tokens of the divergence from its predictions, or the distance of the texts' embeddings.
         """
@@ -131,11 +160,11 @@ class Teacher:
 
     @torch.no_grad()
     def forward(self, batch: Mapping[str, Any]) -> None:
-        """The dense model has run on a batch."""
+        """Run the dense model on a batch."""
         self.learner(**without_labels(self.learner, batch))
 
     def predictions(self, batch: Mapping[str, Any], head: LogitHead | None) -> Predictions:
-        """Those for all tokens of a batch; `head` is the dense model's, where it comes apart."""
+        """Return those for all tokens of a batch; `head` is the dense model's, where it comes apart."""
         if head is None:
             return PredictionsOfWindows(self, batch)
         with torch.no_grad():
@@ -184,3 +213,63 @@ def sharing_weights(student: nn.Module, dense: nn.Module, apart: Iterator[nn.Par
     finally:
         for parameter in shared:
             parameter.data = parameter.data.clone()
+
+
+@torch.no_grad()
+def vocabulary_of_logits(learner: nn.Module, example: Example) -> int:
+    with evaluation_mode(learner):
+        return token_logits(learner(**without_labels(learner, example))).shape[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedLoss:
+    """The loss of a model whose head comes apart, and of a teacher whose head may."""
+
+    head: LogitHead
+    teachers_head: LogitHead | None
+    vocabulary: int
+    shift: int
+
+    @staticmethod
+    def of(learner: nn.Module, teacher: Teacher | KeptTeacher, example: Example, shift: int, batch_size: int) -> ChunkedLoss | None:
+        """Return the loss for batches of windows like `example`, one window with labels; None where it must be computed whole.
+
+        That is where all logits of a batch are no more than are computed with at a time, where the model makes embeddings, where
+        its head does not come apart, and where its own loss has other terms.
+        """
+        model = teacher.sites.model
+        if isinstance(learner, WithContrastiveLoss):
+            return None
+        vocabulary = vocabulary_of_logits(learner, example)
+        if batch_size * example["labels"].numel() * vocabulary <= distillation.CHUNK:
+            return None
+        head = find_logit_head(model)
+        if head is None or not comes_apart(head, learner, example, shift):
+            return None
+        theirs = find_logit_head(teacher.model) if isinstance(teacher, Teacher) else None
+        if theirs is not None and isinstance(teacher, Teacher) and not comes_apart(theirs, teacher.learner, example, None):
+            theirs = None
+        return ChunkedLoss(head, theirs, vocabulary, shift)
+
+    def loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], teacher: Teacher | KeptTeacher, weight: float, temperature: float
+    ) -> Tensor:
+        """Return the loss of a batch; `weight` is w."""
+        with auxiliary_losses() as others:
+            h = self.head.hidden(model, without_labels(model, inputs)).flatten(0, 1)
+        targets = targets_of(inputs["labels"], self.shift).flatten()
+        labelled = max(1, int((targets != IGNORED).sum()))
+        predictions = teacher.predictions(inputs, self.teachers_head) if weight else None
+
+        def part(some: Tensor, rows: slice) -> Tensor:
+            logits = self.head.logits(some)
+            total = logits.new_zeros((), dtype=torch.float32)
+            if weight < 1:
+                own = F.cross_entropy(logits.float(), targets[rows], ignore_index=IGNORED, reduction="sum")
+                total = total + (1 - weight) / labelled * own
+            if predictions is not None:
+                total = total + weight / len(targets) * predictions.divergence(logits, rows, temperature)
+            return total
+
+        loss = sum_over_chunks(part, h, self.vocabulary, self.head.parameters)
+        return loss + (1 - weight) * sum(one.to(loss) for one in others)  # type: ignore[return-value]

@@ -22,14 +22,12 @@ from retrofit.runtime.usable_models import require_module
 from retrofit.storage.file_names import is_file_name
 from retrofit.training.distillation import LargestPredictions
 from retrofit.training.fingerprints import hash_example, hash_tokenizer, hash_weights, hash_windows
-from retrofit.training.kept_predictions import RECORD, SHARDS, Facts, KeptPredictions, difference, read_facts, write_facts
-from retrofit.training.label_loss import add_loss
+from retrofit.training.losses import add_loss, embeds_sentences, list_of, token_logits, without_labels
 from retrofit.training.objectives import IGNORED, Collator, Objective, objective_for
-from retrofit.training.outputs import list_of, token_logits, without_labels
-from retrofit.training.sentence_embeddings import embeds_sentences
 from retrofit.training.settings import check_values
 from retrofit.training.teacher import placed_on
-from retrofit.training.trainer_setup import trains_on_cpu
+from retrofit.training.teacher_cache import RECORD, SHARDS, Facts, KeptPredictions, difference, read_facts, write_facts
+from retrofit.training.trainers import trains_on_cpu
 from retrofit.training.windows import beyond_positions, numbered_windows, require_windows, window_seed
 
 SHARD_BYTES = 1 << 22  # of a file, about
@@ -53,7 +51,7 @@ def teach(
     force: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> KeptPredictions:
-    """The predictions of `dense` for all windows of the texts are in `folder`, a file written at a time, whole or not at all.
+    """Write the predictions of `dense` for all windows of the texts into `folder`, file by file, each whole or not at all.
 
     Kept are the `top` largest probabilities of a token and the sum of the others. What is there already is not computed again.
     `name` is recorded as the teacher's. Raises `TrainingError` where the folder holds something else and `force` is not given.
@@ -117,7 +115,7 @@ def facts_of(
     seed: int,
     temperature: float,
 ) -> Facts:
-    """What a model's predictions for these windows depend on; how they are kept is left open."""
+    """Return what a model's predictions for these windows depend on; how they are kept is left open."""
     example = objective.example(windows[0].long(), torch.Generator().manual_seed(window_seed(seed, 0)))
     return Facts(
         teacher="",
@@ -138,7 +136,7 @@ def facts_of(
 
 
 def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
-    """The folder exists and says what it is for; raises `TrainingError` where it is for something else."""
+    """Create the folder with its record; raise `TrainingError` where it is for something else."""
     folder, facts = kept.folder, kept.facts
     if is_held(folder):
         raise TrainingError(f"{folder} is being written by another process", remedy="wait until it is done, or name another -o")
@@ -171,7 +169,7 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
 
 
 def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: Facts) -> dict[str, Tensor]:
-    """What is kept of a teacher's predictions for a batch of windows."""
+    """Return what is kept of a teacher's predictions for a batch of windows."""
     with torch.autocast(batch["labels"].device.type, torch.bfloat16, enabled=facts.bf16):
         outputs = learner(**without_labels(learner, batch), labels=batch["labels"])
     loss, logits = float(list_of(outputs)[0]), token_logits(outputs)
@@ -199,6 +197,6 @@ def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: F
 
 
 def remaining(began: float, done: float, total: int) -> str:
-    """The time that is left, in words."""
+    """Return the time that is left, in words."""
     left = round((time.monotonic() - began) * (total - done) / done)
     return f"  {left // 60}:{left % 60:02d} left"

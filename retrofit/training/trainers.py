@@ -1,31 +1,45 @@
-"""transformers' `Trainer` for each stage of a run: aligning the sites, and training the whole with its own loss and a teacher's."""
+"""transformers' `Trainer` for each stage of a run: aligning the sites, and training the whole with its own loss and a teacher's.
+
+A sharded model is trained without wrappers; its checkpoints are in parts that any number of processes reads.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import WEIGHTS_NAME
 
+from retrofit.errors import TrainingError
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.training import processes
-from retrofit.training.checkpoint_writes import whole_checkpoint
-from retrofit.training.chunked_loss import ChunkedLoss
-from retrofit.training.dense_sites import DenseSites
-from retrofit.training.hidden_states import HiddenStates
-from retrofit.training.kept_teacher import KeptTeacher
-from retrofit.training.outputs import without_labels
-from retrofit.training.own_dials import write_place
-from retrofit.training.pace import Pace
+from retrofit.training.checkpoints import (
+    SCHEDULER,
+    not_whole,
+    read_entry,
+    require_numbers,
+    require_state,
+    require_whole_checkpoint,
+    whole_checkpoint,
+    write_dial,
+)
+from retrofit.training.layerwise import DenseSites, HiddenStates
+from retrofit.training.losses import without_labels
+from retrofit.training.objectives import Collator, Example
+from retrofit.training.pace import Pace, StepMonitor
 from retrofit.training.settings import Settings
-from retrofit.training.teacher import Teacher
-from retrofit.training.whole_checkpoints import require_whole_checkpoint
+from retrofit.training.sharding import fill_from_parts, read_parts, write_parts
+from retrofit.training.teacher import ChunkedLoss, Teacher
+from retrofit.training.teacher_cache import KeptTeacher
+from retrofit.training.windows import WINDOW, WindowDataset, numbered_windows, ordered_windows, shuffled_windows
 
 ON_SAMPLE = "eval_sample_loss"  # what the last evaluation logs beside the loss of all windows
 Entered = TypeVar("Entered")
@@ -55,7 +69,7 @@ class PretrainingTrainer(Trainer):
 
     @contextlib.contextmanager
     def lasting(self, context: contextlib.AbstractContextManager[Entered]) -> Iterator[Entered]:
-        """What is entered lasts until the gradients of a training step are computed, for which layers may be computed again."""
+        """Keep what is entered until the gradients of a training step are computed, for which layers may be computed again."""
         with contextlib.ExitStack() as here:
             yield (self.step or here).enter_context(context)
 
@@ -69,7 +83,7 @@ class PretrainingTrainer(Trainer):
         return optimizer
 
     def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
-        """The mean loss of the windows held out, or before the last step of a sample, where the pace has one.
+        """Return the mean loss of the windows held out, or before the last step of a sample, where the pace has one.
 
         Each of several processes computes its own batches.
         """
@@ -91,7 +105,7 @@ class PretrainingTrainer(Trainer):
         return metrics
 
     def held_out_loss(self, chosen: Sequence[int]) -> float:
-        """The mean loss of these windows held out."""
+        """Return the mean loss of these windows held out."""
         assert self.model is not None and self.data_collator is not None
         data: Any = self.eval_dataset
         size = self.args.per_device_eval_batch_size
@@ -104,7 +118,7 @@ class PretrainingTrainer(Trainer):
         return processes.weighted_mean(losses, self.args.device)
 
     def shared_batches(self, rows: int, size: int) -> Iterator[tuple[range, bool]]:
-        """The rows of each batch that this process computes, and whether they count."""
+        """Yield the rows of each batch that this process computes, and whether they count."""
         for start in range(size * processes.number(), rows, size * processes.count()):
             yield range(start, min(start + size, rows)), True
 
@@ -128,7 +142,7 @@ class PretrainingTrainer(Trainer):
             return super().train(resume_from_checkpoint, *rest, **named)
 
     def require_checkpoint(self, folder: Path) -> None:
-        """The checkpoint is whole, else `TrainingError`."""
+        """Raise `TrainingError` unless the checkpoint is whole."""
         assert self.model is not None
         require_whole_checkpoint(folder, self.model)
 
@@ -188,7 +202,7 @@ class DistillingTrainer(PretrainingTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def loss_and_outputs(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> tuple[Tensor, Any]:
-        """The loss, that of the layers with it, and what the model returned."""
+        """Return the loss, that of the layers with it, and what the model returned."""
         with self.lasting(self.teacher.sites.mixed(self.share)):
             if self.hidden is None or not model.training:
                 return self.loss_of(model, inputs, num_items_in_batch)
@@ -199,7 +213,7 @@ class DistillingTrainer(PretrainingTrainer):
             return loss + self.distillation.distil_hidden * streams.error(), outputs
 
     def loss_of(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> tuple[Tensor, Any]:
-        """The loss without that of the layers, and what the model returned."""
+        """Return the loss without that of the layers, and what the model returned."""
         weight = self.distillation.distil
         chunked = self.chunked
         if chunked is not None and not (self.share < 1 and self.teacher.sites.replace(chunked.head.module)):
@@ -216,9 +230,227 @@ class DistillingTrainer(PretrainingTrainer):
         super().save_model(output_dir, _internal_call)
         assert output_dir is not None
         if self.args.should_save:
-            write_place(Path(output_dir), self.share, self.anneal)
+            write_dial(Path(output_dir), self.share, self.anneal)
 
     @property
     def share(self) -> float:
         """λ: how far the sites have turned from the dense modules."""
         return min(1.0, self.state.global_step / self.anneal) if self.anneal else 1.0
+
+
+WEIGHTS, OPTIMIZER = "weights", "optimizer"  # kinds of files
+GROUPS = "param_groups"
+
+
+class ShardedTrainer(PretrainingTrainer):
+    """Trains a model that `sharding` made, or a whole one in a single process."""
+
+    def __init__(self, **rest: Any) -> None:
+        if processes.count() > 1:
+            rest["model"]._is_accelerate_prepared = True  # accelerate leaves it as it is
+        super().__init__(**rest)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Its parts are there already."""
+        if processes.count() == 1:
+            model.to(device)
+
+    def shared_batches(self, rows: int, size: int) -> Iterator[tuple[range, bool]]:
+        """As many batches for each process, because each needs the parts of the others; what is too many does not count."""
+        step = size * processes.count()
+        for first in range(0, rows, step):
+            start = first + size * processes.number()
+            counts = start < rows
+            yield range(start, min(start + size, rows)) if counts else range(min(size, rows)), counts
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        assert output_dir is not None and self.model is not None
+        write_parts(Path(output_dir), WEIGHTS, self.model.state_dict())
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = self.plain_optimizer.state_dict()
+        named = {f"{index}.{key}": value for index, entry in state["state"].items() for key, value in entry.items()}
+        write_parts(Path(output_dir), OPTIMIZER, {**named, GROUPS: state[GROUPS]})
+        if self.args.should_save:
+            assert self.lr_scheduler is not None
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+        processes.wait()  # the state of the trainer, which is written next, says that the checkpoint is whole
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        assert self.model is not None
+        folder = Path(resume_from_checkpoint)
+        parts = read_parts(folder, WEIGHTS)
+        for name, value in self.model.state_dict().items():
+            fill_from_parts(value, name, parts, folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder, optimizer = Path(checkpoint), self.plain_optimizer
+        parts = read_parts(folder, OPTIMIZER)
+        groups = parts[0].get(GROUPS)
+        own = optimizer.state_dict()[GROUPS]
+        if not isinstance(groups, list) or [len(one["params"]) for one in groups] != [len(one["params"]) for one in own]:
+            raise not_whole(folder, "the optimizer's groups are not those of the model")
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        optimizer.load_state_dict({"state": dict(states(parameters, parts, folder)), GROUPS: groups})
+        assert self.lr_scheduler is not None
+        self.lr_scheduler.load_state_dict(dict(read_entry(folder / SCHEDULER)))
+
+    @property
+    def plain_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[return-value]
+
+    def require_checkpoint(self, folder: Path) -> None:
+        require_state(folder)
+        require_numbers(folder)
+        for kind in (WEIGHTS, OPTIMIZER):
+            read_parts(folder, kind)
+
+
+class ShardedDistillingTrainer(ShardedTrainer, DistillingTrainer):
+    """The same, learning from the predictions of a teacher whose parameters are divided as the model's are."""
+
+
+def states(parameters: list[nn.Parameter], parts: list[Mapping[str, Any]], folder: Path) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield the optimizer's state of each parameter that has one: divided as the parameter is, or a number."""
+    for index, parameter in enumerate(parameters):
+        keys = [name.partition(".")[2] for name in parts[0] if name.startswith(f"{index}.")]
+        entry = {}
+        for key in keys:
+            name = f"{index}.{key}"
+            like = parameter.detach() if parts[0][name]["size"] else torch.zeros(())
+            entry[key] = torch.zeros_like(like)
+            fill_from_parts(entry[key], name, parts, folder)
+        if entry:
+            yield index, entry
+
+
+LEARNING_RATES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+SomeTrainer = TypeVar("SomeTrainer", bound=PretrainingTrainer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbering:
+    """The numbers in the text of the windows to train on and of those held out, and the seed of what is hidden in each."""
+
+    train: Tensor
+    held_out: Tensor
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSetup:
+    """A model that takes labels, windows to train on and held out, (windows, seq), and how and where it is trained."""
+
+    learner: nn.Module
+    collator: Collator
+    windows: Tensor
+    held_out: Tensor
+    settings: Settings
+    folder: Path
+    cpu: bool
+    saving: bool
+    new: Sequence[nn.Parameter] = ()  # with a highest learning rate of their own
+    numbering: Numbering | None = None  # where a teacher's predictions are found by the number of a window
+
+    def trainer(
+        self, kind: type[SomeTrainer], watch: StepMonitor, *, folder: Path, settings: Settings, fresh: bool, **more: Any
+    ) -> SomeTrainer:
+        """Return a trainer of this kind for the steps of `settings`, which keeps its checkpoints in `folder`."""
+        trained = sum(one.numel() * one.element_size() for one in self.learner.parameters() if one.requires_grad)
+        held = sum(one.numel() * one.element_size() for one in self.learner.parameters())
+        watch.pace = Pace(
+            evaluations=settings.eval_every is None, checkpoints=settings.paces_checkpoints, checkpoint_bytes=held + 2 * trained
+        )
+        trainer = kind(
+            pace=watch.pace,
+            model=self.learner,
+            args=self.arguments(folder, settings, fresh=fresh),
+            data_collator=self.collator,
+            train_dataset=self.training_data(settings),
+            eval_dataset=self.held_out_data() if len(self.held_out) else None,
+            callbacks=[watch],
+            new=self.new,
+            new_rate=settings.lr_new,
+            **more,
+        )
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    def arguments(self, folder: Path, settings: Settings, *, fresh: bool) -> TrainingArguments:
+        """Return the trainer's arguments.
+
+        Windows in the order of the data set, no reports to other services, one device a process.
+        """
+        evaluate = len(self.held_out) > 0
+        result = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=settings.steps,
+            per_device_train_batch_size=processes.shared_batch(settings.batch_size),
+            per_device_eval_batch_size=settings.batch_size,
+            train_sampling_strategy="sequential",
+            learning_rate=settings.lr,
+            lr_scheduler_type=LEARNING_RATES[settings.schedule],
+            warmup_steps=settings.warmup_steps,
+            weight_decay=settings.weight_decay,
+            eval_strategy="steps" if evaluate else "no",
+            eval_steps=settings.eval_steps,
+            eval_on_start=evaluate and fresh,
+            save_strategy="steps" if self.saving else "no",
+            save_steps=settings.save_steps,
+            save_total_limit=1,
+            logging_steps=settings.log_steps,
+            logging_nan_inf_filter=False,
+            average_tokens_across_devices=False,  # every window has as many labels: the mean of the processes' means is the mean
+            log_level="error",
+            disable_tqdm=True,
+            report_to=[],
+            label_names=["labels"],
+            remove_unused_columns=False,
+            dataloader_pin_memory=not self.cpu,
+            bf16=settings.bf16 and not processes.sharded(settings.fsdp),  # which computes in it group by group
+            use_cpu=self.cpu,
+            ddp_find_unused_parameters=True,  # a site at the end of its dial's way need not read all of its parameters
+            seed=settings.seed,
+        )
+        result._n_gpu = min(result.n_gpu, 1)  # a step is `batch_size` windows however many devices there are
+        return result
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        return self.arguments(self.folder, self.settings, fresh=False).device
+
+    def training_data(self, settings: Settings) -> WindowDataset:
+        """Return the windows to train on, in their order."""
+        data = shuffled_windows(self.windows, settings.steps * settings.batch_size, settings.seed)
+        one = self.numbering
+        return data if one is None else numbered_windows(self.windows, one.train, one.seed, data.order)
+
+    def held_out_data(self) -> WindowDataset:
+        """Return every window held out, once."""
+        one = self.numbering
+        return (
+            ordered_windows(self.held_out, self.settings.seed)
+            if one is None
+            else numbered_windows(self.held_out, one.held_out, one.seed)
+        )
+
+    def one_window(self) -> Example:
+        """Return the first window to train on, as a batch."""
+        batch = self.collator([self.training_data(self.settings)[0]])
+        return {name: value.to(self.device) for name, value in batch.items() if name != WINDOW}
+
+    def held_out_batches(self) -> Iterator[Example]:
+        """Yield the held-out windows as the trainers' evaluations see them, in batches."""
+        data = self.held_out_data()
+        for start in range(0, len(data), self.settings.batch_size):
+            rows = range(start, min(start + self.settings.batch_size, len(data)))
+            batch = self.collator([data[row] for row in rows])
+            yield {name: value.to(self.device) for name, value in batch.items() if name != WINDOW}
+
+
+def trains_on_cpu(device: str) -> bool:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise TrainingError("--device cuda: there is no CUDA device", remedy="leave --device out, or give cpu")
+    return device == "cpu" or not torch.accelerator.is_available()

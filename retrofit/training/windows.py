@@ -16,7 +16,7 @@ WINDOW = "window"  # the name of its number in an example
 
 
 def is_held_out(windows: torch.Tensor, fraction: float) -> torch.Tensor:
-    """Which windows are held out, spread evenly over the text and not more than `MOST_HELD_OUT`: (windows)."""
+    """Return which windows are held out, spread evenly over the text and not more than `MOST_HELD_OUT`: (windows)."""
     count = 0 if fraction == 0 else min(max(1, round(fraction * len(windows))), MOST_HELD_OUT)
     if len(windows) - count < 1:
         raise TrainingError(
@@ -37,7 +37,7 @@ def require_windows(windows: torch.Tensor) -> None:
 
 
 def beyond_positions(model: nn.Module, length: int) -> str:
-    """What is to be known of windows longer than what the model is made for; "" of others."""
+    """Return a note on windows longer than the model is made for; "" for others."""
     positions = positions_named(model)
     if positions is None or length <= positions:
         return ""
@@ -55,7 +55,7 @@ class ShuffledRounds:
         self.begin()
 
     def begin(self) -> None:
-        """The round held is the first."""
+        """Start with the first round."""
         self.generator = torch.Generator().manual_seed(self.seed)
         self.number, self.permutation = 0, torch.randperm(self.size, generator=self.generator)
 
@@ -89,7 +89,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
         return len(self.order)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """The window at `position` and the seed of what is hidden in it, both a function of the position alone."""
+        """Return the window at `position` and the seed of what is hidden in it, both a function of the position alone."""
         row = self.order[position]
         if self.numbers is None:
             return {"ids": self.windows[row].long(), "seed": window_seed(self.seed, position)}
@@ -107,7 +107,7 @@ def shuffled_windows(windows: torch.Tensor, count: int, seed: int) -> WindowData
 
 
 def ordered_windows(windows: torch.Tensor, seed: int) -> WindowDataset:
-    """Every window once."""
+    """Return every window once."""
     return WindowDataset(windows, torch.arange(len(windows)), 2 * seed + 1)
 
 

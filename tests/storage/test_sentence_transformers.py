@@ -15,7 +15,7 @@ from torch import nn
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError
-from retrofit.training.sentence_embeddings import WithContrastiveLoss
+from retrofit.training.losses import WithContrastiveLoss
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 

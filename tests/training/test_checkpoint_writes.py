@@ -15,11 +15,11 @@ from support import tiny_models
 
 from retrofit.errors import TrainingError
 from retrofit.runtime.drafts import held, is_held
-from retrofit.training.checkpoint_writes import whole_checkpoint
+from retrofit.training.checkpoints import whole_checkpoint
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.kept_predictions import KeptPredictions
 from retrofit.training.runs import ALIGNMENT, last_checkpoint, refuse_to_overwrite, run_folder
 from retrofit.training.settings import Settings
+from retrofit.training.teacher_cache import KeptPredictions
 from retrofit.training.teaching import prepare_folder
 
 TEXTS = ["".join(f"{number} squared is {number * number}. " for number in range(100))]

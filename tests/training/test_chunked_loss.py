@@ -20,13 +20,12 @@ from retrofit.pipeline.corresponding_sites import Correspondence
 from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training import distillation
-from retrofit.training.chunked_loss import ChunkedLoss
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.dense_sites import DenseSites
 from retrofit.training.distillation import LargestPredictions
-from retrofit.training.label_loss import add_loss
+from retrofit.training.layerwise import DenseSites
+from retrofit.training.losses import add_loss
 from retrofit.training.objectives import Collator, Example, objective_for
-from retrofit.training.teacher import Teacher
+from retrofit.training.teacher import ChunkedLoss, Teacher
 from retrofit.training.teaching import teach
 from retrofit.training.windows import ordered_windows
 

@@ -19,9 +19,9 @@ from retrofit.cli import main
 from retrofit.errors import TrainingError
 from retrofit.pipeline.corresponding_sites import corresponding_sites
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.dense_sites import DenseSites
 from retrofit.training.distillation import divergence_from_teacher
-from retrofit.training.sentence_embeddings import embedding_distance
+from retrofit.training.layerwise import DenseSites
+from retrofit.training.losses import embedding_distance
 from retrofit.training.teaching import teach
 
 torch.set_num_threads(1)

@@ -16,7 +16,7 @@ from retrofit.errors import TrainingError
 from retrofit.passes.reversible import two_stream_layer
 from retrofit.training import distillation
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.hidden_states import HiddenStates
+from retrofit.training.layerwise import HiddenStates
 from retrofit.training.teacher import Teacher
 
 torch.set_num_threads(1)

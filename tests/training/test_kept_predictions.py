@@ -22,8 +22,8 @@ from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.training import teaching
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.distillation import LargestPredictions
-from retrofit.training.kept_predictions import RECORD, KeptPredictions
 from retrofit.training.runs import TrainingRun
+from retrofit.training.teacher_cache import RECORD, KeptPredictions
 from retrofit.training.teaching import teach
 
 torch.set_num_threads(1)

@@ -19,9 +19,8 @@ import retrofit
 from retrofit.cli import main
 from retrofit.errors import TrainingError
 from retrofit.pipeline.tokenization import codec_for, windows_of
-from retrofit.training.comparison_picture import draw_comparison
 from retrofit.training.curves import COLOURS
-from retrofit.training.model_comparison import Figures, compare_models, generated
+from retrofit.training.model_comparison import Figures, compare_models, draw_comparison, generated
 
 torch.set_num_threads(1)
 

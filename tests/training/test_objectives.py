@@ -31,7 +31,7 @@ from transformers import (
 
 from retrofit.errors import TrainingError
 from retrofit.pipeline.tokenization import byte_codec, codec_for
-from retrofit.training.label_loss import add_loss
+from retrofit.training.losses import add_loss
 from retrofit.training.objectives import (
     IGNORED,
     Collator,

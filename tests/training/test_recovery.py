@@ -22,8 +22,8 @@ from retrofit.errors import TrainingError
 from retrofit.passes.reversible import two_stream_layer
 from retrofit.pipeline.corresponding_sites import corresponding_sites
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.dense_sites import DenseSites
-from retrofit.training.own_dials import begin
+from retrofit.training.layerwise import DenseSites
+from retrofit.training.recovery import start_dials
 from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
 from retrofit.training.teacher import Teacher
 
@@ -234,7 +234,7 @@ def test_a_dial_of_active_units_begins_at_the_dense_function_and_ends_at_the_met
     with torch.no_grad():
         blocks[0].down.weight.add_(0.1)  # what the align stage has changed
     fitted = model(IDS).logits
-    names = begin(teacher, lambda: model(IDS))
+    names = start_dials(teacher, lambda: model(IDS))
     assert names == [site.name for site in teacher.sites.sites]
     assert [block.active for block in blocks] == [2, 2]
     assert not torch.equal(model(IDS).logits, fitted)
@@ -256,7 +256,7 @@ def test_a_dial_of_computed_tokens_begins_at_the_dense_function_and_ends_at_the_
                 parameter.add_(0.1)
     teacher = Teacher.of(dense, model)
     rewritten, expected = model(IDS, use_cache=False).logits, dense(IDS).logits
-    assert begin(teacher, lambda: model(IDS, use_cache=False)) == [site.name for site in teacher.sites.sites]
+    assert start_dials(teacher, lambda: model(IDS, use_cache=False)) == [site.name for site in teacher.sites.sites]
     assert len(teacher.sites.sites) == len(dense.model.layers)  # type: ignore[union-attr, arg-type]
     far = []
     for share in (0.0, 0.3, 1.0):
@@ -288,12 +288,12 @@ def test_sites_that_a_dial_does_not_make_dense_are_mixtures() -> None:
     teacher = Teacher.of(dense, model)
     unknown = dataclasses.replace(teacher, parts=dataclasses.replace(teacher.parts, fates={}))  # fitted values stay
     before = model(IDS).logits
-    assert begin(unknown, lambda: model(IDS)) == []
+    assert start_dials(unknown, lambda: model(IDS)) == []
     assert torch.equal(model(IDS).logits, before)
     with teacher.sites.mixed(0.0):
         assert torch.equal(model(IDS, use_cache=False).logits, dense(IDS).logits)
     weighted, dense = pair("sparse-ffn(sparsity=8, multiply_by_controller=true)")
-    assert begin(Teacher.of(dense, weighted), lambda: weighted(IDS)) == []
+    assert start_dials(Teacher.of(dense, weighted), lambda: weighted(IDS)) == []
 
 
 @pytest.mark.long

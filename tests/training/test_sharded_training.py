@@ -18,8 +18,15 @@ import retrofit
 from retrofit.errors import TrainingError
 from retrofit.training import processes
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.sharded_checkpoints import fill_from_parts, read_parts, write_parts
-from retrofit.training.sharding import own_rows, require_one_dtype_a_group, shard_groups, sharded_copy
+from retrofit.training.sharding import (
+    fill_from_parts,
+    own_rows,
+    read_parts,
+    require_one_dtype_a_group,
+    shard_groups,
+    sharded_copy,
+    write_parts,
+)
 
 PROCESSES, SHARED, TAUGHT = 2, "layers that share a feed-forward", "sparse-ffn with a teacher"
 ENCODER = "an encoder"  # it is told how many labels there are in all, and takes the mean over those of its own part alone

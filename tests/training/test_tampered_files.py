@@ -15,8 +15,8 @@ from torch import Tensor
 from retrofit.errors import CheckpointError, PlanningError, TrainingError
 from retrofit.planning.kept_measurements import FORMAT, KeptMeasurements
 from retrofit.planning.kept_measurements import RECORD as MEASURED
-from retrofit.training.kept_predictions import RECORD, Facts, KeptPredictions, read_facts, write_facts
-from retrofit.training.sharded_checkpoints import fill_from_parts, read_parts
+from retrofit.training.sharding import fill_from_parts, read_parts
+from retrofit.training.teacher_cache import RECORD, Facts, KeptPredictions, read_facts, write_facts
 
 FACTS = Facts(
     teacher="", weights="w", vocabulary=9, tokenizer="t", objective="o", example="e", length=4, windows=5, text="x", top=2,

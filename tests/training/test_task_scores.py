@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import TrainingError
-from retrofit.training.task_scores import PACKAGE, numbers, require_package, task_scores
+from retrofit.training.model_comparison import PACKAGE, numbers, require_package, task_scores
 
 WORDS = "[UNK] </s> the cat dog sat ran up down".split()
 QUESTIONS = [("the cat", 0), ("the dog", 1), ("up the", 1), ("down", 0), ("cat cat", 1), ("dog ran", 0)]
@@ -92,7 +92,7 @@ def test_the_command_prints_the_scores(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_missing_package_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrofit.training.task_scores.PACKAGE", "no_such_package")
+    monkeypatch.setattr("retrofit.training.model_comparison.PACKAGE", "no_such_package")
     with pytest.raises(TrainingError) as caught:
         require_package()
     assert caught.value.remedy == "pip install 'retrofit-transformers[eval]'"

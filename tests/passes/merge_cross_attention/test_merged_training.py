@@ -19,7 +19,7 @@ from retrofit.passes import MergeCrossAttention
 from retrofit.passes.merge_cross_attention.other_keys import AttentionToOthers
 from retrofit.passes.merge_cross_attention.weight_dial import OtherTokens
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.own_dials import begin
+from retrofit.training.recovery import start_dials
 from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
 from retrofit.training.teacher import Teacher
 
@@ -55,7 +55,7 @@ def run(path: Path, **more: Any) -> TrainingRun:
 def test_at_the_beginning_of_its_dial_it_is_the_dense_model_bit_for_bit() -> None:
     model = copy.deepcopy(rewritten())
     teacher = Teacher.of(copy.deepcopy(dense()), model)
-    assert len(begin(teacher, lambda: logits(model))) == 2
+    assert len(start_dials(teacher, lambda: logits(model))) == 2
     expected = logits(dense())
     for share in (0.0, 0.5, 1.0):
         with teacher.sites.mixed(share):

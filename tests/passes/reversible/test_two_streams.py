@@ -556,12 +556,12 @@ def dense_call(layer: nn.Module, swaps: Any, args: Any, kwargs: Any) -> Any:
 
 
 def test_its_dial_leads_from_the_dense_stacks() -> None:
-    from retrofit.training import own_dials
+    from retrofit.training.recovery import start_dials
     from retrofit.training.teacher import Teacher
 
     model, teacher = copy.deepcopy(rewritten("llama")).eval(), copy.deepcopy(dense("llama")).eval()
     found = Teacher.of(teacher, model)
-    assert own_dials.begin(found, lambda: model(IDS)) == ["model"]
+    assert start_dials(found, lambda: model(IDS)) == ["model"]
     with torch.no_grad():
         for share, same in ((0.0, True), (0.5, False)):
             with found.sites.mixed(share):

@@ -9,26 +9,32 @@ A folder with `teacher.json`, which says what they depend on, and shards of so m
 
 A window is found by its number in the text, so the order in which training draws windows makes no difference. What is hidden in a
 window, where the objective hides tokens, depends on its number and the seed in `teacher.json` and nothing else.
+
+A teacher of which only the predictions are there: on disk, for the windows of one text.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError, TrainingError
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.safetensors_header import Extent, extents_in
-from retrofit.training.distillation import LargestPredictions
+from retrofit.training.distillation import LargestPredictions, LogitHead, Predictions, total_divergence
+from retrofit.training.layerwise import DenseSites
+from retrofit.training.losses import token_logits
+from retrofit.training.windows import WINDOW
 
 RECORD = "teacher.json"
 FORMAT = "retrofit teacher's predictions"
@@ -79,7 +85,7 @@ class KeptPredictions:
 
     @staticmethod
     def in_folder(folder: str | Path) -> KeptPredictions:
-        """All the predictions in a folder; raises `TrainingError` where it holds none, or not all of them."""
+        """Return all the predictions in a folder; raises `TrainingError` where it holds none, or not all of them."""
         folder = Path(folder)
         facts = read_facts(folder)
         if facts is None:
@@ -99,20 +105,20 @@ class KeptPredictions:
         return kept
 
     def path(self, number: int) -> Path:
-        """The file of the shard of this number."""
+        """Return the file of the shard of this number."""
         return self.folder / f"windows-{number:06}.safetensors"
 
     def missing(self) -> list[int]:
-        """The numbers of the shards that are not there."""
+        """Return the numbers of the shards that are not there."""
         return [number for number in range(self.facts.shards) if not self.path(number).is_file()]
 
     def write(self, number: int, tensors: dict[str, Tensor]) -> None:
-        """The shard of this number is on disk, whole."""
+        """Write the shard of this number, whole or not at all."""
         with whole_file(self.path(number), force=True) as file:
             file.write(save({name: value.contiguous() for name, value in tensors.items()}))
 
     def open_shard(self, number: int) -> Any:
-        """The file of that number, which holds what `Facts` say; raises `CheckpointError` where it does not."""
+        """Return the file of that number, which holds what `Facts` say; raises `CheckpointError` where it does not."""
         file = self.path(number)
         try:
             require_shapes(extents_in(file), self.rows_of(number), self.facts.top)
@@ -121,7 +127,7 @@ class KeptPredictions:
             raise damaged(file, error.why if isinstance(error, CheckpointError) else str(error)) from error
 
     def rows_of(self, number: int) -> int:
-        """How many windows are in the shard of this number."""
+        """Return how many windows are in the shard of this number."""
         return min(self.facts.shard, self.facts.windows - number * self.facts.shard)
 
     def rows(self, name: str, windows: Sequence[int]) -> Tensor:
@@ -133,18 +139,18 @@ class KeptPredictions:
         return torch.cat(found)
 
     def predictions(self, windows: Sequence[int]) -> LargestPredictions:
-        """What the teacher predicts for the tokens of these windows, one after the other."""
+        """Return what the teacher predicts for the tokens of these windows, one after the other."""
         ids, log_p, log_rest = (self.rows(name, windows).flatten(0, 1) for name in ("ids", "log_probabilities", "log_rest"))
         if ids.numel() and not 0 <= int(ids.long().min()) <= int(ids.long().max()) < self.facts.vocabulary:
             raise damaged(self.path(windows[0] // self.facts.shard), f"it names ids beyond the {self.facts.vocabulary:,} there are")
         return LargestPredictions(ids, log_p, log_rest)
 
     def loss(self, windows: Sequence[int]) -> float:
-        """The teacher's own loss: the mean over these windows."""
+        """Return the teacher's own loss: the mean over these windows."""
         return float(self.rows("loss", windows).double().mean())
 
     def kept_share(self) -> float:
-        """The probability that the k ids of a token have together: the mean over all tokens."""
+        """Return the probability that the k ids of a token have together: the mean over all tokens."""
         rests = torch.cat([self.shard(number).get_tensor("log_rest").flatten() for number in range(self.facts.shards)])
         return 1.0 - float(rests.double().exp().mean())
 
@@ -158,7 +164,7 @@ def damaged(file: Path, why: str) -> CheckpointError:
 
 
 def require_shapes(found: Mapping[str, Extent], windows: int, top: int) -> None:
-    """The tensors of a shard have the shapes that are said above, else `ValueError`."""
+    """Raise `ValueError` unless the tensors of a shard have the shapes listed above."""
     shapes = {name: found[name].shape for name in TENSORS if name in found}
     kept = shapes.get("ids", ())
     expected = {"ids": (windows, *kept[1:2], top), "log_probabilities": kept, "log_rest": kept[:-1], "loss": kept[:1]}
@@ -167,7 +173,7 @@ def require_shapes(found: Mapping[str, Extent], windows: int, top: int) -> None:
 
 
 def are_facts(facts: Facts) -> bool:
-    """Whether every fact is of its type, and the numbers of what is counted are at least one."""
+    """Return whether every fact is of its type, and the numbers of what is counted are at least one."""
     kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     typed = all(
         isinstance(value := getattr(facts, one.name), kinds[str(one.type)]) and (one.type == "bool" or not isinstance(value, bool))
@@ -177,7 +183,7 @@ def are_facts(facts: Facts) -> bool:
 
 
 def read_facts(folder: Path) -> Facts | None:
-    """What the predictions in a folder depend on; None where it holds none."""
+    """Return what the predictions in a folder depend on; None where it holds none."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         if record.pop("format") != FORMAT:
@@ -194,7 +200,7 @@ def write_facts(folder: Path, facts: Facts) -> None:
 
 
 def difference(kept: Facts, facts: Facts) -> Difference | None:
-    """The first thing that predictions kept on disk do not share with what is needed; None where they fit."""
+    """Return the first thing that predictions kept on disk do not share with what is needed; None where they fit."""
     again = "write the predictions again for it with retrofit teach, to another folder"
     if kept.vocabulary != facts.vocabulary:
         why = f"it has {kept.vocabulary:,} tokens, the model {facts.vocabulary:,}"
@@ -216,3 +222,46 @@ def difference(kept: Facts, facts: Facts) -> Difference | None:
         why = f"its predictions are those at temperature {kept.temperature:g}, this run compares them at {facts.temperature:g}"
         return Difference("another temperature", why, f"give --temperature {kept.temperature:g}, or {again}")
     return None
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptTeacher:
+    """Predictions on disk, and no site: there is no module to learn from."""
+
+    kept: KeptPredictions
+    sites: DenseSites
+
+    @staticmethod
+    def of(folder: str | Path, student: nn.Module, facts: Facts) -> KeptTeacher:
+        """Return the teacher whose predictions are in `folder`.
+
+        Raises `TrainingError` where they are of something else than `facts`.
+        """
+        kept = KeptPredictions.in_folder(folder)
+        apart = difference(kept.facts, facts)
+        if apart is not None:
+            raise TrainingError(f"the predictions in {folder} are of {apart.what}", why=apart.why, remedy=apart.remedy)
+        return KeptTeacher(kept, DenseSites(student, student, ()))
+
+    @contextlib.contextmanager
+    def teaching(self, device: torch.device) -> Iterator[None]:
+        """Nothing is moved: predictions go to the device of the student's as they are needed."""
+        yield
+
+    def forward(self, batch: Mapping[str, Any]) -> None:
+        """There is no model to run."""
+
+    def predictions(self, batch: Mapping[str, Any], head: LogitHead | None) -> Predictions:
+        """Return those for all tokens of a batch."""
+        return self.kept.predictions(batch[WINDOW].tolist())
+
+    def divergence(self, outputs: Any, batch: Mapping[str, Any], temperature: float) -> Tensor:
+        """Return the mean over all tokens of the divergence of the student's outputs for a batch from the teacher's predictions."""
+        student = token_logits(outputs)
+        if student.shape[-1] != self.kept.facts.vocabulary:
+            raise TrainingError(
+                f"the model's logits are {student.shape[-1]:,} numbers a token",
+                why=f"the teacher's vocabulary has {self.kept.facts.vocabulary:,} tokens",
+                remedy="name the dense model itself with --teacher",
+            )
+        return total_divergence(student, self.predictions(batch, None), temperature) / student[..., 0].numel()

@@ -1,0 +1,318 @@
+"""The rewritten sites of a model next to the dense modules that they replaced: both see the same arguments.
+
+    align    every site returns what the dense module returns, and how far its own result is from that is recorded. So every later
+             site sees the dense model's own activations, and no gradient passes from one site to another.
+    anneal   every site returns (1 − λ) dense(x) + λ new(x): the dense model at λ = 0, bit for bit, the rewritten one at λ = 1.
+             A site with a dial of its pass's own is turned to λ instead, once its parameters have the dense values.
+
+Hooks do it, so no module, name or parameter of the model changes.
+
+The residual stream after every layer of the rewritten model, next to that after the same layer of the dense one.
+
+The layers are those of the dense model's anatomy. In the rewritten model a layer is the module at its path, with all that was put
+around it, where that returns a stream of the dense shape. Where it returns a wider one (AltUp's blocks), it is the dense layer
+inside: its result is the part of the wide stream that it computed (of two streams, the newer one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from retrofit.anatomy.inspection import inspect
+from retrofit.anatomy.parts import NoStream
+from retrofit.errors import TrainingError
+from retrofit.pipeline.corresponding_sites import CorrespondingSite
+from retrofit.pipeline.protocol import Dial
+from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.recorded_calls import float_tensors
+from retrofit.runtime.weighted_errors import token_weights
+
+Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseSite:
+    """A site of the rewritten model, and the dense module, which is frozen and in evaluation mode."""
+
+    name: str
+    module: nn.Module
+    dense: nn.Module
+    dial: Dial | None = None
+
+    @torch.no_grad()
+    def dense_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the dense module returns for the arguments of a call of the site."""
+        return self.dense(*args, **known_keywords(self.dense, kwargs))
+
+    def with_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the same with a gradient that passes through it to the arguments."""
+        return self.dense(*args, **known_keywords(self.dense, kwargs))
+
+
+class DenseSites:
+    """The sites of a rewritten model that have a dense module to learn from."""
+
+    def __init__(self, model: nn.Module, dense: nn.Module, sites: Sequence[CorrespondingSite]) -> None:
+        self.model = model
+        self.sites = [
+            DenseSite(one.rewritten, model.get_submodule(one.rewritten), dense.get_submodule(one.dense), one.dial) for one in sites
+        ]
+        self.dialled: dict[str, Dial] = {}  # by the names of the sites that are turned by a dial of their own
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the sites, each once."""
+        found = {id(parameter): parameter for site in self.sites for parameter in site.module.parameters()}
+        yield from found.values()
+
+    def replace(self, module: nn.Module) -> bool:
+        """Return whether a site is this module, or lies in it."""
+        inside = {id(one) for one in module.modules()}
+        return any(id(site.module) in inside for site in self.sites)
+
+    @contextlib.contextmanager
+    def aligning(self, training: bool = True) -> Iterator[list[Tensor]]:
+        """Within this context sites return what the dense modules do; the list receives the squared error of each of their calls.
+
+        What lies between the sites, or around one of them, evaluates; the sites themselves train, where `training`. Both last
+        until the gradients are computed, where layers are computed again for them.
+        """
+        errors: list[Tensor] = []
+
+        def hook_of(site: DenseSite) -> Hook:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+                expected = site.dense_output(args, kwargs)
+                errors.append(squared_error(output, expected, float_tensors((args, kwargs))))
+                return expected
+
+            return hook
+
+        with evaluation_mode(self.model):
+            for site in self.sites:
+                if training and not any(self.replace(child) for child in site.module.children()):
+                    site.module.train()
+            with self.hooked(hook_of, self.sites):
+                yield errors
+
+    @contextlib.contextmanager
+    def mixed(self, share: float) -> Iterator[None]:
+        """Within this context sites return (1 − share) dense(x) + share new(x), or are turned to `share` by their own dials.
+
+        It lasts until the gradients are computed, where layers are computed again for them.
+        """
+
+        def hook_of(site: DenseSite) -> Hook:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+                return mixture(site.with_gradient(args, kwargs), output, share)
+
+            return hook
+
+        turned = [(site.module, self.dialled[site.name]) for site in self.sites if site.name in self.dialled]
+        mixed = [site for site in self.sites if site.name not in self.dialled]
+        try:
+            for module, dial in turned:
+                dial.turn(module, share)
+            with self.hooked(hook_of, mixed) if share < 1 else contextlib.nullcontext():
+                yield
+        finally:
+            for module, dial in turned:
+                dial.turn(module, 1.0)
+
+    def errors(self, run: Callable[[], Any]) -> dict[str, float]:
+        """Return how far each site is from the dense module, relative to its size, for the calls that are made in `run`."""
+        found: dict[str, float] = {}
+
+        def hook_of(site: DenseSite) -> Hook:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+                error = squared_error(output, site.dense_output(args, kwargs), float_tensors((args, kwargs)))
+                found[site.name] = max(found.get(site.name, 0.0), float(error) ** 0.5)
+
+            return hook
+
+        with torch.no_grad(), evaluation_mode(self.model), self.hooked(hook_of, self.sites):
+            run()
+        return found
+
+    @contextlib.contextmanager
+    def hooked(self, hook_of: Callable[[DenseSite], Hook], sites: Sequence[DenseSite]) -> Iterator[None]:
+        handles = [site.module.register_forward_hook(hook_of(site), with_kwargs=True) for site in sites]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def known_keywords(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a module's forward takes: a pass may have added others."""
+    parameters = signature(module.forward).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def squared_error(found: Any, expected: Any, inputs: Sequence[Tensor]) -> Tensor:
+    """Return how far the first tensor of an output is from the expected one, relative to its size, no token deciding by its length.
+
+        Σ_t w_t ‖found_t − y_t‖² / Σ_t w_t ‖r_t‖²        w as in `weighted_errors`, of r
+
+    r is y, or, where the module returns one of its inputs x and adds to it, what it adds: y − x.
+    """
+    one, y = (rows_of(float_tensors(value)[0]) for value in (found, expected))
+    streams = [rows_of(value) for value in inputs if value.dim() > 1]
+    added = [y] + [y - x for x in streams if x.shape == y.shape]
+    r = min(added, key=lambda each: float(token_weights(each) @ each.detach().square().sum(-1)))
+    weights = token_weights(r)
+    missed = (one - y).square().sum(-1) @ weights
+    return missed / (r.square().sum(-1) @ weights).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def rows_of(value: Tensor) -> Tensor:
+    return value.reshape(-1, value.shape[-1]).float()
+
+
+def mixture(dense: Any, new: Any, share: float) -> Any:
+    """Return the floating-point tensors of two outputs of one structure, mixed; everything else as in the new one."""
+    theirs, spec = pytree.tree_flatten(dense)
+    ours, same = pytree.tree_flatten(new)
+    if spec != same:
+        return pytree.tree_unflatten([torch.lerp(float_tensors(dense)[0], float_tensors(new)[0], share), *ours[1:]], same)
+    mixed = [
+        torch.lerp(one, other, share) if isinstance(one, Tensor) and one.is_floating_point() else other
+        for one, other in zip(theirs, ours, strict=True)
+    ]
+    return pytree.tree_unflatten(mixed, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPair:
+    """A layer of the dense model, and where its part is computed in the rewritten one: the outermost module first."""
+
+    name: str
+    dense: nn.Module
+    rewritten: tuple[nn.Module, ...]
+    stream: int | str | None  # index or key of the stream in what the layer returns, None: the returned value itself
+
+    def stream_of(self, output: Any) -> Tensor | None:
+        value = output if self.stream is None or isinstance(output, Tensor) else output[self.stream]
+        return value if isinstance(value, Tensor) else None
+
+
+class HiddenStates:
+    """The layers of a dense model that the rewritten one still has."""
+
+    def __init__(self, dense: nn.Module, layers: tuple[LayerPair, ...]) -> None:
+        self.dense, self.layers = dense, layers
+
+    @staticmethod
+    def of(student: nn.Module, dense: nn.Module, places: Mapping[str, str]) -> HiddenStates:
+        """Return those of `student`; `places` says where a module of the dense model is now.
+
+        Raises `TrainingError` where no layer is a module.
+        """
+        modules, found = dict(student.named_modules()), {}
+        for layer in inspect(dense).layers:
+            if layer.name and not isinstance(layer.stream_out, NoStream):
+                paths = dict.fromkeys((layer.name, places.get(layer.name, layer.name)))
+                now = tuple(modules[path] for path in paths if path in modules)
+                found[layer.name] = LayerPair(layer.name, dense.get_submodule(layer.name), now, layer.stream_out)
+        pairs = tuple(pair for pair in found.values() if pair.rewritten)
+        if not pairs:
+            raise TrainingError(
+                "--distil-hidden: the model has no layer that corresponds to one of the teacher",
+                why="no module of the dense model takes its residual stream and returns it, or none is left",
+                remedy="leave out --distil-hidden",
+            )
+        return HiddenStates(dense, pairs)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[RecordedStreams]:
+        """Within this context the streams of both models are recorded: the dense one's where it is called as a whole."""
+        record = RecordedStreams(self)
+        handles = [
+            self.dense.register_forward_pre_hook(lambda module, args: record.teach(True)),
+            self.dense.register_forward_hook(lambda module, args, output: record.teach(False)),
+        ]
+        for pair in self.layers:
+            handles.append(pair.dense.register_forward_hook(record.hook(pair, pair.dense, of_teacher=True)))
+            handles += [one.register_forward_hook(record.hook(pair, one, of_teacher=False)) for one in pair.rewritten]
+        try:
+            yield record
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class RecordedStreams:
+    """The streams after each call of the layers: of the teacher, which is called once or once a window, and of the student."""
+
+    def __init__(self, states: HiddenStates) -> None:
+        self.states = states
+        self.found: dict[int, list[Tensor]] = {}  # by the module
+        self.teaching = False
+        self.forwards = 0  # of the teacher
+
+    def teach(self, begins: bool) -> None:
+        self.teaching = begins
+        self.forwards += begins
+
+    def hook(self, pair: LayerPair, layer: nn.Module, *, of_teacher: bool) -> Callable[[nn.Module, Any, Any], None]:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            stream = pair.stream_of(output)
+            if stream is not None and of_teacher == self.teaching:
+                self.found.setdefault(id(layer), []).append(stream)
+
+        return record
+
+    def error(self) -> Tensor:
+        """Return the mean over the layers of their squared error relative to the dense stream, as sites are aligned by."""
+        errors = [self.error_of(pair) for pair in self.states.layers]
+        comparable = [one for one in errors if one is not None]
+        if not comparable:
+            raise TrainingError(
+                "--distil-hidden: no layer returns a stream of the shape that the teacher's has",
+                why="the streams are wider or shorter, and no dense layer is left inside",
+                remedy="leave out --distil-hidden",
+            )
+        return torch.stack(comparable).mean()
+
+    def error_of(self, pair: LayerPair) -> Tensor | None:
+        """That of one layer, all its calls; None where the student computes nothing of that shape."""
+        windows = self.found.get(id(pair.dense), [])
+        calls = len(windows) // max(1, self.forwards)
+        expected = [torch.cat(windows[call::calls]) for call in range(calls)]  # a call of every forward
+        around: list[Tensor] = []
+        for layer in pair.rewritten:
+            streams = self.found.get(id(layer), [])
+            if streams and [one.shape for one in streams] == [one.shape for one in expected]:
+                if len(around) == len(streams):
+                    streams = [with_gradient(*both) for both in zip(streams, around, strict=True)]
+                both = zip(streams, expected, strict=True)
+                return torch.stack([squared_error(one, other.to(one.device), ()) for one, other in both]).mean()
+            around = streams
+        return None
+
+
+def with_gradient(stream: Tensor, around: Tensor) -> Tensor:
+    """Return the stream with its graph: where a layer recomputed in the backward pass left it without, as a part of `around`.
+
+    That is what the module around the layer returned. Raises `TrainingError` where no part of it is this stream.
+    """
+    if not (stream.requires_grad and stream.grad_fn is None):
+        return stream
+    parts = around.split(stream.shape[-1], -1)
+    found = next((one for one in parts if one.shape == stream.shape and torch.equal(one, stream)), None)
+    if found is None:
+        raise TrainingError(
+            "--distil-hidden: the stream after a layer has no gradient",
+            why="the layer is computed again in the backward pass, and what is around it returns another stream",
+            remedy="leave out --distil-hidden",
+        )
+    return found
