@@ -514,8 +514,8 @@ def test_every_line_of_an_account_is_a_row() -> None:
         "fix: use N = 2",
         "notes          energy kept       kept",
         "h.0\\n  fix: pay  50.0%",
-        "h.1                  50.0%",
-        "h.2                  50.0%",
+        "h.1              50.0%",
+        "h.2              50.0%",
     ]
 
 
