@@ -103,7 +103,7 @@ def main() -> None:
     for name, why in result.left_out.items():
         print(f"  left out: {name}: {why}")
     for one in result.uniform:
-        print(f"  {one.spec:<55}{figures(one.held_out)}")
+        print(f"  {one.spec:<55}{figures(one.shown)}")
     if not options.targets:
         print(f"no setting saves {options.cost}")
     for error in result.unreached.values():
@@ -145,11 +145,11 @@ def report(one: PlannedRecipe, plan: ModelPlan) -> None:
     name = plan.main
     rivals = [setting for setting in plan.uniform if setting.worth.costs[name] <= one.measured.costs[name] * 1.01]
     if rivals:
-        best = min(rivals, key=lambda setting: setting.held_out.distance)
-        print(f"  uniform   {figures(best.held_out)}  {best.spec}")
-        print(f"  distance of the plan / of the uniform setting: {one.measured.distance / best.held_out.distance:.2f}")
-        if best.held_out.added_loss and one.measured.added_loss:
-            print(f"  loss added by the plan / by the uniform setting: {one.measured.added_loss / best.held_out.added_loss:.2f}")
+        best = min(rivals, key=lambda setting: setting.shown.distance)
+        print(f"  uniform   {figures(best.shown)}  {best.spec}")
+        print(f"  distance of the plan / of the uniform setting: {one.measured.distance / best.shown.distance:.2f}")
+        if best.shown.added_loss and one.measured.added_loss:
+            print(f"  loss added by the plan / by the uniform setting: {one.measured.added_loss / best.shown.added_loss:.2f}")
 
 
 def figures(worth: Worth) -> str:

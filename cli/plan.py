@@ -161,11 +161,18 @@ def output_files(output: Path, targets: tuple[Target, ...]) -> list[Path]:
 
 
 def print_plans(found: ModelPlan, files: Mapping[Target, Path], picture: Path, read: str) -> None:
-    """Each plan as a table, then what was not tried, how the text was read, and where the results are."""
-    from retrofit.planning.planned_recipe import rows_of
+    """Each plan as a table, then the candidates, what was not tried, how the text was read, and where the results are."""
+    from retrofit.planning.planned_recipe import candidate_rows, rows_of
 
     for one in found.planned:
         print_table([*rows_of(found, one), ("recipe file", str(files[one.target])), ("", "")])
+    candidates = [": ".join(row) for row in candidate_rows(found.uniform, found.main)]
+    left_out = [f"{name}: {why}" for name, why in found.left_out.items()]
     print_table(
-        [*(("left out", f"{name}: {why}") for name, why in found.left_out.items()), ("text read", read), ("picture", str(picture))]
+        [
+            *(("in all layers" if not number else "", text) for number, text in enumerate(candidates)),
+            *(("left out" if not number else "", text) for number, text in enumerate(left_out)),
+            ("text read", read),
+            ("picture", str(picture)),
+        ]
     )

@@ -125,8 +125,12 @@ def apply_reported(
     checks: str | Collection[str] = "all",
     progress: Progress | None = None,
     count_flops: bool = True,
+    dense: Program | None = None,
 ) -> Applied:
-    """`apply`, with an account of what was done, what it costs and how the checks came out."""
+    """`apply`, with an account of what was done, what it costs and how the checks came out.
+
+    Where `dense`, the program of an equal model, is given, the modules are rewritten without capturing the model again.
+    """
     say = progress or (lambda stage: None)
     chosen = parse_passes(passes)
     require_module(model)
@@ -151,7 +155,7 @@ def apply_reported(
         count_flops=count_flops,
     )
     try:
-        return how(model, emit=emit)
+        return how(model, emit=emit, dense=dense)
     except DoesNotFitError as refusal:
         if emit == "graph" or isinstance(model, fx.GraphModule) or refusal.in_any_form:
             raise without_graph_fix(refusal) from None
@@ -213,7 +217,7 @@ def rewrite_once(
     if dense is None:
         model, inputs, dense = prepare_model(model, example_inputs, emit, say)
     else:
-        inputs = named_inputs(model, example_inputs)
+        inputs = sides_apart(model, named_inputs(model, example_inputs))
         dense = dataclasses.replace(dense, examples=inputs)  # on the device of this model
     say(f"planning {passes[0].name}")
     anatomy = read_anatomy(model, dense)

@@ -12,6 +12,7 @@ from retrofit.surgery.transformers_quantization import TRACES
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 OWN = "retrofit_"  # attributes in which the library keeps its books
+ORIGINS = {*TRACES, "name_or_path"}  # attributes that say where the weights came from
 PLAIN = (bool, int, float, str, tuple)
 
 
@@ -74,7 +75,7 @@ def settings(module: nn.Module) -> dict[str, Any]:
     kept = {
         name: value
         for name, value in plain_attributes(module).items()
-        if isinstance(value, PLAIN) and not name.startswith(OWN) and name not in TRACES
+        if isinstance(value, PLAIN) and not name.startswith(OWN) and name not in ORIGINS
     }
     return {**kept, "forward": "forward" in vars(module), "training": False}
 

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from time import monotonic
 from typing import Any
 
 import torch
@@ -33,11 +34,12 @@ SECONDS = 6.0  # after which no further round begins, where the time is known we
 EXACT = 0.01  # the error of a ratio that is small enough
 PATIENCE = 2.0  # times as many seconds, after which none begins
 TOKENS = 16  # decoded in a round: a multiple of the strides at which some tokens cost less
+HURRIED, HURRIED_TOKENS = 2, 8  # rounds, and tokens of one, where little of a limited time is left
 PROMPT = 32  # tokens
 FEWEST = 3  # decoded: the first is left out, and so is the time to the second
 
 COSTS, LOSSES, CHOICES, REPORT = (
-    0.3,
+    0.4,
     0.75,
     0.85,
     0.97,
@@ -55,7 +57,7 @@ class Deadline:
     """The end of a time that began now, after so many minutes; None: there is none."""
 
     def __init__(self, minutes: float | None) -> None:
-        self.began, self.seconds = time.monotonic(), math.inf if minutes is None else 60 * minutes
+        self.began, self.seconds = monotonic(), math.inf if minutes is None else 60 * minutes
 
     @property
     def is_set(self) -> bool:
@@ -63,14 +65,14 @@ class Deadline:
 
     def left(self, share: float = REPORT) -> float:
         """The seconds until that share of the time is over, 0 where it is."""
-        return max(0.0, self.began + share * self.seconds - time.monotonic())
+        return max(0.0, self.began + share * self.seconds - monotonic())
 
     def over(self, share: float = REPORT) -> bool:
         return self.left(share) == 0.0
 
     def limit(self, seconds: float) -> AbstractContextManager[object]:
         """Within this context computing raises `OutOfTime` when so many seconds are over."""
-        return contextlib.nullcontext() if seconds == math.inf else Interrupted(time.monotonic() + seconds)
+        return contextlib.nullcontext() if seconds == math.inf else Interrupted(monotonic() + seconds)
 
 
 class Interrupted(TorchFunctionMode):
@@ -81,15 +83,15 @@ class Interrupted(TorchFunctionMode):
         self.until = until
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if time.monotonic() > self.until:
+        if monotonic() > self.until:
             raise OutOfTime
         return function(*args, **(kwargs or {}))
 
 
-def seconds_of(quantity: str, model: nn.Module, window: Inputs) -> float:
-    """One measurement: the seconds of a decoded token, of a forward of the window, of a training step on it."""
+def seconds_of(quantity: str, model: nn.Module, window: Inputs, tokens: int = TOKENS) -> float:
+    """One measurement: the seconds of a decoded token, a mean of so many, of a forward of the window, of a training step on it."""
     if quantity == "decode":
-        return seconds_of_token(model, window)
+        return seconds_of_token(model, window, tokens)
     return seconds_of_forward(model, window) if quantity == "prefill" else seconds_of_step(model, window)
 
 
@@ -99,9 +101,9 @@ def measurable(model: nn.Module, window: Inputs) -> tuple[str, ...]:
     return ("decode", "prefill", "train") if decodes else ("prefill", "train")
 
 
-def decoded_tokens(model: nn.Module) -> int:
-    """How many tokens are decoded in a measurement: no more than the model has positions for after one of a prompt."""
-    return min(TOKENS + 2, positions_of(model) - 1)
+def decoded_tokens(model: nn.Module, tokens: int = TOKENS) -> int:
+    """How many tokens are decoded to time so many: no more than the model has positions for after one of a prompt."""
+    return min(tokens + 2, positions_of(model) - 1)
 
 
 def positions_of(model: nn.Module) -> int:
@@ -109,10 +111,10 @@ def positions_of(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def seconds_of_token(model: nn.Module, window: Inputs) -> float:
+def seconds_of_token(model: nn.Module, window: Inputs, tokens: int = TOKENS) -> float:
     """The mean time from one token to the next as `generate` decodes them, the first left out."""
     began: list[float] = []
-    count = decoded_tokens(model)
+    count = decoded_tokens(model, tokens)
     kept = (ids_name(window), ids_name(window, decoder=True))  # of what has a row a window
     length = min(PROMPT, positions_of(model) - count)
     prompt = {key: value[:1, :length] if isinstance(value, Tensor) and value.dim() == 2 else value for key, value in window.items()}
@@ -158,9 +160,13 @@ def timed(action: Callable[[], Any]) -> float:
 
 
 def beside(
-    dense: Hybrid, others: Sequence[Hybrid], quantity: str, window: Inputs, most_seconds: float = SECONDS, least: int = LEAST
+    dense: Hybrid, others: Sequence[Hybrid], quantity: str, window: Inputs, most_seconds: float = SECONDS, hurried: bool = False
 ) -> tuple[float, list[float]]:
-    """The seconds of the dense model, and the share of them that each of the others takes: medians over at least so many rounds."""
+    """The seconds of the dense model, and the share of them that each of the others takes: medians over rounds.
+
+    There are at least `LEAST`; where `hurried` at least `HURRIED`, of fewer tokens.
+    """
+    least, tokens = (HURRIED, HURRIED_TOKENS) if hurried else (LEAST, TOKENS)
     models = [dense, *others]
     seconds: list[list[float]] = [[] for _ in models]
     ratios: list[list[float]] = [[] for _ in others]
@@ -169,7 +175,7 @@ def beside(
         turns = list(range(len(models)))
         for index in turns[rounds % len(models) :] + turns[: rounds % len(models)]:
             with models[index]() as model:
-                taken = seconds_of(quantity, model, window)
+                taken = seconds_of(quantity, model, window, tokens)
             if rounds:  # the first is for warmth
                 seconds[index].append(taken)
         ratios = [[one / reference for one, reference in zip(each, seconds[0], strict=True)] for each in seconds[1:]]

@@ -27,7 +27,7 @@ def draw_front(path: Path, plan: ModelPlan, *, force: bool = False) -> Path:
     front = sorted((across(one), lost(one)) for one in plan.front)
     axes.plot([x for x, _ in front], [y for _, y in front], "-", color="#222222", linewidth=1.4, label="plans, predicted")
     for colour, setting in zip(itertools.cycle(COLOURS), plan.uniform, strict=False):
-        axes.plot([across(setting.worth)], [lost(setting.held_out)], "o", color=colour, markersize=6, label=setting.spec)
+        axes.plot([across(setting.worth)], [lost(setting.shown)], "o", color=colour, markersize=6, label=setting.spec)
     for one in plan.planned:
         shown = one.predicted if one.measured is None else one.measured
         axes.plot([across(shown)], [lost(shown)], "*", color="#222222", markersize=13)
@@ -49,5 +49,5 @@ def lost(worth: Worth) -> float:
 
 def smallest(plan: ModelPlan) -> float:
     """Below this what is lost is drawn linearly: about the least that is lost anywhere."""
-    values = [lost(one) for one in (*plan.front, *(setting.held_out for setting in plan.uniform)) if lost(one) > 0]
+    values = [lost(one) for one in (*plan.front, *(setting.shown for setting in plan.uniform)) if lost(one) > 0]
     return max(1e-4, min(values, default=1e-2))

@@ -35,6 +35,14 @@ class KeptMeasurements:
         if folder is not None:
             self.open(folder, force=force)
 
+    @staticmethod
+    def value_in(folder: Path | None, name: str) -> Any:
+        """The value called `name` that a folder holds, of whatever plan; None where it holds none."""
+        try:
+            return None if folder is None else json.loads((folder / RECORD).read_text(encoding="utf-8"))["values"][name]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # `open` says what is wrong with it
+            return None
+
     def open(self, folder: Path, *, force: bool) -> None:
         """What the folder holds is known; raises `PlanningError` where that is of something else and `force` is not given."""
         record = folder / RECORD

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from time import monotonic
 from typing import Any
 
 import numpy
@@ -15,9 +17,9 @@ from torch import nn
 
 from retrofit.errors import CaptureError, DoesNotFitError, PlanningError
 from retrofit.pipeline.protocol import AnyPass
-from retrofit.planning.candidates import short_spec
+from retrofit.planning.candidates import limited_to, short_spec
 from retrofit.planning.choosing import Problem, cliques_of
-from retrofit.planning.costs import COSTS, LEAST, LOSSES, PATIENCE, SECONDS, Deadline, Hybrid, OutOfTime, beside
+from retrofit.planning.costs import COSTS, LOSSES, PATIENCE, SECONDS, Deadline, Hybrid, OutOfTime, beside
 from retrofit.planning.joint_cost import Timed, joint_cost
 from retrofit.planning.joint_error import JointError, MeasuredTogether, cosines_of
 from retrofit.planning.kept_measurements import KeptMeasurements
@@ -25,13 +27,14 @@ from retrofit.planning.kept_variants import restore_variant, save_variant
 from retrofit.planning.planning_data import PlanningData
 from retrofit.planning.quality import MeasuredWindows, Quality
 from retrofit.planning.variants import LayerPaths, Replacement, Variant, added_bytes, build_variant, hybrid, structure
+from retrofit.program.program import Program
 from retrofit.runtime.peak_memory import own_bytes
 from retrofit.training.fingerprints import short_hash
 
 Progress = Callable[[str], None]
 NOISE = 0.01  # of a time
 SAME = 1e-3  # of a distance that is measured again
-HURRIED = 2  # rounds of a time where little of a limited one is left
+SAMPLE = 4  # sites that a candidate is fitted in first, where the time is limited
 NOT_TRIED = "not tried: the time given was over"
 
 
@@ -46,6 +49,7 @@ class Site:
     kind: str  # the same of those that take the same time: of one candidate, and one structure
     costs: dict[str, float]  # that it adds, as shares of the dense model's
     alone: float  # distance
+    sketch: str  # its name; empty where the distance is that of sites which it is taken to be like
 
 
 class Measurements:
@@ -64,13 +68,15 @@ class Measurements:
         example_inputs: Any,
         seconds: float = SECONDS,
         deadline: Deadline | None = None,
+        program: Program | None = None,
         progress: Progress,
     ) -> None:
         self.dense, self.data, self.layers, self.candidates = dense, data, layers, tuple(candidates)
+        self.program = program
         self.quantities, self.kept, self.seed, self.example_inputs = tuple(quantities), kept, seed, example_inputs
         self.seconds, self.say, self.deadline = seconds, progress, deadline or Deadline(None)
         self.allowance = math.inf  # seconds for one time
-        self.partial: set[int] = set()  # candidates of which not every site was measured
+        self.fit_seconds: dict[int, float] = {}  # of a sample of each
         self.variants: dict[int, Variant] = {}
         self.unfitted: dict[int, Variant] = {}
         self.sites: list[Site] = []
@@ -90,7 +96,7 @@ class Measurements:
 
         First what each costs, which does not depend on values: what saves nothing need not be fitted. Then the first setting of
         every pass is fitted, and of the others, for each target in turn, what reaches its `limits` on costs with the least to
-        spare, then what comes nearest to them.
+        spare, then what comes nearest to them. In a limited time all are first fitted in a few layers.
         """
         known = self.with_costs()
         self.unfitted.clear()
@@ -100,10 +106,17 @@ class Measurements:
                 self.left_out[short_spec(self.candidates[number])] = f"saves nothing here: {self.least_costs(number, wanted)}"
             else:
                 saving.append(number)
-        for place, number in enumerate(saving):
-            left = self.deadline.left(LOSSES)  # the first may take half of it, lest a slow one takes all
-            seconds = left if self.sites or place == len(saving) - 1 else left / 2
-            if self.in_time(number, self.measure_losses, seconds) or self.has_sites(number):
+        few = [number for number in saving if self.sample_of(number)]
+        whole = [number for number in saving if number not in few]
+        for place, number in enumerate([*few, *whole]):
+            left = self.deadline.left(LOSSES)
+            seconds = left if place == len(saving) - 1 else left / 2  # lest one that is slow takes all
+            self.in_time(number, self.measure_sample if number in few else self.measure_losses, seconds)
+        for number in few:
+            if self.has_sites(number) and self.seconds_of_all(number) < (left := self.deadline.left(LOSSES)):
+                self.in_time(number, self.measure_losses, left)
+        for number in saving:
+            if self.has_sites(number):
                 self.add_sites(number)
 
     def with_costs(self) -> list[int]:
@@ -124,23 +137,22 @@ class Measurements:
             with self.deadline.limit(seconds):
                 return self.fits(number, measure)
         except OutOfTime:
-            self.left_out[short_spec(self.candidates[number])] = NOT_TRIED
+            self.left_out[short_spec(self.candidates[number])] = f"{NOT_TRIED}{self.known_costs(number)}"
             return False
 
     def has_sites(self, number: int) -> bool:
         """Whether some sites of a candidate were measured, and the candidate was not refused."""
         name = short_spec(self.candidates[number])
-        return f"{name} refused" not in self.kept.values and f"{name} uniform held out" in self.kept.values
+        sampled = f"{name} sampled together" in self.kept.values and f"{name} sites" in self.kept.values
+        return f"{name} refused" not in self.kept.values and (f"{name} uniform held out" in self.kept.values or sampled)
 
     def add_sites(self, number: int) -> None:
         """The sites of a candidate that were measured can be chosen; those that were not are left out."""
         name = short_spec(self.candidates[number])
-        found, count = self.sites_of(number), len(self.kept.values[f"{name} sites"])
-        measured = sum(f"{name} alone {index}" in self.kept.values for index in range(count))
+        found, (measured, count) = self.sites_of(number), self.sampled(number)
         self.left_out.pop(name, None)
         if measured < count:
-            self.partial.add(number)
-            self.left_out[name] = f"{count - measured} of its {count} sites were not measured: the time given was over"
+            self.left_out[name] = f"{count - measured} of its {count} sites were not measured: they are taken to be like the others"
         elif len(found) < count:
             self.left_out[name] = f"at {count - len(found)} of its {count} sites its outputs are no numbers"
         self.sites += found
@@ -206,6 +218,64 @@ class Measurements:
             self.say(f"{name}: site {index + 1} of {count} by itself")
             self.kept.measure(f"{name} alone {index}", functools.partial(self.measure_alone, number, index))
 
+    def sample_of(self, number: int) -> list[int]:
+        """The depths that a candidate is fitted in first; none where they are no less than all, or time is not limited."""
+        candidate, sites = self.candidates[number], self.kept.values[f"{short_spec(self.candidates[number])} sites"]
+        chosen = [sites[index]["depths"] for index in spread(len(sites))[:SAMPLE]]
+        apart = self.deadline.is_set and candidate.calibrates and len(sites) > SAMPLE and all(chosen)
+        return [depth for depths in chosen for depth in depths] if apart else []
+
+    def measure_sample(self, number: int) -> None:
+        """What a few sites of one candidate do to the outputs, each by itself and together."""
+        candidate, name = self.candidates[number], short_spec(self.candidates[number])
+        sites = self.kept.values[f"{name} sites"]
+        if any(f"{name} {what}" in self.kept.values for what in ("uniform held out", "sampled together")):
+            return
+        began = monotonic()
+        few = limited_to(candidate, self.sample_of(number))
+        self.say(f"fitting {short_spec(few)}")
+        variant = build_variant(self.dense, few, self.data.fitted, self.layers, self.seed, self.example_inputs, self.program)
+        self.fit_seconds[number] = (monotonic() - began) / len(variant)
+        index_of = {tuple(one["depths"]): index for index, one in enumerate(sites)}
+        if any(one.depths not in index_of for one in variant):  # a fit may find more to change than was seen without it
+            return
+        numbers = [index_of[one.depths] for one in variant]
+        for index, one in zip(numbers, variant, strict=True):
+            self.say(f"{name}: site {index} by itself")
+            self.kept.measure(f"{name} sampled {index}", functools.partial(self.alone, one, sampled_name(candidate, index)))
+
+        def together() -> dict[str, Any]:
+            found = self.quality(variant, self.windows)
+            return {"distance": found.distance, "loss": found.loss, "sites": numbers}
+
+        self.kept.measure(f"{name} sampled together", together)
+
+    def seconds_of_all(self, number: int) -> float:
+        """About how long fitting one candidate in all its layers and measuring it will take, by what a few of them took."""
+        return self.fit_seconds.get(number, 0.0) * len(self.kept.values[f"{short_spec(self.candidates[number])} sites"])
+
+    def sampled(self, number: int) -> tuple[int, int]:
+        """Of how many sites of one candidate the effect is known, and how many there are."""
+        name = short_spec(self.candidates[number])
+        count = len(self.kept.values[f"{name} sites"])
+        return sum(self.known_alone(number, index) is not None for index in range(count)), count
+
+    def known_alone(self, number: int, index: int) -> tuple[float, str] | None:
+        """The distance that a site causes by itself, and the name of its sketch; None where it was not measured."""
+        candidate = self.candidates[number]
+        for kind, sketch in (("alone", sketch_name), ("sampled", sampled_name)):
+            if (found := self.kept.values.get(f"{short_spec(candidate)} {kind} {index}")) is not None:
+                return found["distance"], sketch(candidate, index)
+        return None
+
+    def known_costs(self, number: int) -> str:
+        """The times of a candidate in all its layers, as far as they are known, as the end of a sentence."""
+        try:
+            shares = {one: 1 + sum(self.added_by_structure(number, one)) for one in self.quantities}
+        except KeyError:
+            return ""
+        return f"; {', '.join(f'{one} takes {share:.2f} times as much' for one, share in shares.items())}" if shares else ""
+
     def saves(self, number: int, quantity: str) -> bool:
         """Whether the sites of one structure together take less of a quantity, by more than the error of a time."""
         return min(self.added_by_structure(number, quantity)) < (-NOISE if quantity in self.quantities else 0.0)
@@ -229,14 +299,17 @@ class Measurements:
     def sites_of(self, number: int) -> list[Site]:
         """The sites of one candidate that was measured, with what each costs and loses by itself."""
         name, found = short_spec(self.candidates[number]), []
-        for index, one in enumerate(self.kept.values[f"{name} sites"]):
-            if (alone := self.kept.values.get(f"{name} alone {index}")) is None:
-                continue
+        sites = self.kept.values[f"{name} sites"]
+        known = {index: one for index in range(len(sites)) if (one := self.known_alone(number, index)) is not None}
+        for index, one in enumerate(sites):
+            if (alone := known.get(index)) is None:
+                like = between({place: distance for place, (distance, _) in known.items() if math.isfinite(distance)}, index)
+                alone = like, ""
             costs = {quantity: self.kept.values[f"{name} {quantity} {one['structure']}"] for quantity in self.quantities}
             costs["memory"] = one["bytes"] / self.bytes
-            if math.isfinite(alone["distance"]):
+            if math.isfinite(alone[0]):
                 kind = f"{number} {one['structure']}"
-                found.append(Site(number, index, tuple(one["depths"]), tuple(one["paths"]), kind, costs, alone["distance"]))
+                found.append(Site(number, index, tuple(one["depths"]), tuple(one["paths"]), kind, costs, *alone))
         return found
 
     def variant(self, number: int) -> Variant:
@@ -253,7 +326,7 @@ class Measurements:
         if number not in self.unfitted:
             self.say(f"building {short_spec(candidate)}")
             self.unfitted[number] = build_variant(
-                self.dense, candidate, self.data.fitted, self.layers, self.seed, self.example_inputs, fit=False
+                self.dense, candidate, self.data.fitted, self.layers, self.seed, self.example_inputs, self.program, fit=False
             )
         return self.unfitted[number]
 
@@ -261,7 +334,7 @@ class Measurements:
         """The variant, fitted, and kept where there is a folder."""
         candidate = self.candidates[number]
         self.say(f"fitting {short_spec(candidate)}")
-        variant = build_variant(self.dense, candidate, self.data.fitted, self.layers, self.seed, self.example_inputs)
+        variant = build_variant(self.dense, candidate, self.data.fitted, self.layers, self.seed, self.example_inputs, self.program)
         if (file := self.kept.file(variant_name(candidate))) is not None:
             save_variant(file, variant, self.dense)
         return variant
@@ -273,7 +346,14 @@ class Measurements:
             return None
         self.say(f"reading {short_spec(candidate)} again")
         variant = build_variant(
-            self.dense, candidate, self.data.fitted, self.layers, self.seed, self.example_inputs, fit=not candidate.calibrates
+            self.dense,
+            candidate,
+            self.data.fitted,
+            self.layers,
+            self.seed,
+            self.example_inputs,
+            self.program,
+            fit=not candidate.calibrates,
         )
         if not restore_variant(file, variant, self.dense):
             return None
@@ -319,16 +399,20 @@ class Measurements:
         """The dense model's time and the share of it that another takes; in fewer rounds where little time is left."""
         given = min(self.allowance, self.deadline.left() / 4) / (2 * PATIENCE)  # of two models, and patience
         hurried = given < self.seconds
-        return beside(self.as_dense(), [other], quantity, self.data.window, min(self.seconds, given), HURRIED if hurried else LEAST)
+        return beside(self.as_dense(), [other], quantity, self.data.window, min(self.seconds, given), hurried)
 
     def as_dense(self) -> Callable[[], AbstractContextManager[nn.Module]]:
         return lambda: contextlib.nullcontext(self.dense)
 
     def measure_alone(self, number: int, index: int) -> dict[str, Any]:
         """The quality of the dense model with one replacement; what it does to the predictions is kept as a sketch."""
-        found = self.quality([self.variant(number)[index]], self.windows, sketch=True)
+        return self.alone(self.variant(number)[index], sketch_name(self.candidates[number], index))
+
+    def alone(self, replacement: Replacement, sketch: str) -> dict[str, Any]:
+        """The quality of the dense model with one replacement, whose sketch is kept by that name."""
+        found = self.quality([replacement], self.windows, sketch=True)
         assert found.sketch is not None
-        self.kept.keep_sketch(sketch_name(self.candidates[number], index), found.sketch)
+        self.kept.keep_sketch(sketch, found.sketch)
         return {"distance": found.distance, "loss": found.loss}
 
     def quality(self, replacements: Sequence[Replacement], windows: MeasuredWindows, *, sketch: bool = False) -> Quality:
@@ -364,13 +448,36 @@ class Measurements:
 
     def joint_error(self) -> JointError:
         """The prediction of what sites do together, from what each does alone."""
-        sketches = [self.kept.sketch(sketch_name(self.candidates[site.candidate], site.number)).numpy() for site in self.sites]
-        return JointError.of([site.alone for site in self.sites], cosines_of(sketches))
+        sketches = {index: self.kept.sketch(site.sketch).numpy() for index, site in enumerate(self.sites) if site.sketch}
+        nothing = numpy.zeros_like(next(iter(sketches.values())))
+        cosines = cosines_of([sketches.get(index, nothing) for index in range(len(self.sites))])
+        return JointError.of(
+            [site.alone for site in self.sites], alike(cosines, [site.candidate for site in self.sites], list(sketches))
+        )
 
     def uniform_choices(self) -> Iterator[tuple[int, frozenset[int]]]:
-        """Each candidate in all its sites, as a choice, where all were measured."""
-        for number in sorted({site.candidate for site in self.sites} - self.partial):
+        """Each candidate in all its sites, as a choice."""
+        for number in sorted({site.candidate for site in self.sites}):
             yield number, frozenset(index for index, site in enumerate(self.sites) if site.candidate == number)
+
+    def measured_together(self) -> Iterator[tuple[frozenset[int], dict[str, Any]]]:
+        """What was measured of each candidate in all its layers, or in a few, as choices."""
+        for number, chosen in self.uniform_choices():
+            name = short_spec(self.candidates[number])
+            found = self.kept.values.get(f"{name} uniform measured")
+            few = self.kept.values.get(f"{name} sampled together")
+            if not self.is_estimated(chosen) and found is not None:
+                yield chosen, found
+            elif few is not None and math.isfinite(few["distance"]):
+                yield frozenset(index for index in chosen if self.sites[index].number in few["sites"]), few
+
+    def is_estimated(self, chosen: Collection[int]) -> bool:
+        """Whether a candidate of a choice was fitted in a few layers only: no hybrid of it can be measured."""
+        return any(self.is_sampled(self.sites[index].candidate) for index in chosen)
+
+    def is_sampled(self, number: int) -> bool:
+        """Whether a candidate was fitted in a few layers only, or in none."""
+        return f"{short_spec(self.candidates[number])} uniform held out" not in self.kept.values
 
     def together(self, chosen: Collection[int]) -> MeasuredTogether:
         """What a choice does to the outputs, measured."""
@@ -397,7 +504,12 @@ class Measurements:
         return float(self.kept.measure(f"{quantity} {self.label(chosen)}", measured))
 
     def replacements(self, chosen: Collection[int]) -> list[Replacement]:
-        return [self.variant(self.sites[index].candidate)[self.sites[index].number] for index in sorted(chosen)]
+        """What a choice puts into the model; of a candidate that was not fitted in all layers what takes the same time."""
+        found = []
+        for site in (self.sites[index] for index in sorted(chosen)):
+            variant = self.unfitted_variant if self.is_sampled(site.candidate) else self.variant
+            found.append(variant(site.candidate)[site.number])
+        return found
 
     def label(self, chosen: Collection[int]) -> str:
         """A choice as text."""
@@ -405,6 +517,27 @@ class Measurements:
         for site in (self.sites[index] for index in sorted(chosen)):
             by_candidate.setdefault(short_spec(self.candidates[site.candidate]), []).append(str(site.number))
         return "; ".join(f"{name}: {' '.join(numbers)}" for name, numbers in by_candidate.items())
+
+
+def between(known: Mapping[int, float], place: int) -> float:
+    """The value at a place between those known, on a line of their logarithms; that of the nearest outside of them."""
+    places = sorted(place for place, value in known.items() if value > 0)
+    if not places:
+        return math.nan
+    return float(numpy.exp(numpy.interp(place, places, [math.log(known[one]) for one in places])))
+
+
+def alike(cosines: numpy.ndarray[Any, Any], candidates: Sequence[int], known: Sequence[int]) -> numpy.ndarray[Any, Any]:
+    """The cosines, of sites that are not `known` the mean over those of the same two candidates."""
+    which, is_known = numpy.asarray(candidates), numpy.isin(numpy.arange(len(candidates)), known)
+    pairs = is_known[:, None] & is_known & ~numpy.eye(len(which), dtype=bool)
+    found = cosines.copy()
+    for one, other in itertools.product(set(candidates), repeat=2):
+        block = (which == one)[:, None] & (which == other)
+        seen = block & pairs
+        found[block & ~pairs] = cosines[seen].mean() if seen.any() else 0.0
+    numpy.fill_diagonal(found, 1.0)
+    return found
 
 
 def spread(count: int) -> list[int]:
@@ -422,3 +555,8 @@ def variant_name(candidate: AnyPass) -> str:
 def sketch_name(candidate: AnyPass, number: int) -> str:
     """The name of what is kept of a site's effect on the predictions."""
     return f"{variant_name(candidate)}-{number}"
+
+
+def sampled_name(candidate: AnyPass, number: int) -> str:
+    """The same of a site that was fitted in a few layers only."""
+    return f"{variant_name(candidate)}-few-{number}"

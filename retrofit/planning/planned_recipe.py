@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,15 @@ class UniformSetting:
 
     spec: str  # short
     worth: Worth
-    held_out: Worth  # the same costs, and the distance and loss on the windows of the report
+    held_out: (
+        Worth | None
+    )  # the same costs, and the distance and loss on the windows of the report; None: predicted from some layers
+    sampled: tuple[int, int] = (0, 0)  # of how many of its sites the loss is known where it is predicted, and of how many it is
+
+    @property
+    def shown(self) -> Worth:
+        """What is known best: on the windows of the report where it was measured on them."""
+        return self.held_out or self.worth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +111,9 @@ class ModelPlan:
                 {
                     "spec": point.spec,
                     **plain(point.worth),
-                    "held_out": {"distance": point.held_out.distance, "added_loss": point.held_out.added_loss},
+                    "held_out": {"distance": point.held_out.distance, "added_loss": point.held_out.added_loss}
+                    if point.held_out
+                    else None,
                 }
                 for point in self.uniform
             ],
@@ -140,6 +150,19 @@ def rows_of(plan: ModelPlan, one: PlannedRecipe) -> Iterator[tuple[str, str]]:
     if one.predicted.added_loss is not None:
         yield "loss added", told([f"{worth.added_loss:+.4f}" for worth in worths(one) if worth.added_loss is not None])
     yield ("KL" if plan.are_logits else "error"), told([f"{worth.distance:.4f}" for worth in worths(one)])
+
+
+def candidate_rows(uniform: Sequence[UniformSetting], main: str) -> list[tuple[str, str]]:
+    """Each candidate in all layers, from the least of the cost `main` on: what it takes and loses."""
+    found = []
+    for one in sorted(uniform, key=lambda setting: setting.worth.costs[main]):
+        speed = QUANTITIES[main].kind == "speed"
+        share = 1 / one.worth.costs[main] if speed else one.worth.costs[main]
+        lost = "" if one.shown.added_loss is None else f", loss {one.shown.added_loss:+.3f}"
+        known, count = one.sampled
+        how = "" if one.held_out else f", predicted from {known} of its {count} sites"
+        found.append((one.spec, f"{main} {share:.2f}×{lost}, distance {one.shown.distance:.3f}{how}"))
+    return found
 
 
 def worths(one: PlannedRecipe) -> list[Worth]:

@@ -29,8 +29,8 @@ from retrofit.planning.costs import CHOICES, SECONDS, Deadline, OutOfTime, measu
 from retrofit.planning.joint_error import JointError, MeasuredTogether
 from retrofit.planning.kept_measurements import KeptMeasurements
 from retrofit.planning.measuring import NOT_TRIED, Measurements, Site
-from retrofit.planning.planned_recipe import ModelPlan, PlannedLayers, PlannedRecipe, UniformSetting, Worth
-from retrofit.planning.planning_data import planning_data
+from retrofit.planning.planned_recipe import ModelPlan, PlannedLayers, PlannedRecipe, UniformSetting, Worth, candidate_rows
+from retrofit.planning.planning_data import TokenCounts, planning_data
 from retrofit.planning.targets import Target, parse_targets
 from retrofit.planning.variants import layers_by_depth, rewritten_copy
 from retrofit.preview import plan_of
@@ -73,8 +73,9 @@ def plan(
     `calibration` is text, token ids (windows, length) or batches: passes are fitted on some of it (`tokens`), choices are made on
     some, and the rest is for the report. `passes` are the candidates: objects, specs, or names of passes that propose settings; all
     installed passes that propose some where not given. `folder` keeps the measurements, so that an interrupted plan goes on. After
-    the `minutes` the plan is the best so far, and says what they did not suffice for. A time is measured for `seconds`. With
-    `measure=False` no recipe is applied.
+    the `minutes` the plan is the best so far, and says what they did not suffice for: they decide on how many tokens is fitted and
+    measured, only costs that a target names are timed, and a pass is fitted in a few layers first, which the others are taken to
+    be like. A time is measured for `seconds`. With `measure=False` no recipe is applied.
     A target that cannot be reached is among the plan's `unreached`. Raises `PlanningError` where none can be, where one cannot be
     read, or nothing fits.
     """
@@ -95,8 +96,12 @@ def plan(
         )
     with evaluation_mode(part):
         dense, inputs, program = prepare_model(part, example_inputs, "module", say)
-        data = planning_data(dense, calibration, tokenizer, tokens, inputs)
+        place = None if folder is None else Path(folder)
+        counts = token_counts(dense, tokens, deadline, None if force else place)
+        data = planning_data(dense, calibration, tokenizer, counts, inputs)
         quantities = quantities_of(dense, data.window, wanted)
+        if deadline.is_set:
+            quantities = tuple(name for name in quantities if name in wanted_costs(wanted, quantities)) or quantities[:1]
         facts = {
             "model": hash_weights(dense),
             "settings": hash_settings(dense),
@@ -106,7 +111,8 @@ def plan(
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
-        kept = KeptMeasurements(None if folder is None else Path(folder), facts, force=force)
+        kept = KeptMeasurements(place, facts, force=force)
+        kept.put("tokens", list(dataclasses.astuple(counts)))
         layers = layers_by_depth(read_anatomy(dense, program))
         try:
             with deadline.limit(deadline.left(CHOICES)):
@@ -121,6 +127,7 @@ def plan(
                     example_inputs=inputs if example_inputs is not None else None,
                     seconds=seconds,
                     deadline=deadline,
+                    program=program,
                     progress=say,
                 )
         except OutOfTime:
@@ -130,6 +137,15 @@ def plan(
         require_quality(measurements, wanted)
         measurements.measure_candidates(wanted_costs(wanted, quantities), [limits_of(one) for one in wanted])
         return Planner(measurements, wanted, say).planned(measure)
+
+
+def token_counts(model: nn.Module, tokens: int | None, deadline: Deadline, folder: Path | None) -> TokenCounts:
+    """How many tokens are used; in a limited time as many as those that are kept were measured on."""
+    kept = KeptMeasurements.value_in(folder, "tokens") if deadline.is_set else None
+    if kept is None:
+        return TokenCounts.of(model, tokens, deadline.seconds)
+    fitted, measured, held_out = kept
+    return TokenCounts(tokens or fitted, measured, held_out)
 
 
 def quantities_of(model: nn.Module, window: dict[str, Any], targets: Sequence[Target]) -> tuple[str, ...]:
@@ -172,7 +188,7 @@ class Planner:
         self.sites: list[Site] = measurements.sites
         if not self.sites:
             reasons = "; ".join(f"{name}: {why}" for name, why in measurements.left_out.items())
-            if NOT_TRIED in measurements.left_out.values():
+            if any(why.startswith(NOT_TRIED) for why in measurements.left_out.values()):
                 remedy = "give more minutes: what was measured is kept, where there is a folder; or name fewer passes"
                 raise PlanningError("no candidate could be measured in the time given", why=reasons, remedy=remedy)
             raise PlanningError(
@@ -182,8 +198,7 @@ class Planner:
         self.known: dict[tuple[int, ...], MeasuredTogether] = {}
         self.timed: dict[str, dict[frozenset[int], float]] = {name: {} for name in measurements.quantities}
         self.apart: set[frozenset[str]] = set()  # names of passes that cannot be in one recipe
-        for number, chosen in measurements.uniform_choices():
-            kept = measurements.kept.values[f"{short_spec(measurements.candidates[number])} uniform measured"]
+        for chosen, kept in measurements.measured_together():
             self.learn(measurements.as_measured(chosen, kept))
 
     def planned(self, measure: bool) -> ModelPlan:
@@ -205,12 +220,15 @@ class Planner:
                 planned.append(self.planned_recipe(target, chosen, measure))
             except PlanningError as error:
                 unreached[target] = error
+        uniform = self.uniform_settings()
         if unreached and not planned:
-            raise next(iter(unreached.values()))
+            nearest = next(iter(unreached.values()))
+            nearest.why += f"; in all layers: {'; '.join(': '.join(row) for row in candidate_rows(uniform, self.main()))}"
+            raise nearest
         held_out = self.measurements.held_out
         return ModelPlan(
             tuple(planned),
-            tuple(self.uniform_settings()),
+            tuple(uniform),
             tuple(self.front()),
             self.main(),
             held_out.are_logits,
@@ -392,8 +410,9 @@ class Planner:
     def measure(self, target: Target, chosen: frozenset[int], timing: bool) -> None:
         """The predictions take account of what a choice was measured to lose, and where `timing` to take."""
         predicted = self.worth(chosen).distance
-        self.learn(self.measurements.together(chosen))
-        self.say(f"distance {self.worth(chosen).distance:.3f}, predicted {predicted:.3f}")
+        if not self.measurements.is_estimated(chosen):
+            self.learn(self.measurements.together(chosen))
+            self.say(f"distance {self.worth(chosen).distance:.3f}, predicted {predicted:.3f}")
         for name in (limits_of(target) or (self.main(target),)) if timing and self.is_finite(chosen) else ():
             self.learn_time(name, chosen)
 
@@ -415,9 +434,10 @@ class Planner:
             )
 
         def worth(one: frozenset[int]) -> float:
-            return self.known[tuple(sorted(one))].distance if target.quality is None else problem.cost(main, one)
+            return self.worth(one).distance if target.quality is None else problem.cost(main, one)
 
-        reached = [one for one in map(frozenset, self.known) if reaches(one)]
+        choices = [chosen] if self.measurements.is_estimated(chosen) else []
+        reached = [one for one in (*choices, *map(frozenset, self.known)) if reaches(one)]
         return min(reached, key=worth, default=chosen)
 
     def is_finite(self, chosen: Collection[int]) -> bool:
@@ -541,12 +561,15 @@ class Planner:
         found, problem = [], self.problem()
         for number, chosen in self.measurements.uniform_choices():
             spec = short_spec(self.measurements.candidates[number])
+            if self.measurements.is_estimated(chosen):
+                found.append(UniformSetting(spec, self.worth(chosen), None, self.measurements.sampled(number)))
+                continue
             costs = {name: 1.0 + problem.cost(name, chosen) for name in problem.costs}
-            worths = []
+            worths: list[Worth] = []
             for part, windows in (("measured", self.measurements.windows), ("held out", self.measurements.held_out)):
                 kept = self.measurements.kept.values[f"{spec} uniform {part}"]
                 worths.append(Worth(costs, self.told(kept["distance"]), self.added(kept["loss"], windows.dense_loss)))
-            found.append(UniformSetting(spec, *worths))
+            found.append(UniformSetting(spec, worths[0], worths[1]))
         return found
 
     def front(self) -> list[Worth]:

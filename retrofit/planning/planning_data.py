@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from retrofit.training.windows import WINDOW, numbered_windows
 
 FIT_TOKENS, MEASURED_TOKENS, HELD_OUT_TOKENS = 16384, 2048, 4096
 LARGE = 20_000_000  # parameters, from which on half as many tokens are fitted and measured on
+ARITHMETIC = {"cpu": 2e10}  # operations a second that a limited time is divided by, by the type of device
+ACCELERATED = 2e13  # on any other
+SHARE = 0.02  # of a limited time that one forward of all windows measured may take
 PART = 5  # one window in so many at most is measured on, and as many are held out
 FEWEST = 5  # windows
 
@@ -47,23 +51,49 @@ class PlanningData:
         return {name: value[:1] if isinstance(value, Tensor) else value for name, value in first.items() if name != "labels"}
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenCounts:
+    """How many tokens are fitted on, measured on and held out, at most."""
+
+    fitted: int
+    measured: int
+    held_out: int
+
+    @classmethod
+    def of(cls, model: nn.Module, tokens: int | None = None, seconds: float = math.inf) -> TokenCounts:
+        """What suits a model; `tokens` are fitted on where given. Of little time, `seconds`, fewer are: by the model's size."""
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        share = 1 if parameters < LARGE else 2
+        measured, affordable = MEASURED_TOKENS // share, math.inf
+        if seconds < math.inf:
+            affordable = SHARE * seconds * ARITHMETIC.get(device_of(model).type, ACCELERATED) / (2 * max(1, parameters))
+        return cls(
+            tokens or int(min(FIT_TOKENS // share, 2 * affordable)),
+            int(min(measured, affordable)),
+            int(min(HELD_OUT_TOKENS, 2 * affordable)),
+        )
+
+
 def planning_data(
-    model: nn.Module, given: Any, tokenizer: Any = None, tokens: int | None = None, inputs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    given: Any,
+    tokenizer: Any = None,
+    counts: TokenCounts | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> PlanningData:
-    """`given`, texts, token ids (windows, length) or batches, in three parts; `tokens` are fitted on. `inputs` by argument name are
+    """`given`, texts, token ids (windows, length) or batches, in three parts of `counts` tokens. `inputs` by argument name are
     examples, derived from the model where not given.
 
     Raises `PlanningError` where it is too short, `SpecError` where it is nothing the model takes.
     """
-    share = 1 if sum(parameter.numel() for parameter in model.parameters()) < LARGE else 2
-    tokens, measured = tokens or FIT_TOKENS // share, MEASURED_TOKENS // share
+    counts = counts or TokenCounts.of(model)
     if isinstance(given, str) or (isinstance(given, (list, tuple)) and given and all(isinstance(one, str) for one in given)):
         given = windows_of_texts(model, [given] if isinstance(given, str) else given, tokenizer)
     if isinstance(given, Tensor) and not given.is_floating_point():
         given = given.detach().cpu().long()
         require_token_ids(model, given)
         length = given.shape[1]
-        rows = split(len(given), measured // length, HELD_OUT_TOKENS // length, tokens // length)
+        rows = split(len(given), counts.measured // length, counts.held_out // length, counts.fitted // length)
         calibration = calibration_from(model, given[rows[0]], inputs)
         example, shift, no_loss = examples_of(model, given, tokenizer, inputs)
         parts = [[example(row) for row in some] for some in rows[1:]]
@@ -71,7 +101,7 @@ def planning_data(
     else:
         windows = [window for batch in calibration_from(model, given, inputs).batches for window in windows_of_batch(batch)]
         length = max(1, max(length_of(window) for window in windows))
-        rows = split(len(windows), measured // length, HELD_OUT_TOKENS // length, tokens // length)
+        rows = split(len(windows), counts.measured // length, counts.held_out // length, counts.fitted // length)
         calibration = Calibration(tuple(batched(windows[row] for row in rows[0])))
         parts, shift, no_loss = [[windows[row] for row in some] for some in rows[1:]], None, "the text came as batches"
         values = [value for value in tree_leaves(windows) if isinstance(value, Tensor)]

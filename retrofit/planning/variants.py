@@ -19,6 +19,7 @@ from retrofit.errors import DoesNotFitError
 from retrofit.pipeline.protocol import AnyPass
 from retrofit.planning.candidates import takes_layers
 from retrofit.planning.changed_modules import changed_modules, share_unchanged
+from retrofit.program.program import Program
 from retrofit.rewriting import apply_reported
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.calibration_split import windows_of_batch
@@ -58,9 +59,15 @@ def layers_by_depth(anatomy: Anatomy) -> LayerPaths:
 
 
 def rewritten_copy(
-    dense: nn.Module, passes: Sequence[AnyPass], calibration: Calibration | None, seed: int, example_inputs: Any = None
+    dense: nn.Module,
+    passes: Sequence[AnyPass],
+    calibration: Calibration | None,
+    seed: int,
+    example_inputs: Any = None,
+    program: Program | None = None,
 ) -> tuple[nn.Module, dict[int, Tensor]]:
-    """A copy of `dense` rewritten by the passes, and the dense tensor that each tensor was copied from, by identity."""
+    """A copy of `dense`, whose `program` is captured where not given, rewritten by the passes; and the dense tensor that each
+    tensor was copied from, by identity."""
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(dense, memo)
     tensors = {id(tensor): tensor for tensor in (*dense.parameters(), *dense.buffers())}
@@ -74,6 +81,7 @@ def rewritten_copy(
             calibration=calibration if any(one.calibrates for one in passes) else None,
             verify=False,
             count_flops=False,
+            dense=program,
         )
     return applied.model, originals
 
@@ -85,6 +93,7 @@ def build_variant(
     layers: LayerPaths,
     seed: int,
     example_inputs: Any = None,
+    program: Program | None = None,
     *,
     fit: bool = True,
 ) -> Variant:
@@ -92,7 +101,7 @@ def build_variant(
 
     It is fitted on the data where `fit`; else only its structure is what it will be.
     """
-    rewritten, originals = rewritten_copy(dense, (candidate,), data if fit else None, seed, example_inputs)
+    rewritten, originals = rewritten_copy(dense, (candidate,), data if fit else None, seed, example_inputs, program)
     rewritten.eval()
     require_same_arguments(dense, rewritten, data)
     changed = changed_modules(dense, rewritten)

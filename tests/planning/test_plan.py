@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -154,7 +155,7 @@ def test_a_hybrid_is_the_model_that_the_recipe_makes_bit_for_bit(model: Any, var
 
 def test_where_a_model_was_loaded_from_is_no_change_of_it(model: Any) -> None:
     loaded = copy.copy(model)
-    vars(loaded).update(quantization_method="gguf", is_quantized=False)
+    vars(loaded).update(quantization_method="gguf", is_quantized=False, name_or_path="a/place")
     assert changed_modules(loaded, copy.deepcopy(model)) == {}
     other = copy.deepcopy(model)
     other.model.layers[1].self_attn.is_causal = "other"
@@ -282,12 +283,12 @@ def test_minutes_limit_the_whole_plan_and_what_they_do_not_suffice_for_is_left_o
     began = time.monotonic()
     found = planned(model, "memory 0.98x", minutes=0.8, folder=tmp_path / "kept")
     assert time.monotonic() - began < 48
-    assert found.left_out[short_spec(parse_spec(QKV))] == measuring.NOT_TRIED
+    assert found.left_out[short_spec(parse_spec(QKV))].startswith(measuring.NOT_TRIED)
     assert [one.spec for one in found.uniform] == [short_spec(parse_spec(HEAD))]
     assert found.planned[0].predicted.costs["memory"] <= 0.98
 
 
-def test_a_candidate_of_which_some_sites_were_measured_can_be_chosen_in_those(
+def test_a_candidate_of_which_some_sites_were_measured_can_be_chosen(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = measuring.Measurements.measure_alone
@@ -299,10 +300,71 @@ def test_a_candidate_of_which_some_sites_were_measured_can_be_chosen_in_those(
 
     monkeypatch.setattr(measuring.Measurements, "measure_alone", one_only)
     found = planned(model, "memory 0.98x", minutes=10, folder=tmp_path / "kept", measure=False)
-    assert "sites were not measured" in found.left_out[short_spec(parse_spec(QKV))]
-    assert [one.spec for one in found.uniform] == [short_spec(parse_spec(HEAD))]
+    assert found.left_out.keys() == {short_spec(parse_spec(QKV))}
+    assert [one.sampled for one in found.uniform] == [(0, 0), (0, 0)]  # both were measured in all layers
     monkeypatch.undo()
     assert planned(model, "memory 0.98x", folder=tmp_path / "kept", measure=False).left_out == {}
+
+
+class Clock:
+    """A clock that goes on only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_candidate_fitted_in_a_few_layers_is_planned_in_others_like_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit takes 20 seconds a layer: of eight layers four fit into the time, and what they lose tells what the others do."""
+    clock, build = Clock(), measuring.build_variant
+    fitted: list[int] = []
+
+    def built(dense: nn.Module, candidate: Any, *given: Any, **named: Any) -> Any:
+        found = build(dense, candidate, *given, **named)
+        if named.get("fit", True):
+            fitted.append(len(found))
+            clock.now += 20 * len(found)
+        return found
+
+    monkeypatch.setattr(measuring, "build_variant", built)
+    monkeypatch.setattr(costs, "monotonic", clock.monotonic)
+    monkeypatch.setattr(measuring, "monotonic", clock.monotonic)
+    deep = llama(vocab_size=256, num_hidden_layers=8)
+    found = planned(deep, "memory 0.96x", passes=[QKV], minutes=4, folder=tmp_path / "kept", measure=False)
+    assert fitted == [4] and clock.now <= 240
+    (one,), (setting,) = found.planned, found.uniform
+    assert one.predicted.costs["memory"] <= 0.96 and len(one.layers[0].depths) > 4
+    assert (setting.sampled, setting.held_out) == ((4, 8), None)
+    assert setting.worth.distance > one.predicted.distance > 0
+    rewritten = retrofit.apply(copy.deepcopy(deep), *one.passes, calibration=windows(), verify=False)
+    assert one.predicted.costs["memory"] == pytest.approx(own_bytes(rewritten) / own_bytes(deep), abs=1e-12)
+    whole = planned(deep, "memory 0.96x", passes=[QKV], minutes=1e9, folder=tmp_path / "kept", measure=False)
+    assert whole.uniform[0].held_out is not None and whole.left_out == {}
+    assert whole.uniform[0].worth.distance == pytest.approx(setting.worth.distance, rel=0.5)
+
+
+def test_a_target_out_of_reach_names_what_the_candidates_take_and_lose(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(PlanningError) as refused:
+        planned(model, "memory 0.01x", folder=tmp_path / "kept", measure=False)
+    assert all(short_spec(parse_spec(spec)) in refused.value.why for spec in (QKV, HEAD))
+
+
+def test_values_between_those_known_are_on_a_line_of_logarithms() -> None:
+    assert measuring.between({0: 1.0, 4: 16.0}, 2) == pytest.approx(4.0)
+    assert measuring.between({1: 2.0, 3: 8.0}, 7) == pytest.approx(8.0)
+    assert math.isnan(measuring.between({}, 1))
+
+
+def test_sites_that_were_not_measured_have_the_mean_cosine_of_those_that_were() -> None:
+    cosines = numpy.eye(5)
+    cosines[0, 1] = cosines[1, 0] = 0.5
+    cosines[0, 3] = cosines[3, 0] = 0.25
+    found = measuring.alike(cosines, [0, 0, 0, 1, 1], [0, 1, 3])
+    assert found[0, 2] == found[2, 1] == 0.5 and numpy.allclose(found.diagonal(), 1.0)
+    assert found[2, 3] == found[0, 4] == pytest.approx(0.125) and found[3, 4] == 0.0
+    assert numpy.array_equal(found, found.T)
 
 
 def test_a_time_that_suffices_for_nothing_is_an_error_and_the_same_plan_goes_on(model: Any, tmp_path: Path) -> None:
