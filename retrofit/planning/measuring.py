@@ -19,7 +19,7 @@ from retrofit.errors import CaptureError, DoesNotFitError, PlanningError
 from retrofit.pipeline.protocol import AnyPass
 from retrofit.planning.candidates import limited_to, short_spec
 from retrofit.planning.choosing import Problem, cliques_of
-from retrofit.planning.costs import COSTS, LOSSES, PATIENCE, SECONDS, Deadline, Hybrid, OutOfTime, beside
+from retrofit.planning.costs import CHOICES, COSTS, LOSSES, PATIENCE, SECONDS, Deadline, Hybrid, OutOfTime, beside
 from retrofit.planning.joint_cost import Timed, joint_cost
 from retrofit.planning.joint_error import JointError, MeasuredTogether, cosines_of
 from retrofit.planning.kept_measurements import KeptMeasurements
@@ -109,7 +109,7 @@ class Measurements:
         few = [number for number in saving if self.sample_of(number)]
         whole = [number for number in saving if number not in few]
         for place, number in enumerate([*few, *whole]):
-            left = self.deadline.left(LOSSES)
+            left = self.deadline.left(LOSSES if any(map(self.has_sites, saving)) else CHOICES)
             seconds = left if place == len(saving) - 1 else left / 2  # lest one that is slow takes all
             self.in_time(number, self.measure_sample if number in few else self.measure_losses, seconds)
         for number in few:
@@ -143,8 +143,9 @@ class Measurements:
     def has_sites(self, number: int) -> bool:
         """Whether some sites of a candidate were measured, and the candidate was not refused."""
         name = short_spec(self.candidates[number])
-        sampled = f"{name} sampled together" in self.kept.values and f"{name} sites" in self.kept.values
-        return f"{name} refused" not in self.kept.values and (f"{name} uniform held out" in self.kept.values or sampled)
+        if f"{name} refused" in self.kept.values or f"{name} sites" not in self.kept.values:
+            return False
+        return f"{name} uniform held out" in self.kept.values or self.sampled(number)[0] > 0
 
     def add_sites(self, number: int) -> None:
         """The sites of a candidate that were measured can be chosen; those that were not are left out."""
