@@ -112,7 +112,6 @@ def plan(
             "threads": torch.get_num_threads(),
         }
         kept = KeptMeasurements(place, facts, force=force)
-        kept.put("tokens", list(dataclasses.astuple(counts)))
         layers = layers_by_depth(read_anatomy(dense, program))
         try:
             with deadline.limit(deadline.left(CHOICES)):
@@ -135,6 +134,7 @@ def plan(
                 "the time given was over before the dense model was measured", remedy="give more minutes, or less text"
             ) from None
         require_quality(measurements, wanted)
+        kept.put("tokens", list(dataclasses.astuple(counts)))
         measurements.measure_candidates(wanted_costs(wanted, quantities), [limits_of(one) for one in wanted])
         return Planner(measurements, wanted, say).planned(measure)
 
