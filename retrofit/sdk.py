@@ -137,7 +137,9 @@ from retrofit.runtime.calibration import Calibration as Calibration
 from retrofit.runtime.calibration import Enough as Enough
 from retrofit.runtime.calibration_split import sample_calibration as sample_calibration
 from retrofit.runtime.calibration_split import split_calibration as split_calibration
+from retrofit.runtime.recordings import groups_in_room as groups_in_room
 from retrofit.runtime.recordings import set_aside as set_aside
+from retrofit.runtime.released_memory import release_freed_memory as release_freed_memory
 from retrofit.runtime.dense_predictions import DensePredictions as DensePredictions
 from retrofit.runtime.recorded_calls import RecordedCall as RecordedCall
 from retrofit.runtime.recorded_calls import float_tensors as float_tensors

@@ -32,6 +32,7 @@ from retrofit.sdk import (
     Matrix,
     counted,
     evaluation_mode,
+    groups_in_room,
     set_aside,
     split_calibration,
     token_weights,
@@ -226,11 +227,16 @@ def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, reno
 
 def record_inputs(groups: Sequence[Group], model: nn.Module, calibration: Calibration) -> dict[str, Tensor]:
     """The input of each feed-forward that was observed, by path: (tokens, d), at most `TOKENS` in a group."""
-    rows: dict[str, list[Tensor]] = {site.path: [] for group in groups for site in group.sites}
-    first = {site.path: site.bypassed[0] if site.bypassed else site.path for group in groups for site in group.sites}
-    calibration.observe(model, {first[path]: recorder(parts) for path, parts in rows.items()})
-    size = {site.path: max(1, TOKENS // len(group.sites)) for group in groups for site in group.sites}
-    return {path: thinned(torch.cat(parts), size[path]) for path, parts in rows.items() if parts}
+    sites = [site for group in groups for site in group.sites]
+    first = {site.path: site.bypassed[0] if site.bypassed else site.path for site in sites}
+    most = {site.path: max(1, TOKENS // len(group.sites)) for group in groups for site in group.sites}
+    size = max(parameter.element_size() for parameter in model.parameters())
+    inputs: dict[str, Tensor] = {}
+    for paths in groups_in_room({site.path: size * TOKENS * site.width for site in sites}, model):
+        rows: dict[str, list[Tensor]] = {path: [] for path in paths}
+        calibration.observe(model, {first[path]: recorder(parts) for path, parts in rows.items()})
+        inputs |= {path: thinned(torch.cat(parts), most[path]) for path, parts in rows.items() if parts}
+    return inputs
 
 
 def recorder(parts: list[Tensor]) -> Callable[[Tensor], None]:

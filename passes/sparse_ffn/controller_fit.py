@@ -68,7 +68,8 @@ class Controller:
     def trained(self, contributions: Contributions, x: Tensor, order: Tensor, n: int, moments: ContributionMoments) -> Controller:
         """This one, trained as a classifier on x, (tokens, d), whose moments are given."""
         root, mean = shrunk_root(moments).float(), moments.x
-        white = torch.linalg.solve_triangular(root, (x.to(mean) - mean).t(), upper=False).t()
+        inverse = torch.linalg.solve_triangular(root, torch.eye(len(root)).to(root), upper=False)
+        white = torch.addmm(-(inverse @ mean), x.to(mean), inverse.t())
         bias = self.bias + mean @ self.c1 @ self.c2
         c1, c2, bias = train_controller(contributions, x, white, order, n, (root.t() @ self.c1, self.c2, bias))
         c1 = torch.linalg.solve_triangular(root.t(), c1, upper=True)
@@ -124,7 +125,8 @@ def fit_start(site: FeedForward, model: nn.Module, n: int, k: int, rank: int | N
         if x is None:
             return Start(of_weights)
         held_out = held_out_tokens(len(x))
-        moments, coactivation = ContributionMoments.of_data(contributions, spread(x[~held_out], TOKENS))
+        x, held_x = x[~held_out], x[held_out]
+        moments, coactivation = ContributionMoments.of_data(contributions, spread(x, TOKENS))
         order = balanced_partition(coactivation, n).flatten()
         starts: list[tuple[Controller | None, Tensor]] = [(of_weights, unchanged)]
         if rank is None:
@@ -132,13 +134,13 @@ def fit_start(site: FeedForward, model: nn.Module, n: int, k: int, rank: int | N
         else:
             regression = Controller.fit(moments, order, n, rank)
             starts.append((regression, order))
-            starts.append((regression.trained(contributions, x[~held_out], order, n, moments), order))
+            starts.append((regression.trained(contributions, x, order, n, moments), order))
         measured = [
-            Kept.measure(contributions, x[held_out], units, n, k, controller or gate_scores(site, contributions, units))
+            Kept.measure(contributions, held_x, units, n, k, controller or gate_scores(site, contributions, units))
             for controller, units in starts
         ]
         chosen = max(range(len(starts)), key=lambda index: measured[index].share)  # of equal ones the first, without data
-        best = Kept.measure(contributions, x[held_out], starts[chosen][1], n, k)
+        best = Kept.measure(contributions, held_x, starts[chosen][1], n, k)
     finding = {"kept": measured[chosen].share, "without calibration": measured[0].share, "best choice": best.share}
     return Start(starts[chosen][0], None if chosen == 0 else order, finding)
 

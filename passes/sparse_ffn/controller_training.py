@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from retrofit.passes.sparse_ffn.contributions import Contributions, shares
+from retrofit.passes.sparse_ffn.contributions import CHUNK, Contributions, shares
 
 STEPS = 300  # of Adam
 BATCH = 256  # tokens
@@ -33,8 +33,10 @@ def train_controller(contributions: Contributions, x: Tensor, white: Tensor, ord
     few numbers takes twenty times as long.
     """
     order, start = by_place(order, n), (start[0], by_place(start[1], n), by_place(start[2], n))
-    computed = [(shares(c)[:, order].square().half(), c.double().square().sum(1)) for _, c in contributions.chunks(x)]
-    target, energy = torch.cat([share for share, _ in computed]), torch.cat([one for _, one in computed])
+    target, energy = white.new_empty(len(x), len(order), dtype=torch.half), white.new_empty(len(x), dtype=torch.double)
+    for (_, c), shared, whole in zip(contributions.chunks(x), target.split(CHUNK), energy.split(CHUNK), strict=True):
+        shared.copy_(shares(c)[:, order].square())
+        whole.copy_(c.double().square().sum(1))
     chances = (1 - MASSIVE) / len(x) + MASSIVE * energy.cpu() / energy.sum().cpu().clamp_min(1e-30)
     c1, c2, bias = start
     places = (white[:BATCH] @ c1 @ c2 + bias).unflatten(1, (n, -1))

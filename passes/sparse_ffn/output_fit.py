@@ -20,7 +20,8 @@ from retrofit.passes.sparse_ffn.recorded_inputs import spread
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.sdk import evaluation_mode, token_weights
 
-CHUNK = 2048  # tokens computed at a time
+CHUNK = 512  # tokens computed at a time
+SAMPLE = 2048  # tokens whose median length counts
 STRENGTHS = (0.01, 0.1, 0.3, 1.0, 3.0)  # λ; none: the dense matrix
 ROUNDS = 2  # where the mask depends on W
 
@@ -87,7 +88,7 @@ def fit_output(block: SparseFeedForward, x: Tensor, held_out: Tensor) -> tuple[E
 
 def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output]:
     """The minimum of the formula above for each λ, with the units that `block` selects as it is now."""
-    sample = torch.cat([y for _, y in values(block, dense, spread(x, CHUNK))])
+    sample = torch.cat([y for _, y in values(block, dense, spread(x, SAMPLE))])
     median = sample.square().sum(1).median().clamp_min(torch.finfo(torch.float32).tiny)
     units, width = dense.weight.shape
     rows = units if dense.bias is None else units + 1  # the bias is the row of a unit that is always 1
@@ -96,13 +97,16 @@ def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output
         weight = (median / y.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)).clamp(max=1.0).unsqueeze(1)
         missed = y - dense(a)
         a = a if dense.bias is None else torch.cat([a, torch.ones_like(a[:, :1])], 1)
-        gram += (weight * a).t() @ a
-        right += (weight * a).t() @ missed
+        weighted = (weight * a).t()
+        gram += weighted @ a
+        right += weighted @ missed
     gram, right = gram.double(), right.double()
     size = gram.diagonal()[:units].mean().clamp_min(1e-30)
     found = []
     for strength in STRENGTHS:
-        root, failed = torch.linalg.cholesky_ex(gram + strength * size * torch.eye(len(gram)).to(gram))
+        system = gram.clone()
+        system.diagonal().add_(strength * size)
+        root, failed = torch.linalg.cholesky_ex(system)
         if bool(failed):  # values that are not finite
             continue
         change = torch.cholesky_solve(right, root).float()

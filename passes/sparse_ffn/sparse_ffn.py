@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +23,7 @@ from retrofit.passes.sparse_ffn.active_dial import ActiveUnits
 from retrofit.passes.sparse_ffn.controller_fit import fit_start, held_out_tokens
 from retrofit.passes.sparse_ffn.gate_activation import gate_activation
 from retrofit.passes.sparse_ffn.output_fit import fit_output
-from retrofit.passes.sparse_ffn.recorded_inputs import record_inputs
+from retrofit.passes.sparse_ffn.recorded_inputs import record_inputs, recording_groups
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.sdk import (
     Anatomy,
@@ -45,6 +45,7 @@ from retrofit.sdk import (
     install_feed_forward,
     linear,
     option,
+    release_freed_memory,
     selected_depths,
     side_by_side,
     weight_and_bias,
@@ -231,13 +232,11 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     def apply(self, plan: SparseFFNPlan, edit: Edit) -> None:
         sites = [site.bound_to(edit.model) for site in plan.feed_forwards]
-        inputs = self.record_inputs(sites, edit) if not self.exact else {}
-
-        def make(site: FeedForward) -> SparseBlock:
-            return self.make(site, edit.model, inputs.get(site.path))
-
+        made: list[SparseBlock] = []
         with evaluation_mode(edit.model):
-            made = side_by_side(make, sites, "fitting feed-forward", self.bytes_of_a_fit(inputs, sites))
+            for group in self.groups(sites, edit):
+                made += self.make_group(group, edit, len(made), len(sites))
+                release_freed_memory()
         for site, new in zip(sites, made, strict=True):
             for heading, finding, how in new.findings:
                 edit.note(heading, site.name, finding, **how)
@@ -245,20 +244,26 @@ class SparseFFN(Pass[SparseFFNPlan]):
             for dense, parameter, layout in new.rearranged:
                 edit.rearrange_parameter(dense, parameter, new.block, layout, "a row for each hidden unit, in blocks")
 
-    @staticmethod
-    def bytes_of_a_fit(inputs: Mapping[str, Tensor], sites: Sequence[FeedForward]) -> int:
-        """What the fit of one feed-forward holds: its inputs whitened, its units' shares in half precision, moments in float64."""
-        tokens = max(map(len, inputs.values()), default=0)
-        return max((4 * tokens * site.width + 2 * tokens * site.units + 24 * site.units**2 for site in sites), default=0)
+    def groups(self, sites: Sequence[FeedForward], edit: Edit) -> list[list[FeedForward]]:
+        """The sites in groups, in order, whose inputs on the calibration data are in memory together."""
+        if edit.calibration is None or self.exact:
+            return [list(sites)]
+        widths = {observed_path(site): site.width for site in sites}
+        groups = recording_groups(edit.model, edit.calibration, widths)
+        return [[site for site in sites if observed_path(site) in paths] for paths in groups]
 
-    def record_inputs(self, sites: Sequence[FeedForward], edit: Edit) -> dict[str, Tensor]:
-        """The input of each feed-forward on the calibration data, by path: (tokens, d); empty without data."""
-        if edit.calibration is None:
-            return {}
-        first_modules = {site.path: site.bypassed[0] if site.bypassed else site.path for site in sites}
-        widths = {first_modules[site.path]: site.width for site in sites}
-        recorded = record_inputs(edit.model, edit.calibration, widths)
-        return {path: recorded[first] for path, first in first_modules.items() if first in recorded}
+    def make_group(self, sites: Sequence[FeedForward], edit: Edit, done: int, total: int) -> list[SparseBlock]:
+        """Return the sparse feed-forwards of some of the `total` sites, `done` of which came before, side by side."""
+        inputs: dict[str, Tensor] = {}
+        if edit.calibration is not None and not self.exact:
+            inputs = record_inputs(edit.model, edit.calibration, list(dict.fromkeys(map(observed_path, sites))))
+
+        def make(site: FeedForward) -> SparseBlock:
+            return self.make(site, edit.model, inputs.get(observed_path(site)))
+
+        tokens = max(map(len, inputs.values()), default=0)
+        size = max(bytes_of_a_fit(tokens, site) for site in sites)
+        return side_by_side(make, sites, "fitting feed-forward", size, done=done, total=total)
 
     def make(self, site: FeedForward, model: nn.Module, x: Tensor | None) -> SparseBlock:
         """Return the sparse feed-forward that replaces a dense one; `x`, (tokens, d), is its calibration input."""
@@ -318,6 +323,16 @@ class SparseFFN(Pass[SparseFFNPlan]):
             columns = {"output matrix fitted": after.of_tokens, "as it was": before.of_tokens}
             findings.append((OUTPUT, columns, {"form": ".3f", "worst": "highest"}))
         return SparseBlock(block, rearranged, findings)
+
+
+def observed_path(site: FeedForward) -> str:
+    """The module that receives what the feed-forward does, and runs."""
+    return site.bypassed[0] if site.bypassed else site.path
+
+
+def bytes_of_a_fit(tokens: int, site: FeedForward) -> int:
+    """What the fit of one feed-forward holds: its inputs whitened, its units' shares in half precision, moments in float64."""
+    return 4 * tokens * site.width + 2 * tokens * site.units + 24 * site.units**2
 
 
 def blocks_of(number: int) -> str:

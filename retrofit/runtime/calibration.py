@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,13 +13,17 @@ from torch import Tensor, nn
 from retrofit.runtime.counted_work import counted
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.probes import run
+from retrofit.runtime.probes import accepts, run
 
 Watcher = Callable[[Tensor], None]
 
 
 class Enough(Exception):
     """A watcher needs no more batches."""
+
+
+class Stop(Exception):
+    """All that was wanted of a forward has been seen; the rest of it is not run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,39 +36,56 @@ class Calibration:
     def observe(self, model: nn.Module, watchers: Mapping[str, Watcher]) -> None:
         """Each watcher has seen the input of the module at its path, batch by batch: (tokens, d), padding left out.
 
-        A watcher that raises `Enough` sees no more; when all have, the rest of the batches is not run. The model runs in evaluation
-        mode and is left as it was.
+        A watcher that raises `Enough` sees no more; when all have, the rest of the batches is not run. Every forward but the first
+        ends with the last call that a watcher waits for: as many of them as the first one made. The model runs in evaluation mode,
+        without a cache, and is left as it was.
         """
-        waiting = set(watchers)
+        waiting, made = set(watchers), collections.Counter[str]()
+        without_cache = {"use_cache": False} if accepts(model, "use_cache") else {}
         with evaluation_mode(model):
             for batch in counted(self.batches, "running the model on text, batch", len(self.batches)):
                 inputs = named_inputs(model, batch)
-                real = real_tokens(model, inputs)
-                handles = [self.watch(model.get_submodule(path), path, watchers[path], real, waiting) for path in waiting]
+                last = sum(made[path] for path in waiting) if all(made[path] for path in waiting) else None
+                watched = WatchedForward(real_tokens(model, inputs), waiting, last)
+                handles = [watched.watch(model.get_submodule(path), path, watchers[path]) for path in waiting]
                 try:
-                    run(model, inputs)
+                    run(model, {**inputs, **without_cache})
+                except Stop:
+                    pass
                 finally:
                     for handle in handles:
                         handle.remove()
                 if not waiting:
                     return
+                made = made or watched.made
 
-    @staticmethod
-    def watch(module: nn.Module, path: str, watcher: Watcher, real: list[Tensor], waiting: set[str]) -> Any:
+
+class WatchedForward:
+    """A forward whose modules' inputs watchers see, those in `waiting`; raises `Stop` in it when they have seen the last call."""
+
+    def __init__(self, masks: list[Tensor], waiting: set[str], last: int | None) -> None:
+        self.masks, self.waiting, self.last = masks, waiting, last
+        self.made = collections.Counter[str]()  # calls by path
+
+    def watch(self, module: nn.Module, path: str, watcher: Watcher) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.made[path] += 1
             values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point()]
-            if not values or path not in waiting:
-                return
-            x = values[0].detach()
-            mask = next((mask for mask in real if mask.shape == x.shape[:-1]), None)
-            rows = x.reshape(-1, x.shape[-1]) if mask is None else x[mask]
-            try:
-                if len(rows):
-                    watcher(rows)
-            except Enough:
-                waiting.discard(path)
+            if values and path in self.waiting:
+                try:
+                    if len(rows := self.real(values[0].detach())):
+                        watcher(rows)
+                except Enough:
+                    self.waiting.discard(path)
+            if not self.waiting or self.made.total() == self.last:
+                raise Stop
 
         return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def real(self, x: Tensor) -> Tensor:
+        """The rows of x that are no padding: (tokens, d)."""
+        mask = next((mask for mask in self.masks if mask.shape == x.shape[:-1]), None)
+        return x.reshape(-1, x.shape[-1]) if mask is None else x[mask]
 
 
 def real_tokens(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:

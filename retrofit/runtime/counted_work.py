@@ -34,17 +34,16 @@ def reported_to(say: Say | None) -> Iterator[None]:
         LISTENER.reset(token)
 
 
-def counted(items: Iterable[Item], what: str, total: int) -> Iterator[Item]:
-    """Yield the items, `total` of them, and before each report its number and an estimate: "layer 7 of 30, about 40 s left"."""
-    say, began, waiting = LISTENER.get(), time.monotonic(), iter(items)
-    for index in range(total):
+def counted(items: Iterable[Item], what: str, total: int, done: int = 0) -> Iterator[Item]:
+    """Yield the items, and before each report its number and an estimate: "layer 7 of 30, about 40 s left".
+
+    They are some of `total`; `done` came before them.
+    """
+    say, began = LISTENER.get(), time.monotonic()
+    for index, item in enumerate(items):
         if say is not None:
-            left = time_left((time.monotonic() - began) / index * (total - index)) if index else ""
-            say(f"{what} {index + 1} of {total}{left}")
-        try:
-            item = next(waiting)
-        except StopIteration:
-            return
+            left = time_left((time.monotonic() - began) / index * (total - done - index)) if index else ""
+            say(f"{what} {done + index + 1} of {total}{left}")
         yield item
 
 
@@ -55,16 +54,20 @@ def time_left(seconds: float) -> str:
     return f", about {f'{seconds / 60:.0f} min' if seconds >= 90 else f'{round(seconds / 5) * 5} s'} left"
 
 
-def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], what: str, size: int) -> list[Result]:
+def side_by_side(
+    work: Callable[[Item], Result], items: Sequence[Item], what: str, size: int, *, done: int = 0, total: int | None = None
+) -> list[Result]:
     """Return what `work` gives for each of the items, counted; torch's threads are divided among those worked on at once.
+
+    Where the items are some of `total`, `done` came before them.
 
     `work` takes `size` bytes for an item, draws from no generator but its own, and changes nothing that another item's reads. No
     gradients are recorded but where it says so.
     """
     threads = torch.get_num_threads()
-    workers = max(1, min(threads, len(items), ROOM // max(1, size)))
+    workers, total = max(1, min(threads, len(items), ROOM // max(1, size))), len(items) if total is None else total
     if workers == 1:
-        return [work(item) for item in counted(items, what, len(items))]
+        return [work(item) for item in counted(items, what, total, done)]
 
     def alone(item: Item) -> Result:
         with torch.no_grad():
@@ -75,7 +78,7 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], what: st
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(each,))
     try:
         waiting = [pool.submit(contextvars.copy_context().run, alone, item) for item in items]
-        return [one.result() for one in counted(waiting, what, len(items))]
+        return [one.result() for one in counted(waiting, what, total, done)]
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)

@@ -10,15 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from retrofit.runtime.calibration import Calibration, real_tokens
+from retrofit.runtime.calibration import Calibration, Stop, real_tokens
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.probes import accepts, run
 from retrofit.runtime.recordings import set_aside
-
-
-class Stop(Exception):
-    """All the calls have been recorded; the rest of the forward is not needed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +55,18 @@ class RecordedCall:
 
 
 @torch.no_grad()
-def record_calls(
-    model: nn.Module, calibration: Calibration, paths: Collection[str], *, calls: int | None = None
-) -> dict[str, list[RecordedCall]]:
+def record_calls(model: nn.Module, calibration: Calibration, paths: Collection[str]) -> dict[str, list[RecordedCall]]:
     """The calls of the modules at `paths` in evaluation mode, in order, without caches; the model is left as it was.
 
-    With `calls`, a batch's forward ends once so many have been made in it.
+    Every forward but the first ends once as many calls have been made in it as in the first, if that has called all of them.
     """
     found: dict[str, list[RecordedCall]] = {path: [] for path in paths}
     without_cache = {"use_cache": False} if accepts(model, "use_cache") else {}
+    last: int | None = None
     with evaluation_mode(model):
         for batch in calibration.batches:
             inputs = named_inputs(model, batch)
-            recorder = Recorder(tuple(real_tokens(model, inputs)), found, calls)
+            recorder = Recorder(tuple(real_tokens(model, inputs)), found, last)
             handles = [model.get_submodule(path).register_forward_hook(recorder.hook(path), with_kwargs=True) for path in paths]
             try:
                 run(model, {**inputs, **without_cache})
@@ -80,6 +75,7 @@ def record_calls(
             finally:
                 for handle in handles:
                     handle.remove()
+            last = last or (recorder.made if all(found.values()) else None)
     return found
 
 
@@ -89,20 +85,20 @@ def float_tensors(values: Any) -> list[Tensor]:
 
 
 class Recorder:
-    """Keeps the calls of one forward; a tensor that several calls receive is kept once."""
+    """Keeps the calls of one forward, up to the `last`; a tensor that several calls receive is kept once."""
 
-    def __init__(self, masks: tuple[Tensor, ...], found: Mapping[str, list[RecordedCall]], calls: int | None) -> None:
-        self.masks, self.found, self.left = masks, found, calls
+    def __init__(self, masks: tuple[Tensor, ...], found: Mapping[str, list[RecordedCall]], last: int | None) -> None:
+        self.masks, self.found, self.last = masks, found, last
+        self.made = 0  # calls
         self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of tensors, by identity and version
 
     def hook(self, path: str) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             args, kwargs, output = pytree.tree_map(self.kept, (args, kwargs, output), is_leaf=is_cache)
             self.found[path].append(RecordedCall(args, kwargs, output, self.masks))
-            if self.left is not None:
-                self.left -= 1
-                if not self.left:
-                    raise Stop
+            self.made += 1
+            if self.made == self.last:
+                raise Stop
 
         return record
 

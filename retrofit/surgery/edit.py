@@ -253,9 +253,13 @@ class Edit:
         page_out([old])
 
     def rearrange_parameter(self, old: nn.Parameter, new: nn.Parameter, owner: nn.Module, layout: Rearranged, why: str) -> None:
-        """`new`, which the edits put into the model, is accounted for as holding `old` by `layout`, whose buffers `owner` has."""
+        """`new`, which the edits put into the model, is accounted for as holding `old` by `layout`, whose buffers `owner` has.
+
+        Where `old` is mapped from a file it leaves memory, as in `widen_parameter`.
+        """
         self.layouts[id(old)] = owner, layout, why
         self.replaced[id(old)] = new
+        page_out([old])
 
     def drop_parameter(self, old: nn.Parameter, why: str) -> None:
         """`old` is accounted for as dropped on purpose; only an approximate pass may."""

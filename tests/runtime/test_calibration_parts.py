@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from support import zoo
 from torch import nn
 
+from retrofit.runtime import recordings
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.calibration_split import HELD_OUT, sample_calibration, split_calibration
 from retrofit.runtime.recorded_calls import record_calls
@@ -80,12 +83,49 @@ def test_a_recorded_call_can_be_repeated() -> None:
     assert not model.get_submodule(path)._forward_hooks
 
 
-def test_a_forward_ends_after_the_calls_that_are_wanted() -> None:
+@pytest.mark.parametrize("record", [record_calls, lambda model, data, paths: data.observe(model, {paths[0]: lambda x: None})])
+def test_a_forward_ends_after_the_calls_that_are_wanted(record: Callable[[nn.Module, Calibration, list[str]], object]) -> None:
+    """The first one shows how many there are, so it is run whole."""
     entry = zoo.entry("causal/llama")
     model = zoo.build(entry)
     ids = zoo.inputs(entry, model, batch=2, length=6)["input_ids"]
-    later: list[int] = []
-    handle = model.model.layers[2].register_forward_hook(lambda *_: later.append(1))
-    record_calls(model, Calibration(({"input_ids": ids},)), ["model.layers.1.mlp"], calls=1)
-    handle.remove()
-    assert not later
+    earlier, later = list[int](), list[int]()
+    for depth, calls in ((0, earlier), (2, later)):
+        model.model.layers[depth].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+    record(model, Calibration(({"input_ids": ids},) * 3), ["model.layers.1.mlp"])
+    assert (len(earlier), len(later)) == (3, 1)
+
+
+def test_where_the_first_inputs_miss_a_module_every_forward_is_run_whole() -> None:
+    class Either(nn.Module):
+        """Inputs of more than two tokens go through another module too, which comes first."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.longer, self.every = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.every(self.longer(x) if x.shape[1] > 2 else x)
+
+    data = Calibration(tuple({"x": torch.ones(1, length, 4)} for length in (2, 3, 3)))
+    tokens = {"longer": 0, "every": 0}
+
+    def counter(path: str) -> Callable[[torch.Tensor], None]:
+        return lambda x: tokens.update({path: tokens[path] + len(x)})
+
+    data.observe(Either(), {path: counter(path) for path in tokens})
+    assert tokens == {"longer": 6, "every": 8}
+    assert {path: len(calls) for path, calls in record_calls(Either(), data, list(tokens)).items()} == {"longer": 2, "every": 3}
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=12), room=st.integers(1, 120))
+def test_what_is_recorded_in_one_run_is_about_what_there_is_room_for(sizes: list[int], room: int) -> None:
+    given = {str(index): size for index, size in enumerate(sizes)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recordings, "ROOM", room)
+        groups = recordings.groups_in_room(given, nn.Module())
+        with recordings.recordings_kept_by(lambda tensor: tensor):  # on a disk, say
+            assert len(recordings.groups_in_room(given, nn.Module())) == min(1, len(sizes))
+    assert [path for group in groups for path in group] == list(given)
+    assert all(group and sum(given[path] for path in group) <= room + max(sizes) for group in groups)
+    assert len(groups) <= max(1, -(-sum(sizes) // room))

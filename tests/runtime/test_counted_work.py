@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from retrofit.passes import SparseFFN
 from retrofit.rewriting import apply_reported
-from retrofit.runtime import counted_work
+from retrofit.runtime import counted_work, recordings
 from retrofit.runtime.counted_work import counted, reported_to, side_by_side, time_left
 
 
@@ -76,16 +76,27 @@ def test_an_estimate_is_near(seconds: float) -> None:
         assert float(words[2]) * {"min": 60, "s": 1}[words[3]] == pytest.approx(seconds, rel=0.35)
 
 
-def test_layers_fitted_at_once_are_those_fitted_one_by_one() -> None:
+@pytest.mark.parametrize("spec", ["sparse-ffn(sparsity=4, active=2)", "shared-moe(groups=1, experts=2)"])
+def test_layers_fitted_at_once_are_those_fitted_one_by_one(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On inputs that were recorded at once, too, or each in a run of its own."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 61}
     model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     windows = torch.randint(3, 60, (40, 16))
-    found = []
-    for threads in (2, 1):
+    found, runs = list[dict[str, torch.Tensor]](), list[int]()
+    for threads, room in ((2, recordings.ROOM), (1, recordings.ROOM), (2, 1)):
         torch.set_num_threads(threads)
-        spec = SparseFFN(sparsity=4, active=2)
-        applied = apply_reported(copy.deepcopy(model), spec, calibration=windows, verify=False, count_flops=False)
+        torch.manual_seed(1)
+        monkeypatch.setattr(recordings, "ROOM", room)
+        monkeypatch.setattr(recordings, "own_bytes", lambda model: 0)
+        said: list[str] = []
+        how: dict[str, Any] = {"calibration": windows, "verify": False, "count_flops": False, "progress": said.append}
+        applied = apply_reported(copy.deepcopy(model), spec, **how)
+        runs.append(sum("batch 1 of" in one for one in said))
         found.append(applied.model.state_dict())
-    assert found[0].keys() == found[1].keys()
-    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+        if spec.startswith("sparse-ffn"):
+            assert [one for one in said if "fitting" in one] == [f"fitting feed-forward {index} of 3" for index in (1, 2, 3)]
+    assert runs[0] == runs[1] < runs[2]
+    for other in found[1:]:
+        assert found[0].keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in found[0].items())
