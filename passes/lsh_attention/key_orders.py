@@ -9,6 +9,9 @@ that is not after it. What it sees is a stretch of ranks:
     otherwise     the chunk of keys in which its place is and the one before, of whatever bucket (Reformer); of the first, the next
 
 Keys that no query may see, which are padding, have a bucket of their own behind all others.
+
+In Reformer the chunks of a causal stack depend on the buckets of later tokens, so a later token changes which earlier keys a query
+sees. There a key also counts in every round in which it is seen, and chunks look back across the border between two rounds.
 """
 
 from __future__ import annotations

@@ -9,6 +9,10 @@ over c and f alone, which is all that is kept of the forward.
 A program that is exported has to hold for any number of tokens, and the number of rounds would depend on it. There the same c
 comes from two triangular matrices of decays for every channel: within chunks of fixed size, and over the chunks. A decay is the
 exponential of a sum of logarithms of one sign, never of a difference of two sums, so a small one loses no digits of a large one.
+
+Alternatives for export: divided cumulative products underflow where gates are small; torch's `associative_scan` has no
+translation to ONNX; ONNX's `Scan` and `Loop` run one token at a time, and such a graph neither trains nor is rewritten; a fixed
+number of rounds limits the length.
 """
 
 from __future__ import annotations
